@@ -20,6 +20,8 @@ CONFIGS = {
     "qwen3": transformers.Qwen3Config,
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
+    "gemma4": transformers.Gemma4TextConfig,
+    "gemma4_moe": transformers.Gemma4TextConfig,
     "gpt2": transformers.GPT2Config,
     "gpt_neo": transformers.GPTNeoConfig,
     "granite": transformers.GraniteConfig,
@@ -54,7 +56,7 @@ FAMILIES = tuple(CONFIGS)
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # families that attend over latents
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families with gated delta nets
 MIXTURES = (  # families with experts
-    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", *LATENT, "qwen3_next", "qwen3_5_moe"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", *LATENT, "qwen3_next", "qwen3_5_moe", "gemma4_moe"),
 )
 PARTIAL = ("phi3", "glm", "glm4", "gpt_neox", "phi")  # families that may rotate the first dimensions of heads alone
 _NOT_IN_GPT = (
@@ -72,10 +74,13 @@ _LATENT_NAMES: dict[str, str | None] = {
     "mlp_bias": None,
     "num_key_value_heads": None,  # all heads read the same latents: `build_config` gives as many as heads
 }
+_GEMMA4_NAMES = {"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts", "mlp_bias": None}
 # Names of fields in families that do not have Llama's; a family has none of those that it maps to None.
 FIELD_NAMES: dict[str, dict[str, str | None]] = {
     "gemma2": {"hidden_act": "hidden_activation"},
     "gemma3": {"hidden_act": "hidden_activation"},
+    "gemma4": _GEMMA4_NAMES,
+    "gemma4_moe": _GEMMA4_NAMES,
     "gpt2": {
         **_GPT_NAMES,
         "hidden_size": "n_embd",
@@ -172,6 +177,7 @@ _HYBRID_SIZES = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 10,
 }
+_GEMMA4_SIZES = {"head_dim": 16, "sliding_window": 9, "vocab_size_per_layer_input": 131}
 _SHARED_EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
@@ -185,6 +191,28 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
     "gemma3": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "layer_types": _LAYER_TYPES},
+    "gemma4": {
+        **_GEMMA4_SIZES,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", *_LAYER_TYPES * 2],  # the first two have a page of the third's size
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 12,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
+    "gemma4_moe": {
+        **_GEMMA4_SIZES,
+        "layer_types": _LAYER_TYPES,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 3.0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+    },
     "gpt2": {},
     "gpt_neo": {"attention_types": [[["local", "global"], 1]], "window_size": 9},
     "granite": _FACTORS,
@@ -273,10 +301,13 @@ def randomize(model: transformers.PreTrainedModel, seed: int = 0) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * _WEIGHT_STD
-            parameter.copy_(noise + (1.0 if "norm" in name or ".ln_" in name else 0.0))
+            is_factor = "norm" in name or ".ln_" in name or name.endswith("scale")
+            parameter.copy_(noise + (1.0 if is_factor else 0.0))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * _WEIGHT_STD)
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + torch.randn(buffer.shape, generator=generator) * _WEIGHT_STD)
 
 
 def write_checkpoint(
@@ -284,12 +315,13 @@ def write_checkpoint(
 ) -> transformers.PreTrainedModel:
     """Write a random checkpoint in `dtype` to `path`; return the model in float32, with the values as written."""
     model = build_model(family, seed, **overrides)
-    for parameter in model.parameters():  # rotary buffers stay float32 in the oracle
-        parameter.data = parameter.data.to(getattr(torch, dtype))
+    scalars = [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    for tensor in (*model.parameters(), *scalars):  # rotary buffers stay float32 in the oracle
+        tensor.data = tensor.data.to(getattr(torch, dtype))
     model.config.dtype = dtype
     model.save_pretrained(path, max_shard_size=max_shard_size)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
+    for tensor in (*model.parameters(), *scalars):
+        tensor.data = tensor.data.float()
     return model
 
 
@@ -331,6 +363,8 @@ def _dense(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str, 
         return {name: rng.random() < 0.5 for name in names}
 
     num_layers, rope = sizes["num_hidden_layers"], dict(sizes["rope_parameters"])
+    if family.startswith("gemma4"):
+        return _gemma4(family, sizes, rng)
     if family in HYBRID:
         return _hybrid(num_layers, rope, sizes["head_dim"], rng)
     if family in PARTIAL:
@@ -407,6 +441,33 @@ def _hybrid(layers: int, rope: dict[str, Any], head_dim: int, rng: random.Random
     }
 
 
+def _gemma4(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Return random overrides of Gemma 4, with experts or with layers that read others' keys and values."""
+    kv_heads, head_dim, num_layers = sizes["num_key_value_heads"], sizes["head_dim"], rng.randint(3, 6)
+    is_mixture = family == "gemma4_moe"
+    k_eq_v = is_mixture or rng.random() < 0.3
+    global_heads = rng.choice([kv_heads, 1]) if k_eq_v else kv_heads
+    kinds = [rng.choice(_LAYER_TYPES) for _ in range(num_layers)]
+    kinds[:2] = rng.sample(_LAYER_TYPES, 2)
+    full = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": rng.choice([0.25, 0.5, 1.0])}
+    shared = {"num_kv_shared_layers": rng.randint(1, num_layers - 2), "use_double_wide_mlp": rng.random() < 0.7}
+    sparse = {"num_experts": rng.choice([3, 9, 32]), "num_experts_per_tok": rng.choice([1, 2, 3])}
+    return {
+        "num_hidden_layers": num_layers,
+        "layer_types": [*kinds[:-1], _LAYER_TYPES[1]],
+        "sliding_window": rng.choice([3, 8]),
+        "global_head_dim": head_dim * (rng.choice([1, 2]) if global_heads == kv_heads else 1),
+        "num_global_key_value_heads": global_heads,
+        "attention_k_eq_v": k_eq_v,
+        "rope_parameters": {_LAYER_TYPES[0]: sizes["rope_parameters"], _LAYER_TYPES[1]: full},
+        "hidden_size_per_layer_input": 0 if is_mixture else rng.choice([7, 16]),
+        "vocab_size_per_layer_input": sizes["vocab_size"],
+        "final_logit_softcapping": rng.choice([None, 1.5, 30.0]),
+        "attention_bias": rng.random() < 0.3,
+        **({**sparse, "moe_intermediate_size": rng.randrange(17, 60)} if is_mixture else shared),
+    }
+
+
 def _latent(family: str, rng: random.Random, layers: int, rope: dict[str, Any]) -> dict[str, Any]:
     """Return random overrides of a family that attends over latents."""
     mscales = {"mscale": 0.7, "mscale_all_dim": rng.choice([0.7, 1.0])}
@@ -471,7 +532,7 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
         if family in ("qwen2", "qwen3"):
             overrides |= {"use_sliding_window": rng.random() < 0.7, "sliding_window": rng.choice([3, 8])}
             overrides |= {"max_window_layers": rng.randint(0, layers)}
-        if family.startswith("gemma"):
+        if family in ("gemma2", "gemma3"):
             overrides |= {"sliding_window": rng.choice([3, 8]), "query_pre_attn_scalar": rng.choice([8, 40])}
             overrides |= {"tie_word_embeddings": True}
             overrides |= {"layer_types": [rng.choice(_LAYER_TYPES) for _ in range(layers)]}

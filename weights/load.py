@@ -39,7 +39,10 @@ _MASKS = tuple(f".{module}.{mask}" for module in ("attn", "attention") for mask 
 _DRAFT_PROJECTION = "eh_proj.weight"  # end of the name of a tensor that only layers for multi-token prediction have
 _DRAFTING = "mtp."  # first part of the names of such layers where they do not follow the others
 # First parts of names in multimodal checkpoints, behind `model.` or not, of what turns other inputs into embeddings.
-_OTHER_PARTS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_vision.")
+_OTHER_PARTS = (
+    *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector."),
+    *("audio_tower.", "embed_vision.", "embed_audio."),
+)
 # Matrices of an expert, by the names of tensors [E, rows, in] in which some checkpoints have those of all experts.
 _EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _COMPUTED = ("rotary_emb.inv_freq", *_MASKS)  # ends of names
@@ -179,8 +182,11 @@ def _parts(row: TensorRow, open_tensor: Callable[[str], Part]) -> list[Part]:
         stacks = {name: open_tensor(name) for name in names}
         places: Counter[str] = Counter()
         matrices = []
-        for name in row.hf_names:
-            matrices.append(stacks[name][places[name]])
+        num_parts = len(row.hf_names) // (len(names) * row.num_matrices)
+        for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):
+            number, part = divmod(places[name], num_parts)
+            matrix = stacks[name][number]
+            matrices.append(matrix if num_parts == 1 else matrix[part * num_rows : (part + 1) * num_rows])
             places[name] += 1
         return [matrix.T for matrix in matrices] if row.transposed else matrices
     tensors = {name: open_tensor(name).T if row.transposed else open_tensor(name) for name in names}

@@ -45,7 +45,14 @@ class TensorRow(Protocol):
 
     @property
     def stacked(self) -> bool:
-        """True if a name that is repeated stands for the matrices of a tensor [matrices, ...], not for its rows."""
+        """True if tensors are [matrices, ...]; a name then stands for a matrix, or for as many parts of its rows.
+
+        If it is repeated more often than there are matrices, these are parts of equally many rows.
+        """
+
+    @property
+    def num_matrices(self) -> int:
+        """Number of matrices of equal shape that follow each other along axis 0."""
 
     @property
     def is_matrix(self) -> bool:
@@ -102,9 +109,9 @@ def hf_shapes(row: TensorRow) -> dict[str, tuple[int, ...]]:
     if row.transposed:
         shapes = {name: shape[::-1] for name, shape in shapes.items()}
     if row.stacked:
-        counts, split = Counter(row.hf_names), 1 if row.transposed else 0
+        count, split = row.num_matrices, 1 if row.transposed else 0
         shapes = {
-            name: (counts[name], *(size // counts[name] if dim == split else size for dim, size in enumerate(shape)))
+            name: (count, *(size // count if dim == split else size for dim, size in enumerate(shape)))
             for name, shape in shapes.items()
         }
     return shapes

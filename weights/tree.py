@@ -1,6 +1,5 @@
 """Checkpoint tensors from a parameter tree."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -70,9 +69,9 @@ def tensors_of(specs: Sequence[TensorRow], params: Params, advice: str) -> dict[
         else:
             counts = hf_row_counts(row)
             parts = zip(counts.items(), accumulate(counts.values()), strict=True)
-            stacks = Counter(row.hf_names) if row.stacked else {}
+            num_matrices = row.num_matrices if row.stacked else None
             tensors |= {
-                hf_name: _ParamRows(array, end - num_rows, end, row.transposed, stacks.get(hf_name))
+                hf_name: _ParamRows(array, end - num_rows, end, row.transposed, num_matrices)
                 for (hf_name, num_rows), end in parts
             }
     found.raise_if_any("params", advice)

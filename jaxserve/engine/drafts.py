@@ -15,6 +15,7 @@ from jaxserve.engine.memory import page_bytes, pool_dtype, select_backend
 from jaxserve.engine.parameters import build_params, compute_dtype
 from jaxserve.errors import ConfigError
 from jaxserve.execution.verification import Proposer
+from jaxserve.layers.kv_forms import MixedHeads
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.quant import packed, weight_format
@@ -77,6 +78,11 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
         raise ConfigError(
             f"a draft model must have attention in all layers, as a state cannot go back behind drafts that are "
             f"rejected, got {draft_arch.architecture} in {directory}; take another draft model"
+        )
+    if isinstance(draft_arch.kv, MixedHeads) and speculation.tree is not None:
+        raise ConfigError(
+            f"a draft model that drafts a tree must have KV heads of one size in all layers, got "
+            f"{draft_arch.architecture} in {directory}; drop speculative_token_tree"
         )
     common = _common_tokens(config, own, arch.vocab_size)
     draft_arch = _within_pages(draft_arch, arch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, no_type_check
@@ -116,7 +116,8 @@ class StepOutput:
 class AttentionCarry:
     """State that goes through the layers: the pool, the rows of every KV group, trees of drafts, tokens of experts.
 
-    With layers that have a state, also the pool of states, and the rows as these layers see them.
+    With layers that have a state, also the pool of states, and the rows as these layers see them. With layers that read
+    the keys and values of others, also those of this step's tokens, by layer.
     """
 
     kv_pages: Pages
@@ -125,6 +126,7 @@ class AttentionCarry:
     states: Any = None
     state_rows: StateRows | None = None
     routed: RoutedTokens | None = None
+    shared: Mapping[int, tuple[Array, Array]] = struct.field(default_factory=dict)
 
 
 def paged_attend(
@@ -141,6 +143,7 @@ def paged_attend(
 ) -> tuple[Float[Array, "T Q V"], AttentionCarry]:
     """Rotate if positions are not learned, write the new tokens into the pool, attend over it.
 
+    A layer without keys of its own writes those of another again, to the same place: the same values.
     In a layer with a state, `q` has the inputs of its tokens, by which the state goes on.
     """
     if options.state is not None:
@@ -148,10 +151,10 @@ def paged_attend(
         out, states = options.state.advance(q, carry.state_rows, carry.states, layer)
         return out, dataclasses.replace(carry, states=states)
     assert isinstance(q, Array), "queries are one array"
-    assert k is not None, "queries come with keys"
+    k, v, shared = options.share(k, v, carry.shared)
     new, rows = NewTokens(q, k, v, rope, sinks, carry.tree_mask), carry.groups[options.kv_group]
     out, kv_pages = options.kv.attend(new, rows, carry.kv_pages, layer, options.attention, backend=backend)
-    return out, dataclasses.replace(carry, kv_pages=kv_pages)
+    return out, dataclasses.replace(carry, kv_pages=kv_pages, shared=shared)
 
 
 ReadLogprobs = Callable[

@@ -193,7 +193,7 @@ class Runner:
     def kv_token_bytes(self) -> int:
         """Bytes of one token in the pool of a device, all layers and any scales included."""
         arch, num_tokens = self.programs.arch, self.schedule.num_pages * self.schedule.page_size
-        return self._kv_bytes * len(arch.attended_windows) // (num_tokens * arch.kv_group_layers)
+        return int(self._kv_bytes * arch.num_layers_read // (num_tokens * arch.kv_group_layers))
 
     def close(self) -> None:
         """Wait for the steps in flight, whether they fail or not, and let go of weights, state and programs."""

@@ -36,6 +36,7 @@ class Experts(NamedTuple):
         shared_ffn_size: feed-forward size of the experts of every token, which are one; 0 if there are none.
         softmax_of_chosen: True if weights are the softmax of the chosen experts' logits alone.
         activation: function between the two products of an expert.
+        beside_mlp: True if layers have an MLP besides.
         num_shards: number of equal shares of whole experts that different devices have; each device has a part of
             every expert of its share.
         shard_axis: mesh axis of the shares, where these are the sizes of one device.
@@ -53,6 +54,7 @@ class Experts(NamedTuple):
     shared_ffn_size: int = 0
     softmax_of_chosen: bool = False
     activation: Callable[[Array], Array] = swiglu
+    beside_mlp: bool = False
     num_shards: int = 1
     shard_axis: str | None = None
 
@@ -174,6 +176,7 @@ class ExpertWeights(NamedTuple):
         logit_bias: terms of the products with the router, or None.
         gate_up_bias: biases of the first products of all experts, or None.
         down_bias: biases of their second ones, whole on each device.
+        weight_factors: factor of each expert on its weights, or None.
     """
 
     router: Weight
@@ -186,6 +189,7 @@ class ExpertWeights(NamedTuple):
     logit_bias: Float[Array, " E"] | None = None
     gate_up_bias: Float[Array, "E F2"] | None = None
     down_bias: Float[Array, "E D"] | None = None
+    weight_factors: Float[Array, " E"] | None = None
 
 
 def mixture(
@@ -194,6 +198,7 @@ def mixture(
     experts: Experts,
     axis: str | tuple[str, ...] | None = None,
     routed: RoutedTokens | None = None,
+    routing: Float[Array, "T D"] | None = None,
 ) -> tuple[Float[Array, "T D"], RoutedTokens | None]:
     """Return the weighted sum of each token's experts and of those of every token, which are SwiGLU; and `routed`.
 
@@ -206,9 +211,14 @@ def mixture(
         experts: number of experts, and of those of a token.
         axis: mesh axes over whose devices experts and F are split.
         routed: mask of the tokens that are not padding, and counts so far; None if no token is padding.
+        routing: inputs of the router; None if they are those of the experts.
     """
-    logits = linear(x, matrices.router, LinearContext(dtype=jnp.float32), bias=matrices.logit_bias)
+    logits = linear(
+        x if routing is None else routing, matrices.router, LinearContext(dtype=jnp.float32), bias=matrices.logit_bias
+    )
     weights, ids = route(logits, experts, matrices.router_bias)
+    if matrices.weight_factors is not None:
+        weights *= matrices.weight_factors.astype(weights.dtype)[ids]
     if routed is not None:
         ids = jnp.where(routed.live[:, None], ids, experts.num_experts)
         routed = routed.add(ids)

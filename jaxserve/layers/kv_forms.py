@@ -4,14 +4,21 @@ Pool, backend and attention of a model follow from its form alone: `ArchConfig.k
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from jaxserve.pallas_kernels import mla_attention, ragged_paged_attention
+from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.mla_attention import LatentInputs, LatentOptions
-from jaxserve.pallas_kernels.ragged_paged_attention import AttentionInputs, AttentionOptions, Pages, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention import (
+    QUANTIZED,
+    AttentionInputs,
+    AttentionOptions,
+    Pages,
+    RaggedRows,
+)
 
 
 class NewTokens(NamedTuple):
@@ -93,6 +100,11 @@ class HeadVectors:
         """Elements of a key and of a value."""
         return 2 * self.head_dim
 
+    @property
+    def token_size(self) -> int:
+        """Elements of a token's keys and values in a layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
     def select_backend(
         self, backend: str, *, num_query_heads: int, page_size: int | None, kv_dtype: jnp.dtype, platform: str | None
     ) -> str:
@@ -149,6 +161,91 @@ class HeadVectors:
         assert new.v is not None, "keys and values differ"
         inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope, new.sinks, new.tree_mask)
         return ragged_paged_attention.ragged_paged_attention(inputs, kv_pages, layer, options, backend=backend)
+
+
+@dataclass(frozen=True)
+class MixedHeads(HeadVectors):
+    """Keys and values in the pool of a model whose layers have heads of two sizes, as the larger ones take them.
+
+    Attributes:
+        smaller: heads of the other layers.
+    """
+
+    smaller: HeadVectors
+
+    def select_backend(
+        self, backend: str, *, num_query_heads: int, page_size: int | None, kv_dtype: jnp.dtype, platform: str | None
+    ) -> str:
+        """Return the best backend that serves both sizes; not for a pool with scales, whose pages cannot be split."""
+        if jnp.dtype(kv_dtype).name in QUANTIZED:
+            raise UnsupportedBackendError(
+                f"kv_cache_dtype must be auto or a floating point type for layers with KV heads of two sizes "
+                f"({self.num_kv_heads} of {self.head_dim} and {self.smaller.num_kv_heads} of {self.smaller.head_dim}), "
+                f"got {kv_dtype}"
+            )
+        own = HeadVectors(self.num_kv_heads, self.head_dim)
+        facts: dict[str, Any] = {"num_query_heads": num_query_heads, "kv_dtype": kv_dtype, "platform": platform}
+        found = [form.select_backend(backend, page_size=page_size, **facts) for form in (own, self.smaller)]
+        chosen = max(found, key=list(ragged_paged_attention.BACKENDS).index)  # the better one serves one size alone
+        for form in (own, self.smaller):
+            form.select_backend(chosen, page_size=page_size or self.default_page_size(chosen, kv_dtype), **facts)
+        return chosen
+
+
+@dataclass(frozen=True)
+class PartOfPages(HeadVectors):
+    """Keys and values of layers several of which take the room of one layer of the pool.
+
+    Attributes:
+        num_parts: number of layers that take the room of one.
+    """
+
+    num_parts: int
+
+    def move_tokens(
+        self,
+        backend: str,
+        kv_pages: Pages,
+        page_table: Int[Array, "R M"],
+        first: Int[Array, " R"],
+        source: Int[Array, "R N"],
+    ) -> Pages:
+        """Copy keys and values within their rows, in every part of the pages."""
+        seen: Pages = self._split(backend, kv_pages)
+        for part in range(self.num_parts):
+            seen = super().move_tokens(backend, seen, page_table * self.num_parts + part, first, source)
+        return _joined(seen, kv_pages)
+
+    def attend(
+        self,
+        new: NewTokens,
+        rows: RaggedRows,
+        kv_pages: Pages,
+        layer: Int[Array, ""],
+        options: AttentionOptions,
+        *,
+        backend: str,
+    ) -> tuple[Float[Array, "T Q V"], Pages]:
+        """Run `ragged_paged_attention` over the part of each page that a layer has."""
+        assert new.v is not None, "keys and values differ"
+        rows = rows._replace(page_table=rows.page_table * self.num_parts + layer % self.num_parts)
+        inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope, new.sinks, new.tree_mask)
+        layer //= self.num_parts
+        return ragged_paged_attention.ragged_paged_attention(
+            inputs, kv_pages, layer, options, num_parts=self.num_parts, backend=backend
+        )
+
+    def _split(self, backend: str, kv_pages: Pages) -> Array:
+        """Return a pool for larger heads as one of `num_parts` times as many pages."""
+        sizes = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        return ragged_paged_attention.split_pages(backend, kv_pages, num_parts=self.num_parts, **sizes)
+
+
+def _joined(seen: Pages, kv_pages: Pages) -> Pages:
+    """Return a pool that was split in the shape that it had before."""
+    assert isinstance(seen, Array), "a pool that is split has no scales"
+    assert isinstance(kv_pages, Array), "a pool that is split has no scales"
+    return seen.reshape(kv_pages.shape)
 
 
 @dataclass(frozen=True)

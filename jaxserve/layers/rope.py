@@ -19,7 +19,7 @@ class RopeConfig:
 
     Attributes:
         theta: base of the wavelengths.
-        kind: method that stretches positions: default (none), linear, llama3, longrope or yarn.
+        kind: method that stretches positions: default (none), linear, llama3, longrope, proportional or yarn.
         options: sorted parameters of that method, numbers or tuples of them; `models.hf_config.read_rope` ensures that
             none is missing.
         fraction: part of each head that is rotated, its first dimensions.
@@ -115,11 +115,19 @@ def _yarn(freq: NDArray[np.float32], options: _Options, theta: float, dim: int) 
     return scaled.astype(np.float32), options.get("attention_factor", default)
 
 
+def _proportional(freq: NDArray[np.float32], options: _Options, _theta: float, dim: int) -> _Scaling:
+    """Leave the last pairs as they are: the others have the wavelengths that they have if all are rotated."""
+    num_rotated = int(options.get("partial_rotary_factor", 1.0) * dim // 2)
+    rotated = np.where(np.arange(dim // 2) < num_rotated, freq, 0) / np.float32(options.get("factor", 1.0))
+    return rotated.astype(np.float32), 1.0
+
+
 _SCALINGS: dict[str, Callable[[NDArray[np.float32], _Options, float, int], _Scaling]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "longrope": _longrope,
+    "proportional": _proportional,
     "yarn": _yarn,
 }
 

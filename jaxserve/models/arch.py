@@ -3,14 +3,18 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from jax import Array
+
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
-from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents
+from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents, MixedHeads, PartOfPages
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.layers.state_forms import StateForm
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
@@ -30,12 +34,32 @@ class LayerOptions(NamedTuple):
         kv_group: KV group of its keys and values.
         kv: form of its tokens in the pool.
         state: form of its state, in a layer that has one and no attention; else None.
+        kv_source: layer whose keys and values it and later layers read; None if it alone reads its own.
     """
 
     attention: AttentionOptions
     kv_group: int
     kv: KVForm
     state: StateForm | None = None
+    kv_source: int | None = None
+
+    def share(
+        self, k: Array | None, v: Array | None, shared: Mapping[int, tuple[Array, Array]]
+    ) -> tuple[Array, Array | None, Mapping[int, tuple[Array, Array]]]:
+        """Return the keys and values of a step's tokens in this layer, and those that later layers share.
+
+        Args:
+            k: keys that the layer makes; None if it reads another's.
+            v: its values, if any.
+            shared: keys and values of earlier layers, by layer.
+        """
+        if k is None:
+            assert self.kv_source is not None, "a layer has keys, its own or those of another"
+            return *shared[self.kv_source], shared
+        if self.kv_source is None:
+            return k, v, shared
+        assert v is not None, "keys that layers share have values"
+        return k, v, {**shared, self.kv_source: (k, v)}
 
 
 class LatentAttention(NamedTuple):
@@ -54,6 +78,34 @@ class LatentAttention(NamedTuple):
     value_dim: int
     q_rank: int | None = None
     interleaved: bool = True
+
+
+class GlobalAttention(NamedTuple):
+    """Attention of layers whose KV heads have sizes of their own.
+
+    Attributes:
+        layers: these layers.
+        heads: their KV heads.
+        room: number of other layers, and of these, that take the same room in a page, on the devices together.
+        k_eq_v: True if keys and values come from one product.
+    """
+
+    layers: frozenset[int]
+    heads: HeadVectors
+    room: tuple[int, int]
+    k_eq_v: bool = False
+
+
+class LayerInputs(NamedTuple):
+    """Inputs that each layer has from a table of token embeddings of its own.
+
+    Attributes:
+        vocab_size: rows of the table.
+        size: elements of a token's input to a layer.
+    """
+
+    vocab_size: int
+    size: int
 
 
 class KVPlace(NamedTuple):
@@ -110,6 +162,10 @@ class ArchConfig:
     state: StateForm | None = None  # form of the state of layers without attention; None where there are none
     state_layers: frozenset[int] = frozenset()  # layers with a state and without attention
     one_kv_group: bool = False  # True where all layers keep their keys and values under the same pages
+    global_attention: GlobalAttention | None = None  # layers with other KV heads; None where all have the same
+    num_shared_layers: int = 0  # last layers, which read keys and values of earlier ones
+    shared_ffn_factor: int = 1  # factor on the feed-forward size of these layers
+    layer_inputs: LayerInputs | None = None  # inputs of each layer besides the residual stream
     pooler: Pooler | None = None  # pooling of a model that does not generate
 
     def __post_init__(self) -> None:
@@ -124,17 +180,33 @@ class ArchConfig:
                 f"num_attention_heads must be a multiple of num_key_value_heads, "
                 f"got {self.num_heads} and {self.num_kv_heads}"
             )
-        for rope in filter(None, dict.fromkeys(self.ropes)):
-            self._check_rope(rope)
+        for rope, head_dim in dict.fromkeys(self.rotations):
+            if rope is not None:
+                self._check_rope(rope, head_dim)
+        if self.global_attention is not None:
+            self._check_heads(self.global_attention.heads)
 
-    def _check_rope(self, rope: RopeConfig) -> None:
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
-        num_rotated = rope.rotated(self.head_dim)
+    def _check_heads(self, other: HeadVectors) -> None:
+        if self.num_heads % other.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads must be a multiple of num_global_key_value_heads, "
+                f"got {self.num_heads} and {other.num_kv_heads}"
+            )
+        sizes = self.num_kv_heads * self.head_dim, other.num_kv_heads * other.head_dim
+        if max(sizes) % min(sizes):
+            raise ConfigError(
+                f"num_key_value_heads * head_dim must be a multiple or a divisor of the same of global layers, so that "
+                f"their pages have equal bytes, got {sizes[0]} and {sizes[1]} on a device"
+            )
+
+    def _check_rope(self, rope: RopeConfig, head_dim: int) -> None:
+        if head_dim % 2:
+            raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+        num_rotated = rope.rotated(head_dim)
         if num_rotated < 2 or num_rotated % 2:
             raise ConfigError(
                 f"partial_rotary_factor must rotate an even number of dimensions, got {rope.fraction} of head_dim "
-                f"{self.head_dim}"
+                f"{head_dim}"
             )
         factors = {k: v for k, v in rope.options if isinstance(v, tuple)}
         if wrong := {name: len(values) for name, values in factors.items() if len(values) != num_rotated // 2}:
@@ -149,7 +221,7 @@ class ArchConfig:
         if num_devices == 1:
             return self
         sizes, experts = {"num_attention_heads": self.num_heads}, self.experts
-        if experts is None or self.dense_layers:
+        if experts is None or self.dense_layers or experts.beside_mlp:
             sizes["intermediate_size"] = self.ffn_size
         if experts is not None:
             share = "" if experts.num_shards == 1 else " x expert_parallel_size"
@@ -166,6 +238,8 @@ class ArchConfig:
             vocab_size=-(-self.vocab_size // num_devices),
             num_heads=self.num_heads // num_devices,
             num_kv_heads=len(held_heads(self.num_kv_heads, 0, num_devices)),
+            global_attention=self.global_attention
+            and self._with_global_heads(len(held_heads(self.global_attention.heads.num_kv_heads, 0, num_devices))),
             ffn_size=self.ffn_size // num_devices,
             experts=experts and experts.local(num_devices, EXPERT),
             state=self.state and self.state.local(num_devices),
@@ -212,8 +286,47 @@ class ArchConfig:
             vocab_size=self.vocab_size * factor,
             num_heads=self.num_heads * factor,
             num_kv_heads=self.num_kv_heads * factor,
+            global_attention=self.global_attention
+            and self._with_global_heads(self.global_attention.heads.num_kv_heads * factor),
             state=self.state and self.state.times(factor),
         )
+
+    def _with_global_heads(self, num_kv_heads: int) -> GlobalAttention:
+        assert self.global_attention is not None
+        heads = HeadVectors(num_kv_heads, self.global_attention.heads.head_dim)
+        return self.global_attention._replace(heads=heads)
+
+    @property
+    def rotations(self) -> tuple[tuple[RopeConfig | None, int], ...]:
+        """Rotation of each layer's queries and keys, and the size of its heads."""
+        return tuple(zip(self.ropes, map(self.head_dim_of, range(self.num_layers)), strict=True))
+
+    def head_dim_of(self, layer: int) -> int:
+        """Return the size of a layer's heads."""
+        return self.layer_heads(layer).head_dim
+
+    def layer_heads(self, layer: int) -> HeadVectors:
+        """Return the KV heads of a layer."""
+        if self.global_attention is not None and layer in self.global_attention.layers:
+            return self.global_attention.heads
+        return HeadVectors(self.num_kv_heads, self.head_dim)
+
+    def is_global(self, layer: int) -> bool:
+        """Return whether a layer is one of `global_attention`."""
+        return self.global_attention is not None and layer in self.global_attention.layers
+
+    def reads_other_layer(self, layer: int) -> bool:
+        """Return whether a layer has no keys and values of its own."""
+        return layer >= self.num_layers - self.num_shared_layers
+
+    def kv_source(self, layer: int) -> int | None:
+        """Return the layer whose keys and values this and later layers read; None if it alone reads its own."""
+        alike = [
+            own
+            for own in range(self.num_layers - self.num_shared_layers)
+            if self.num_shared_layers and self.is_global(own) == self.is_global(layer)
+        ]
+        return alike[-1] if alike and (self.reads_other_layer(layer) or layer == alike[-1]) else None
 
     def attention(self, layer: int) -> AttentionOptions:
         """Return the options of a layer's attention."""
@@ -223,7 +336,41 @@ class ArchConfig:
     def layer_options(self, layer: int) -> LayerOptions:
         """Return the static facts of a layer that its attention needs."""
         state = self.state if layer in self.state_layers else None
-        return LayerOptions(self.attention(layer), self.kv_places[layer].group, self.kv, state)
+        source = self.kv_source(layer)
+        return LayerOptions(self.attention(layer), self.kv_places[layer].group, self.kv_form(layer), state, source)
+
+    def kv_form(self, layer: int) -> KVForm:
+        """Return the form of a layer's tokens in the pool."""
+        if self.global_attention is None:
+            return self.kv
+        own = self.layer_heads(layer)
+        is_smaller = isinstance(self.kv, MixedHeads) and own == self.kv.smaller
+        return own if not is_smaller else PartOfPages(own.num_kv_heads, own.head_dim, self._num_parts(layer))
+
+    def _num_parts(self, layer: int) -> int:
+        """Return the number of layers like this one that take the room of one of the pool."""
+        if self.global_attention is None:
+            return 1
+        sizes = HeadVectors(self.num_kv_heads, self.head_dim).token_size, self.global_attention.heads.token_size
+        return max(sizes) // sizes[self.is_global(layer)]
+
+    @property
+    def kv_group_forms(self) -> tuple[KVForm, ...]:
+        """Form of the tokens of each KV group."""
+        forms = {place.group: self.kv_form(layer) for layer, place in enumerate(self.kv_places)}
+        return tuple(forms[group] for group in sorted(forms) if group != STATES)
+
+    @property
+    def num_layers_read(self) -> Fraction:
+        """Layers with attention, in the room that a layer takes in the pool."""
+        attended = (layer for layer in range(self.num_layers) if layer not in self.state_layers)
+        return sum((Fraction(1, self._num_parts(layer)) for layer in attended), Fraction(0))
+
+    @property
+    def mean_score_size(self) -> Fraction:
+        """Mean over the layers with attention of the elements that a query-key pair multiplies."""
+        attended = [layer for layer in range(self.num_layers) if layer not in self.state_layers]
+        return Fraction(sum(self.kv_form(layer).score_size for layer in attended), len(attended))
 
     @property
     def attended_windows(self) -> tuple[int | None, ...]:
@@ -237,10 +384,14 @@ class ArchConfig:
 
     @property
     def kv(self) -> KVForm:
-        """Form of tokens in the pool."""
-        if self.latent is None:
-            return HeadVectors(self.num_kv_heads, self.head_dim)
-        return Latents(self.latent.rank, self.head_dim)
+        """Form of tokens in the pool; of the larger ones, where layers differ: see `kv_form`."""
+        if self.latent is not None:
+            return Latents(self.latent.rank, self.head_dim)
+        own = HeadVectors(self.num_kv_heads, self.head_dim)
+        if self.global_attention is None or self.global_attention.heads == own:
+            return own
+        smaller, larger = sorted((own, self.global_attention.heads), key=lambda heads: heads.token_size)
+        return MixedHeads(larger.num_kv_heads, larger.head_dim, smaller)
 
     @cached_property
     def num_first_layers(self) -> int:
@@ -250,39 +401,65 @@ class ArchConfig:
 
     @cached_property
     def period(self) -> int:
-        """Number of layers after which their kinds repeat, from layer `num_first_layers` on."""
+        """Number of layers after which their kinds repeat, from layer `num_first_layers` on.
+
+        Where kinds of layers take different room, several times as many, if there are as many, that fill their pages.
+        """
         layers = range(self.num_first_layers, self.num_layers)
-        facts = self.dense_layers, self.state_layers
+        shared = frozenset(filter(self.reads_other_layer, layers))
+        own = self.global_attention.layers if self.global_attention else frozenset()
+        facts = self.dense_layers, self.state_layers, own, shared
         kinds = [(self.attention(layer), self.ropes[layer], *(layer in fact for fact in facts)) for layer in layers]
-        return next((p for p in range(1, len(kinds)) if kinds[p:] == kinds[:-p]), len(kinds))
+        period = next((p for p in range(1, len(kinds)) if kinds[p:] == kinds[:-p]), len(kinds))
+        if self.global_attention is None:
+            return period
+        num_global = sum(map(self.is_global, layers[:period]))
+        rooms = list(zip((period - num_global, num_global), self.global_attention.room, strict=True))
+        filling = (m for m in range(1, max(self.global_attention.room) + 1) if all(m * n % r == 0 for n, r in rooms))
+        factor = next(filling, 1)
+        return factor * period if 2 * factor * period <= len(kinds) else period
 
     @cached_property
     def kv_places(self) -> tuple[KVPlace, ...]:
-        """Place of each layer in the KV groups: equally many layers of one window in each, in every period.
+        """Place of each layer in the KV groups: layers of one window and of equal room in each, in every period.
 
         If the layers do not repeat, a group has as many layers as have the rarest window, or more if there would be
-        more than MAX_KV_GROUPS groups; the last group of a window may have fewer. Layers with a state are in none.
+        more than MAX_KV_GROUPS groups; the last group of a window may have fewer. Layers with a state are in none, and
+        those that read another layer's keys and values are where that is.
         """
         if self.one_kv_group:
-            return tuple(KVPlace(0, layer) for layer in range(self.num_layers))
+            layers = ((self._source(layer), self._num_parts(layer)) for layer in range(self.num_layers))
+            return tuple(KVPlace(0, source * num_parts) for source, num_parts in layers)
         period = self.period if 2 * self.period <= self.num_layers else self.num_layers
-        kinds = [STATES if layer in self.state_layers else window for layer, window in enumerate(self.windows)]
-        counts = Counter(kind for kind in kinds[:period] if kind != STATES)
-        group_size = math.gcd(*counts.values())
+        num_own = self.num_layers - self.num_shared_layers
+        kinds = [
+            None if layer in self.state_layers else (self.windows[layer], self.is_global(layer))
+            for layer in range(num_own)
+        ]
+        counts = Counter(kind for kind in kinds[:period] if kind is not None)
+        room = self.global_attention.room if self.global_attention else (1, 1)
+        rooms = {kind: -(-count // room[kind[1]]) for kind, count in counts.items()}
+        group_room = math.gcd(*rooms.values())
         if period == self.num_layers:
-            group_size = max(min(counts.values()), -(-self.num_layers // MAX_KV_GROUPS))
+            group_room = max(min(rooms.values()), -(-sum(rooms.values()) // MAX_KV_GROUPS))
         first_groups = dict(
-            zip(counts, accumulate((-(-n // group_size) for n in counts.values()), initial=0), strict=False)
+            zip(rooms, accumulate((-(-n // group_room) for n in rooms.values()), initial=0), strict=False)
         )
         places: list[KVPlace] = []
-        for layer, window in enumerate(kinds):
-            if window == STATES:
-                places.append(KVPlace(STATES, kinds[:layer].count(STATES)))
+        for layer, kind in enumerate(kinds):
+            if kind is None:
+                places.append(KVPlace(STATES, kinds[:layer].count(None)))
                 continue
-            start = layer // period * period
-            group, number = divmod(kinds[start:layer].count(window), group_size)
-            places.append(KVPlace(first_groups[window] + group, start // period * group_size + number))
-        return tuple(places)
+            start, group_size = layer // period * period, group_room * room[kind[1]]
+            group, number = divmod(kinds[start:layer].count(kind), group_size)
+            places.append(KVPlace(first_groups[kind] + group, start // period * group_size + number))
+        return (*places, *(places[self._source(layer)] for layer in range(num_own, self.num_layers)))
+
+    def _source(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer reads."""
+        source = self.kv_source(layer) if self.reads_other_layer(layer) else layer
+        assert source is not None, "there is an earlier layer of each kind"
+        return source
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
@@ -292,8 +469,11 @@ class ArchConfig:
 
     @property
     def kv_group_layers(self) -> int:
-        """Layers of the largest KV group, whose keys and values every page has room for."""
-        return 1 + max(place.layer for place in self.kv_places if place.group != STATES)
+        """Layers of the pool, whose keys and values every page has room for: those of the largest KV group."""
+        rooms = (
+            place.layer // self._num_parts(layer) for layer, place in enumerate(self.kv_places) if place.group != STATES
+        )
+        return 1 + max(rooms)
 
 
 def token_id_set(value: Any) -> frozenset[int]:

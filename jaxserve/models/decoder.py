@@ -26,6 +26,8 @@ from jaxserve.models.params import POSITION_EMBED, Params, ScannedLayers
 # -> (out[T,Q,H], carry); it rotates q and k first, by `rope` if that is given. `layer` is the layer's number in its KV
 # group, `sinks` the logits that take part in the softmax without values. Hashable, closes over no arrays.
 # Over latents: attend(q[T,Q,W], latents[T,1,W], None, ...) -> (out[T,Q,r], carry); it rotates the elements behind r.
+# In a layer that reads the keys and values of another: attend(q[T,Q,H], None, None, rope, carry, layer, options), with
+# those that the other has made of this step's tokens: see `LayerOptions.share`.
 # In a layer with a state: attend(inputs, None, None, None, carry, layer, options) -> (out[T,heads,size], carry), by
 # `options.state`, with its inputs; `layer` is the layer's number among those.
 Attend = Callable[..., tuple[Array, Any]]
@@ -69,7 +71,8 @@ def forward_with_features(
     family = registry.family(arch)
     with jax.named_scope("embed"):
         x = embed_tokens(params, arch, token_ids, positions)
-        ropes = {config: rotation(positions, config, arch.head_dim) for config in dict.fromkeys(arch.ropes)}
+        ropes = {kind: rotation(positions, *kind) for kind in dict.fromkeys(arch.rotations)}
+        inputs = family.layer_inputs(params, arch, token_ids, x)
     layers = params["layers"]
     if not isinstance(layers, ScannedLayers):
         layers = ScannedLayers((), layers, [])
@@ -77,9 +80,12 @@ def forward_with_features(
 
     places = arch.kv_places
 
-    def run(block: Block, kind: int, p: Params, x: Array, carry: Any, kv_layer: Any) -> tuple[Array, Any]:
+    def run(
+        block: Block, kind: int, p: Params, x: Array, carry: Any, kv_layer: Any, layer_input: Array | None
+    ) -> tuple[Array, Any]:
         """Run a layer that is of the same kind as layer `kind`."""
-        rope, options = ropes[arch.ropes[kind]], arch.layer_options(kind)
+        rope, options = ropes[arch.rotations[kind]], arch.layer_options(kind)
+        p = p if layer_input is None else {**p, "layer_input": layer_input}
         return block(p, x, rope, carry, kv_layer, arch=arch, options=options, attend=attend)
 
     num_features = len(feature_layers)
@@ -91,27 +97,31 @@ def forward_with_features(
         return features.at[wanted[layer]].set(x) if layer in wanted else features
 
     def run_period(
-        state: tuple[Array, Array, Any], xs: tuple[tuple[Params, ...], Array, Array]
+        state: tuple[Array, Array, Any], xs: tuple[tuple[Params, ...], Array, Array, Array | None]
     ) -> tuple[tuple[Array, Array, Any], None]:
         x, features, carry = state
-        period, places_in_features, numbers = xs
+        period, places_in_features, numbers, period_inputs = xs
         for kind, p in enumerate(period):
             if num_features:
                 features = features.at[places_in_features[kind]].set(x, mode="drop")
-            x, carry = run(family.block, start + kind, p, x, carry, numbers[kind])
+            own = None if period_inputs is None else period_inputs[kind]
+            x, carry = run(family.block, start + kind, p, x, carry, numbers[kind], own)
         return (x, features, carry), None
 
     for layer, p in enumerate(layers.first):
         features = keep(features, layer, x)
-        x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer))
+        own = None if inputs is None else inputs[layer]
+        x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer), own)
     if scanned:
         numbers = [places[layer].layer for layer in range(start, end)]
         feature_places, layer_numbers = (jnp.array(each).reshape(-1, len(scanned)) for each in (place_of, numbers))
-        xs = (scanned, feature_places, layer_numbers)
+        of_periods = None if inputs is None else inputs[start:end].reshape(-1, len(scanned), *inputs.shape[1:])
+        xs = (scanned, feature_places, layer_numbers, of_periods)
         (x, features, carry), _ = lax.scan(run_period, (x, features, carry), xs)
     for layer, p in enumerate(layers.rest, start=end):
         features = keep(features, layer, x)
-        x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer))
+        own = None if inputs is None else inputs[layer]
+        x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer), own)
     features = keep(features, arch.num_layers, x)
     side_by_side = jnp.moveaxis(features, 0, 1).reshape(x.shape[0], -1)
     return family.final_norm(x, params["final_norm"], arch.norm_eps), side_by_side, carry

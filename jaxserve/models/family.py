@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from jax import Array
 
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import ParamSpec
+from jaxserve.models.params import LAYER_PROJECTION, ParamSpec
 
 # block(params of the layer, x[T,D], rope[2,T,H/2] or None, carry, layer, arch=, options=, attend=) -> (x[T,D], carry)
 Block = Callable[..., tuple[Array, Any]]
@@ -41,6 +41,9 @@ class ModelFamily:
             and bias) and epsilon.
         folds: places in each layer, for calibrated quantisation.
         norm_offset: constant that norms add to their weights.
+        layer_inputs: function of the parameters, the sizes, token ids [T] and their embeddings [T, D] that returns what
+            each layer reads of the tokens besides, [L, T, size], or None; a block has its own under `layer_input` among
+            its parameters.
     """
 
     read_arch: Callable[[Mapping[str, Any]], ArchConfig]
@@ -49,6 +52,7 @@ class ModelFamily:
     final_norm: Callable[[Array, Any, float], Array]
     folds: tuple[Fold, ...] = ()
     norm_offset: float = 0.0
+    layer_inputs: Callable[[Any, ArchConfig, Array, Array], Array | None] = lambda *_: None
 
 
 def widest_output(specs: list[ParamSpec]) -> int:
@@ -63,7 +67,7 @@ class FlopCounts:
     Attributes:
         per_token: operations of the layers' matrices and states for a token.
         per_row: operations of the logits of a row, or of its labels.
-        per_score: operations of a query-key pair, of all heads, in one layer.
+        per_score: operations of a query-key pair, of all heads, in one layer; the mean of layers that differ.
     """
 
     per_token: int
@@ -73,11 +77,11 @@ class FlopCounts:
     @classmethod
     def of(cls, arch: ArchConfig, specs: list[ParamSpec]) -> "FlopCounts":
         """Count the rows of a model, or of one device's part of it."""
-        matrices = [spec for spec in specs if spec.is_matrix and spec.path[0] == "layers"]
+        matrices = [spec for spec in specs if spec.is_matrix and spec.path[0] in ("layers", LAYER_PROJECTION)]
         layers = sum(spec.mean_token_rows * spec.shape[1] for spec in matrices)
         of_states = 0 if arch.state is None else arch.num_states * arch.state.token_flops
         head = (arch.vocab_size if arch.pooler is None else arch.pooler.num_labels) * arch.hidden_size
-        return cls(2 * layers + of_states, 2 * head, 2 * arch.num_heads * arch.kv.score_size)
+        return cls(2 * layers + of_states, 2 * head, int(2 * arch.num_heads * arch.mean_score_size))
 
     def step(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the operations of a step.

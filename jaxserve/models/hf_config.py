@@ -45,6 +45,7 @@ NUMBER = Kind("a number", _is_number)
 POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)
 SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
 STRINGS = Kind("a list of strings", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value))
+FRACTION = Kind("a number above 0, at most 1", lambda value: POSITIVE.holds(value) and value <= 1)
 NUMBERS = Kind(
     "a list of positive numbers", lambda value: isinstance(value, list) and all(POSITIVE.holds(v) for v in value)
 )
@@ -79,6 +80,7 @@ _ROPE_OPTIONS: dict[str, dict[str, Kind]] = {
         _ORIGINAL: SIZE,
         "attention_factor": NUMBER.or_null(),
     },
+    "proportional": {"factor": POSITIVE.or_null(), "partial_rotary_factor": FRACTION.or_null()},
     "yarn": {
         "factor": POSITIVE,
         _ORIGINAL: SIZE,
@@ -95,7 +97,6 @@ _ROPE_FIELDS = {
     "rope_theta": POSITIVE,
     "partial_rotary_factor": Kind("1 or null", lambda value: value is None or value == 1),
 }
-FRACTION = Kind("a number above 0, at most 1", lambda value: POSITIVE.holds(value) and value <= 1)
 
 
 def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) -> RopeConfig:
@@ -115,7 +116,10 @@ def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) 
     raw = read_fields({"full_attention": raw, **raw}, {"full_attention": TABLE})["full_attention"]
     shared = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
     kind = raw.get("rope_type") or raw.get("type") or "default"
+    is_whole = kind == "proportional"  # its fraction is one of pairs, all of which have a place in the rotation
     kinds = _ROPE_FIELDS if default_fraction is None else {**_ROPE_FIELDS, "partial_rotary_factor": FRACTION}
+    if is_whole:
+        kinds = {**_ROPE_FIELDS, "partial_rotary_factor": FRACTION.or_null()}
     defaults = {"rope_theta": 10000.0, "partial_rotary_factor": default_fraction}
     fields = read_fields({**defaults, **shared, **raw, "rope_type": kind}, kinds)
     trained = {_ORIGINAL: config.get("max_position_embeddings"), **raw}
@@ -128,7 +132,7 @@ def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) 
     if kind == "llama3" and options["low_freq_factor"] >= options["high_freq_factor"]:
         raise ConfigError(f"config.json: low_freq_factor must be below high_freq_factor, got {options}")
     numbers = {k: tuple(map(float, v)) if isinstance(v, list) else float(v) for k, v in options.items()}
-    fraction = float(fields["partial_rotary_factor"] or 1.0)
+    fraction = 1.0 if is_whole else float(fields["partial_rotary_factor"] or 1.0)
     return RopeConfig(float(fields["rope_theta"]), kind, tuple(sorted(numbers.items())), fraction)
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts, ExpertWeights, RoutedTokens, mixture
+from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig, LayerOptions
@@ -59,7 +60,7 @@ def param_specs(
     E = _of(arch).num_experts
     for layer in sparse:
         gate = f"model.layers.{layer}.{module}.gate"
-        specs += _mixture_specs(arch, layer, f"model.layers.{layer}.{module}", parts)
+        specs += mixture_specs(arch, layer, f"model.layers.{layer}.{module}", parts)
         specs += _shared_specs(arch, layer, f"model.layers.{layer}.{module}.{shared}")
         if shared_gate:
             path, names = ("layers", layer, "shared_gate"), (f"model.layers.{layer}.{module}.{shared}_gate.weight",)
@@ -87,7 +88,8 @@ def _shared_specs(arch: ArchConfig, layer: int, module: str) -> list[ParamSpec]:
     ]
 
 
-def _mixture_specs(arch: ArchConfig, layer: int, module: str, parts: tuple[str, str, str]) -> list[ParamSpec]:
+def mixture_specs(arch: ArchConfig, layer: int, module: str, parts: tuple[str, str, str]) -> list[ParamSpec]:
+    """Return the rows of a layer's router and of its own experts; see `param_specs`."""
     experts = _of(arch)
     E, D, F = experts.num_experts, arch.hidden_size, experts.ffn_size
     (gate, up, down), num_held = parts, experts.num_held
@@ -100,9 +102,17 @@ def _mixture_specs(arch: ArchConfig, layer: int, module: str, parts: tuple[str, 
     router = (f"{module}.gate.weight",)
     return [
         ParamSpec(("layers", layer, "router"), (E, D), (None, "embed"), router, (E,), exact=True),
-        matrices("experts_gate_up", ("expert_rows", "embed"), [gate, up], F, D, gated=True),
+        matrices("experts_gate_up", ("expert_rows", "embed"), [gate, up], F, D, gated=experts.activation is swiglu),
         matrices("experts_down", ("expert", "expert_ffn"), [down], D, F, gated=False),
     ]
+
+
+def stacked(arch: ArchConfig, spec: ParamSpec, module: str) -> ParamSpec:
+    """Return a row of experts whose matrices are those of one tensor [E, out, in], unless they are quantised."""
+    name = f"{module}.{'gate_up_proj' if spec.path[2] == 'experts_gate_up' else 'down_proj'}"
+    if arch.schemes is not None and arch.schemes.of_tensor(spec.hf_names[0]) is not None:
+        return spec
+    return dataclasses.replace(spec, hf_names=(name,) * len(spec.hf_names), stacked=True)
 
 
 def block(
@@ -129,12 +139,21 @@ def block(
 def feed_forward(
     p: Params, x: Float[Array, "T D"], arch: ArchConfig, carry: Any, norm: Callable[..., Array] = rms_norm
 ) -> tuple[Float[Array, "T D"], Any]:
-    """Return x + the mixture of experts of its norm, or + SwiGLU of its `rms_norm` without experts; and the carry.
-
-    A carry may have `routed`, a `RoutedTokens`, which says what is padding and counts the tokens of experts.
-    """
+    """Return x + the mixture of experts of its norm, or + SwiGLU of its `rms_norm` without experts; and the carry."""
     if "router" not in p:
         return llama.mlp(p, x, arch), carry
+    y, carry = mix(p, norm(x, p["mlp_norm"], arch.norm_eps), arch, carry)
+    return x + y, carry
+
+
+def mix(
+    p: Params, x: Float[Array, "T D"], arch: ArchConfig, carry: Any, routing: Float[Array, "T D"] | None = None
+) -> tuple[Float[Array, "T D"], Any]:
+    """Return the mixture of experts of normed x, and the carry.
+
+    A carry may have `routed`, a `RoutedTokens`, which says what is padding and counts the tokens of experts. `routing`
+    is what the router reads, where that is not x.
+    """
     matrices = ExpertWeights(
         p["router"],
         p["experts_gate_up"],
@@ -146,8 +165,8 @@ def feed_forward(
         p.get("logit_bias"),
         p.get("experts_gate_up_bias"),
         p.get("experts_down_bias"),
+        p.get("expert_factors"),
     )
     before: RoutedTokens | None = getattr(carry, "routed", None)
-    normed = norm(x, p["mlp_norm"], arch.norm_eps)
-    y, routed = mixture(normed, matrices, _of(arch), arch.tensor_axis, before)
-    return x + y, carry if routed is None else dataclasses.replace(carry, routed=routed)
+    y, routed = mixture(x, matrices, _of(arch), arch.tensor_axis, before, routing)
+    return y, carry if routed is None else dataclasses.replace(carry, routed=routed)

@@ -23,6 +23,8 @@ from jaxserve.weights.rows import Params, build_tree, leaf_at
 from jaxserve.weights.stored_tensor import Part, host_rows
 
 __all__ = [
+    "LAYER_EMBED",
+    "LAYER_PROJECTION",
     "POSITION_EMBED",
     "ParamSpec",
     "Params",
@@ -38,8 +40,9 @@ __all__ = [
 ]
 
 # A parameter tree is {"embed", "layers": [{...}] or ScannedLayers, "final_norm", "lm_head" unless tied}, with the table
-# of learned positions and "lm_head_bias" where a model has one. A norm is an array, or a tree of weight and bias.
-POSITION_EMBED = "position_embed"
+# of learned positions and "lm_head_bias" where a model has one, and the table and the matrix of what layers
+# read besides. A norm is an array, or a tree of weight and bias.
+POSITION_EMBED, LAYER_EMBED, LAYER_PROJECTION = "position_embed", "layer_embed", "layer_projection"
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class ParamSpec:
         gated: True if SwiGLU follows the product: the first half of the rows is the gate, the second the up projection.
         heads: number of heads of each of `hf_names` whose rows belong to heads, which are not split within a head.
         transposed: True if checkpoints have the matrix as [in, out].
-        stacked: True if each of `hf_names` is one tensor of several matrices, as many as the times that it is named.
+        stacked: True if each of `hf_names` is one tensor of several matrices, named once for each, or for each part.
         experts: experts whose matrices follow each other in this one; None for a single matrix.
         exact: True if a matrix is never quantised; a vector is then float32, whatever the dtype of the others.
         is_array: True if the block computes with the array itself, so that it is not packed for native kernels either.
@@ -135,19 +138,20 @@ def matrix_transform(
     fields of one part, and is for use in a shard_map.
 
     Args:
-        specs: specs of all tensors; an embedding table that is not also the head is not packed.
+        specs: specs of all tensors; a table of embeddings that is not also the head is not packed.
         form: format, or choice of formats, of the tensors; norms and biases, among others, are plain.
         native: True to pack matrices for the native CPU kernels.
         matrix_dtype: dtype of matrices that stay floats; None for that of all tensors.
     """
     tied = all(spec.path != ("lm_head",) for spec in specs)
+    looked_up = ((LAYER_EMBED,),) if tied else ((LAYER_EMBED,), ("embed",))  # tables that nothing is multiplied with
 
     def transform(spec: ParamSpec, tensor: StoredTensor) -> Any:
         own = form.at(spec) or plain.FORMAT
         if own is plain.FORMAT:
             tensor = dataclasses.replace(tensor, dtype=spec.dtype(tensor.dtype, matrix_dtype))
         has_kernel = own.native_dtype(tensor.dtype) is not None
-        is_packed = native and has_kernel and spec.is_matrix and not spec.is_array and (tied or spec.path != ("embed",))
+        is_packed = native and has_kernel and spec.is_matrix and not spec.is_array and spec.path not in looked_up
         convert = partial(packed.pack, own) if is_packed else own.convert
         sharding = tensor.sharding
         if not isinstance(sharding, NamedSharding) or spec.split_dimension is None:
@@ -313,7 +317,8 @@ def stack_layers(
 
 def lookup_tables(params: Params, *, has_logits: bool = True) -> Params:
     """Return the tables of which a step reads a row per token and nothing else: not an embedding that is the head."""
-    names = (POSITION_EMBED,) if has_logits and "lm_head" not in params else ("embed", POSITION_EMBED)
+    names = [POSITION_EMBED, LAYER_EMBED]
+    names += [] if has_logits and "lm_head" not in params else ["embed"]
     return {name: params[name] for name in names if name in params}
 
 
@@ -325,7 +330,7 @@ def lookup_bytes(params: Params, specs: Sequence[ParamSpec], num_bytes: Callable
         specs: specs of the tensors of one device.
         num_bytes: function that returns the bytes of a tensor on one device.
     """
-    tables = [spec for spec in specs if spec.path in (("embed",), (POSITION_EMBED,))]
+    tables = [spec for spec in specs if spec.path in (("embed",), (POSITION_EMBED,), (LAYER_EMBED,))]
     return sum(num_bytes(leaf_at(params, spec.path)) // spec.shape[0] for spec in tables)
 
 

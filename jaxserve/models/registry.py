@@ -11,6 +11,7 @@ from jaxserve.models import (
     cohere,
     deepseek,
     gemma,
+    gemma4,
     glm,
     gpt,
     gpt_oss,
@@ -28,7 +29,7 @@ from jaxserve.models import (
 )
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
-from jaxserve.models.hf_config import STRINGS, TABLE, read_fields
+from jaxserve.models.hf_config import STRINGS, TABLE, one_of, read_fields
 from jaxserve.models.params import ParamSpec
 from jaxserve.weights import CheckpointError, read_schemes
 
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "Qwen3ForCausalLM": qwen.QWEN3,
     "Gemma2ForCausalLM": gemma.GEMMA2,
     "Gemma3ForCausalLM": gemma.GEMMA3,
+    "Gemma4ForCausalLM": gemma4.GEMMA4,
     "GPT2LMHeadModel": gpt.GPT2,
     "GPTNeoForCausalLM": gpt.GPT_NEO,
     "GraniteForCausalLM": granite.GRANITE,
@@ -73,9 +75,11 @@ FAMILIES: Mapping[str, ModelFamily] = {
 }
 
 
-# Multimodal architectures, of which the text part is served.
-TEXT_PARTS: Mapping[str, str] = {
+# Multimodal architectures, of which the text part is served; one of several architectures, by its model_type.
+TEXT_PARTS: Mapping[str, str | Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
@@ -88,7 +92,11 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     text = read_fields(config, {"text_config": TABLE})["text_config"]
     whole = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
-    return {**whole, **text, "architectures": [TEXT_PARTS[names[0]]]}
+    part = TEXT_PARTS[names[0]]
+    if not isinstance(part, str):
+        kind = {"model_type": text.get("model_type", next(iter(part)))}
+        part = part[read_fields(kind, {"model_type": one_of(part)})["model_type"]]
+    return {**whole, **text, "architectures": [part]}
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:

@@ -335,7 +335,7 @@ def _roofline(
         link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
         num_chips=target.num_chips,
         weight_reads=WeightReads.of(params, registry.param_specs(local), tree_bytes),
-        kv_token_bytes=memory.page * len(local.attended_windows) // (schedule.page_size * local.kv_group_layers),
+        kv_token_bytes=int(memory.page * local.num_layers_read // (schedule.page_size * local.kv_group_layers)),
         state_bytes=state_bytes(local),
         collectives=program.collectives,
         collective_tokens=program.num_tokens,

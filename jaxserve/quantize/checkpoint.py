@@ -89,6 +89,11 @@ def quantize_checkpoint(
             f"the model must have no experts, whose matrices are not quantised yet, got {arch.architecture}; "
             f'quantise it while it is loaded with quantization="int8"'
         )
+    if arch.global_attention is not None:
+        raise ConfigError(
+            f"the model must have attention of one kind of heads, as layers are quantised one by one, got "
+            f'{arch.architecture}; quantise it while it is loaded with quantization="int8"'
+        )
     if arch.state is not None:
         raise ConfigError(
             f"the model must have attention in all layers, as delta nets are not calibrated yet, got "

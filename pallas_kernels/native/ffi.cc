@@ -171,7 +171,7 @@ ffi::Error run_grouped_linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
 
 // `scales`, `sinks` and `rope` are empty if left out; `tree_mask` is an operand only of calls with trees,
 // `updated_scales` a result only of those with scales. `rank` is the size of the values in latents, 0 for keys and values
-// of heads.
+// of heads. A page of a pool for other heads is as many pages of these heads as it has room for.
 ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, int64_t rank,
                          ffi::Buffer<ffi::F32> qkv,
                          ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::BF16> scales, ffi::Buffer<ffi::S32> layer,
@@ -197,9 +197,22 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
         rank > heads[2] || pages[3] != heads[2] || heads[1] != of_q[1] + 1) {
       return ffi::Error::InvalidArgument("q and latents [T, Q + 1, W] must fit the pool [L, N, P, W] and give [T, Q, r]");
     }
-  } else if (pages.size() != 5 || heads.size() != 3 || of_q.size() != 3 || of_q[0] != heads[0] || of_q[2] != heads[2] ||
-      pages[4] != native::stored_size(*format, heads[2]) || pages[2] < 2 || heads[1] != of_q[1] + pages[2] || of_q[1] % (pages[2] / 2) != 0) {
-    return ffi::Error::InvalidArgument("qkv [T, Q + 2K, H] must fit the pool [L, N, 2K, P, H] and give out [T, Q, H]");
+  }
+  int64_t num_vectors_of_token = 0, num_parts = 1;  // keys and values; pages of these heads in one of the pool
+  if (rank == 0) {
+    const bool has_shapes = pages.size() == 5 && heads.size() == 3 && of_q.size() == 3 && of_q[0] == heads[0] &&
+        of_q[2] == heads[2] && pages[2] >= 2;
+    num_vectors_of_token = has_shapes ? heads[1] - of_q[1] : 0;
+    const bool has_heads = num_vectors_of_token >= 2 && num_vectors_of_token % 2 == 0 &&
+        of_q[1] % (num_vectors_of_token / 2) == 0;
+    const int64_t token_size = has_heads ? num_vectors_of_token * native::stored_size(*format, heads[2]) : 0;
+    const bool is_own = has_heads && pages[2] == num_vectors_of_token && pages[2] * pages[4] == token_size;
+    const bool is_float = *format == native::PoolFormat::kFloat32 || *format == native::PoolFormat::kBFloat16;
+    if (!is_own && !(has_heads && is_float && pages[2] * pages[4] % token_size == 0)) {
+      return ffi::Error::InvalidArgument(
+          "qkv [T, Q + 2K, H] must fit the pool [L, N, 2K, P, H], or a part of its pages of floats, and give out [T, Q, H]");
+    }
+    num_parts = pages[2] * pages[4] / token_size;
   }
   const bool has_scales = *format == native::PoolFormat::kInt8 || *format == native::PoolFormat::kFloat8;
   const int64_t num_vectors = pages[0] * pages[1] * pages[2] * (rank > 0 ? 1 : pages[3]);
@@ -238,13 +251,13 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   p.num_tokens = heads[0];
   p.num_query_heads = of_q[1];
   p.has_latents = rank > 0;
-  p.num_kv_heads = rank > 0 ? 1 : pages[2] / 2;
+  p.num_kv_heads = rank > 0 ? 1 : num_vectors_of_token / 2;
   p.head_dim = heads[2];
   p.value_dim = rank > 0 ? rank : heads[2];
   p.num_rows = *num_rows.typed_data();
   p.table_width = page_table.dimensions()[1];
   p.layer = *layer.typed_data();
-  p.num_pages = pages[1];
+  p.num_pages = pages[1] * num_parts;
   p.page_size = pages[rank > 0 ? 2 : 3];
   p.scale = scale;
   p.soft_cap = soft_cap;

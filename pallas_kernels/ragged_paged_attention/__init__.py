@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
@@ -41,6 +42,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.moves import move_tokens as _move_tokens
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    QUANTIZED,
     QUANTIZED_MAX,
     SCALE_DTYPE,
     Pages,
@@ -55,6 +57,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 __all__ = [
     "BACKENDS",
+    "QUANTIZED",
     "AttentionInputs",
     "AttentionOptions",
     "Pages",
@@ -72,6 +75,7 @@ __all__ = [
     "new_pages",
     "ragged_paged_attention",
     "select_backend",
+    "split_pages",
     "to_canonical",
 ]
 
@@ -90,6 +94,7 @@ def ragged_paged_attention(
     layer: int | Int32[Array, ""],
     options: AttentionOptions,
     *,
+    num_parts: int | None = None,
     backend: str = AUTO,
 ) -> tuple[Float[Array, "T Q H"], Pages]:
     """Write the new keys and values to the pages of their rows, then attend; return the output and the updated pool.
@@ -102,6 +107,8 @@ def ragged_paged_attention(
       kv_pages: pool made by `new_pages(backend, ...)`. Consumed: donate it under jit and use the returned one.
       layer: layer of the pool to use; an int or a traced scalar.
       options: static options.
+      num_parts: pages of these heads in each page of a pool of floats that was made for others; the page table then has
+        numbers of these: page n of the pool is those from `n * num_parts` on. None for a pool of these heads.
       backend: "auto" or a name in `BACKENDS`.
 
     Raises:
@@ -113,9 +120,16 @@ def ragged_paged_attention(
     _check_sinks(inputs)
     _check_rope(inputs)
     check_tree_mask(inputs.tree_mask, inputs.q.shape[0])
-    chosen = BACKENDS[_select_for_pool(backend, inputs, kv_pages)]
-    _check_pool(chosen.LAYOUT, inputs.k, kv_pages, layer)
-    return chosen.write_and_attend(inputs, kv_pages, layer, options)
+    name = _select_for_pool(backend, inputs, kv_pages)
+    chosen, seen = BACKENDS[name], kv_pages
+    if num_parts is not None:
+        sizes = {"num_kv_heads": inputs.k.shape[1], "head_dim": inputs.k.shape[2]}
+        seen = split_pages(name, kv_pages, num_parts=num_parts, **sizes)
+    _check_pool(chosen.LAYOUT, inputs.k, seen, layer)
+    if seen is kv_pages or chosen.SPLITS_PAGES:
+        return chosen.write_and_attend(inputs, kv_pages, layer, options)
+    out, seen = chosen.write_and_attend(inputs, seen, layer, options)
+    return out, values_of(seen).reshape(values_of(kv_pages).shape)
 
 
 def select_backend(
@@ -200,6 +214,27 @@ def move_tokens(
 ) -> Pages:
     """Copy keys and values within the rows of a pool of a named backend, in all layers: see `moves.move_tokens`."""
     return _move_tokens(_layout_of(backend), kv_pages, page_table, first, source)
+
+
+def split_pages(backend: str, kv_pages: Pages, *, num_parts: int, num_kv_heads: int, head_dim: int) -> Array:
+    """Return the pool of a named backend as one for other heads: its page n as the pages from `n * num_parts` on.
+
+    Nothing moves where arrays are row-major. The pool has the result, reshaped to its own shape, again.
+
+    Raises:
+      ValueError: the pool has scales, or a page is not so many of the other heads'.
+    """
+    if isinstance(kv_pages, QuantizedPages) or not isinstance(kv_pages, jax.Array):
+        raise ValueError(f"a pool whose pages are split must be an array of floats, got {_form(kv_pages)}")
+    layout = _layout_of(backend)
+    dims = layout.pool_dims(kv_pages.shape)
+    if dims.num_kv_heads * dims.head_dim != num_parts * num_kv_heads * head_dim:
+        raise ValueError(
+            f"a page of {dims.num_kv_heads} kv heads of {dims.head_dim} must be {num_parts} pages of other heads, "
+            f"got {num_kv_heads} of {head_dim}"
+        )
+    sizes = {"num_pages": dims.num_pages * num_parts, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return kv_pages.reshape(layout.kv_shape(dims._replace(**sizes)))
 
 
 def _layout_of(backend: str) -> Layout:

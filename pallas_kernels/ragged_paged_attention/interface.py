@@ -131,6 +131,10 @@ class Backend(Protocol):
     def LAYOUT(self) -> Layout:  # noqa: N802 (a constant of a module)
         """Layout of its pool."""
 
+    @property
+    def SPLITS_PAGES(self) -> bool:  # noqa: N802
+        """True if it takes a pool for other heads as it is, so that XLA has no other shape of it to copy."""
+
     def supports(self, problem: Problem) -> str | None:
         """Return the reason why this backend cannot run the problem, or None if it can."""
 

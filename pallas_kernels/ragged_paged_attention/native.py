@@ -27,6 +27,7 @@ POOL_DTYPES = ("float32", "bfloat16", *QUANTIZED)
 VECTOR = 4  # elements of the narrowest vectors in use
 
 LAYOUT = TransposedKeys()
+SPLITS_PAGES = True
 
 
 def supports(problem: Problem) -> str | None:

@@ -33,6 +33,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 
 LAYOUT = HeadMajor()
+SPLITS_PAGES = False
 
 
 def supports(problem: Problem) -> str | None:

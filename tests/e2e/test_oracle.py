@@ -33,6 +33,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {}),
+    "gemma4": ("gemma4", {}),
+    "gemma4-moe": ("gemma4_moe", {}),
     "gpt2": ("gpt2", {}),
     "gpt-neo": ("gpt_neo", {}),
     "granite-swa": ("granite_swa", {}),

@@ -4,8 +4,10 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import checkpoints
 import jax
 import numpy as np
 import pytest
@@ -17,14 +19,22 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import StepPlan
 from tests.e2e.workloads import generate, tokens
+from tests.parameters import mainly
 
 Start = Callable[..., Engine]
 
 
 @pytest.mark.parametrize("multi_step", [False, True])
-def test_pool_is_updated_in_place(start: Start, multi_step: bool) -> None:
-    """Temporaries are a few times the logits and activations of 16 tokens beside a pool of 100 MB."""
-    programs = copy.copy(start(multi_step=5).replicas[0].executor.programs)
+@pytest.mark.parametrize("family", mainly(["llama"], "gemma4"))
+def test_pool_is_updated_in_place(start: Start, tmp_path: Path, family: str, multi_step: bool) -> None:
+    """Temporaries are a few times the logits and activations of 16 tokens beside a pool of 100 MB.
+
+    Layers of Gemma 4 with heads of two sizes see the pool in two shapes.
+    """
+    if family == "gemma4":
+        checkpoints.write_checkpoint(tmp_path, family)
+    own = {"model": str(tmp_path)} if family == "gemma4" else {}
+    programs = copy.copy(start(multi_step=5, **own).replicas[0].executor.programs)
     programs.schedule = dataclasses.replace(programs.schedule, num_pages=50_000)
     pool = programs.abstract_state().kv_pages
     compiled = (programs.lower(4, multi_step=True) if multi_step else programs.lower(16)).compile()

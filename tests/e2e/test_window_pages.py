@@ -13,7 +13,7 @@ from tests.e2e.workloads import generate, tokens
 from tests.parameters import mainly
 
 # Window of 9 in pages of 4: a sequence holds 4 pages of a sliding group. A sequence of 60 tokens has 15 of a full one.
-NEEDED = {"mistral": 4, "gemma3": 15 + 4, "qwen2": 15 + 4, "gpt_neo": 15 + 4}
+NEEDED = {"mistral": 4, **dict.fromkeys(("gemma3", "gemma4", "gemma4_moe", "qwen2", "gpt_neo"), 15 + 4)}
 LONG = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 

@@ -682,3 +682,32 @@ def test_scales_come_with_the_dtypes_that_need_them():
     for scales in (quantized.scales[1:], quantized.scales.astype(jnp.float32)):
         with pytest.raises(ValueError, match=r"scales .* must have shape \(2, 9, 4, 16\) and be bfloat16, got"):
             call(kv_pages=quantized._replace(scales=scales))
+
+
+@pytest.mark.parametrize("backend", ["native", "xla"])
+def test_pages_for_larger_heads_are_several_of_smaller_ones(backend):
+    """Two layers of one head of 8 take the pages of one layer of two heads of 8, each its own half of every page."""
+    sizes = {"num_query_heads": 2, "num_kv_heads": 1, "head_dim": 8, "page_size": 4, "kv_dtype": "float32"}
+    try:
+        select_backend(backend, **sizes)
+    except UnsupportedBackendError as reason:
+        pytest.skip(str(reason))
+    rng, T = np.random.default_rng(0), 6
+    q, k, v = (jnp.asarray(rng.normal(size=(T, n, 8)), jnp.float32) for n in (2, 1, 1))
+    table = jnp.array([[4, 1], [2, 0]], jnp.int32)
+    rows = RaggedRows(jnp.array([6, 2]), table, jnp.array([0, 4, 6]), jnp.int32(2))
+    pool = jnp.asarray(rng.normal(size=(1, 5, 4, 4, 8)), jnp.float32)  # [L, N, 2K, P, H] of K = 2
+    for part in range(2):
+        inputs = AttentionInputs(q, k, v, rows._replace(page_table=2 * table + part))
+        own = pool.reshape(1, 10, 2, 4, 8)
+        options = AttentionOptions(0.3)
+        expected, written = jax.jit(
+            functools.partial(ragged_paged_attention, layer=0, options=options, backend=backend)
+        )(inputs, own)
+        out, pool = jax.jit(
+            functools.partial(ragged_paged_attention, layer=0, options=options, num_parts=2, backend=backend)
+        )(inputs, pool)
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(pool.reshape(own.shape), written)
+    with pytest.raises(ValueError, match="a page of 2 kv heads of 8 must be 3 pages of other heads, got 1 of 8"):
+        ragged_paged_attention(inputs, pool, 0, options, num_parts=3, backend=backend)

@@ -113,6 +113,12 @@ DENSE_UNSUPPORTED = [
     ("gpt_neox", {"rotary_pct": 0}, ["rotary_pct", "0"]),
     ("phi", {"qk_layernorm": True}, ["qk_layernorm"]),
     ("starcoder2", {"use_bias": "yes"}, ["use_bias"]),
+    ("gemma4", {"num_kv_shared_layers": 4}, ["num_kv_shared_layers", "4 of 5"]),
+    ("gemma4", {"use_bidirectional_attention": "all"}, ["use_bidirectional_attention", "all"]),
+    ("gemma4", {"per_layer_config": {"2": {"head_dim": 24}}}, ["full_attention", "head_dim", "24"]),
+    ("gemma4", {"per_layer_config": {"2": {"head_dim": 24}, "4": {"head_dim": 24}}}, ["multiple", "32 and 48"]),
+    ("gemma4", {"rope_parameters": {"full_attention": {}}}, ["sliding_attention"]),
+    ("gemma4_moe", {"top_k_experts": 7}, ["num_experts_per_tok", "7 and 6"]),
 ]
 
 
@@ -268,6 +274,14 @@ OWN_ABSENT = {
     "gpt_neox": ["hidden_act", "use_parallel_residual"],
     "phi": ["hidden_act", "qk_layernorm"],
     "starcoder2": ["hidden_act", "use_bias", "sliding_window"],
+    "gemma4": ["hidden_activation", "sliding_window", "num_kv_shared_layers", "use_double_wide_mlp"],
+    "gemma4_moe": [
+        "layer_types",
+        "enable_moe_block",
+        "attention_k_eq_v",
+        "final_logit_softcapping",
+        "hidden_size_per_layer_input",
+    ],
     "gpt_oss": [
         *("num_local_experts", "num_experts_per_tok", "layer_types", "sliding_window", "swiglu_limit", "swiglu_alpha"),
     ],

@@ -17,16 +17,36 @@ from tests.models.test_parity import assert_close, load_logits
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
 VISION |= {"num_position_embeddings": 16, "patch_size": 4}
 TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
-SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIGLIP |= {"image_size": 8, "patch_size": 4, "vision_use_head": False}
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGLIP = SIZES | {"image_size": 8, "patch_size": 4, "vision_use_head": False}
+
+
+GEMMA4_VISION = {**SIZES, "head_dim": 8, "num_key_value_heads": 2, "patch_size": 4, "position_embedding_size": 16}
+PIXTRAL = {"model_type": "pixtral", **SIZES, "head_dim": 8, "image_size": 8, "patch_size": 4}
+NAMES = {
+    "gemma3": "Gemma3",
+    "gemma4": "Gemma4",
+    "gemma4_moe": "Gemma4",
+    "mistral": "Mistral3",
+    "ministral3": "Mistral3",
+}
+NAMES |= {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
+OTHERS = {
+    "Gemma3": "multi_modal_projector., vision_tower.",
+    "Gemma4": "model.embed_vision., model.vision_tower.",
+    "Mistral3": "multi_modal_projector., vision_tower.",
+}
 
 
 def write_multimodal(path: Path, family: str, *, tied: bool) -> transformers.PreTrainedModel:
     """Write a multimodal checkpoint whose text part is of a family; return the model."""
     text = checkpoints.build_config(family, tie_word_embeddings=tied).to_dict()
-    name = {"gemma3": "Gemma3", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
-    of_gemma, of_qwen = {"vision_config": SIGLIP, "mm_tokens_per_image": 1}, {"vision_config": VISION, **TOKENS}
-    own = of_gemma if family == "gemma3" else of_qwen
+    name = NAMES[family]
+    own = {
+        "Gemma3": {"vision_config": SIGLIP, "mm_tokens_per_image": 1},
+        "Gemma4": {"vision_config": GEMMA4_VISION, "audio_config": None},
+        "Mistral3": {"vision_config": PIXTRAL},
+    }.get(name, {"vision_config": VISION, **TOKENS})
     config = getattr(transformers, f"{name}Config")(text_config=text, tie_word_embeddings=tied, **own)
     model = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(config, dtype=torch.float32).eval()
     if family in checkpoints.MIXTURES:
@@ -51,14 +71,18 @@ def with_fused_experts(file: Path) -> None:
     safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3_5", True), ("qwen3_5_moe", False), ("gemma3", True)])
+CASES = [("qwen3_5", True), ("qwen3_5_moe", False), ("gemma3", True), ("gemma4", True), ("gemma4_moe", True)]
+CASES += [("mistral", False), ("ministral3", False)]
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
 def test_the_text_part_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, tied: bool) -> None:
     model = write_multimodal(tmp_path, family, tied=tied)
-    if family in checkpoints.MIXTURES:
+    if family == "qwen3_5_moe":
         with_fused_experts(tmp_path / "model.safetensors")
     with caplog.at_level(logging.INFO):
         arch, token_ids, logits, _ = load_logits(tmp_path)
-    others = "multi_modal_projector., vision_tower." if family == "gemma3" else "model.visual."
+    others = OTHERS.get(NAMES[family], "model.visual.")
     assert f"the text part alone is served; these parts are not read: {others}" in caplog.text
     assert arch.tied_embeddings == tied
     with torch.no_grad():

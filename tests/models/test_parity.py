@@ -26,13 +26,18 @@ if packed_linear.unsupported("float32", jax.default_backend()) is None:
 
 
 def attend(q, k, v, rope, carry, layer, options, sinks=None):
-    """Compute causal attention over one whole sequence, as a dense matrix, or a state's way through it."""
+    """Compute causal attention over one whole sequence, as a dense matrix, or a state's way through it.
+
+    The carry is a sum of layer numbers, and the keys and values that layers share.
+    """
     if options.state is not None:
         T, one = len(q[0]), jnp.zeros(1, jnp.int32)
         rows = StateRows(one, one, one, jnp.array([0, T]), jnp.zeros(T, jnp.int32), jnp.arange(T), one, one)
         out, _ = options.state.advance(q, rows, options.state.new(1, 1), jnp.int32(0))
-        return out, carry + layer
+        return out, (carry[0] + layer, carry[1])
     T, Q, _ = q.shape
+    count, shared = carry
+    k, v, shared = options.share(k, v, shared)
     if v is None:  # latents, whose rotated elements are the last
         v = k[..., : options.kv.rank]
         q, k = (jnp.concatenate([x[..., : v.shape[2]], apply_rope(x[..., v.shape[2] :], rope)], -1) for x in (q, k))
@@ -47,7 +52,7 @@ def attend(q, k, v, rope, carry, layer, options, sinks=None):
     scores = jnp.where(seen[None], scores, -jnp.inf)
     if sinks is not None:
         scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (Q, T, 1))], axis=-1)
-    return jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores)[..., :T], v), carry + layer
+    return jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores)[..., :T], v), (count + layer, shared)
 
 
 def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=matrix_transform, max_len=None):
@@ -64,8 +69,9 @@ def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=ma
 
 @partial(jax.jit, static_argnames="arch", compiler_options={"xla_backend_optimization_level": 0})
 def run(params, arch, token_ids):
-    hidden, carry = decoder.forward(params, arch, token_ids, jnp.arange(len(token_ids)), attend, jnp.int32(10))
-    return decoder.compute_logits(params, arch, hidden), carry
+    carry = (jnp.int32(10), {})
+    hidden, (count, _) = decoder.forward(params, arch, token_ids, jnp.arange(len(token_ids)), attend, carry)
+    return decoder.compute_logits(params, arch, hidden), count
 
 
 def assert_close(logits, expected):

@@ -21,6 +21,7 @@ from jaxserve.models.weight_reads import WeightReads
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 2048, "num_hidden_layers": 2}
+OWN_SIZES = {"gemma4": {"num_hidden_layers": 5, "hidden_size_per_layer_input": 64}}
 ONE_GROUP = {family: {"n_group": 1, "topk_group": 1} for family in LATENT}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 
@@ -37,6 +38,7 @@ def dense_attend(
 ) -> tuple[Array, Any]:
     if options.state is not None:
         return jnp.zeros((len(q[0]), options.state.num_value_heads, options.state.value_dim)), carry
+    k, v, carry = options.share(k, v, carry)
     T, K, H = k.shape
     v = k[..., : options.kv.rank] if isinstance(options.kv, Latents) else v
     q, k = (x if rope is None else _rotate(x, rope) for x in (q, k))
@@ -54,7 +56,7 @@ def _rotate(x: Array, rope: Array) -> Array:
 
 def compiled_flops(arch: ArchConfig, num_tokens: int, num_rows: int) -> float:
     def step(params: Params, token_ids: Array) -> Array:
-        hidden, _ = decoder.forward(params, arch, token_ids, jnp.arange(num_tokens), dense_attend, None)
+        hidden, _ = decoder.forward(params, arch, token_ids, jnp.arange(num_tokens), dense_attend, {})
         return decoder.compute_logits(params, arch, hidden[:num_rows])
 
     specs = registry.param_specs(arch)
@@ -72,7 +74,7 @@ def compiled_flops(arch: ArchConfig, num_tokens: int, num_rows: int) -> float:
 def test_within_a_tenth_of_what_xla_counts(family: str, num_tokens: int, num_rows: int) -> None:
     # With one expert, as XLA:CPU computes a ragged product for every expert and all rows.
     experts = {"num_experts": 1, "num_experts_per_tok": 1, **ONE_GROUP.get(family, {})} if family in MIXTURES else {}
-    arch = registry.from_hf_config(hf_dict(family, **SIZES, **experts))
+    arch = registry.from_hf_config(hf_dict(family, **{**SIZES, **OWN_SIZES.get(family, {})}, **experts))
     scores = num_tokens * num_tokens * len(arch.attended_windows)
     of_states = num_tokens * arch.num_states * arch.state.token_flops if arch.state else 0  # computed in loops
     assert registry.flop_counts(arch).step(num_tokens, num_rows, scores) - of_states == pytest.approx(
@@ -88,8 +90,10 @@ def test_steps_read_tables_by_rows_and_all_else_whole(family: str) -> None:
     whole = sum(array.nbytes for array in jax.tree.leaves(params))
     embeddings, positions = 4 * arch.vocab_size * arch.hidden_size, 4 * arch.max_position * arch.hidden_size
     has_positions = "position_embed" in params
-    assert lookup_bytes(params, specs, device_bytes) == 4 * arch.hidden_size * (1 + has_positions)
-    assert step_bytes(params) == whole - has_positions * positions - (not arch.tied_embeddings) * embeddings
+    inputs = 4 * arch.num_layers * arch.layer_inputs.size if arch.layer_inputs else 0  # of all layers, for a token
+    assert lookup_bytes(params, specs, device_bytes) == 4 * arch.hidden_size * (1 + has_positions) + inputs
+    tables = has_positions * positions + (arch.layer_inputs.vocab_size * inputs if arch.layer_inputs else 0)
+    assert step_bytes(params) == whole - tables - (not arch.tied_embeddings) * embeddings
 
 
 @pytest.mark.parametrize("family", MIXTURES)

@@ -55,6 +55,8 @@ PARAMS = {  # millions of parameters, as published by the makers
 QUANTISED_PARAMS = {"deepseek-v3": 671026, "gpt-oss-20b": 20910, "gpt-oss-120b": 116830}
 GPT_PARAMS = {"gpt2": 124.44, "gpt2-xl": 1557.6, "gpt-neo-125m": 125.2, "gpt-neo-2.7b": 2651.3}
 DENSE_PARAMS = {
+    "gemma-4-31b": 30700,
+    "gemma-4-26b-a4b": 25230,
     "afm-4.5b": 4619,
     "command-r": 34981,
     "command-r7b": 8028,

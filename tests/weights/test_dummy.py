@@ -20,6 +20,7 @@ class Row:
     hf_rows: tuple = ()
     transposed: bool = False
     stacked: bool = False
+    num_matrices: int = 1
     unread: tuple = ()
 
     @property

@@ -57,6 +57,7 @@ from jaxserve.pallas_kernels.tuning import measured_sizes
 
 __all__ = [
     "LAYOUT",
+    "SPLITS_PAGES",
     "TUNED",
     "chip_name",
     "interpreted",
@@ -68,6 +69,7 @@ __all__ = [
 ]
 
 LAYOUT = HeadPairs()
+SPLITS_PAGES = False
 POOL_DTYPES = ("bfloat16", "float32", *QUANTIZED_MAX)
 MIN_HEAD_DIM = 64  # minimum on a chip: XLA lays out narrower pools transposed, and copies them for the kernel
 MAX_HEAD_DIM = 256

@@ -1,4 +1,4 @@
-"""Models that attend over latents: the invariants of the whole engine, whose pool has one vector per token."""
+"""Models whose pools differ: the invariants of the whole engine, with latents and with KV heads of two sizes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxserve.engine.engine import Engine
+from jaxserve.errors import ConfigError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.sizes import EOS, VOCAB_SIZE
@@ -20,11 +21,15 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 pytestmark = pytest.mark.full
 
 
-@pytest.fixture(scope="module")
-def latent(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a DeepSeek-V3 checkpoint with an MLP in its first layer."""
-    path: Path = tmp_path_factory.mktemp("deepseek_v3")
-    checkpoints.write_checkpoint(path, "deepseek_v3", vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
+FAMILIES = {"deepseek_v3": {}, "gemma4": {"vocab_size_per_layer_input": VOCAB_SIZE}}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a checkpoint: of DeepSeek-V3 with an MLP in its first layer, of Gemma 4 with layers that share keys."""
+    path: Path = tmp_path_factory.mktemp(request.param)
+    sizes = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": EOS}
+    checkpoints.write_checkpoint(path, request.param, **sizes, **FAMILIES[request.param])
     return str(path)
 
 
@@ -33,40 +38,44 @@ class TestAnyWorkload:
 
     @given(jobs=jobs())
     @settings(few_but_rich, max_examples=examples(4))
-    def test_tokens_are_those_of_each_request_alone(self, start: Start, latent: str, jobs: list[Job]) -> None:
-        alone = start(model=latent, max_num_batched_tokens=64, step_ahead=False)
+    def test_tokens_are_those_of_each_request_alone(self, start: Start, model: str, jobs: list[Job]) -> None:
+        alone = start(model=model, max_num_batched_tokens=64, step_ahead=False)
         expected = [run_alone(alone, job) for job in jobs]
-        for output, wanted, job in zip(run(start(model=latent), jobs), expected, jobs, strict=True):
+        for output, wanted, job in zip(run(start(model=model), jobs), expected, jobs, strict=True):
             assert_same(output, wanted, job)
 
     @given(jobs=jobs())
     @settings(few_but_rich, max_examples=examples(4))
-    def test_greedy_tokens_are_those_of_plain_decoding(self, start: Start, latent: str, jobs: list[Job]) -> None:
+    def test_greedy_tokens_are_those_of_plain_decoding(self, start: Start, model: str, jobs: list[Job]) -> None:
         jobs = [replace(job, params=replace(job.params, temperature=0)) for job in jobs]
-        expected = run(start(model=latent), jobs)
-        own = SpeculationConfig(model=latent, num_speculative_tokens=3, adaptive=False)
+        expected = run(start(model=model), jobs)
+        own = SpeculationConfig(model=model, num_speculative_tokens=3, adaptive=False)
         for output, wanted, job in zip(
-            run(start(model=latent, speculative_config=own, multi_step=8), jobs), expected, jobs, strict=True
+            run(start(model=model, speculative_config=own, multi_step=8), jobs), expected, jobs, strict=True
         ):
             assert_same(output, wanted, job)
 
 
-def test_a_tree_of_drafts_moves_latents(start: Start, latent: str, tmp_path: Path) -> None:
+def test_a_tree_of_drafts_moves_tokens(start: Start, model: str, tmp_path: Path) -> None:
     """Drafts of another model are seldom right, so that accepted tokens leave their places in the tree."""
     checkpoints.write_checkpoint(tmp_path, "llama", seed=7, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
-    prompts = [tokens(n, f"latents {n}") for n in (3, 9, 17)]
-    expected = generate(start(model=latent), prompts, GREEDY)
+    prompts = [tokens(n, f"tree {n}") for n in (3, 9, 17)]
+    expected = generate(start(model=model), prompts, GREEDY)
     tree = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 1)]
-    for draft in (latent, str(tmp_path)):
+    for draft in (model, str(tmp_path)):
         own = SpeculationConfig(model=draft, num_speculative_tokens=3, speculative_token_tree=tree, adaptive=False)
-        engine = start(model=latent, speculative_config=own)
+        if draft == model and "gemma4" in model:
+            with pytest.raises(ConfigError, match="drafts a tree must have KV heads of one size"):
+                start(model=model, speculative_config=own)
+            continue
+        engine = start(model=model, speculative_config=own)
         for output, wanted in zip(generate(engine, prompts, GREEDY), expected, strict=True):
             assert_same(output, wanted, draft)
 
 
-def test_preempted_is_undisturbed_and_pages_come_back(start: Start, latent: str) -> None:
+def test_preempted_is_undisturbed_and_pages_come_back(start: Start, model: str) -> None:
     prompts = [tokens(20, n) for n in range(4)]
-    engine = start(model=latent)
+    engine = start(model=model)
     alone = [generate(engine, [prompt], GREEDY)[0] for prompt in prompts]
     engine.reset_prefix_cache()
     before = engine.stats.num_preemptions

@@ -1,0 +1,251 @@
+"""Gemma 4: KV heads of two sizes, layers that read others' keys and values, inputs of layers, experts beside MLPs."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.kv_forms import HeadVectors
+from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.mlp import geglu
+from jaxserve.layers.norm import rms_norm
+from jaxserve.models import layer_inputs, llama, mixtures
+from jaxserve.models.arch import ArchConfig, GlobalAttention, LayerInputs, LayerOptions
+from jaxserve.models.family import ModelFamily
+from jaxserve.models.hf_config import (
+    COUNT,
+    FULL,
+    POSITIVE,
+    SIZE,
+    SLIDING,
+    STRINGS,
+    SWITCH,
+    TABLE,
+    Kind,
+    layer_windows,
+    one_of,
+    read_fields,
+    read_rope,
+)
+from jaxserve.models.params import Params, ParamSpec
+from jaxserve.models.post_normed import post_norm_specs
+
+_SIZES = ("num_hidden_layers", "num_key_value_heads", "head_dim", "global_head_dim", "sliding_window")
+_SWITCHES = ("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp")
+_DEFAULTS = {
+    "vocab_size": 262144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "sliding_window": 512,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size_per_layer_input": 256,
+    "num_kv_shared_layers": 0,
+    **dict.fromkeys(_SWITCHES, False),
+}
+_ROPES = {
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+_FIELDS = {
+    **dict.fromkeys((*_SIZES, "vocab_size_per_layer_input"), SIZE),
+    **dict.fromkeys(_SWITCHES, SWITCH),
+    "num_global_key_value_heads": SIZE.or_null(),
+    "per_layer_config": TABLE.or_null(),
+    "hidden_activation": one_of(["gelu_pytorch_tanh"]),
+    "layer_types": STRINGS.or_null(),
+    "rope_parameters": TABLE.or_null(),
+    "final_logit_softcapping": POSITIVE.or_null(),
+    "use_bidirectional_attention": Kind("vision or null: attention is causal", lambda v: v in ("vision", None)),
+    "hidden_size_per_layer_input": COUNT.or_null(),
+    "num_kv_shared_layers": COUNT,
+}
+
+
+def arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Read the config.json of a Gemma 4 text model; those of text parts leave out most of what is the default."""
+    config = {**_DEFAULTS, **config}
+    values = read_fields(config, _FIELDS)
+    num_layers, kinds = values["num_hidden_layers"], values["layer_types"]
+    kinds = kinds or [SLIDING if (layer + 1) % 6 else FULL for layer in range(num_layers)]
+    kinds = [*kinds[:-1], FULL]  # whatever it says, as in transformers
+    windows = layer_windows(kinds, num_layers, values["sliding_window"])
+    rope, both = values["rope_parameters"] or _ROPES, dict.fromkeys(_ROPES, TABLE)
+    tables = read_fields(rope if {*_ROPES} & {*rope} else dict.fromkeys(_ROPES, rope), both)
+    ropes = {kind: read_rope({**config, "rope_parameters": table}) for kind, table in tables.items()}
+    if set(kinds[: max(0, num_layers - values["num_kv_shared_layers"])]) != set(kinds):
+        raise ConfigError(
+            f"num_kv_shared_layers must leave a layer of each of layer_types before the last ones, whose keys and "
+            f"values these read, got {values['num_kv_shared_layers']} of {num_layers} layers, {kinds}"
+        )
+    size = values["hidden_size_per_layer_input"]
+    arch = llama.arch(
+        # The activation has another name and value here, and the rotations are read above.
+        {**config, "hidden_act": "silu", "rope_parameters": None},
+        windows=windows,
+        mlp_bias=False,
+        qk_norm=True,
+        query_scale=1.0,
+        logit_soft_cap=values["final_logit_softcapping"],
+        global_attention=_global_attention(values, kinds),
+        num_shared_layers=values["num_kv_shared_layers"],
+        shared_ffn_factor=2 if values["use_double_wide_mlp"] else 1,
+        layer_inputs=LayerInputs(values["vocab_size_per_layer_input"], size) if size else None,
+        experts=mixtures.read_experts(
+            {**config, "num_experts_per_tok": config.get("top_k_experts")},
+            size="moe_intermediate_size",
+            activation=geglu,
+            beside_mlp=True,
+        )
+        if values["enable_moe_block"]
+        else None,
+    )
+    ropes_of_layers = tuple(ropes[kind] for kind in kinds)
+    return dataclasses.replace(arch, ropes=ropes_of_layers, embed_scale=math.sqrt(arch.hidden_size))
+
+
+def _global_attention(values: Mapping[str, Any], kinds: list[str]) -> GlobalAttention:
+    """Read the heads of layers with full attention, by fields of their own or, in newer files, by layer."""
+    own = {"head_dim": values["head_dim"], "num_key_value_heads": values["num_key_value_heads"]}
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
+    heads, tables = {**own, "head_dim": values["global_head_dim"]}, values["per_layer_config"]
+    if values["attention_k_eq_v"] and values["num_global_key_value_heads"]:
+        heads["num_key_value_heads"] = values["num_global_key_value_heads"]
+    if tables is not None:
+        by_number = {int(layer): table for layer, table in tables.items() if str(layer).isdigit()}
+        given = {layer: by_number.get(layer, {}) for layer in range(len(kinds))}
+        heads = {**own, **given[max(layers)]}
+        if any({**own, **table} != (heads if layer in layers else own) for layer, table in given.items()):
+            raise ConfigError(
+                f"per_layer_config must give all layers of full_attention the same {sorted(own)}, and nothing else, "
+                f"got {tables}"
+            )
+        read_fields(heads, dict.fromkeys(own, SIZE))
+    local, wide = (HeadVectors(each["num_key_value_heads"], each["head_dim"]) for each in (own, heads))
+    most = max(local.token_size, wide.token_size)
+    room = most // local.token_size, most // wide.token_size
+    return GlobalAttention(layers, wide, room, values["attention_k_eq_v"])
+
+
+def param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return Llama's rows in the sizes of each layer, and those of what Llama has not."""
+    by_sizes: dict[ArchConfig, list[ParamSpec]] = {}
+    specs: list[ParamSpec] = []
+    for layer in range(arch.num_layers):
+        sized = _sized(arch, layer)
+        if sized not in by_sizes:
+            by_sizes[sized] = llama.param_specs(sized, gated=False, mlp_norm="pre_feedforward_layernorm")
+        unused = ("k_norm",) if arch.reads_other_layer(layer) else ()
+        own = [s for s in by_sizes[sized] if s.path[:2] == ("layers", layer) and s.path[2] not in unused]
+        specs += [*(_with_own_keys(spec, arch, layer) for spec in own), *_layer_specs(arch, layer)]
+    specs += layer_inputs.param_specs(arch)
+    specs += post_norm_specs(arch, "post_attention_layernorm", "post_feedforward_layernorm")
+    return [spec for spec in llama.param_specs(arch) if spec.path[0] != "layers"] + specs
+
+
+def _sized(arch: ArchConfig, layer: int) -> ArchConfig:
+    """Return an arch all of whose layers have the sizes of one."""
+    heads = arch.layer_heads(layer)
+    return dataclasses.replace(
+        arch,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        ffn_size=arch.ffn_size * (arch.shared_ffn_factor if arch.reads_other_layer(layer) else 1),
+        global_attention=None,
+    )
+
+
+def _with_own_keys(spec: ParamSpec, arch: ArchConfig, layer: int) -> ParamSpec:
+    """Return a layer's row with keys and values only where they are from products of their own."""
+    if spec.path[2] not in ("qkv_proj", "qkv_bias"):
+        return spec
+    k_eq_v = arch.global_attention is not None and arch.is_global(layer) and arch.global_attention.k_eq_v
+    count = 1 if arch.reads_other_layer(layer) else 2 if k_eq_v else 3
+    rows, module = spec.hf_rows[:count], f"model.layers.{layer}.self_attn"
+    unread = tuple(f"{module}.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")) if count == 1 else ()
+    shape, names, heads = (sum(rows), *spec.shape[1:]), spec.hf_names[:count], spec.heads[:count]
+    return dataclasses.replace(spec, shape=shape, hf_names=names, hf_rows=rows, heads=heads, unread=unread)
+
+
+def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
+    """Return the rows of a layer's scalar, its mixture and its input."""
+    D, module = arch.hidden_size, f"model.layers.{layer}"
+
+    def vector(name: str, hf_name: str, size: int = D, **facts: Any) -> ParamSpec:
+        return ParamSpec(("layers", layer, name), (size,), (None,), (f"{module}.{hf_name}",), (size,), "ones", **facts)
+
+    specs = [vector("scalar", "layer_scalar", 1)]
+    if arch.experts is not None:
+        router, *matrices = mixtures.mixture_specs(arch, layer, module, ("gate_proj", "up_proj", "down_proj"))
+        specs += [
+            dataclasses.replace(router, hf_names=(f"{module}.router.proj.weight",)),
+            *(mixtures.stacked(arch, spec, f"{module}.experts") for spec in matrices),
+            vector("router_norm", "router.scale"),
+            vector("expert_factors", "router.per_expert_scale", arch.experts.num_experts, exact=True),
+            vector("dense_post_norm", "post_feedforward_layernorm_1.weight"),
+            vector("experts_norm", "pre_feedforward_layernorm_2.weight"),
+            vector("experts_post_norm", "post_feedforward_layernorm_2.weight"),
+        ]
+    return specs
+
+
+def block(
+    p: Params,
+    x: Float[Array, "T D"],
+    rope: Float[Array, "2 T half"],
+    carry: Any,
+    layer: Any,
+    *,
+    arch: ArchConfig,
+    options: LayerOptions,
+    attend: Any,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Run one decoder layer: attention, MLP and the layer's input, each between norms. See `llama.block`."""
+    eps, summed = arch.norm_eps, LinearContext(axis=arch.tensor_axis)
+    with jax.named_scope("attention"):
+        q, k, v = _project(p, rms_norm(x, p["input_norm"], eps), arch, options)
+        out, carry = attend(q, k, v, rope, carry, layer, options)
+        out = linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"))
+        x += rms_norm(out, p["attention_post_norm"], eps)
+    with jax.named_scope("mlp"):
+        inner = geglu(linear(rms_norm(x, p["mlp_norm"], eps), p["gate_up_proj"]))
+        out = linear(inner, p["down_proj"], summed)
+        if "router" in p:
+            routing = rms_norm(x, p["router_norm"], eps) * jnp.asarray(arch.hidden_size**-0.5, x.dtype)
+            mixed, carry = mixtures.mix(p, rms_norm(x, p["experts_norm"], eps), arch, carry, routing)
+            out = rms_norm(out, p["dense_post_norm"], eps) + rms_norm(mixed, p["experts_post_norm"], eps)
+        x += rms_norm(out, p["mlp_post_norm"], eps)
+    if "layer_input" in p:
+        with jax.named_scope("layer_input"):
+            x = layer_inputs.add(p, x, eps)
+    return x * p["scalar"][None].astype(x.dtype), carry
+
+
+def _project(
+    p: Params, x: Float[Array, "T D"], arch: ArchConfig, options: LayerOptions
+) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"] | None, Float[Array, "T K H"] | None]:
+    """Return queries, keys and values, normed by head; None for those of another layer."""
+    H, Q = p["q_norm"].shape[0], arch.num_heads
+    heads = linear(x, p["qkv_proj"], bias=p.get("qkv_bias")).reshape(x.shape[0], -1, H)
+    q, others = rms_norm(heads[:, :Q], p["q_norm"], arch.norm_eps), heads[:, Q:]
+    if "k_norm" not in p:
+        return q, None, None
+    assert isinstance(options.kv, HeadVectors), "keys and values are those of heads"
+    K = options.kv.num_kv_heads
+    k, v = others[:, :K], others[:, -K:]  # the same where one product makes both
+    return q, rms_norm(k, p["k_norm"], arch.norm_eps), rms_norm(v, jnp.ones(H, x.dtype), arch.norm_eps)
+
+
+GEMMA4 = ModelFamily(arch, param_specs, block, rms_norm, layer_inputs=layer_inputs.read)

@@ -1,0 +1,60 @@
+"""Inputs of each layer besides the residual stream, from a table of token embeddings of its own: Gemma 4's."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.linear import LinearContext, embed, linear
+from jaxserve.layers.norm import rms_norm
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import LAYER_EMBED, LAYER_PROJECTION, Params, ParamSpec
+
+
+def param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return the rows of the table, of what is added to it, and of each layer's gate and projection."""
+    if (inputs := arch.layer_inputs) is None:
+        return []
+    D, size = arch.hidden_size, inputs.size
+
+    def row(path: tuple[str | int, ...], axes: tuple[str | None, ...], name: str, *shape: int) -> ParamSpec:
+        init = "normal" if len(shape) > 1 else "ones"
+        return ParamSpec(path, shape, axes, (f"model.{name}.weight",), (shape[0],), init)
+
+    all_layers = arch.num_layers * size
+    specs = [
+        row((LAYER_EMBED,), ("vocab", "embed"), "embed_tokens_per_layer", inputs.vocab_size, all_layers),
+        row((LAYER_PROJECTION,), (None, "embed"), "per_layer_model_projection", all_layers, D),
+        row(("layer_input_norm",), (None,), "per_layer_projection_norm", size),
+    ]
+    for layer in range(arch.num_layers):
+        path, module = ("layers", layer), f"layers.{layer}"
+        specs += [
+            row((*path, "layer_input_gate"), (None, "embed"), f"{module}.per_layer_input_gate", size, D),
+            row((*path, "layer_input_proj"), ("embed", None), f"{module}.per_layer_projection", D, size),
+            row((*path, "layer_input_post_norm"), (None,), f"{module}.post_per_layer_input_norm", D),
+        ]
+    return specs
+
+
+def read(
+    params: Any, arch: ArchConfig, token_ids: Int[Array, " T"], x: Float[Array, "T D"]
+) -> Float[Array, "L T size"] | None:
+    """Return what each layer reads of the tokens, from their rows of the table and from their embeddings x."""
+    if (inputs := arch.layer_inputs) is None:
+        return None
+    shape = (x.shape[0], arch.num_layers, inputs.size)
+    rows = embed(token_ids, params[LAYER_EMBED], LinearContext(dtype=x.dtype, axis=arch.tensor_axis))
+    rows *= jnp.asarray(math.sqrt(inputs.size), x.dtype)
+    projected = linear(x, params[LAYER_PROJECTION]) * jnp.asarray(arch.hidden_size**-0.5, x.dtype)
+    projected = rms_norm(projected.reshape(shape), params["layer_input_norm"], arch.norm_eps)
+    both = (projected + rows.reshape(shape)) * jnp.asarray(2.0**-0.5, x.dtype)
+    return jnp.moveaxis(both, 1, 0)
+
+
+def add(p: Params, x: Float[Array, "T D"], eps: float) -> Float[Array, "T D"]:
+    """Return x + the norm of a layer's input, gated by x."""
+    gate = jax.nn.gelu(linear(x, p["layer_input_gate"]), approximate=True)
+    return x + rms_norm(linear(gate * p["layer_input"], p["layer_input_proj"]), p["layer_input_post_norm"], eps)
