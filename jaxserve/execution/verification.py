@@ -315,8 +315,9 @@ def _verify(
 def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Model) -> Pages:
     """Return the pool in which the tokens of each row's path follow each other."""
     kv_pages = state.kv_pages
-    for table in state.sequences.page_tables(rows.slot, len(model.arch.kv_windows)):
-        kv_pages = model.arch.kv.move_tokens(model.backend, kv_pages, table, rows.start, path)
+    table = state.sequences.page_table
+    for table_row in state.sequences.table_rows(rows.slot):
+        kv_pages = model.arch.kv.move_tokens(model.backend, kv_pages, table, table_row, rows.start, path)
     return kv_pages
 
 

@@ -57,11 +57,15 @@ class KVForm(Protocol):
         self,
         backend: str,
         kv_pages: Pages,
-        page_table: Int[Array, "R M"],
+        page_table: Int[Array, "table_rows M"],
+        table_row: Int[Array, " R"],
         first: Int[Array, " R"],
         source: Int[Array, "R N"],
     ) -> Pages:
         """Copy tokens within their rows, in all layers; see `ragged_paged_attention.move_tokens`."""
+
+    def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
+        """Return the rows of a step for all of its layers; see `ragged_paged_attention.step_rows`."""
 
     def attend(
         self,
@@ -128,12 +132,17 @@ class HeadVectors:
         self,
         backend: str,
         kv_pages: Pages,
-        page_table: Int[Array, "R M"],
+        page_table: Int[Array, "table_rows M"],
+        table_row: Int[Array, " R"],
         first: Int[Array, " R"],
         source: Int[Array, "R N"],
     ) -> Pages:
         """Copy keys and values within their rows."""
-        return ragged_paged_attention.move_tokens(backend, kv_pages, page_table, first, source)
+        return ragged_paged_attention.move_tokens(backend, kv_pages, page_table, table_row, first, source)
+
+    def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
+        """Return the rows as the backend of `ragged_paged_attention` wants them."""
+        return ragged_paged_attention.step_rows(backend, rows)
 
     def attend(
         self,
@@ -196,12 +205,17 @@ class Latents:
         self,
         backend: str,
         kv_pages: Pages,
-        page_table: Int[Array, "R M"],
+        page_table: Int[Array, "table_rows M"],
+        table_row: Int[Array, " R"],
         first: Int[Array, " R"],
         source: Int[Array, "R N"],
     ) -> Pages:
         """Copy latents within their rows."""
-        return mla_attention.move_tokens(backend, kv_pages, page_table, first, source)
+        return mla_attention.move_tokens(backend, kv_pages, page_table, table_row, first, source)
+
+    def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
+        """Return the rows as the backend of `mla_attention` wants them."""
+        return mla_attention.step_rows(backend, rows)
 
     def attend(
         self,

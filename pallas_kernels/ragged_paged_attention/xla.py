@@ -33,6 +33,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 
 LAYOUT = HeadMajor()
+WANTS_OWN_TABLE = True
 
 
 def supports(problem: Problem) -> str | None:

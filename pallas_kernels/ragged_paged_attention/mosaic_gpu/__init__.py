@@ -66,6 +66,7 @@ HOPPER_CORES = 132
 INTERPRETED_CORES = 3  # few, so that every worker has some work
 
 LAYOUT = TokenMajor(scale_multiple=SCALES)
+WANTS_OWN_TABLE = False
 
 _interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
 
