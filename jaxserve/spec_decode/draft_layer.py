@@ -29,7 +29,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens
+from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens, ragged_rows
 from jaxserve.execution.state import ServeState, new_pool
 from jaxserve.execution.verification import BothParams, Drafts
 from jaxserve.layers.linear import LinearContext, embed, linear
