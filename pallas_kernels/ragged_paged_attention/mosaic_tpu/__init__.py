@@ -58,6 +58,7 @@ from jaxserve.pallas_kernels.tuning import measured_sizes
 __all__ = [
     "LAYOUT",
     "TUNED",
+    "WANTS_OWN_TABLE",
     "chip_name",
     "interpreted",
     "shape_class",
