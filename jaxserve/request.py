@@ -135,6 +135,13 @@ class Request:
         return self.constraint is not None or self.params.changes_logits
 
     @property
+    def bias_kind(self) -> int:
+        """1 if ids are biased or forbidden, 2 if they are only restricted to some, as by most constraints, else 0."""
+        if self.params.logit_bias or self.bad_sequences:
+            return 1
+        return 2 if self.changes_logits else 0
+
+    @property
     def seed_words(self) -> tuple[int, int]:
         """Low and high word of the 64-bit seed."""
         return self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF

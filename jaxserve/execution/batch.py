@@ -102,13 +102,18 @@ class BlobLayout:
         """Return the fields on the device."""
         return {name: blob[where].reshape(shape) for name, where, shape in self.slices}
 
+    def unpack_rows(self, blob: Int[Array, " words"], name: str) -> list[Array]:
+        """Return the rows of a field on the device; for each one that `unpack` has, XLA would read the whole field."""
+        where, (num_rows, size) = next((where, shape) for each, where, shape in self.slices if each == name)
+        return [blob[where.start + row * size : where.start + (row + 1) * size] for row in range(num_rows)]
+
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class PageEntries:
-    """Entries of the page table to be set. A slot out of range pads."""
+    """Entries of the page table to be set. A row out of range pads."""
 
-    slot: Int[Array, " E"]
+    row: Int[Array, " E"]
     column: Int[Array, " E"]
     page: Int[Array, " E"]
 
@@ -188,7 +193,6 @@ class BatchLayout:
     num_tokens: int
     num_rows: int
     num_new_pages: int
-    num_slots: int
     max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1 is the whole vocabulary
     is_speculative: bool = False
     has_states: bool = False
@@ -203,7 +207,7 @@ class BatchLayout:
         num_rows = config.num_rows(bucket)
         num_columns = num_rows + bucket // config.page_size
         num_new_pages = max(num_columns * config.kv_groups.size, 2)
-        sizes = (bucket, num_rows, num_new_pages, config.max_num_seqs, config.max_logprobs)
+        sizes = (bucket, num_rows, num_new_pages, config.max_logprobs)
         return cls(*sizes, is_speculative, config.num_snapshots is not None)
 
     def num_logprob_steps(self, max_steps: int) -> int:
@@ -226,7 +230,7 @@ class BatchLayout:
                 ("token_ids", (self.num_tokens,), -1),
                 ("cu_q_lens", (self.num_rows + 1,), 0),
                 *((name, (self.num_rows,), 0) for name in rows),
-                _page_field(self.num_new_pages, self.num_slots),
+                _page_field(self.num_new_pages),
             )
         )
 
@@ -240,7 +244,8 @@ class BatchLayout:
         columns: dict[str, Any] = self.blob.unpack(blob)
         columns["base_seed"] = lax.bitcast_convert_type(columns["base_seed"], np.dtype(np.uint32))
         kind = SpeculativeBatch if self.is_speculative else StateBatch if self.has_states else StepBatch
-        return kind(new_pages=_pop_pages(columns), **columns)
+        del columns["pages"]
+        return kind(new_pages=PageEntries(*self.blob.unpack_rows(blob, "pages")), **columns)
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -288,14 +293,15 @@ class AdmissionLayout:
                 *((name, (self.num_rows,), 0) for name in ("start", "max_len")),
                 ("records", (self.num_rows, RECORD_WORDS), 0),
                 ("stop_ids", (self.num_rows, ADMITTED_STOP_IDS), -1),
-                _page_field(self.num_new_pages, self.num_slots),
+                _page_field(self.num_new_pages),
             )
         )
 
     def unpack(self, blob: Int[Array, " words"]) -> Admission:
         """Return the fields on the device."""
         columns: dict[str, Any] = self.blob.unpack(blob)
-        return Admission(new_pages=_pop_pages(columns), **columns)
+        del columns["pages"]
+        return Admission(new_pages=PageEntries(*self.blob.unpack_rows(blob, "pages")), **columns)
 
 
 @dataclass(frozen=True)
@@ -343,12 +349,8 @@ class CopyLayout:
             yield blob
 
 
-def _page_field(num_pages: int, num_slots: int) -> tuple[str, tuple[int, ...], int]:
-    return "pages", (len(fields(PageEntries)), num_pages), num_slots  # out of range
-
-
-def _pop_pages(columns: dict[str, Any]) -> PageEntries:
-    return PageEntries(*columns.pop("pages"))
+def _page_field(num_pages: int) -> tuple[str, tuple[int, ...], int]:
+    return "pages", (len(fields(PageEntries)), num_pages), np.iinfo(_INT).max  # out of range
 
 
 class StepUpload(NamedTuple):
@@ -444,7 +446,7 @@ class BatchPacker:
         return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob, list(self._copies.blobs(plan.copies)))
 
     def _new_pages(self, plan: StepPlan) -> NDArray[np.int32]:
-        """Return slots, columns and pages of those that the device does not know of, those of admissions last."""
+        """Return rows and columns of the page table, and their pages, that the device lacks, of admissions last."""
         entries: list[int] = []
         admitted, num_groups = set(plan.admitted), self.config.kv_groups.size
         for request in (*(r for r in plan.grown if r not in admitted), *plan.admitted):
@@ -457,8 +459,8 @@ class BatchPacker:
             self._num_pages[slot] = len(pages)
         new_pages = np.array(entries, _INT).reshape(-1, 3).T
         if num_groups > 1:
-            columns, groups = np.divmod(new_pages[1], num_groups)
-            new_pages[1] = groups * self.config.max_pages_per_row + columns
+            new_pages[1], groups = np.divmod(new_pages[1], num_groups)
+            new_pages[0] = new_pages[0] * num_groups + groups
         return new_pages
 
     def _admissions(self, plan: StepPlan, new_pages: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.execution.batch import StateBatch, StepBatch
-from jaxserve.execution.state import Sequences, ServeState
+from jaxserve.execution.state import CLIPPED, DROPPED, Sequences, ServeState
 from jaxserve.layers.experts import RoutedTokens
 from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.layers.state_forms import StateRows
@@ -262,7 +262,7 @@ def sample_rows(
 ) -> tuple[ServeState, Int[Array, " R"]]:
     """Sample from logits, and count what the round has computed; return the state and the tokens."""
     split, sequences = model.split, state.sequences
-    sampling = SamplingRows(sequences.records.at[rows.slot].get(mode="clip"), rows.kv_lens, rows.samples)
+    sampling = SamplingRows(sequences.records.at[rows.slot].get(**CLIPPED), rows.kv_lens, rows.samples)
     with jax.named_scope("sample"):
         sampled = (split.sample if split else sample)(logits, sampling, state.slots, batch.base_seed)
         slots = remember(state.slots, rows, tokens, sampled)
@@ -289,8 +289,8 @@ def run_model(
 
     The state has what layers keep of the tokens, and their experts in the counts.
     """
-    page_tables = state.sequences.page_tables(rows.slot, len(model.arch.kv_windows))
-    groups = tuple(RaggedRows(rows.kv_lens, table, rows.cu_q_lens, num_rows) for table in page_tables)
+    forms = zip(model.arch.kv_group_forms, ragged_rows(state.sequences, rows, num_rows), strict=True)
+    groups = tuple(form.step_rows(model.backend, group) for form, group in forms)
     attend = partial(paged_attend, backend=model.backend)
     routed = None if model.arch.experts is None else RoutedTokens.of(tokens.live, state.expert_tokens)
     carry = AttentionCarry(state.kv_pages, groups, tree_mask, state.states, state_rows, routed)
@@ -300,6 +300,12 @@ def run_model(
     counts = None if carry.routed is None else carry.routed.counts
     state = dataclasses.replace(state, kv_pages=carry.kv_pages, states=carry.states, expert_tokens=counts)
     return hidden, features if model.feature_layers else hidden, state
+
+
+def ragged_rows(sequences: Sequences, rows: Rows, num_rows: Int[Array, ""]) -> list[RaggedRows]:
+    """Return the rows of a round as attention over each KV group sees them, with their places in the page table."""
+    page_table, kv_lens, cu_q_lens = sequences.page_table, rows.kv_lens, rows.cu_q_lens
+    return [RaggedRows(kv_lens, page_table, cu_q_lens, num_rows, row) for row in sequences.table_rows(rows.slot)]
 
 
 def state_rows(batch: StepBatch, rows: Rows, tokens: Tokens) -> StateRows | None:
@@ -340,7 +346,7 @@ def takes_part(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) 
         batch: the plan.
         index: number of tokens that the rows have sampled in rounds before, each or all of them.
     """
-    goes_on = batch.is_row & ~sequences.stopped.at[batch.slot].get(mode="clip")
+    goes_on = batch.is_row & ~sequences.stopped.at[batch.slot].get(**CLIPPED)
     return goes_on & (index < jnp.maximum(batch.max_new, 1))
 
 
@@ -349,7 +355,7 @@ def planned_rows(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]
     is_on = takes_part(sequences, batch, index)
     planned = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     q_lens = jnp.where(is_on, jnp.where(index == 0, planned, 1), 0)
-    start = sequences.length.at[batch.slot].get(mode="clip")
+    start = sequences.length.at[batch.slot].get(**CLIPPED)
     return Rows.of(batch.slot, start, q_lens, samples=is_on & (batch.max_new > 0))
 
 
@@ -368,8 +374,8 @@ def tokens_of(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Array, 
     T = batch.token_ids.shape[0]
     row, offset, position, live = place_tokens(rows, T)
     planned = jnp.where(live, batch.cu_q_lens[row] + offset, T)
-    sent = jnp.where(index == 0, batch.token_ids.at[planned].get(mode="clip"), -1)
-    sampled = slots.token_history.at[rows.slot[row], position].get(mode="clip")
+    sent = jnp.where(index == 0, batch.token_ids.at[planned].get(**CLIPPED), -1)
+    sampled = slots.token_history.at[rows.slot[row], position].get(**CLIPPED)
     return Tokens(row, position, live, planned, token_ids=jnp.where(sent < 0, sampled, sent))
 
 
@@ -379,7 +385,7 @@ def remember(slots: SlotTable, rows: Rows, tokens: Tokens, sampled: Int[Array, "
     slot = [jnp.where(tokens.live, rows.slot[tokens.row], S), jnp.where(rows.samples, rows.slot, S)]
     position, token_ids = [tokens.position, rows.kv_lens], [tokens.token_ids, sampled]
     place = jnp.concatenate(slot), jnp.concatenate(position)
-    history = slots.token_history.at[place].set(jnp.concatenate(token_ids), mode="drop")
+    history = slots.token_history.at[place].set(jnp.concatenate(token_ids), **DROPPED)
     return dataclasses.replace(slots, token_history=history)
 
 
@@ -389,8 +395,8 @@ def advance(
     """Count what was computed, and stop the sequences that a token has ended or that are as long as they may be."""
     S = sequences.length.shape[0]
     is_last = ends_sequence(sequences, rows.slot, rows.kv_lens, sampling.min_position, slots, sampled)
-    length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.kv_lens, mode="drop")
-    stopped = sequences.stopped.at[jnp.where(rows.samples & is_last, rows.slot, S)].set(True, mode="drop")
+    length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.kv_lens, **DROPPED)
+    stopped = sequences.stopped.at[jnp.where(rows.samples & is_last, rows.slot, S)].set(True, **DROPPED)
     return dataclasses.replace(sequences, length=length, stopped=stopped)
 
 
@@ -403,9 +409,9 @@ def ends_sequence(
     sampled: Int[Array, " R"],
 ) -> Bool[Array, " R"]:
     """Mask of tokens, sampled for some positions, that end the sequences in their slots."""
-    stop_ids = slots.stop_ids.at[slot].get(mode="clip")
+    stop_ids = slots.stop_ids.at[slot].get(**CLIPPED)
     is_stop = jnp.any(sampled[:, None] == stop_ids, axis=1) & (position >= min_position)
-    is_full = position + 1 >= sequences.max_len.at[slot].get(mode="clip")
+    is_full = position + 1 >= sequences.max_len.at[slot].get(**CLIPPED)
     return is_stop | is_full
 
 
@@ -432,7 +438,7 @@ def step_logprobs(
     row_blocks = -(-R // block)
     padding = row_blocks * block - R
     is_last = jnp.arange(T) == rows.cu_q_lens[1:][tokens.row] - 1
-    next_sent = batch.token_ids.at[tokens.planned + 1].get(mode="clip")
+    next_sent = batch.token_ids.at[tokens.planned + 1].get(**CLIPPED)
     following = jnp.where(is_last, batch.next_ids[tokens.row], next_sent)
     wants_rows, wants_tokens = batch.wants_logprobs > 0, batch.wants_prompt_logprobs > 0
     empty = jnp.zeros((row_blocks * block + T, layout.num_words), jnp.int32)

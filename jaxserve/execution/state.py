@@ -32,6 +32,10 @@ from jaxserve.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES,
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.sharding import joined, tensor_size
 
+# Options of reads and writes by slot, row or token: indices out of range are padding. None counts from the end, for
+# which XLA would compare and add in every step.
+CLIPPED: dict[str, Any] = {"mode": "clip", "wrap_negative_indices": False}
+DROPPED: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
 MANY = 1024  # factor on heads or tokens with which they take more room, however they are padded
 
 
@@ -44,24 +48,20 @@ class Sequences:
         length: tokens computed so far, whose keys and values are in the pool.
         max_len: tokens at which the sequence ends.
         stopped: True if it has ended.
-        page_table: its pages, M at most of each of G KV groups, one group after the other.
+        page_table: its pages, M at most in each of G KV groups; row `slot * G + g` has those of group g.
         records: words of SAMPLING_RECORD.
     """
 
     length: Int[Array, " S"]
     max_len: Int[Array, " S"]
     stopped: Bool[Array, " S"]
-    page_table: Int[Array, "S GM"]
+    page_table: Int[Array, "SG M"]
     records: Int[Array, "S words"]
 
-    def page_tables(self, slot: Int[Array, " R"], num_groups: int) -> list[Int[Array, "R M"]]:
-        """Return the pages of some sequences in each KV group.
-
-        Each group's are looked up for themselves: slices of those of all groups would be read and written once more.
-        """
-        S, num_columns = self.page_table.shape
-        table = self.page_table.reshape(S * num_groups, num_columns // num_groups)
-        return [table.at[slot * num_groups + group].get(mode="clip") for group in range(num_groups)]
+    def table_rows(self, slot: Int[Array, " R"]) -> list[Int[Array, " R"]]:
+        """Return the rows of the page table that have the pages of some sequences in each KV group."""
+        num_groups = self.page_table.shape[0] // self.length.shape[0]
+        return [slot * num_groups + group for group in range(num_groups)]
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -111,7 +111,7 @@ def new_sequences(schedule: ScheduleConfig) -> Sequences:
         length=jnp.zeros(S, jnp.int32),
         max_len=jnp.zeros(S, jnp.int32),
         stopped=jnp.ones(S, bool),
-        page_table=jnp.zeros((S, schedule.kv_groups.size * schedule.max_pages_per_row), jnp.int32),
+        page_table=jnp.zeros((S * schedule.kv_groups.size, schedule.max_pages_per_row), jnp.int32),
         records=jnp.zeros((S, RECORD_WORDS), jnp.int32),
     )
 
@@ -200,5 +200,5 @@ def copy_pages(kv_pages: Pages, blob: Int[Array, "2 E"]) -> Pages:
 
 def set_pages(sequences: Sequences, entries: PageEntries) -> Sequences:
     """Return the sequences with new entries of their page tables."""
-    table = sequences.page_table.at[entries.slot, entries.column].set(entries.page, mode="drop")
+    table = sequences.page_table.at[entries.row, entries.column].set(entries.page, **DROPPED)
     return dataclasses.replace(sequences, page_table=table)

@@ -64,11 +64,15 @@ class KVForm(Protocol):
         self,
         backend: str,
         kv_pages: Pages,
-        page_table: Int[Array, "R M"],
+        page_table: Int[Array, "table_rows M"],
+        table_row: Int[Array, " R"],
         first: Int[Array, " R"],
         source: Int[Array, "R N"],
     ) -> Pages:
         """Copy tokens within their rows, in all layers; see `ragged_paged_attention.move_tokens`."""
+
+    def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
+        """Return the rows of a step for all of its layers; see `ragged_paged_attention.step_rows`."""
 
     def attend(
         self,
@@ -140,12 +144,17 @@ class HeadVectors:
         self,
         backend: str,
         kv_pages: Pages,
-        page_table: Int[Array, "R M"],
+        page_table: Int[Array, "table_rows M"],
+        table_row: Int[Array, " R"],
         first: Int[Array, " R"],
         source: Int[Array, "R N"],
     ) -> Pages:
         """Copy keys and values within their rows."""
-        return ragged_paged_attention.move_tokens(backend, kv_pages, page_table, first, source)
+        return ragged_paged_attention.move_tokens(backend, kv_pages, page_table, table_row, first, source)
+
+    def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
+        """Return the rows as the backend of `ragged_paged_attention` wants them."""
+        return ragged_paged_attention.step_rows(backend, rows)
 
     def attend(
         self,
@@ -206,15 +215,20 @@ class PartOfPages(HeadVectors):
         self,
         backend: str,
         kv_pages: Pages,
-        page_table: Int[Array, "R M"],
+        page_table: Int[Array, "table_rows M"],
+        table_row: Int[Array, " R"],
         first: Int[Array, " R"],
         source: Int[Array, "R N"],
     ) -> Pages:
         """Copy keys and values within their rows, in every part of the pages."""
         seen: Pages = self._split(backend, kv_pages)
         for part in range(self.num_parts):
-            seen = super().move_tokens(backend, seen, page_table * self.num_parts + part, first, source)
+            seen = super().move_tokens(backend, seen, page_table * self.num_parts + part, table_row, first, source)
         return _joined(seen, kv_pages)
+
+    def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
+        """Return the rows with a table of their own, in which each layer finds its part."""
+        return rows.with_own_table()
 
     def attend(
         self,
@@ -228,6 +242,7 @@ class PartOfPages(HeadVectors):
     ) -> tuple[Float[Array, "T Q V"], Pages]:
         """Run `ragged_paged_attention` over the part of each page that a layer has."""
         assert new.v is not None, "keys and values differ"
+        rows = rows.with_own_table()
         rows = rows._replace(page_table=rows.page_table * self.num_parts + layer % self.num_parts)
         inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope, new.sinks, new.tree_mask)
         layer //= self.num_parts
@@ -293,12 +308,17 @@ class Latents:
         self,
         backend: str,
         kv_pages: Pages,
-        page_table: Int[Array, "R M"],
+        page_table: Int[Array, "table_rows M"],
+        table_row: Int[Array, " R"],
         first: Int[Array, " R"],
         source: Int[Array, "R N"],
     ) -> Pages:
         """Copy latents within their rows."""
-        return mla_attention.move_tokens(backend, kv_pages, page_table, first, source)
+        return mla_attention.move_tokens(backend, kv_pages, page_table, table_row, first, source)
+
+    def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
+        """Return the rows as the backend of `mla_attention` wants them."""
+        return mla_attention.step_rows(backend, rows)
 
     def attend(
         self,

@@ -67,8 +67,8 @@ class SamplingRows:
     slot = RowParameter(np.int32, "slot")  # slot of the row in `SlotTable`
     top_k = RowParameter(np.int32)  # number of largest logits to keep; 0 or less keeps all
     min_position = RowParameter(np.int32, "min_position")  # first position at which stop ids are not masked
-    # 1 for rows to which the bias, the allowed tokens and the bad words of their slot apply
-    use_bias = RowParameter(np.int32, "changes_logits")
+    # 1 for rows to which the bias, the bad words and the allowed tokens of their slot apply, 2 if only the last do
+    use_bias = RowParameter(np.int32, "bias_kind")
     seed = RowParameter((np.uint32, 2), "seed_words")  # low and high word of the request's 64-bit seed
     temperature = RowParameter(np.float32)  # divisor of the logits; below 1e-5 the row is greedy
     top_p = RowParameter(np.float32)  # probability mass that the kept most likely tokens must reach; 1 keeps all
@@ -87,6 +87,11 @@ class SamplingRows:
     def is_biased(self) -> Bool[Array, " R"]:
         """Mask of live rows with a logit bias, allowed tokens or bad words."""
         return self.live & (self.use_bias > 0)
+
+    @property
+    def has_biased_ids(self) -> Bool[Array, " R"]:
+        """Mask of live rows with a logit bias or bad words."""
+        return self.live & (self.use_bias == 1)
 
     @property
     def is_masked(self) -> Bool[Array, " R"]:

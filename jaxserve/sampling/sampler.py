@@ -123,9 +123,7 @@ def _bias_and_mask(
         return add_at(logits, token_ids, jnp.concatenate(values, axis=1))
 
     biased = rows.is_biased
-    # The first bias and the end of the first bad word are there if any is. Rows with a constraint mostly have none.
-    has_ids = (of_slots(table.bias_ids[:, 0]) >= 0) | (of_slots(table.bad_words[:, 0, -1]) >= 0)
-    out = lax.cond(jnp.any(rows.is_masked | (biased & has_ids)), add_of_slots, lambda: logits)
+    out = lax.cond(jnp.any(rows.is_masked | rows.has_biased_ids), add_of_slots, lambda: logits)
     allowed = unpack_mask(of_slots(table.allowed), logits.shape[1]) | ~biased[:, None]
     return jnp.where(allowed & (out > _FORBIDDEN / 2), out, -jnp.inf)
 

@@ -29,7 +29,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens
+from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens, ragged_rows
 from jaxserve.execution.state import ServeState, new_pool
 from jaxserve.execution.verification import BothParams, Drafts
 from jaxserve.layers.linear import LinearContext, embed, linear
@@ -38,7 +38,7 @@ from jaxserve.models import draft_head
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.decoder import Attend
 from jaxserve.models.params import Params
-from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.sampling import SamplingRows
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.drawing import draw_draft, over_vocabulary
@@ -242,9 +242,9 @@ class DraftLayer:
         table, axis = (own["embed"], None) if "embed" in own else (target["embed"], self.target.tensor_axis)
         embedding = embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis))
         attend = partial(paged_attend, backend=self.backend)
-        page_table = state.sequences.page_tables(rows.slot, self.schedule.kv_groups.size)[self.kv_group]
-        group = RaggedRows(rows.kv_lens, page_table, rows.cu_q_lens, jnp.int32(rows.slot.shape[0]))
-        carry: Any = AttentionCarry(kv_pages, (group,))
+        num_rows = jnp.int32(rows.slot.shape[0])
+        group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
+        carry: Any = AttentionCarry(kv_pages, (self.head.arch.kv.step_rows(self.backend, group),))
         x, carry = apply_layer(own, self.head, embedding, feature, position, attend, carry)
         return x, carry.kv_pages
 

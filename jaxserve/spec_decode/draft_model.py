@@ -24,13 +24,13 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens
+from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens, ragged_rows
 from jaxserve.execution.state import ServeState, new_pool
 from jaxserve.execution.verification import BothParams, Drafts
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.sampling import SamplingRows
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.drawing import draw_draft, over_vocabulary
@@ -113,10 +113,9 @@ class DraftModel:
         """Return its state with the lengths up to which what was drafted has become part of the sequences."""
         own = state.draft
         if self.tree is not None:
-            page_table = self._page_table(state, rows)
-            own = dataclasses.replace(
-                own, kv_pages=self.arch.kv.move_tokens(self.backend, own.kv_pages, page_table, rows.start, path)
-            )
+            table_row = state.sequences.table_rows(rows.slot)[self.kv_group]
+            places = (state.sequences.page_table, table_row, rows.start, path)
+            own = dataclasses.replace(own, kv_pages=self.arch.kv.move_tokens(self.backend, own.kv_pages, *places))
         slot = jnp.where(drafts.count > 0, rows.slot, own.length.shape[0])
         length = state.sequences.length.at[rows.slot].get(mode="clip")
         computed = jnp.minimum(rows.start + drafts.num_levels, length)
@@ -241,10 +240,6 @@ class DraftModel:
         caught_up: tuple[Pages, Array] = lax.while_loop(lags, compute, (state.draft.kv_pages, length))
         return caught_up
 
-    def _page_table(self, state: ServeState, rows: Rows) -> Int[Array, "R M"]:
-        """Return the pages of rows."""
-        return state.sequences.page_tables(rows.slot, self.schedule.kv_groups.size)[self.kv_group]
-
     def _forward(
         self,
         params: Params,
@@ -270,8 +265,9 @@ class DraftModel:
         position = place
         if words is not None:
             position = jnp.where(node > 0, last[row] + lax.population_count(words.at[node].get(mode="clip")), place)
-        group = RaggedRows(rows.kv_lens, self._page_table(state, rows), rows.cu_q_lens, jnp.int32(rows.slot.shape[0]))
-        carry = AttentionCarry(kv_pages, (group,), tree_mask)
+        num_rows = jnp.int32(rows.slot.shape[0])
+        group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
+        carry = AttentionCarry(kv_pages, (self.arch.kv.step_rows(self.backend, group),), tree_mask)
         hidden, carry = decoder.forward(params, self.arch, ids, position, self._attend, carry)
         return hidden, carry.kv_pages
 

@@ -22,7 +22,7 @@ from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
 from jaxserve.pallas_kernels.mla_attention import native, xla
 from jaxserve.pallas_kernels.mla_attention.interface import Backend, LatentInputs, LatentOptions, Problem
 from jaxserve.pallas_kernels.mla_attention.layout import Layout, PoolDims
-from jaxserve.pallas_kernels.ragged_paged_attention import check_rows, check_scales, check_tree_mask
+from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows, check_rows, check_scales, check_tree_mask
 from jaxserve.pallas_kernels.ragged_paged_attention.moves import move_tokens as _move_tokens
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     SCALE_DTYPE,
@@ -44,6 +44,7 @@ __all__ = [
     "move_tokens",
     "new_pages",
     "select_backend",
+    "step_rows",
     "to_canonical",
 ]
 
@@ -139,12 +140,18 @@ def from_canonical(backend: str, kv_pages: Pages) -> Pages:
 def move_tokens(
     backend: str,
     kv_pages: Pages,
-    page_table: Int32[Array, "R M"],
+    page_table: Int32[Array, "table_rows M"],
+    table_row: Int32[Array, "R"],
     first: Int32[Array, "R"],
     source: Int32[Array, "R N"],
 ) -> Pages:
     """Copy latents within the rows of a pool of a named backend, in all layers: see `moves.move_tokens`."""
-    return _move_tokens(BACKENDS[backend].LAYOUT, kv_pages, page_table, first, source)
+    return _move_tokens(BACKENDS[backend].LAYOUT, kv_pages, page_table, table_row, first, source)
+
+
+def step_rows(backend: str, rows: RaggedRows) -> RaggedRows:
+    """Return the rows of a step as a named backend wants them in all layers; see `ragged_paged_attention.step_rows`."""
+    return rows.with_own_table() if BACKENDS[backend].WANTS_OWN_TABLE else rows
 
 
 def _select_for_pool(backend: str, inputs: LatentInputs, kv_pages: Pages, options: LatentOptions) -> str:

@@ -79,6 +79,10 @@ class Backend(Protocol):
     def LAYOUT(self) -> Layout:  # noqa: N802 (a constant of a module)
         """Layout of its pool."""
 
+    @property
+    def WANTS_OWN_TABLE(self) -> bool:  # noqa: N802
+        """True if all layers read the pages of a step's rows faster from a table of their own."""
+
     def supports(self, problem: Problem) -> str | None:
         """Return the reason why this backend cannot run the problem, or None if it can."""
 

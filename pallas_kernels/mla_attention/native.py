@@ -14,12 +14,13 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions, Problem
 from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
-from jaxserve.pallas_kernels.ragged_paged_attention.native import VECTOR, call_kernel
+from jaxserve.pallas_kernels.ragged_paged_attention.native import VECTOR, call_kernel, row_operands
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
 
 POOL_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 
 LAYOUT = TokenMajor()
+WANTS_OWN_TABLE = False
 
 
 def supports(problem: Problem) -> str | None:
@@ -46,7 +47,7 @@ def write_and_attend(
         jnp.concatenate([q, inputs.latents[:, None]], axis=1).astype(jnp.float32),
         kv_pages,
         jnp.asarray(layer, jnp.int32),
-        *inputs.rows,
+        *row_operands(inputs.rows),
         jnp.zeros(0, jnp.float32),
         jnp.zeros(0, jnp.float32) if rope is None else rope,
         *([] if inputs.tree_mask is None else [inputs.tree_mask]),

@@ -21,6 +21,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 from jaxserve.pallas_kernels.ragged_paged_attention.xla import refused_dtype
 
 LAYOUT = TokenMajor()
+WANTS_OWN_TABLE = True
 
 
 def supports(problem: Problem) -> str | None:

@@ -195,8 +195,11 @@ class Attention {
     return layer_scales_ + (kLatents ? page : (page * p_.num_kv_heads + kv_head) * 2) * p_.page_size;
   }
 
+  const int32_t* pages_of(int64_t row) const {
+    return p_.page_table + (p_.table_row ? p_.table_row[row] : row) * p_.table_width;
+  }
   int64_t page_of(int64_t row, int64_t position) const {
-    return p_.page_table[row * p_.table_width + position / p_.page_size];
+    return pages_of(row)[position / p_.page_size];
   }
 
   // Write all new keys and values, before any row reads them.
@@ -287,7 +290,6 @@ class Attention {
     end_token_ = p_.num_rows > 0 ? p_.cu_q_lens[p_.num_rows] : 0;
   }
 
-  const int32_t* pages_of(const Part& part) const { return p_.page_table + part.row * p_.table_width; }
   // Return the number of pages that all queries of a part see in full.
   int64_t num_full_pages(const Part& part) const {
     return std::min(part.first_position + 1, part.tree_start) / p_.page_size;
@@ -300,7 +302,7 @@ class Attention {
     const bool joins = p_.window == 0 && most_joined > 1;
     if (joins) {
       std::stable_sort(parts_.begin(), parts_.end(), [&](const Part& a, const Part& b) {
-        const int32_t *of_a = pages_of(a), *of_b = pages_of(b);
+        const int32_t *of_a = pages_of(a.row), *of_b = pages_of(b.row);
         return std::lexicographical_compare(of_a, of_a + num_full_pages(a), of_b, of_b + num_full_pages(b));
       });
     }
@@ -318,7 +320,7 @@ class Attention {
 
   // Return the number of tokens in whole blocks that both parts see in full, on the same pages.
   int64_t num_tokens_shared(const Part& a, const Part& b) const {
-    const int32_t *of_a = pages_of(a), *of_b = pages_of(b);
+    const int32_t *of_a = pages_of(a.row), *of_b = pages_of(b.row);
     const int64_t most = std::min(num_full_pages(a), num_full_pages(b));
     const int64_t num_pages = std::mismatch(of_a, of_a + most, of_b).first - of_a;
     return num_pages * p_.page_size / kBlockTokens * kBlockTokens;

@@ -169,14 +169,15 @@ ffi::Error run_grouped_linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
   return ffi::Error::Success();
 }
 
-// `scales`, `sinks` and `rope` are empty if left out; `tree_mask` is an operand only of calls with trees,
+// `scales`, `table_row`, `sinks` and `rope` are empty if left out; `tree_mask` is an operand only of calls with trees,
 // `updated_scales` a result only of those with scales. `rank` is the size of the values in latents, 0 for keys and values
 // of heads. A page of a pool for other heads is as many pages of these heads as it has room for.
 ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, int64_t rank,
                          ffi::Buffer<ffi::F32> qkv,
                          ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::BF16> scales, ffi::Buffer<ffi::S32> layer,
                          ffi::Buffer<ffi::S32> kv_lens,
-                         ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> cu_q_lens,
+                         ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> table_row,
+                         ffi::Buffer<ffi::S32> cu_q_lens,
                          ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> rope,
                          ffi::RemainingArgs tree_mask, ffi::ResultBuffer<ffi::F32> out,
                          ffi::Result<ffi::AnyBuffer> updated, ffi::RemainingRets updated_scales) {
@@ -230,6 +231,13 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
       (angles.size() != 3 || angles[0] != 2 || angles[1] != heads[0] || 2 * angles[2] != heads[2] - rank)) {
     return ffi::Error::InvalidArgument("rope must be [2, T, H / 2], of latents [2, T, (W - r) / 2]");
   }
+  const auto tables = page_table.dimensions();
+  const int64_t num_padded = static_cast<int64_t>(kv_lens.element_count());
+  if (tables.size() != 2 ||
+      static_cast<int64_t>(table_row.element_count()) != (table_row.element_count() > 0 ? num_padded : 0) ||
+      (table_row.element_count() == 0 && tables[0] != num_padded)) {
+    return ffi::Error::InvalidArgument("the page table must be [R, M], or have any rows and table_row be [R]");
+  }
   native::AttentionProblem p{};
   p.qkv = qkv.typed_data();
   p.rope = rope.element_count() > 0 ? rope.typed_data() : nullptr;
@@ -238,6 +246,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   p.scales = scales.untyped_data();
   p.kv_lens = kv_lens.typed_data();
   p.page_table = page_table.typed_data();
+  p.table_row = table_row.element_count() > 0 ? table_row.typed_data() : nullptr;
   p.cu_q_lens = cu_q_lens.typed_data();
   p.sinks = data_or_null(sinks);
   if (tree_mask.size() > 0) {
@@ -255,7 +264,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   p.head_dim = heads[2];
   p.value_dim = rank > 0 ? rank : heads[2];
   p.num_rows = *num_rows.typed_data();
-  p.table_width = page_table.dimensions()[1];
+  p.table_width = tables[1];
   p.layer = *layer.typed_data();
   p.num_pages = pages[1] * num_parts;
   p.page_size = pages[rank > 0 ? 2 : 3];
@@ -270,7 +279,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Version of the calls' signatures; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 9; }
+extern "C" int jaxserve_native_abi() { return 10; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -291,6 +300,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()

@@ -66,7 +66,8 @@ struct AttentionProblem {
   void* scales;  // bfloat16 [L, N, K, 2, P] of int8 and fp8 pools, [L, N, P] of latents
   bool has_latents;
   const int32_t* kv_lens;
-  const int32_t* page_table;  // [R, M]
+  const int32_t* page_table;  // [R, M], or any rows if there is a table_row
+  const int32_t* table_row;   // [R], row of the page table that each row's pages are in; null if they are in order
   const int32_t* cu_q_lens;
   const float* sinks;  // [Q] or null
   const int32_t* tree_mask;  // [T], a word of visible nodes per token; null for no trees

@@ -76,6 +76,7 @@ __all__ = [
     "ragged_paged_attention",
     "select_backend",
     "split_pages",
+    "step_rows",
     "to_canonical",
 ]
 
@@ -208,12 +209,18 @@ def from_canonical(backend: str, kv_pages: Pages) -> Pages:
 def move_tokens(
     backend: str,
     kv_pages: Pages,
-    page_table: Int32[Array, "R M"],
+    page_table: Int32[Array, "table_rows M"],
+    table_row: Int32[Array, "R"],
     first: Int32[Array, "R"],
     source: Int32[Array, "R N"],
 ) -> Pages:
     """Copy keys and values within the rows of a pool of a named backend, in all layers: see `moves.move_tokens`."""
-    return _move_tokens(_layout_of(backend), kv_pages, page_table, first, source)
+    return _move_tokens(_layout_of(backend), kv_pages, page_table, table_row, first, source)
+
+
+def step_rows(backend: str, rows: RaggedRows) -> RaggedRows:
+    """Return the rows of a step as a named backend wants them in all layers, so that pages are looked up once."""
+    return rows.with_own_table() if _backend_of(backend).WANTS_OWN_TABLE else rows
 
 
 def split_pages(backend: str, kv_pages: Pages, *, num_parts: int, num_kv_heads: int, head_dim: int) -> Array:
@@ -238,10 +245,14 @@ def split_pages(backend: str, kv_pages: Pages, *, num_parts: int, num_kv_heads: 
 
 
 def _layout_of(backend: str) -> Layout:
+    return _backend_of(backend).LAYOUT
+
+
+def _backend_of(backend: str) -> Backend:
     if backend not in BACKENDS:
         hint = "; resolve it with select_backend first" if backend == AUTO else ""
         raise ValueError(f"a pool's layout needs a backend's name, one of {list(BACKENDS)}, got {backend!r}{hint}")
-    return BACKENDS[backend].LAYOUT
+    return BACKENDS[backend]
 
 
 def _select_for_pool(backend: str, inputs: AttentionInputs, kv_pages: Pages) -> str:
@@ -270,13 +281,19 @@ def check_rows(rows: RaggedRows) -> None:
     """Check shapes and dtypes of rows; ValueError if they do not fit together."""
     R = rows.kv_lens.shape[0]
     expected = {"kv_lens": (R,), "cu_q_lens": (R + 1,), "num_rows": ()}
+    if rows.table_row is not None:
+        expected["table_row"] = (R,)
     for name, shape in expected.items():
         array = getattr(rows, name)
         if array.shape != shape or array.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32 of shape {shape}, got {array.dtype} of shape {array.shape}")
     table = rows.page_table
-    if table.ndim != 2 or table.shape[0] != R or table.dtype != jnp.int32:
-        raise ValueError(f"page_table must be int32 of shape ({R}, M), got {table.dtype} of shape {table.shape}")
+    has_rows = table.ndim == 2 and (rows.table_row is not None or table.shape[0] == R)
+    if not has_rows or table.dtype != jnp.int32:
+        raise ValueError(
+            f"page_table must be int32 of shape ({R}, M), or of any rows with table_row to choose among them, "
+            f"got {table.dtype} of shape {table.shape}"
+        )
 
 
 def _check_sinks(inputs: AttentionInputs) -> None:

@@ -110,7 +110,8 @@ def _attend_decode_rows(
         token_id = jnp.where(is_decode[row_id], rows.cu_q_lens[row_id], T)
         group_q = q.at[token_id].get(mode="clip")[:, None]  # [B, 1, Q, H]
         position = kv_lens[row_id][:, None] - 1
-        group_out = _attend_blocks(attention, group_q, position, rows.page_table[row_id], DECODE_BLOCK_TOKENS)
+        page_table = rows.page_table[rows.table_rows(row_id)]
+        group_out = _attend_blocks(attention, group_q, position, page_table, DECODE_BLOCK_TOKENS)
         return out.at[token_id].set(group_out[:, 0], mode="drop")
 
     num_groups = (jnp.sum(is_decode, dtype=jnp.int32) + group_rows - 1) // group_rows
@@ -136,7 +137,7 @@ def _attend_prefill_rows(
         token_id = start + jnp.arange(tile_size, dtype=jnp.int32)
         is_own = (token_id >= first_token) & (token_id < end_token)
         position = jnp.where(is_own, token_id + rows.kv_lens[row_id] - rows.cu_q_lens[row_id + 1], -1)
-        page_table = rows.page_table[row_id][None]
+        page_table = rows.page_table[rows.table_rows(row_id)][None]
         tile_q = lax.dynamic_slice_in_dim(q, start, tile_size)[None]  # [1, X, Q, H]
         tree = None
         if attention.nodes is not None:

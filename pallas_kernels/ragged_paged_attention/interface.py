@@ -46,12 +46,24 @@ class RaggedRows(NamedTuple):
 
     kv_lens: Int32[Array, "R"]
     """Tokens of each row in the pool, those of this step included."""
-    page_table: Int32[Array, "R M"]
-    """Pages of each row in order; entries past `ceil(kv_lens / P)` are never followed."""
+    page_table: Int32[Array, "table_rows M"]
+    """Pages of sequences in order; entries past `ceil(kv_lens / P)` are never followed."""
     cu_q_lens: Int32[Array, "R+1"]
     """Row bounds: row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]` of the step, the last ones of its sequence."""
     num_rows: Int32[Array, ""]
     """Number of live rows."""
+    table_row: Int32[Array, "R"] | None = None
+    """Row of the page table that has the pages of each row of the step; None if these are its rows in order."""
+
+    def table_rows(self, row_id: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+        """Return the rows of the page table that have the pages of some rows of the step."""
+        return row_id if self.table_row is None else self.table_row.at[row_id].get(mode="clip")
+
+    def with_own_table(self) -> RaggedRows:
+        """Return the same rows with a page table that has theirs in order."""
+        if self.table_row is None:
+            return self
+        return self._replace(page_table=self.page_table.at[self.table_row].get(mode="clip"), table_row=None)
 
     def is_live(self) -> Bool[Array, "R"]:
         """Return a mask of the rows that are not padding."""
@@ -75,7 +87,7 @@ class RaggedRows(NamedTuple):
         token_id = jnp.arange(num_tokens, dtype=jnp.int32)
         row_id = self.row_ids(token_id)
         position = token_id + (self.kv_lens - self.cu_q_lens[1:])[row_id]
-        page_id = self.page_table.at[row_id, position // page_size].get(mode="clip")
+        page_id = self.page_table.at[self.table_rows(row_id), position // page_size].get(mode="clip")
         is_live = token_id < self.cu_q_lens[self.num_rows]
         return jnp.where(is_live, page_id, num_pages + token_id), position % page_size
 
@@ -134,6 +146,10 @@ class Backend(Protocol):
     @property
     def SPLITS_PAGES(self) -> bool:  # noqa: N802
         """True if it takes a pool for other heads as it is, so that XLA has no other shape of it to copy."""
+
+    @property
+    def WANTS_OWN_TABLE(self) -> bool:  # noqa: N802
+        """True if all layers read the pages of a step's rows faster from a table of their own."""
 
     def supports(self, problem: Problem) -> str | None:
         """Return the reason why this backend cannot run the problem, or None if it can."""

@@ -46,7 +46,8 @@ class PagedLayout(Protocol):
 def move_tokens(
     layout: PagedLayout,
     kv_pages: Pages,
-    page_table: Int32[Array, "R M"],
+    page_table: Int32[Array, "table_rows M"],
+    table_row: Int32[Array, "R"],
     first: Int32[Array, "R"],
     source: Int32[Array, "R N"],
 ) -> Pages:
@@ -55,7 +56,8 @@ def move_tokens(
     Args:
       layout: layout of the pool.
       kv_pages: pool; donated.
-      page_table: pages of each row.
+      page_table: pages of sequences.
+      table_row: row of the page table that has the pages of each row.
       first: first place of each row that may change.
       source: places counted from `first`, less than N; n itself where nothing moves. A row in which nothing moves is
         not touched.
@@ -69,7 +71,7 @@ def move_tokens(
     index = jnp.where((place >= 0) & (place < N), moved + own - place, own)
     is_changed = jnp.any(index != own, axis=1)
     columns = (first // P)[:, None] + jnp.arange(num_columns, dtype=jnp.int32)[None]
-    pages = jnp.take_along_axis(page_table, jnp.minimum(columns, page_table.shape[1] - 1), axis=1)
+    pages = page_table.at[table_row[:, None], columns].get(mode="clip")
     # A page without changed tokens may be past the row's last one, and then any other row's: it is not written.
     changes = jnp.any((index != own).reshape(R, num_columns, P), axis=2)
     target = jnp.where(changes, pages, dims.num_pages).reshape(-1)

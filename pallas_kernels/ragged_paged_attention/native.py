@@ -12,7 +12,12 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.ragged_paged_attention import int4
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Problem
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
+    AttentionInputs,
+    AttentionOptions,
+    Problem,
+    RaggedRows,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import TransposedKeys
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     INT4,
@@ -28,6 +33,7 @@ VECTOR = 4  # elements of the narrowest vectors in use
 
 LAYOUT = TransposedKeys()
 SPLITS_PAGES = True
+WANTS_OWN_TABLE = False
 
 
 def supports(problem: Problem) -> str | None:
@@ -59,7 +65,7 @@ def write_and_attend(
         jnp.concatenate([q, inputs.k, inputs.v], axis=1).astype(jnp.float32),
         kv_pages,
         jnp.asarray(layer, jnp.int32),
-        *inputs.rows,
+        *row_operands(inputs.rows),
         jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
         jnp.zeros(0, jnp.float32) if rope is None else rope,
         *([] if inputs.tree_mask is None else [inputs.tree_mask]),
@@ -69,6 +75,12 @@ def write_and_attend(
         rank=np.int64(0),
     )
     return out.astype(q.dtype), kv_pages
+
+
+def row_operands(rows: RaggedRows) -> tuple[Array, ...]:
+    """Return the operands of the kernel that describe the rows of a step."""
+    table_row = jnp.zeros(0, jnp.int32) if rows.table_row is None else rows.table_row
+    return rows.kv_lens, rows.page_table, table_row, rows.cu_q_lens, rows.num_rows
 
 
 def call_kernel(

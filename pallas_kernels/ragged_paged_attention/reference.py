@@ -108,9 +108,9 @@ def _write(
     pages: Shaped[Array, "L N P *token"], new: np.ndarray, layer: int | Int32[Array, ""], rows: RaggedRows
 ) -> Shaped[Array, "L N P *token"]:
     pool = np.array(pages)
-    page_size, new, page_table = pool.shape[2], new.astype(pool.dtype), np.asarray(rows.page_table)
+    page_size, new, pages_of = pool.shape[2], new.astype(pool.dtype), _tables(rows)
     for row_id, token_id, position in _tokens(rows):
-        page = page_table[row_id, position // page_size]
+        page = pages_of[row_id][position // page_size]
         pool[int(layer), page, position % page_size] = new[token_id]
     return jnp.asarray(pool)
 
@@ -121,7 +121,7 @@ def _attend(
     """Attend with every query over the keys that it sees; zeros for padding tokens."""
     queries, rows = np.asarray(inputs.q).astype(np.float32), inputs.rows
     pages = _numbers(kv_pages, int(layer), queries.shape[-1])
-    page_table = np.asarray(rows.page_table)
+    pages_of = _tables(rows)
     sinks = None if inputs.sinks is None else np.asarray(inputs.sinks).astype(np.float32)
     out = np.zeros_like(queries)
     for row_id, token_id, position in _tokens(rows):
@@ -132,7 +132,7 @@ def _attend(
             is_ancestor = (int(inputs.tree_mask[token_id]) >> np.clip(node, 0, 31)) & 1 == 1
             positions = positions[(node < 0) | is_ancestor | (positions == position)]
         positions = positions[-(options.window or len(positions)) :]
-        k, v = _read(pages, page_table[row_id], positions)
+        k, v = _read(pages, pages_of[row_id], positions)
         out[token_id] = _attend_one(queries[token_id], k, v, options, sinks)
     return jnp.asarray(out.astype(inputs.q.dtype))
 
@@ -146,6 +146,12 @@ def _numbers(kv_pages: Pages, layer: int, head_dim: int) -> np.ndarray:
         return np.asarray(kv_pages)[layer]
     values, scales = (np.asarray(x)[layer] for x in kv_pages)
     return np.asarray(values.astype(np.float32) * scales.astype(np.float32)[..., None])
+
+
+def _tables(rows: RaggedRows) -> list[np.ndarray]:
+    """Return the pages of each live row."""
+    num_rows, table = int(rows.num_rows), np.asarray(rows.page_table)
+    return list(table[:num_rows] if rows.table_row is None else table[np.asarray(rows.table_row)[:num_rows]])
 
 
 def _tokens(rows: RaggedRows) -> Iterator[tuple[int, int, int]]:

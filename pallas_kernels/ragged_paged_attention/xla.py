@@ -34,6 +34,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 
 LAYOUT = HeadMajor()
 SPLITS_PAGES = False
+WANTS_OWN_TABLE = True
 
 
 def supports(problem: Problem) -> str | None:

@@ -102,8 +102,8 @@ class Twin:
         self._fill(to["cu_q_lens"][num_rows + 1 :])
         for name in ("slot", "max_new", "next_ids"):
             self._fill(to[name][num_rows:])
-        slot, column, page = to["pages"]
-        padding = slot == self.schedule.max_num_seqs
+        table_row, column, page = to["pages"]
+        padding = table_row >= self.schedule.max_num_seqs * self.schedule.kv_groups.size
         for entries in (column, page):
             entries[padding] = self.rng.integers(-(2**31), 2**31, int(padding.sum()))
         return spoilt

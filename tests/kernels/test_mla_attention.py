@@ -176,12 +176,12 @@ def test_donated_pool_is_updated_in_place(backend):
 def test_tokens_move_within_their_rows(backend):
     rng = np.random.default_rng(0)
     values = rng.normal(size=(2, 7, 8, 12)).astype(np.float32)
-    table, first, source = np.array([[3, 1], [0, 6]]), np.array([5, 2]), np.array([[0, 2, 2], [0, 1, 2]])
+    table, table_row = np.array([[0, 6], [3, 1]]), np.array([1, 0])
+    first, source = np.array([5, 2]), np.array([[0, 2, 2], [0, 1, 2]])
     pool = from_canonical(backend, jnp.asarray(values))
     assert BACKENDS[backend].LAYOUT.pool_dims(pool.shape) == PoolDims(2, 7, 8, 12)
-    moved = to_canonical(
-        backend, move_tokens(backend, pool, *(jnp.asarray(x, jnp.int32) for x in (table, first, source)))
-    )
+    rows = (jnp.asarray(x, jnp.int32) for x in (table, table_row, first, source))
+    moved = to_canonical(backend, move_tokens(backend, pool, *rows))
     expected = values.copy()
     expected[:, 3, 6] = expected[:, 3, 7]  # tokens 5, 6 and 7 of row 0 become 5, 7 and 7
     np.testing.assert_array_equal(moved, expected)

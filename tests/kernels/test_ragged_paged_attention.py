@@ -283,7 +283,17 @@ def random_arguments(rows, seed, *, num_heads=2, padding_seed=0):
         ),
         page_table=jnp.asarray(table, jnp.int32),
     )
-    return case, arguments, seen
+    return case, in_larger_table(arguments, garbage, len(rows)), seen
+
+
+def in_larger_table(arguments, garbage, num_rows):
+    """Return the same step with the pages of its live rows anywhere in a table of more rows."""
+    own = np.asarray(arguments.inputs.rows.page_table)
+    R, M = own.shape
+    table, table_row = garbage(2 * R, M), np.random.default_rng(0).permutation(2 * R)[:R]
+    table[table_row] = own
+    table_row[num_rows:] = garbage(R - num_rows)
+    return arguments.changed(page_table=jnp.asarray(table, jnp.int32), table_row=jnp.asarray(table_row, jnp.int32))
 
 
 @pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
@@ -323,7 +333,7 @@ def starting_at(arguments, *, token_id, row_id):
     """Return the same step with this token and row first, and those before them last."""
     inputs = arguments.inputs
     tokens = {name: rolled(getattr(inputs, name), token_id) for name in ("q", "k", "v")}
-    rows = {name: rolled(getattr(inputs.rows, name), row_id) for name in ("kv_lens", "page_table")}
+    rows = {name: rolled(getattr(inputs.rows, name), row_id) for name in ("kv_lens", "table_row")}
     return arguments.changed(**tokens, **rows, rope=rolled(inputs.rope, token_id, axis=1))
 
 
@@ -429,6 +439,7 @@ def test_rows_that_share_pages_match_reference_and_themselves_alone(backend, row
     pool_shape = (case.num_layers, NUM_SHARED + 4 * SHARING_ROWS, *arguments.kv_pages.shape[2:])
     kv_pages = jnp.asarray(rng.normal(size=pool_shape), "float32")
     arguments = arguments.changed(page_table=jnp.asarray(table), kv_pages=kv_pages)
+    arguments = in_larger_table(arguments, lambda *shape: np.zeros(shape, int), SHARING_ROWS)
     expected, expected_pool = run(case, arguments, "reference")
     out, pool = run(case, arguments, backend)
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=1e-5, atol=1e-5)
@@ -532,7 +543,7 @@ def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, 
     values = rng.standard_normal((L, N, P, 2 * K, H), np.float32)
     narrow = QuantizedPages((9 * values).astype(np.int8), values[..., 0].astype("bfloat16"))
     pool = values if kv_dtype == "float32" else narrow
-    page_table = rng.permutation(N)[: R * M].reshape(R, M)
+    page_table, table_row = rng.permutation(N)[: R * M].reshape(R, M), rng.permutation(R)
     first = rng.integers(0, M * P - T, R)
     source = np.sort(rng.integers(0, T, (R, T)), axis=1)
     source[0] = np.arange(T)
@@ -541,11 +552,12 @@ def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, 
         x, old = x.copy(), x
         for row, column in np.ndindex(R, T):
             to, place = first[row] + column, first[row] + source[row, column]
-            x[:, page_table[row, to // P], to % P] = old[:, page_table[row, place // P], place % P]
+            pages = page_table[table_row[row]]
+            x[:, pages[to // P], to % P] = old[:, pages[place // P], place % P]
         return x
 
     def move(kv_pages):
-        rows = (jnp.asarray(x, jnp.int32) for x in (page_table, first, source))
+        rows = (jnp.asarray(x, jnp.int32) for x in (page_table, table_row, first, source))
         moved = move_tokens(backend, from_canonical(backend, jax.tree.map(jnp.asarray, kv_pages)), *rows)
         return to_canonical(backend, moved)
 
@@ -586,6 +598,7 @@ def test_bad_options_are_refused(option, message):
         ({"kv_lens": jnp.zeros(5)}, r"kv_lens must be int32 of shape \(5,\), got float32"),
         ({"cu_q_lens": jnp.zeros(5, jnp.int32)}, r"cu_q_lens must be int32 of shape \(6,\)"),
         ({"page_table": jnp.zeros((4, 3), jnp.int32)}, r"page_table must be int32 of shape \(5, M\)"),
+        ({"table_row": jnp.zeros(4, jnp.int32)}, r"table_row must be int32 of shape \(5,\)"),
         ({"layer": 2}, r"layer must be in \[0, 2\), got 2"),
         ({"sinks": jnp.zeros(3)}, r"shape \(4,\), got \(3,\)"),
         ({"rope": jnp.zeros((2, 30, 8))}, r"rope must be float32 of shape \(2, 30, 16\).*got float32 of shape"),

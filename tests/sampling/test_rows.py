@@ -22,6 +22,7 @@ def request_of(rng: np.random.Generator) -> Request:
         frequency_penalty=rng.uniform(-2, 2),
         repetition_penalty=rng.uniform(0.5, 2),
         logit_bias={1: 1.0} if rng.random() < 0.5 else None,
+        allowed_token_ids=[1, 2] if rng.random() < 0.5 else None,
     )
     seed = int(rng.integers(-(2**63), 2**63))
     return Request("name", [5] * int(rng.integers(1, 9)), params, seed, max_total_tokens=12, slot=int(rng.integers(99)))
@@ -38,7 +39,7 @@ def test_the_device_reads_what_the_request_asks_for(num_rows: int) -> None:
         "min_position": [
             min(r.num_prompt_tokens + r.params.min_tokens, 12) if r.params.min_tokens else 0 for r in requests
         ],
-        "use_bias": [bool(r.params.logit_bias) for r in requests],
+        "use_bias": [1 if r.params.logit_bias else 2 * bool(r.params.allowed_token_ids) for r in requests],
         "seed": [[r.seed % 2**32, (r.seed >> 32) % 2**32] for r in requests],
     }
     for name in SAMPLING_RECORD.names or ():

@@ -81,10 +81,11 @@ def test_rows_forbid_what_vllm_forbids() -> None:
         bad_words=jnp.asarray(np.stack([padded(w, num_words, num_ids) for w in words])),
     )
     asks = rng.random(num_rows) < 0.8
+    kinds = np.where(asks, [1 if each else 2 for each in words], 0)
     position = np.array([len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)])
     logits = rng.normal(size=(num_rows, VOCAB)).astype(np.float32)
     order = rng.permutation(num_rows)  # rows are not in the order of their slots
-    rows = make_rows(num_rows, position=position[order], use_bias=asks[order], slot=order)
+    rows = make_rows(num_rows, position=position[order], use_bias=kinds[order], slot=order)
     out = np.asarray(jax.jit(adjust_logits)(jnp.asarray(logits), rows, table))
     num_forbidden = 0
     for row, slot in enumerate(order):

@@ -20,7 +20,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     NUM_BLOCKS,
     NUM_TOKENS,
     POSITION,
-    ROW,
+    TABLE_ROW,
     TREE_START,
 )
 
@@ -34,7 +34,7 @@ class Item(NamedTuple):
     """A tile with one KV head, and the split of it that one worker computes."""
 
     tile: Any
-    row: Any
+    table_row: Any  # row of the page table
     head: Any
     base_token: Any  # index in the step; the tile's own tokens begin `lead` tokens later
     lead: Any
@@ -59,7 +59,7 @@ def read_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: A
     end = jnp.minimum(span_end - first_unit, num_blocks)
     return Item(
         tile=tile,
-        row=column(ROW),
+        table_row=column(TABLE_ROW),
         head=head,
         base_token=column(BASE_TOKEN),
         lead=column(LEAD),

@@ -84,11 +84,11 @@ class LoadingWarpgroup(Warpgroup):
         """Return the pages of one block; the first replaces pages past the row's end, which the table may lack."""
         size = self.call.page_size
         if size > BLOCK_KV:
-            return [self.inputs.page_table[item.row, lax.div(block, i32(size // BLOCK_KV))]]
+            return [self.inputs.page_table[item.table_row, lax.div(block, i32(size // BLOCK_KV))]]
         num_pages = lax.div(item.position + item.num_tokens + (size - 1), i32(size))
         first = block * (BLOCK_KV // size)
         columns = [jnp.where(first + i < num_pages, first + i, first) for i in range(BLOCK_KV // size)]
-        return [self.inputs.page_table[item.row, column] for column in columns]
+        return [self.inputs.page_table[item.table_row, column] for column in columns]
 
     def _load_pages(self, page_ids: list[Any], block: Any, head: Any, part: int, buffer: Any, ready: Any) -> None:
         """Load the part-th group of columns of a head's block, as many columns as the buffer has."""

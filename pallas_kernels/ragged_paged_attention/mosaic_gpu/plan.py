@@ -24,7 +24,7 @@ MIN_SPAN = 4  # blocks of keys per worker at least: fewer are not worth the merg
 MIN_TALL_TOKENS = 512  # steps of fewer tokens have only the kernel of short tiles
 
 # Columns of the plan.
-ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, FIRST_BLOCK, NUM_BLOCKS, FIRST_UNIT, TREE_START = range(9)
+TABLE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, FIRST_BLOCK, NUM_BLOCKS, FIRST_UNIT, TREE_START = range(9)
 FIRST_ITEM, END_ITEM, SPAN_START, SPAN_END = range(4)
 
 
@@ -136,8 +136,8 @@ class WorkPlan(NamedTuple):
     """Work of one kernel."""
 
     tiles: Int32[Array, "tiles 9"]
-    """Columns ROW ... TREE_START: place of each tile, the blocks of keys that it sees, and the position of the first
-    node of its row's tree.
+    """Columns TABLE_ROW ... TREE_START: where the pages of each tile's row are, its place, the blocks of keys that it
+    sees, and the position of the first node of its row's tree.
 
     A tile begins at BASE_TOKEN of the step, a multiple of eight because shared memory is filled in eights: LEAD tokens
     of other rows come before its own NUM_TOKENS, the first of which is at POSITION of its sequence.
@@ -174,7 +174,8 @@ def plan(call: Call, tiles: Tiles, rows: RaggedRows, q_lens: Int32[Array, "R"]) 
     ends = jnp.cumsum(num_blocks * call.num_kv_heads, dtype=jnp.int32)
     first_unit = ends - num_blocks * call.num_kv_heads
     base_token = rows.cu_q_lens[row] + start
-    columns = (row, base_token, lead, num_tokens, position, first_block, num_blocks, first_unit, tree_start)
+    table_row = rows.table_rows(row)
+    columns = (table_row, base_token, lead, num_tokens, position, first_block, num_blocks, first_unit, tree_start)
 
     def item_of(unit: Int32[Array, "workers"]) -> Int32[Array, "workers"]:
         tile = jnp.minimum(_count_up_to(ends, unit), num_tiles - 1)

@@ -59,6 +59,7 @@ __all__ = [
     "LAYOUT",
     "SPLITS_PAGES",
     "TUNED",
+    "WANTS_OWN_TABLE",
     "chip_name",
     "interpreted",
     "shape_class",
@@ -70,6 +71,7 @@ __all__ = [
 
 LAYOUT = HeadPairs()
 SPLITS_PAGES = False
+WANTS_OWN_TABLE = True
 POOL_DTYPES = ("bfloat16", "float32", *QUANTIZED_MAX)
 MIN_HEAD_DIM = 64  # minimum on a chip: XLA lays out narrower pools transposed, and copies them for the kernel
 MAX_HEAD_DIM = 256
@@ -196,8 +198,9 @@ def write_and_attend(
 
     Queries and weights of values are rounded to the pool's dtype, or to bfloat16 for a quantised pool.
     """
-    dtype, pool, inputs = inputs.q.dtype, values_of(kv_pages), inputs.rotated()
-    (T, Q, H), K, rows = inputs.q.shape, inputs.k.shape[1], inputs.rows
+    rows = inputs.rows.with_own_table()
+    dtype, pool, inputs = inputs.q.dtype, values_of(kv_pages), inputs.rotated()._replace(rows=rows)
+    (T, Q, H), K = inputs.q.shape, inputs.k.shape[1]
     call = Call(
         num_tokens=T,
         num_rows=rows.kv_lens.shape[0],
