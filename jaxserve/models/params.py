@@ -23,6 +23,7 @@ from jaxserve.weights.rows import Params, build_tree, leaf_at
 from jaxserve.weights.stored_tensor import Part, host_rows
 
 __all__ = [
+    "EXPERT_MATRICES",
     "POSITION_EMBED",
     "ParamSpec",
     "Params",
@@ -40,6 +41,7 @@ __all__ = [
 # A parameter tree is {"embed", "layers": [{...}] or ScannedLayers, "final_norm", "lm_head" unless tied}, with the table
 # of learned positions and "lm_head_bias" where a model has one. A norm is an array, or a tree of weight and bias.
 POSITION_EMBED = "position_embed"
+EXPERT_MATRICES = ("experts_gate_up", "experts_down")  # matrices of all experts of a layer, one after the other
 
 
 @dataclass(frozen=True)
