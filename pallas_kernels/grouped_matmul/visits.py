@@ -26,7 +26,7 @@ class Visits(NamedTuple):
 
 
 def plan_visits(
-    group_sizes: Int32[Array, "G"], first: Int[Array, ""], num_rows: int, tile_rows: int, *, aligned: bool
+    group_sizes: Int32[Array, "G"], first: Int[Array, ""], num_rows: int, tile_rows: int, alignment: int
 ) -> Visits:
     """Return the visits that multiply each row of each group once.
 
@@ -35,14 +35,15 @@ def plan_visits(
         first: index of the matrix of group 0.
         num_rows: number of rows of the call, in groups or behind them.
         tile_rows: rows of a tile.
-        aligned: True if tiles begin at multiples of their size, and a tile is visited by each group that has rows in
-            it; False if they begin with the rows of their group.
+        alignment: number of which the first row of a tile is a multiple, at most `tile_rows`: if it is that, groups
+            visit the same tiles; otherwise each has tiles that begin less than `alignment` rows before its own.
     """
     G = group_sizes.shape[0]
-    most = max(1, min(num_rows, -(-num_rows // tile_rows) + G))
+    extra = 0 if alignment == tile_rows else G * (alignment - 1)
+    most = max(1, min(num_rows, -(-(num_rows + extra) // tile_rows) + G))
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes
-    leads = starts % tile_rows if aligned else jnp.zeros_like(starts)
+    leads = starts % alignment
     visits = jnp.where(group_sizes > 0, (leads + group_sizes + (tile_rows - 1)) // tile_rows, 0)
     visit_ends = jnp.cumsum(visits, dtype=jnp.int32)
     index = jnp.arange(most, dtype=jnp.int32)

@@ -1,6 +1,5 @@
 """Plans and choices of the grouped product's kernels for GPUs and TPUs, on any machine."""
 
-import functools
 import itertools
 
 import hypothesis.strategies as st
@@ -31,34 +30,37 @@ FACTS = {
     "is_packed": False,
     "platform": "tpu",
 }
-planned = functools.partial(jax.jit, static_argnums=(2, 3), static_argnames="aligned")(plan_visits)
+planned = jax.jit(plan_visits, static_argnums=(2, 3, 4))
 
 
 @settings(max_examples=examples(30))
 @given(
     sizes=st.lists(st.one_of(st.just(0), st.integers(0, 70)), min_size=6, max_size=6),
     tile_rows=st.sampled_from([16, 64]),
-    aligned=st.booleans(),
+    is_shared=st.booleans(),
+    has_rest=st.booleans(),
 )
-def test_visits_multiply_each_row_once(sizes, tile_rows, aligned):
-    num_rows, first = 420, 12
-    visits = planned(np.array(sizes, np.int32), np.int32(first), num_rows, tile_rows, aligned=aligned)
+def test_visits_multiply_each_row_once(sizes, tile_rows, is_shared, has_rest):
+    num_rows, first, alignment = 420, 12, tile_rows if is_shared else 8
+    sizes = [*sizes, 0 if has_rest else num_rows - sum(sizes)]
+    visits = planned(np.array(sizes, np.int32), np.int32(first), num_rows, tile_rows, alignment)
     matrix, base, begin, end, count = map(np.asarray, visits)
+    assert count <= len(matrix)
     group_of_row = np.full(num_rows, -1)
     for m, tile, a, b in zip(matrix[:count], base, begin, end, strict=False):
         assert tile <= a < b <= tile + tile_rows
-        assert (tile % tile_rows if aligned else tile - a) == 0
+        assert tile % alignment == 0
         assert (group_of_row[a:b] == -1).all()
         group_of_row[a:b] = m - first
     rest = [-1] * (num_rows - sum(sizes))
-    np.testing.assert_array_equal(group_of_row, [*np.repeat(np.arange(6), sizes), *rest])
+    np.testing.assert_array_equal(group_of_row, [*np.repeat(np.arange(7), sizes), *rest])
     assert (np.diff(base[:count]) >= 0).all(), "a tile is visited without others between"
     assert not end[count:].any()
 
 
 @pytest.mark.parametrize(("sizes", "count"), [([1] * 40, 40), ([40] + [0] * 39, 3), ([0] * 39 + [40], 3)])
 def test_visits_are_as_few_as_can_be(sizes, count):
-    assert plan_visits(jnp.array(sizes, jnp.int32), jnp.int32(0), 40, 16, aligned=True).num_visits == count
+    assert plan_visits(jnp.array(sizes, jnp.int32), jnp.int32(0), 40, 16, 16).num_visits == count
 
 
 def problem_of(num_rows, num_outputs, num_inputs, dtype="bfloat16", platform="tpu"):

@@ -1,13 +1,14 @@
 """Grouped product for Hopper GPUs, in Pallas (Mosaic GPU): the backend of mixtures of experts on NVIDIA GPUs.
 
-The rows of each group are cut into tiles that begin with the group (`visits.py`). A tile with a block of the rows of
-its group's matrix `[N, K]` is a work item; the persistent thread blocks of all multiprocessors take the items in turn,
-so that those of one tile run side by side and fetch its rows from main memory once.
+The rows of each group are cut into tiles that begin with the group, or up to seven rows before it, as TMA copies rows
+to where wgmma reads them in eights (`visits.py`). A tile with a block of the rows of its group's matrix `[N, K]` is a
+work item; the persistent thread blocks of all multiprocessors take the items in turn, so that those of one tile run
+side by side and fetch its rows from main memory once.
 
 In a thread block one warpgroup feeds a ring of shared memory by TMA, blocks of x and of the matrix as they are stored,
-and one or two multiply, 64 rows each, with wgmma and float32 sums. A tile may reach over rows of the groups behind it:
-these are multiplied as well, and only the tile's own rows are copied to the output. No work is done for groups without
-rows, and their matrices are not read.
+and one or two multiply, 64 rows each, with wgmma and float32 sums. A tile may reach over rows of other groups: these
+are multiplied as well, and only the tile's own rows are copied to the output. No work is done for groups without rows,
+and their matrices are not read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxserve.pallas_kernels import hopper
 from jaxserve.pallas_kernels.dispatch import import_failure
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.plan import Call, Sizes, choose_tiles
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.plan import MIN_ROWS, Call, Sizes, choose_tiles
 from jaxserve.pallas_kernels.grouped_matmul.settings import interpreter, sizes_of
 
 __all__ = ["call_for", "multiply", "supports"]
@@ -71,7 +72,8 @@ def multiply(
 ) -> Float[Array, "M N"]:
     """Return the products."""
     call, M = call_for(problem), problem.num_rows
-    x = jnp.pad(x, ((0, max(0, call.tiles.rows - M)), (0, 0)))  # a copy to shared memory has the rows of a tile
+    # A copy to shared memory has the rows of a tile, in eights.
+    x = jnp.pad(x, ((0, max(-M % MIN_ROWS, call.tiles.rows - M)), (0, 0)))
     return _kernel().multiply(call, x, matrices, group_sizes, first)
 
 

@@ -12,11 +12,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.plan import Call
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.plan import MIN_ROWS, Call
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 
-MATRIX, BASE, NUM_ROWS = range(3)  # columns of the visits
+MATRIX, BASE, BEGIN, END = range(4)  # columns of the visits
 # Registers of a loading and of a computing thread where there are three warpgroups; with two each has enough anyway.
 REGISTERS = (72, 216)
 
@@ -54,8 +54,8 @@ def multiply(
         name="grouped_matmul",
         **interpret,
     )
-    visits = plan_visits(group_sizes, first, problem.num_rows, call.tiles.rows, aligned=False)
-    columns = jnp.stack([visits.matrix, visits.base, visits.end - visits.begin], axis=1)
+    visits = plan_visits(group_sizes, first, problem.num_rows, call.tiles.rows, MIN_ROWS)
+    columns = jnp.stack([visits.matrix, visits.base, visits.begin, visits.end], axis=1)
     y: Array = launch(visits.num_visits[None], columns, x, matrices)
     return y
 
@@ -181,10 +181,9 @@ class ThreadBlock:
         out = self.shared.out.at[warpgroup]
         out[...] = product.astype(out.dtype)
         plgpu.commit_smem()
-        first = warpgroup * WARPGROUP_ROWS
-        num_rows = jnp.clip(self.visits[visit, NUM_ROWS] - first, 0, WARPGROUP_ROWS)
-        base, columns = self.visits[visit, BASE] + first, pl.ds(first_output, self.call.tiles.outputs)
-        done: Any = 0
+        base, columns = self.visits[visit, BASE] + warpgroup * WARPGROUP_ROWS, pl.ds(first_output, out.shape[1])
+        done = jnp.clip(self.visits[visit, BEGIN] - base, 0, WARPGROUP_ROWS)
+        num_rows = jnp.clip(self.visits[visit, END] - base, 0, WARPGROUP_ROWS) - done
         size = WARPGROUP_ROWS
         while size:
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
 
+MIN_ROWS = 8  # rows of x that a copy to shared memory begins at a multiple of
 MAX_WARPGROUPS = 2  # computing warpgroups of a thread block
 
 

@@ -25,7 +25,7 @@ def multiply(
 ) -> Float[Array, "padded N"]:
     """Return the products; rows of no group are undefined."""
     tiles, N = call.tiles, call.problem.num_outputs
-    visits = plan_visits(group_sizes, first, call.problem.num_rows, tiles.rows, aligned=True)
+    visits = plan_visits(group_sizes, first, call.problem.num_rows, tiles.rows, tiles.rows)
     scalars = (visits.matrix, visits.base, visits.begin, visits.end)
     # The innermost index changes fastest. A block is copied only if its place differs from that of the step before.
     in_specs = [
@@ -75,7 +75,7 @@ def _kernel(
         x[...],
         weight[...],
         (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if call.problem.matrix_dtype == jnp.float32 else None,
+        precision=lax.Precision.HIGHEST if call.problem.matrix_dtype == jnp.float32 else lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
 
