@@ -191,11 +191,7 @@ class StackedMatrix(Matrix):
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
         """Multiply by one ragged product, whose matrices lie among those of all layers."""
-        num_groups, (num_layers, size, _) = group_sizes.size, self.stack.shape
-        matrices = self.stack.reshape(num_layers * num_groups, size // num_groups, -1)
-        return grouped_matmul(
-            x, matrices, group_sizes, first=self.layer * num_groups, dtype=context.dtype or jnp.float32
-        )
+        return grouped_matmul(x, self.stack, group_sizes, layer=self.layer, dtype=context.dtype or jnp.float32)
 
     def _slice(self) -> FloatMatrix:
         return FloatMatrix(lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False))

@@ -7,9 +7,9 @@ Contract of the operation, the same for all backends:
 - Shapes do not depend on the sizes of groups, which are data; no row is dropped, however uneven the groups are.
 - Sums are float32, whatever the dtypes; results may be rounded to another one.
 
-Matrices are an array `[L, N, K]`, or packed for the native kernels (`packed_linear.pack` with `num_matrices`). A gated
-packed matrix gives SwiGLU of the product, as in `packed_linear`. An array may have more matrices than there are groups,
-those of all layers for example, of which a call uses some that follow each other: the kernels read them where they are.
+Matrices are an array `[G, N, K]`, or packed for the native kernels (`packed_linear.pack` with `num_matrices`). A gated
+packed matrix gives SwiGLU of the product, as in `packed_linear`. Or they are those of one layer in an array of all,
+`[layers, G * N, K]`: the kernels read them there, and a slice would be a copy for them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def grouped_matmul(
     matrices: Matrices,
     group_sizes: Int[Array, " groups"],
     *,
-    first: int | Int[Array, ""] | None = None,
+    layer: int | Int[Array, ""] | None = None,
     dtype: DTypeLike = jnp.float32,
     backend: str = AUTO,
 ) -> Float[Array, "M out"]:
@@ -49,9 +49,9 @@ def grouped_matmul(
 
     Args:
       x: rows, sorted by group.
-      matrices: a matrix for each group, or, with `first`, an array of at least as many.
+      matrices: a matrix for each group, or, with `layer`, those of each layer one after the other.
       group_sizes: rows of each group; their sum is at most M.
-      first: index of the matrix of group 0, which those of the other groups follow; None if there are no others.
+      layer: number of the layer; None if the matrices are those of the groups alone.
       dtype: dtype of the results.
       backend: "auto" or a name in `BACKENDS`.
 
@@ -59,25 +59,29 @@ def grouped_matmul(
       ValueError: shapes or dtypes do not fit together.
       UnsupportedBackendError: the requested backend cannot run this call.
     """
-    is_packed = isinstance(matrices, PackedMatrix)
     if isinstance(matrices, PackedMatrix):
         num_matrices, N, K = matrices.num_matrices, matrices.num_outputs, matrices.num_inputs
-    else:
+    elif layer is None:
         num_matrices, N, K = matrices.shape
+    else:
+        (_, rows, K), num_matrices = matrices.shape, group_sizes.size
+        if num_matrices == 0 or rows % num_matrices:
+            raise ValueError(f"matrices must be [layers, G * N, K] for {num_matrices} groups, got {matrices.shape}")
+        N = rows // num_matrices
     if x.ndim != 2 or x.shape[1] != K:
         raise ValueError(f"x must be [M, {K}], as the matrices have {K} columns, got {x.shape}")
-    is_whole = first is None or is_packed
-    fits = group_sizes.size == num_matrices if is_whole else 0 < group_sizes.size <= num_matrices
-    if group_sizes.ndim != 1 or not fits or group_sizes.dtype != jnp.int32:
+    if group_sizes.shape != (num_matrices,) or group_sizes.dtype != jnp.int32:
         raise ValueError(
-            f"group_sizes must be int32 of shape ({num_matrices},), one for each matrix{'' if is_whole else ' at most'}"
-            f", got {group_sizes.dtype} of shape {group_sizes.shape}"
+            f"group_sizes must be int32 of shape ({num_matrices},), one for each matrix, "
+            f"got {group_sizes.dtype} of shape {group_sizes.shape}"
         )
+    is_packed = isinstance(matrices, PackedMatrix)
     dtypes = x.dtype, (matrices.weights if isinstance(matrices, PackedMatrix) else matrices).dtype, jnp.dtype(dtype)
-    problem = Problem(x.shape[0], group_sizes.size, N, K, *dtypes, is_packed=is_packed, platform=target_platform())
+    problem = Problem(x.shape[0], num_matrices, N, K, *dtypes, is_packed=is_packed, platform=target_platform())
     chosen = select("grouped_matmul", BACKENDS, backend, lambda candidate: candidate.supports(problem))
-    first = jnp.asarray(0 if first is None else first, jnp.int32)
-    y = BACKENDS[chosen].multiply(problem, x, matrices, group_sizes, first).astype(dtype)
+    stack = matrices if isinstance(matrices, PackedMatrix) or layer is not None else matrices.reshape(1, -1, K)
+    index = jnp.asarray(0 if layer is None else layer, jnp.int32)
+    y = BACKENDS[chosen].multiply(problem, x, stack, group_sizes, index).astype(dtype)
     if chosen == "native":  # it has zeros there
         return y
     is_in_group = jnp.arange(x.shape[0]) < group_sizes.sum()

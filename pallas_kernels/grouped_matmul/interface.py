@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 
-Matrices = Float[Array, "L N K"] | PackedMatrix
+Matrices = Float[Array, "G N K"] | Float[Array, "layers GN K"] | PackedMatrix
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,9 @@ class Backend(Protocol):
         x: Float[Array, "M K"],
         matrices: Any,
         group_sizes: Int32[Array, " G"],
-        first: Int[Array, ""],
+        layer: Int[Array, ""],
     ) -> Float[Array, "M out"]:
-        """Return the products in float32 or the dtype of the results, with anything in rows behind the last group."""
+        """Return the products in float32 or the dtype of the results, with anything in rows behind the last group.
+
+        Matrices that are not packed are `[layers, G * N, K]`, those of a layer one after the other.
+        """

@@ -27,7 +27,7 @@ def multiply(
     x: Float[Array, "M K"],
     matrices: PackedMatrix,
     group_sizes: Int32[Array, " G"],
-    first: Int[Array, ""],  # zero: packed matrices are those of the groups
+    layer: Int[Array, ""],  # zero: packed matrices are those of the groups
 ) -> Float[Array, "M out"]:
     """Return the products in float32, or SwiGLU of them if the matrices are gated."""
     out = jax.ShapeDtypeStruct((x.shape[0], matrices.num_outputs), jnp.float32)

@@ -25,18 +25,17 @@ def supports(problem: Problem) -> str | None:
 def multiply(
     problem: Problem,
     x: Float[Array, "M K"],
-    matrices: Float[Array, "L N K"],
+    matrices: Float[Array, "layers GN K"],
     group_sizes: Int32[Array, " G"],
-    first: Int[Array, ""],
+    layer: Int[Array, ""],
 ) -> Float[Array, "M N"]:
     """Return the products in float32; those of float32 are exact float32, as in `FloatMatrix`."""
-    if len(matrices) > len(group_sizes):
-        matrices = lax.dynamic_slice_in_dim(matrices, first, len(group_sizes))
+    own = matrices[0] if len(matrices) == 1 else lax.dynamic_index_in_dim(matrices, layer, keepdims=False)
     dtype = jnp.promote_types(x.dtype, matrices.dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.ragged_dot_general(
         x.astype(dtype),
-        matrices.astype(dtype),
+        own.reshape(problem.num_groups, problem.num_outputs, -1).astype(dtype),
         group_sizes,
         _DIMENSIONS,
         precision=precision,

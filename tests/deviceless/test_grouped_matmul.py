@@ -23,7 +23,7 @@ BACKENDS = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 SHAPES = [  # rows, groups, outputs, inputs, dtype
     (512, 128, 1536, 2048, "bfloat16"),
     (16384, 128, 2048, 768, "bfloat16"),
-    (8, 8, 2048, 96, "bfloat16"),
+    (8, 8, 2048, 128, "bfloat16"),
     (4096, 8, 4096, 14336, "bfloat16"),
 ]
 
@@ -32,14 +32,14 @@ def lower(chip, rows, groups, outputs, inputs, dtype, num_layers=2):
     """Lower the product with the matrices of one of several layers."""
     shapes = (
         ((rows, inputs), dtype),
-        ((num_layers * groups, outputs, inputs), dtype),
+        ((num_layers, groups * outputs, inputs), dtype),
         ((groups,), "int32"),
         ((), "int32"),
     )
     args = [jax.ShapeDtypeStruct(shape, kind) for shape, kind in shapes]
 
-    def multiply(x, matrices, group_sizes, first):
-        return grouped_matmul(x, matrices, group_sizes, first=first, backend=BACKENDS[chip.platform])
+    def multiply(x, matrices, group_sizes, layer):
+        return grouped_matmul(x, matrices, group_sizes, layer=layer, backend=BACKENDS[chip.platform])
 
     return chip.lower(multiply, args)
 
@@ -69,7 +69,7 @@ def test_products_compile_for_tpus(tpu, chip, shape):
 
 def test_products_compile_for_gpus_without_spills(h200, capfd, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    shapes = [*SHAPES, (300, 4, 192, 128, "float16")]
+    shapes = [*SHAPES, (300, 4, 192, 96, "float16")]
     programs = h200.compile_all([lower(h200, *shape) for shape in shapes])
     report = capfd.readouterr()
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report.out + report.err)

@@ -25,8 +25,8 @@ ALIKE = ["one_group_has_all", "boundaries_at_tiles", "several_boundaries_in_a_ti
 
 @pytest.mark.parametrize("case", TPU_CASES, ids=lambda case: case.name)
 def test_xla_matches_the_reference(case):
-    x, matrices, group_sizes, first = case.arguments()
-    y = grouped_matmul(x, matrices, group_sizes, first=first, dtype=case.result_dtype, backend="ragged_dot")
+    x, matrices, group_sizes, layer = case.arguments()
+    y = grouped_matmul(x, matrices, group_sizes, layer=layer, dtype=case.result_dtype, backend="ragged_dot")
     rtol = 1e-5 if case.result_dtype == "float32" else 4e-3
     np.testing.assert_allclose(np.asarray(y, np.float32), case.expected(), rtol=rtol, atol=1e-4)
 

@@ -72,7 +72,7 @@ def problem_of(num_rows, num_outputs, num_inputs, dtype="bfloat16", platform="tp
 @pytest.mark.parametrize("chip", [TPU_V4, TPU_V5E, TPU_V6E, TPU7X], ids=lambda chip: chip.topology_name)
 def test_blocks_fit_the_memory_of_tpus(chip):
     for rows, (N, K), dtype in itertools.product(
-        (8, 512, 16384), ((1536, 2048), (2048, 768), (28672, 4096), (4096, 14336), (64, 96)), ("bfloat16", "float32")
+        (8, 512, 16384), ((1536, 2048), (2048, 768), (28672, 4096), (4096, 14336), (64, 128)), ("bfloat16", "float32")
     ):
         problem = problem_of(rows, N, K, dtype)
         with jax.sharding.use_abstract_mesh(chip.mesh()):
@@ -81,7 +81,7 @@ def test_blocks_fit_the_memory_of_tpus(chip):
         tiles = call.tiles
         assert _block_bytes(tiles, problem.matrix_dtype.itemsize) <= call.vmem_bytes
         assert K % tiles.inputs == 0
-        assert tiles.inputs == K or tiles.inputs % LANES == 0
+        assert tiles.inputs % LANES == 0
         assert tiles.outputs == N or tiles.outputs % LANES == 0
         assert tiles.rows % sublanes(problem.matrix_dtype) == 0
 
@@ -104,7 +104,7 @@ def test_blocks_fit_the_memory_of_gpus():
         ("mosaic_tpu", TPU_V6E, {"platform": "cpu"}, "TPUs only"),
         ("mosaic_tpu", TPU_V6E, {"is_packed": True}, "native"),
         ("mosaic_tpu", TPU_V6E, {"dtype": jnp.dtype("float32")}, "not float32 and bfloat16"),
-        ("mosaic_tpu", TPU_V6E, {"num_inputs": 48}, "at least 64, not 48"),
+        ("mosaic_tpu", TPU_V6E, {"num_inputs": 192}, "multiple of 128, not 192"),
         ("mosaic_tpu", TPU_V6E, {"num_outputs": 40}, "multiple of 16, not 40"),
         ("mosaic_gpu", H200, {"platform": "gpu"}, None),
         ("mosaic_gpu", H200, {}, "GPUs only"),

@@ -66,15 +66,15 @@ def call_for(problem: Problem) -> Call:
 def multiply(
     problem: Problem,
     x: Float[Array, "M K"],
-    matrices: Float[Array, "L N K"],
+    matrices: Float[Array, "layers GN K"],
     group_sizes: Int32[Array, " G"],
-    first: Int[Array, ""],
+    layer: Int[Array, ""],
 ) -> Float[Array, "M N"]:
     """Return the products."""
     call, M = call_for(problem), problem.num_rows
     # A copy to shared memory has the rows of a tile, in eights.
     x = jnp.pad(x, ((0, max(-M % MIN_ROWS, call.tiles.rows - M)), (0, 0)))
-    return _kernel().multiply(call, x, matrices, group_sizes, first)
+    return _kernel().multiply(call, x, matrices, group_sizes, layer)
 
 
 def _kernel() -> ModuleType:

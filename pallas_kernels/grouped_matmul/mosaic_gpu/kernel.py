@@ -34,9 +34,9 @@ class Shared(NamedTuple):
 def multiply(
     call: Call,
     x: Float[Array, "padded K"],
-    matrices: Float[Array, "L N K"],
+    matrices: Float[Array, "layers GN K"],
     group_sizes: Int32[Array, " G"],
-    first: Int[Array, ""],
+    layer: Int[Array, ""],
 ) -> Float[Array, "M N"]:
     """Return the products; rows of no group are undefined."""
     problem, warpgroups = call.problem, call.tiles.warpgroups
@@ -54,9 +54,11 @@ def multiply(
         name="grouped_matmul",
         **interpret,
     )
-    visits = plan_visits(group_sizes, first, problem.num_rows, call.tiles.rows, MIN_ROWS)
+    visits = plan_visits(group_sizes, layer * problem.num_groups, problem.num_rows, call.tiles.rows, MIN_ROWS)
     columns = jnp.stack([visits.matrix, visits.base, visits.begin, visits.end], axis=1)
-    y: Array = launch(visits.num_visits[None], columns, x, matrices)
+    y: Array = launch(
+        visits.num_visits[None], columns, x, matrices.reshape(-1, problem.num_outputs, problem.num_inputs)
+    )
     return y
 
 

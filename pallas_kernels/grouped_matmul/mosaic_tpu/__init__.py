@@ -23,13 +23,12 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxserve.pallas_kernels.dispatch import import_failure, target_platform
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.plan import Call, Sizes, choose_tiles, sublanes
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.plan import LANES, Call, Sizes, choose_tiles, sublanes
 from jaxserve.pallas_kernels.grouped_matmul.settings import interpreter, sizes_of
 
 __all__ = ["call_for", "multiply", "supports"]
 
 DTYPES = ("bfloat16", "float32")
-MIN_INPUTS = 64  # XLA lays out narrower matrices transposed, and copies them for the kernel
 INTERPRETED_VMEM_BYTES = 16 * 2**20
 _KERNEL = f"{__name__}.kernel"
 
@@ -42,8 +41,8 @@ def supports(problem: Problem) -> str | None:
         return "packed matrices are for the native kernels"
     if problem.matrix_dtype.name not in DTYPES or problem.dtype != problem.matrix_dtype:
         return f"rows and matrices must both be one of {DTYPES}, not {problem.dtype} and {problem.matrix_dtype}"
-    if problem.num_inputs < MIN_INPUTS or problem.num_inputs % 8:
-        return f"matrices must have columns in eights, at least {MIN_INPUTS}, not {problem.num_inputs}"
+    if problem.num_inputs % LANES:  # XLA would copy the matrices of all layers, not only of one
+        return f"columns of matrices must be a multiple of {LANES}, not {problem.num_inputs}: XLA transposes others"
     if problem.num_outputs % sublanes(problem.matrix_dtype):
         return f"rows of matrices must be a multiple of {sublanes(problem.matrix_dtype)}, not {problem.num_outputs}"
     return import_failure(_KERNEL, "Pallas for TPUs") or _memory_failure(problem)
@@ -79,14 +78,14 @@ def call_for(problem: Problem) -> Call:
 def multiply(
     problem: Problem,
     x: Float[Array, "M K"],
-    matrices: Float[Array, "L N K"],
+    matrices: Float[Array, "layers GN K"],
     group_sizes: Int32[Array, " G"],
-    first: Int[Array, ""],
+    layer: Int[Array, ""],
 ) -> Float[Array, "M N"]:
     """Return the products; those of float32 are exact float32."""
     call, M = call_for(problem), problem.num_rows
     x = jnp.pad(x, ((0, -M % sublanes(x.dtype)), (0, 0)))
-    return _kernel().multiply(call, x, matrices, group_sizes, first)[:M]
+    return _kernel().multiply(call, x, matrices, group_sizes, layer)[:M]
 
 
 def _kernel() -> ModuleType:

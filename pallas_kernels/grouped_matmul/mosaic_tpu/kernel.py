@@ -19,13 +19,13 @@ from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
 def multiply(
     call: Call,
     x: Float[Array, "padded K"],
-    matrices: Float[Array, "L N K"],
+    matrices: Float[Array, "layers GN K"],
     group_sizes: Int32[Array, " G"],
-    first: Int[Array, ""],
+    layer: Int[Array, ""],
 ) -> Float[Array, "padded N"]:
     """Return the products; rows of no group are undefined."""
-    tiles, N = call.tiles, call.problem.num_outputs
-    visits = plan_visits(group_sizes, first, call.problem.num_rows, tiles.rows, tiles.rows)
+    tiles, problem = call.tiles, call.problem
+    visits = plan_visits(group_sizes, layer * problem.num_groups, problem.num_rows, tiles.rows, tiles.rows)
     scalars = (visits.matrix, visits.base, visits.begin, visits.end)
     # The innermost index changes fastest. A block is copied only if its place differs from that of the step before.
     in_specs = [
@@ -40,7 +40,7 @@ def multiply(
     interpret = {} if call.interpret is None else {"interpret": call.interpret}
     y: Array = pl.pallas_call(
         functools.partial(_kernel, call),
-        out_shape=jax.ShapeDtypeStruct((x.shape[0], N), call.problem.kernel_dtype),
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), problem.kernel_dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=grid, in_specs=in_specs, out_specs=place, scratch_shapes=sums
         ),
@@ -50,7 +50,7 @@ def multiply(
         cost_estimate=_cost(call),
         name="grouped_matmul",
         **interpret,
-    )(*scalars, x, matrices)
+    )(*scalars, x, matrices.reshape(-1, problem.num_outputs, problem.num_inputs))
     return y
 
 

@@ -77,8 +77,8 @@ def choose_tiles(problem: Problem, sizes: Sizes, vmem_bytes: int) -> Tiles:
     itemsize, N, K = problem.matrix_dtype.itemsize, problem.num_outputs, problem.num_inputs
     rows = min(max(problem.mean_rows, sizes.min_rows), sizes.max_rows)
     rows = _round_up(min(rows, problem.num_rows), sublanes(problem.matrix_dtype))
-    for splits in range(1, max(1, K // LANES) + 1):
-        if splits > 1 and K % (splits * LANES):
+    for splits in range(1, K // LANES + 1):
+        if K % (splits * LANES):
             continue
         inputs = K // splits
         most = sizes.weight_bytes // (inputs * itemsize)
@@ -95,7 +95,7 @@ def choose_tiles(problem: Problem, sizes: Sizes, vmem_bytes: int) -> Tiles:
 
 def _block_bytes(tiles: Tiles, itemsize: int) -> int:
     """Return the bytes of two blocks of everything that is copied, and of the sums."""
-    copied = (tiles.rows + tiles.outputs) * _round_up(tiles.inputs, LANES) * itemsize
+    copied = (tiles.rows + tiles.outputs) * tiles.inputs * itemsize
     return 2 * copied + 3 * tiles.rows * _round_up(tiles.outputs, LANES) * 4
 
 
