@@ -81,10 +81,11 @@ class Matrix(ABC):
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
-        """Return the product of each row with the matrix of its group, in float32: one of G that make up this one.
+        """Return the product of each row with the matrix of its group, one of G that make up this one.
 
-        The rows of x are sorted by group, as `grouped_matmul` takes them. By default matrices are made floats one after
-        the other, each for a tile of its rows; those of empty groups are not read.
+        It is in float32, or rounded to `context.dtype`. The rows of x are sorted by group, as `grouped_matmul` takes
+        them. By default matrices are made floats one after the other, each for a tile of its rows; those of empty
+        groups are not read.
         """
         (num_rows, _), num_groups = x.shape, group_sizes.size
         size, tile_rows = self.shape[0] // num_groups, _group_tile_rows(num_rows, num_groups)
@@ -116,7 +117,7 @@ class Matrix(ABC):
 
         Along `context.axis`, products are not summed.
         """
-        y = self.multiply_groups(x, group_sizes, context)
+        y = self.multiply_groups(x, group_sizes, context if bias is None else replace(context, dtype=jnp.float32))
         if bias is not None:
             group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
             y += bias.astype(y.dtype).at[group].get(mode="fill", fill_value=0)  # none for rows behind the last group
@@ -157,7 +158,43 @@ class FloatMatrix(Matrix):
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
         """Multiply by one ragged product."""
-        return grouped_matmul(x, self.array.reshape(group_sizes.size, -1, x.shape[1]), group_sizes)
+        matrices = self.array.reshape(group_sizes.size, -1, x.shape[1])
+        return grouped_matmul(x, matrices, group_sizes, dtype=context.dtype or jnp.float32)
+
+
+@dataclass(frozen=True)
+class StackedMatrix(Matrix):
+    """A matrix of one of several layers, in the array of all, which kernels read in place.
+
+    Attributes:
+        stack: matrices of all layers.
+        layer: number of the layer in the stack.
+    """
+
+    stack: Float[Array, "layers out in"]
+    layer: Int[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the layer's matrix."""
+        return self.stack.shape[1:]
+
+    def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
+        """Multiply by the layer's slice."""
+        return self._slice().multiply(x, context)
+
+    def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
+        """Return the rows `ids`, clipped to valid ones."""
+        return self._slice().rows(ids)
+
+    def multiply_groups(
+        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
+    ) -> Float[Array, "M out"]:
+        """Multiply by one ragged product, whose matrices lie among those of all layers."""
+        return grouped_matmul(x, self.stack, group_sizes, layer=self.layer, dtype=context.dtype or jnp.float32)
+
+    def _slice(self) -> FloatMatrix:
+        return FloatMatrix(lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False))
 
 
 @dataclass(frozen=True)

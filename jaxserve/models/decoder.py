@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.linear import LinearContext, embed, linear
+from jaxserve.layers.linear import LinearContext, StackedMatrix, embed, linear
 from jaxserve.layers.rope import rotation
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block
-from jaxserve.models.params import POSITION_EMBED, Params, ScannedLayers
+from jaxserve.models.params import EXPERT_MATRICES, POSITION_EMBED, Params, ScannedLayers
 
 # attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2] or None, carry, layer, options, sinks=[Q] or None)
 # -> (out[T,Q,H], carry); it rotates q and k first, by `rope` if that is given. `layer` is the layer's number in its KV
@@ -77,6 +77,10 @@ def forward_with_features(
     if not isinstance(layers, ScannedLayers):
         layers = ScannedLayers((), layers, [])
     scanned, start, end = layers.periodic, len(layers.first), arch.num_layers - len(layers.rest)
+    in_place = [_expert_stacks(p) for p in scanned]
+    sliced = tuple(
+        {name: p[name] for name in p if name not in stacks} for p, stacks in zip(scanned, in_place, strict=True)
+    )
 
     places = arch.kv_places
 
@@ -97,11 +101,12 @@ def forward_with_features(
         return features.at[wanted[layer]].set(x) if layer in wanted else features
 
     def run_period(
-        state: tuple[Array, Array, Any], xs: tuple[tuple[Params, ...], Array, Array, Array | None]
+        state: tuple[Array, Array, Any], xs: tuple[tuple[Params, ...], Array, Array, Array, Array | None]
     ) -> tuple[tuple[Array, Array, Any], None]:
         x, features, carry = state
-        period, places_in_features, numbers, period_inputs = xs
-        for kind, p in enumerate(period):
+        period, places_in_features, numbers, index, period_inputs = xs
+        for kind, matrices in enumerate(period):
+            p = {**matrices, **{name: StackedMatrix(stack, index) for name, stack in in_place[kind].items()}}
             if num_features:
                 features = features.at[places_in_features[kind]].set(x, mode="drop")
             own = None if period_inputs is None else period_inputs[kind]
@@ -116,7 +121,7 @@ def forward_with_features(
         numbers = [places[layer].layer for layer in range(start, end)]
         feature_places, layer_numbers = (jnp.array(each).reshape(-1, len(scanned)) for each in (place_of, numbers))
         of_periods = None if inputs is None else inputs[start:end].reshape(-1, len(scanned), *inputs.shape[1:])
-        xs = (scanned, feature_places, layer_numbers, of_periods)
+        xs = (sliced, feature_places, layer_numbers, jnp.arange(len(layer_numbers)), of_periods)
         (x, features, carry), _ = lax.scan(run_period, (x, features, carry), xs)
     for layer, p in enumerate(layers.rest, start=end):
         features = keep(features, layer, x)
@@ -125,6 +130,14 @@ def forward_with_features(
     features = keep(features, arch.num_layers, x)
     side_by_side = jnp.moveaxis(features, 0, 1).reshape(x.shape[0], -1)
     return family.final_norm(x, params["final_norm"], arch.norm_eps), side_by_side, carry
+
+
+def _expert_stacks(p: Params) -> Params:
+    """Return the matrices of experts in stacked layers that no layer of a scan takes its slice of.
+
+    A slice would be a copy of all experts before a kernel that reads only those of the step's tokens.
+    """
+    return {name: p[name] for name in EXPERT_MATRICES if isinstance(p.get(name), jax.Array)}
 
 
 def embed_tokens(

@@ -23,6 +23,7 @@ from jaxserve.weights.rows import Params, build_tree, leaf_at
 from jaxserve.weights.stored_tensor import Part, host_rows
 
 __all__ = [
+    "EXPERT_MATRICES",
     "LAYER_EMBED",
     "LAYER_PROJECTION",
     "POSITION_EMBED",
@@ -43,6 +44,7 @@ __all__ = [
 # of learned positions and "lm_head_bias" where a model has one, and the table and the matrix of what layers
 # read besides. A norm is an array, or a tree of weight and bias.
 POSITION_EMBED, LAYER_EMBED, LAYER_PROJECTION = "position_embed", "layer_embed", "layer_projection"
+EXPERT_MATRICES = ("experts_gate_up", "experts_down")  # matrices of all experts of a layer, one after the other
 
 
 @dataclass(frozen=True)

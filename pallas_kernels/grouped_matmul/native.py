@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
@@ -22,8 +22,14 @@ def supports(problem: Problem) -> str | None:
     return native.unavailable() if problem.is_packed else "the matrices are not packed"
 
 
-def multiply(x: Float[Array, "M K"], matrices: PackedMatrix, group_sizes: Int32[Array, " G"]) -> Float[Array, "M out"]:
-    """Return the products, or SwiGLU of them if the matrices are gated."""
+def multiply(
+    problem: Problem,
+    x: Float[Array, "M K"],
+    matrices: PackedMatrix,
+    group_sizes: Int32[Array, " G"],
+    layer: Int[Array, ""],  # zero: packed matrices are those of the groups
+) -> Float[Array, "M out"]:
+    """Return the products in float32, or SwiGLU of them if the matrices are gated."""
     out = jax.ShapeDtypeStruct((x.shape[0], matrices.num_outputs), jnp.float32)
     y: Array = jax.ffi.ffi_call(native.GROUPED_LINEAR, out)(
         x.astype(jnp.float32), matrices.weights, matrices.scales, matrices.zeros.reshape(-1), group_sizes

@@ -1,4 +1,4 @@
-"""Run kernels on a CPU in the interpreter; as a script, run a small case with a planted bug: CASE OLD NEW."""
+"""Run kernels on a CPU in the interpreter; as a script, run a small case with a planted bug: KERNELS CASE OLD NEW."""
 
 import contextlib
 import dataclasses
@@ -15,6 +15,7 @@ import numpy as np
 
 ON_CPU = jax.default_backend() == "cpu"
 OP = "jaxserve.pallas_kernels.ragged_paged_attention"
+GROUPED = "jaxserve.pallas_kernels.grouped_matmul"
 KERNELS = {
     "mosaic_gpu": [
         f"{OP}.mosaic_gpu.{name}" for name in ("kernel", "memory", "warpgroup", "loading", "computing", "ring", "merge")
@@ -23,7 +24,10 @@ KERNELS = {
         f"{OP}.mosaic_tpu.{name}"
         for name in ("kernel", "plan", "writes", "work_items", "pages", "decode", "tiles", "softmax")
     ],
+    "grouped_gpu": [f"{GROUPED}.mosaic_gpu.kernel", f"{GROUPED}.visits"],
+    "grouped_tpu": [f"{GROUPED}.mosaic_tpu.kernel", f"{GROUPED}.visits"],
 }
+SMALL_TILES = {"grouped_gpu": {"stages": 3}, "grouped_tpu": {"weight_bytes": 2**16, "min_rows": 16, "max_rows": 16}}
 
 
 @dataclass
@@ -31,9 +35,9 @@ class Found:
     """Result of a case: the largest error in live outputs, over 1 + the expected value, and the pool's error."""
 
     error: float
-    pool_error: float
     is_finite: bool
     races: bool
+    pool_error: float = 0.0
 
 
 def run(case, name):
@@ -60,8 +64,24 @@ def run(case, name):
     )
 
 
+def run_groups(case, name):
+    """Run a case of the grouped product; matrices of groups without rows, and rows of no group, are NaN."""
+    from jaxserve.pallas_kernels.grouped_matmul import BACKENDS, settings
+
+    backend = BACKENDS[name.replace("grouped", "mosaic")]
+    multiply = functools.partial(backend.multiply, case.problem("cpu"))
+    here = settings.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
+    with here, settings.sized(**SMALL_TILES[name]), _watched(name, num_kernels=1) as has_races:
+        options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
+        y = np.asarray(jax.jit(multiply, compiler_options=options)(*case.arguments(np.nan)), np.float32)
+    live = y[: sum(case.group_sizes)]
+    expected = case.expected()[: len(live)]
+    error = np.max(np.abs(live - expected) / (1 + np.abs(expected)), initial=0)
+    return Found(float(error), bool(np.isfinite(live).all()), has_races())
+
+
 def _params(name):
-    if name == "mosaic_tpu":
+    if name.endswith("tpu"):
         from jax.experimental.pallas import tpu as pltpu
 
         return pltpu.InterpretParams(detect_races=True)
@@ -72,18 +92,18 @@ def _params(name):
 
 
 @contextlib.contextmanager
-def _watched(name):
+def _watched(name, num_kernels=2):
     """Yield a function that returns whether the interpreter saw races."""
     if not ON_CPU:
         yield lambda: False
-    elif name == "mosaic_tpu":
+    elif name.endswith("tpu"):
         from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
         yield lambda: interpret_pallas_call.races.races_found
     else:
         with _watched_on_gpu() as kernels:
             yield lambda: any(kernel.races_found for kernel in kernels)
-        assert len(kernels) >= 2, "attention and merge"
+        assert len(kernels) >= num_kernels
 
 
 @contextlib.contextmanager
@@ -118,10 +138,14 @@ def plant(name, old, new):
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    name, old, new = sys.argv[1:]
-    backend = "mosaic_tpu" if name.startswith("tpu") else "mosaic_gpu"
+    kernels, name, old, new = sys.argv[1:]
     if old:
-        plant(backend, old, new)
+        plant(kernels, old, new)
+    if kernels in SMALL_TILES:
+        from jaxserve.pallas_kernels.grouped_matmul.cases import BY_NAME
+
+        print(json.dumps(dataclasses.asdict(run_groups(BY_NAME[name], kernels))))
+        sys.exit()
     from jaxserve.pallas_kernels.ragged_paged_attention.cases import Case
 
     lengths, sizes = ((1, 20, 1), (1100, 150, 900)), {"head_dim": 64, "stale": float("nan"), "dtype": "bfloat16"}
@@ -136,4 +160,4 @@ if __name__ == "__main__":
         "tpu_tree": Case("tpu_tree", *tree_lengths, 4, 1, kv_dtype="bfloat16", **sizes, **tree),
         "tpu_narrow": Case("tpu_narrow", *tpu_lengths, 4, 1, page_size=32, kv_dtype="float8_e4m3fn", **sizes),
     }
-    print(json.dumps(dataclasses.asdict(run(cases[name], backend))))
+    print(json.dumps(dataclasses.asdict(run(cases[name], kernels))))

@@ -163,9 +163,11 @@ def test_bad_calls_say_what_must_hold():
         grouped_matmul(x[:, :7], weight, sizes)
     with pytest.raises(ValueError, match=r"group_sizes must be int32 of shape \(3,\).*\(2,\)"):
         grouped_matmul(x, weight, sizes[:2])
+    with pytest.raises(ValueError, match=r"must be \[layers, G \* N, K\] for 3 groups, got \(3, 5, 8\)"):
+        grouped_matmul(x, weight, sizes, layer=0)
     with pytest.raises(UnsupportedBackendError, match=r"'native' cannot run this call.*ragged_dot"):
         grouped_matmul(x, weight, sizes, backend="native")
-    assert list(BACKENDS) == ["native", "ragged_dot"]
+    assert list(BACKENDS) == ["native", "mosaic_gpu", "mosaic_tpu", "ragged_dot"]
 
 
 @needs_native

@@ -174,7 +174,7 @@ def test_a_planted_bug_is_caught(bug, tmp_path):
 
 def _shows(case, old, new, tmp_path):
     """Return whether a run of the kernel goes wrong."""
-    script = [sys.executable, str(Path(interpreted.__file__)), case, old, new]
+    script = [sys.executable, str(Path(interpreted.__file__)), "mosaic_gpu", case, old, new]
     try:
         done = subprocess.run(script, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     except subprocess.TimeoutExpired:

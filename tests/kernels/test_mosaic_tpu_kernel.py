@@ -116,7 +116,7 @@ def test_a_planted_bug_is_caught_on_tpu(case, bug, tmp_path):
     """A bug shows as a wrong value, a race, an error, or a kernel that never ends; without one none of them occurs."""
     old, new = PLANTED[case][bug]
     assert not old or len(interpreted.places_of("mosaic_tpu", old)) == 1, "there is no such place any more"
-    script = [sys.executable, str(Path(interpreted.__file__)), case, old, new]
+    script = [sys.executable, str(Path(interpreted.__file__)), "mosaic_tpu", case, old, new]
     try:
         done = subprocess.run(
             script, capture_output=True, text=True, timeout=20 if old else 100, cwd=tmp_path, check=False

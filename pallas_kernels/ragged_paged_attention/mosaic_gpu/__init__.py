@@ -35,7 +35,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
+from jaxserve.pallas_kernels import hopper
 from jaxserve.pallas_kernels.dispatch import import_failure
+from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
     AttentionInputs,
     AttentionOptions,
@@ -48,7 +50,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     MAX_PART_COLUMNS,
     MIN_TILE_TOKENS,
     SCALES,
-    WARPGROUP_ROWS,
     Call,
     Tiles,
     WorkPlan,
@@ -62,8 +63,6 @@ __all__ = ["LAYOUT", "WANTS_OWN_TABLE", "interpreted", "supports", "write_and_at
 POOL_DTYPES = ("bfloat16", "float16", *QUANTIZED_MAX)
 HEAD_DIMS = (32, 64, 96, 128, 256)
 _KERNEL = f"{__name__}.kernel"
-HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
-HOPPER_CORES = 132
 INTERPRETED_CORES = 3  # few, so that every worker has some work
 
 LAYOUT = TokenMajor(scale_multiple=SCALES)
@@ -101,20 +100,7 @@ def supports(problem: Problem) -> str | None:
         )
     if problem.page_size % 8 or (BLOCK_KV % problem.page_size and problem.page_size % BLOCK_KV):
         return f"page_size must be 8, 16, 32 or a multiple of {BLOCK_KV}, not {problem.page_size}"
-    return import_failure(_KERNEL, "Pallas for GPUs") or (None if problem.platform != "gpu" else _other_chip())
-
-
-def _other_chip() -> str | None:
-    """Return the reason why the chip that is compiled for lacks the instructions, or None if it has them."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        is_hopper = any(name in device.device_kind for name in HOPPERS)
-        return None if is_hopper else f"its instructions are those of Hopper GPUs, not of a {device.device_kind}"
-    for local in jax.local_devices():
-        capability = getattr(local, "compute_capability", None)
-        if capability is not None and str(capability) != "9.0":
-            return f"its instructions are those of Hopper GPUs (9.0), not of {local.device_kind} ({capability})"
-    return None
+    return import_failure(_KERNEL, "Pallas for GPUs") or (None if problem.platform != "gpu" else hopper.other_chip())
 
 
 def _kernel() -> ModuleType:
@@ -194,8 +180,4 @@ def _write_kv(
 
 def _num_cores() -> int:
     """Return the number of multiprocessors of the chip that is compiled for."""
-    if _interpret_params.get() is not None:
-        return INTERPRETED_CORES
-    if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
-        return int(device.num_cores or HOPPER_CORES)
-    return int(getattr(jax.devices()[0], "core_count", HOPPER_CORES))
+    return hopper.num_cores() if _interpret_params.get() is None else INTERPRETED_CORES

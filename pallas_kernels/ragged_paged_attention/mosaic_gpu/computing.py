@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
     LOG2E,
     MASKED,
@@ -24,7 +25,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inp
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BLOCK_KV,
     MIN_TILE_TOKENS,
-    WARPGROUP_ROWS,
     Call,
     Tiles,
 )

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import i32
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BLOCK_KV,
     MIN_TILE_TOKENS,
     SCALES,
-    WARPGROUP_ROWS,
     Call,
     Tiles,
 )

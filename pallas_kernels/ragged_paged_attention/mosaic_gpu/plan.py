@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
 
 BLOCK_KV = 64  # tokens per block of keys
-WARPGROUP_ROWS = 64  # rows of a wgmma instruction
-SHARED_BYTES = 232448 - 2048  # shared memory of a multiprocessor, less the barriers
 MAX_STAGES = 4
 MAX_PART_COLUMNS = 128  # columns of values that the registers of a warpgroup hold
 MIN_TILE_TOKENS = 8  # shared memory is filled eight tokens at a time

@@ -1,0 +1,100 @@
+"""Grouped product for TPUs, in Pallas (Mosaic): the backend of mixtures of experts on TPUs.
+
+The design is that of megablox (Gale et al. 2022, in jax): the rows are cut into tiles, and a tile is visited once by
+each group that has rows in it (`visits.py`). The plan is computed on the device, from the sizes of groups, and reaches
+the kernel as prefetched scalars, from which the pipeline takes the blocks that it copies ahead: a tile of rows, and a
+block of the matrix `[N, K]` of its group as it is stored. A visit stores only the rows of its group, so the next ones
+of the same tile, which is still in vector memory, fill in theirs. The number of visits is that of the grid: no work is
+done for groups without rows, and their matrices are not read.
+
+A matrix is read once by all visits of its group to tiles that follow each other, unless its columns are cut
+(`plan.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Int32
+
+from jaxserve.pallas_kernels.dispatch import import_failure, target_platform
+from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.plan import LANES, Call, Sizes, choose_tiles, sublanes
+from jaxserve.pallas_kernels.grouped_matmul.settings import interpreter, sizes_of
+
+__all__ = ["call_for", "multiply", "supports"]
+
+DTYPES = ("bfloat16", "float32")
+INTERPRETED_VMEM_BYTES = 16 * 2**20
+_KERNEL = f"{__name__}.kernel"
+
+
+def supports(problem: Problem) -> str | None:
+    """Return the reason why this backend cannot run the problem, or None if it can."""
+    if problem.platform != "tpu" and interpreter() is None:
+        return "it runs on TPUs only"
+    if problem.is_packed:
+        return "packed matrices are for the native kernels"
+    if problem.matrix_dtype.name not in DTYPES or problem.dtype != problem.matrix_dtype:
+        return f"rows and matrices must both be one of {DTYPES}, not {problem.dtype} and {problem.matrix_dtype}"
+    if problem.num_inputs % LANES:  # XLA would copy the matrices of all layers, not only of one
+        return f"columns of matrices must be a multiple of {LANES}, not {problem.num_inputs}: XLA transposes others"
+    if problem.num_outputs % sublanes(problem.matrix_dtype):
+        return f"rows of matrices must be a multiple of {sublanes(problem.matrix_dtype)}, not {problem.num_outputs}"
+    return import_failure(_KERNEL, "Pallas for TPUs") or _memory_failure(problem)
+
+
+def _memory_failure(problem: Problem) -> str | None:
+    """Return the reason why even the smallest tiles do not fit the chip, or None if they do."""
+    if target_platform() != "tpu" and interpreter() is None:
+        return None
+    try:
+        call_for(problem)
+    except ValueError as error:  # also raised for a chip that jax does not know
+        return str(error)
+    return None
+
+
+def call_for(problem: Problem) -> Call:
+    """Return the static facts of a call, with the sizes of its tiles.
+
+    Raises:
+      ValueError: sizes have unknown names, no tiles fit, or jax does not know the chip.
+    """
+    params = interpreter()
+    chip = None if params is not None else _chip()
+    given = sizes_of(problem, "interpreter" if chip is None else str(chip.chip_version.value))
+    if unknown := sorted(given.keys() - {field.name for field in dataclasses.fields(Sizes)}):
+        raise ValueError(f"there are no sizes of blocks called {unknown} in this kernel")
+    # The compiler prefetches weights of other operations into the rest.
+    vmem_bytes = INTERPRETED_VMEM_BYTES if chip is None else int(chip.vmem_capacity_bytes) // 4
+    return Call(problem, choose_tiles(problem, Sizes(**given), vmem_bytes), vmem_bytes, params)
+
+
+def multiply(
+    problem: Problem,
+    x: Float[Array, "M K"],
+    matrices: Float[Array, "layers GN K"],
+    group_sizes: Int32[Array, " G"],
+    layer: Int[Array, ""],
+) -> Float[Array, "M N"]:
+    """Return the products; those of float32 are exact float32."""
+    call, M = call_for(problem), problem.num_rows
+    x = jnp.pad(x, ((0, -M % sublanes(x.dtype)), (0, 0)))
+    return _kernel().multiply(call, x, matrices, group_sizes, layer)[:M]
+
+
+def _kernel() -> ModuleType:
+    """Import the kernel on first use: importing Pallas takes a third of a second."""
+    return importlib.import_module(_KERNEL)
+
+
+def _chip() -> Any:
+    """Return facts of the chip that is compiled for, per core."""
+    from jax.experimental.pallas import tpu as pltpu  # noqa: PLC0415 (see `_kernel`)
+
+    return pltpu.get_tpu_info()

@@ -1,0 +1,55 @@
+"""Plan of a grouped product: the tiles of rows that are multiplied, each with the matrix of one group."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Int32
+
+
+class Visits(NamedTuple):
+    """Tiles of rows in the order of their groups; those from `num_visits` on have no rows.
+
+    A visit is for the rows of one group in one tile. Its results in other rows of the tile have no meaning.
+    """
+
+    matrix: Int32[Array, "visits"]
+    """Index of the matrix of the group."""
+    base: Int32[Array, "visits"]
+    """First row of the tile."""
+    begin: Int32[Array, "visits"]
+    """First row of the group in the tile."""
+    end: Int32[Array, "visits"]
+    """End of the group's rows in the tile."""
+    num_visits: Int32[Array, ""]
+
+
+def plan_visits(
+    group_sizes: Int32[Array, "G"], first: Int[Array, ""], num_rows: int, tile_rows: int, alignment: int
+) -> Visits:
+    """Return the visits that multiply each row of each group once.
+
+    Args:
+        group_sizes: rows of each group.
+        first: index of the matrix of group 0.
+        num_rows: number of rows of the call, in groups or behind them.
+        tile_rows: rows of a tile.
+        alignment: number of which the first row of a tile is a multiple, at most `tile_rows`: if it is that, groups
+            visit the same tiles; otherwise each has tiles that begin less than `alignment` rows before its own.
+    """
+    G = group_sizes.shape[0]
+    extra = 0 if alignment == tile_rows else G * (alignment - 1)
+    most = max(1, min(num_rows, -(-(num_rows + extra) // tile_rows) + G))
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    starts = ends - group_sizes
+    leads = starts % alignment
+    visits = jnp.where(group_sizes > 0, (leads + group_sizes + (tile_rows - 1)) // tile_rows, 0)
+    visit_ends = jnp.cumsum(visits, dtype=jnp.int32)
+    index = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.minimum(jnp.sum(visit_ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32), G - 1)
+    base = (starts - leads)[group] + (index - (visit_ends - visits)[group]) * tile_rows
+    begin, end = jnp.maximum(base, starts[group]), jnp.minimum(base + tile_rows, ends[group])
+    is_live = index < visit_ends[-1]
+    base, begin, end = (jnp.where(is_live, each, 0) for each in (base, begin, end))
+    return Visits(first + group, base, begin, end, visit_ends[-1])

@@ -1,0 +1,37 @@
+"""Facts of Hopper GPUs, for which the Pallas kernels for GPUs are written."""
+
+from __future__ import annotations
+
+import jax
+
+NAMES = ("H100", "H200", "H800", "H20", "GH200")
+NUM_CORES = 132
+SHARED_BYTES = 232448 - 2048  # shared memory of a multiprocessor, less the barriers
+WARPGROUP_ROWS = 64  # rows of a wgmma instruction
+
+
+def other_chip() -> str | None:
+    """Return the reason why the chip that is compiled for lacks the instructions, or None if it has them."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        is_hopper = any(name in device.device_kind for name in NAMES)
+        return None if is_hopper else f"its instructions are those of Hopper GPUs, not of a {device.device_kind}"
+    for local in jax.local_devices():
+        capability = getattr(local, "compute_capability", None)
+        if capability is not None and str(capability) != "9.0":
+            return f"its instructions are those of Hopper GPUs (9.0), not of {local.device_kind} ({capability})"
+    return None
+
+
+def num_cores() -> int:
+    """Return the number of multiprocessors of the chip that is compiled for."""
+    if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
+        return int(device.num_cores or NUM_CORES)
+    return int(getattr(jax.devices()[0], "core_count", NUM_CORES))
+
+
+def name() -> str:
+    """Return the name of the chip that is compiled for, such as "h200"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if device is None else device.device_kind
+    return next((name.lower() for name in sorted(NAMES, key=len, reverse=True) if name in kind), kind)
