@@ -60,7 +60,7 @@ class Constraint(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Sequence that is generated. The scheduler owns every field below `status`.
+    """Sequence that is generated. The scheduler owns every field from `output_token_ids` on.
 
     Prefill and decode are not distinguished: `num_computed_tokens` of the `num_tokens` have keys and values in the
     pool; each step computes more until the numbers are equal, which samples one further token.
@@ -71,7 +71,6 @@ class Request:
     params: SamplingParams
     seed: int  # resolved, never None
     max_total_tokens: int  # prompt + output limit
-    stop_ids: frozenset[int] = frozenset()  # any of these ends the output
     bad_sequences: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that the output must not contain
     salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
     read_prefix_cache: bool = True  # False if every prompt position must be computed (prompt_logprobs)
@@ -85,13 +84,16 @@ class Request:
     tenant: str = ""  # name of whom it is for: tenants have equal service in a class, and equal shares of the cache
     num_shared_tokens: int = 0  # prompt tokens that the router expects to be cached when the request starts
 
+    # Steps read these of every row, which are side by side in memory.
+    stop_ids: frozenset[int] = frozenset()  # any of these ends the output
+    output_token_ids: TokenIds = field(default_factory=list)  # ids read from the device so far
+    quiet_outputs: int = 0  # limit of output tokens up to which one that does not stop it changes only their list
+    num_computed_tokens: int = 0  # tokens in plans made so far; 0 unless running
+    quiet_until: int = 0  # limit of num_computed_tokens below which a decode step changes only that number
+    slot: int = -1  # row of the per-request device state; -1 while not running
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    output_token_ids: TokenIds = field(default_factory=list)  # ids read from the device so far
-    num_computed_tokens: int = 0  # tokens in plans made so far; 0 unless running
     num_tokens_when_preempted: int = 0  # includes tokens that were then on the device
-    quiet_until: int = 0  # limit of num_computed_tokens below which a decode step changes only that number
-    quiet_outputs: int = 0  # limit of output tokens up to which one that does not stop it changes only their list
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     first_due_s: float = 0.0  # time at which its first token was due, or came if that was later; 0 before
@@ -100,7 +102,6 @@ class Request:
     num_registered_columns: int = 0  # leading columns whose pages were registered in the prefix cache
     page_hashes: list[bytes] = field(default_factory=list)  # hashes of the full pages of known tokens
     branch_tokens: int = 0  # tokens up to which others begin alike, though no snapshot of a state is there; else 0
-    slot: int = -1  # row of the per-request device state; -1 while not running
 
     @property
     def num_prompt_tokens(self) -> int:

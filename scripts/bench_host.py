@@ -121,8 +121,9 @@ def measure(
 
 
 def summary(microseconds: NDArray[np.float64]) -> dict[str, float]:
-    """Median, 99th percentile and least."""
-    values = {"median": np.median(microseconds), "p99": np.percentile(microseconds, 99), "min": np.min(microseconds)}
+    """Mean, median, 99th percentile and least."""
+    values = {"mean": np.mean(microseconds), "median": np.median(microseconds), "p99": np.percentile(microseconds, 99)}
+    values["min"] = np.min(microseconds)
     return {name: round(float(value), 1) for name, value in values.items()}
 
 

@@ -27,6 +27,11 @@ class PagePool:
 
     def allocate(self, num_pages: int) -> list[int]:
         """Return so many free pages, now with one reference each. They must be there."""
+        if num_pages == 1:  # a row in decode takes one at a time
+            page = self._free.pop()
+            assert self._num_refs[page] == 0, f"free page {page} has owners"
+            self._num_refs[page] = 1
+            return [page]
         rest = len(self._free) - num_pages
         pages = self._free[rest:]
         del self._free[rest:]

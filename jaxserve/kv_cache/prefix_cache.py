@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
-from struct import Struct, pack
+from struct import calcsize, pack
 
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.page_pool import PagePool
@@ -14,6 +14,7 @@ from jaxserve.kv_cache.snapshots import Snapshots
 from jaxserve.request import Request, TokenIds
 
 DIGEST_SIZE = 16
+_TOKEN_BYTES = calcsize("i")
 _NEW_HASH = blake2b(digest_size=DIGEST_SIZE, person=b"page")  # a copy takes half the time of a new one
 
 _SPARE_ENTRIES = 256  # outdated entries of a heap beyond which it is made anew
@@ -39,7 +40,6 @@ class PrefixCache:
 
     def __init__(self, pool: PagePool, groups: KVGroups):
         self.page_size = groups.page_size
-        self._pack = Struct(f"{groups.page_size}i").pack
         self._pool = pool
         self._groups = groups
         self.snapshots = None if groups.num_snapshots is None else Snapshots(groups.num_snapshots)
@@ -83,9 +83,11 @@ class PrefixCache:
     def _extend(self, hashes: list[bytes], request: Request, num_pages: int) -> None:
         """Hash the request's pages that follow those of `hashes`, up to `num_pages` in all."""
         previous = hashes[-1] if hashes else _root_hash(request.salt)
-        size, pack_page = self.page_size, self._pack
-        for start in range(len(hashes) * size, num_pages * size, size):
-            previous = _page_hash(previous, pack_page(*request.tokens(start, start + size)))
+        first, size = len(hashes), self.page_size
+        token_ids = _packed(request.tokens(first * size, num_pages * size))
+        size *= _TOKEN_BYTES
+        for start in range(0, (num_pages - first) * size, size):
+            previous = _page_hash(previous, token_ids[start : start + size])
             hashes.append(previous)
 
     def has(self, page_hash: bytes) -> bool:
@@ -128,8 +130,7 @@ class PrefixCache:
         """Return the hash of the page, partly filled, that the first `num_tokens` of a request end in."""
         column, hashes = num_tokens // self.page_size, self.hashes(request)
         previous = hashes[column - 1] if column else _root_hash(request.salt)
-        token_ids = request.tokens(column * self.page_size, num_tokens)
-        return _page_hash(previous, pack(f"{len(token_ids)}i", *token_ids))
+        return _page_hash(previous, _packed(request.tokens(column * self.page_size, num_tokens)))
 
     def match_last(self, request: Request, num_columns: int) -> list[int]:
         """Return the pages, one per group, that hold what lies between so many cached columns and the last known token.
@@ -322,6 +323,10 @@ def _num_cached(pages_of: Mapping[bytes, int], hashes: Sequence[bytes]) -> int:
 def _root_hash(salt: bytes) -> bytes:
     # Hashed under another personalisation than pages: no salt that a user chooses can pose as a page's hash.
     return blake2b(salt, digest_size=DIGEST_SIZE, person=b"salt").digest()
+
+
+def _packed(token_ids: TokenIds) -> bytes:
+    return pack(f"{len(token_ids)}i", *token_ids)
 
 
 def _page_hash(previous: bytes, token_ids: bytes) -> bytes:

@@ -176,7 +176,7 @@ class Ledger:
         if new is None:
             return False
         pages += new
-        if not self.can_grow(request):
+        if len(pages) * self.page_size >= (request.max_total_tokens - 1) * self._group_size:
             self.num_growing -= 1
         plan.grown.append(request)
         return True

@@ -434,13 +434,14 @@ class Scheduler:
 
     def _review(self, request: Request) -> None:
         """Look at a request whose last token may end it or come behind full pages that are registered together."""
-        output, num_prompt, columns = request.output_token_ids, len(request.prompt_token_ids), self._columns_at_once
-        num_known, max_total, size = num_prompt + len(output), request.max_total_tokens, columns * self.page_size
-        num_full = (num_known - 1) // size * columns
-        if num_full * self.page_size == num_known - 1 <= request.num_computed_tokens:
+        output, num_prompt, page_size = request.output_token_ids, len(request.prompt_token_ids), self.page_size
+        num_known, max_total, columns = num_prompt + len(output), request.max_total_tokens, self._columns_at_once
+        shift = request.slot % columns  # rows that began together take turns
+        num_full = ((num_known - 1) // page_size + shift) // columns * columns - shift
+        if num_full * page_size == num_known - 1 <= request.num_computed_tokens:
             self._ledger.register_columns(request, num_full)
         if not request.waits_for_tokens:
-            behind_pages = num_full * self.page_size + size + 1
+            behind_pages = (num_full + columns) * page_size + 1
             request.quiet_outputs = (behind_pages if behind_pages < max_total else max_total) - num_prompt - 1
         if output[-1] in request.stop_ids and _may_stop(request):
             self._end(request, FinishReason.STOP)
