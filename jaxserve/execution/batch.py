@@ -1,6 +1,6 @@
-"""StepPlan -> StepUpload: the only place where a Python list becomes an array.
+"""Layouts of what the device needs of a step, on the host and on the device.
 
-What the device needs of a step travels as one int32 blob: which slots take part, how many tokens each computes, prompt
+All of it travels as one int32 blob: which slots take part, how many tokens each computes, prompt
 ids, and the pages that rows got. All else lies on the device by slot. `BlobLayout` says where each field lies; the host
 writes through numpy views, the device reads through slices of the same layout. The size of a blob does not depend on
 max_model_len.
@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, no_type_check
+from typing import TYPE_CHECKING, Any, no_type_check
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,23 +25,12 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxserve.kv_cache.groups import RELEASED
-from jaxserve.request import Request, RequestStatus
-from jaxserve.sampling import RECORD_WORDS, SlotRow, mask_size, pack_mask, pack_records
-from jaxserve.sampling_params import (
-    DEFAULT_MAX_LOGPROBS,
-    MAX_BAD_SEQUENCE_TOKENS,
-    MAX_BAD_SEQUENCES,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_TOKEN_IDS,
-)
+from jaxserve.sampling import RECORD_WORDS, mask_size
+from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.plan import PlanKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from jaxserve.scheduling.plan import StepPlan
 
 MAX_EOS_IDS = 64
 MAX_STOP_IDS = MAX_EOS_IDS + MAX_STOP_TOKEN_IDS  # most stop ids of one request
@@ -50,7 +39,7 @@ ADMISSION_ROWS = 64  # requests per admission blob
 ADMISSION_PAGES = 2048  # pages per admission blob
 MASK_ROWS = 16  # masks per blob
 
-_INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
+_INT = np.dtype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -351,201 +340,3 @@ class CopyLayout:
 
 def _page_field(num_pages: int) -> tuple[str, tuple[int, ...], int]:
     return "pages", (len(fields(PageEntries)), num_pages), np.iinfo(_INT).max  # out of range
-
-
-class StepUpload(NamedTuple):
-    """Host arrays of one plan, in this order; new arrays each time, as the device may read them later.
-
-    Attributes:
-        admissions: blobs of `Admission`; none in most steps.
-        slot_rows: slots whose requests need more than an admission carries, with what that is.
-        masks: blobs of masks by `MaskLayout`; none in most steps.
-        blob: blob of `StepBatch`.
-        copies: blobs of `CopyLayout`, for before the step; none in most steps.
-    """
-
-    admissions: Sequence[NDArray[np.int32]]
-    slot_rows: Sequence[tuple[int, SlotRow]]
-    masks: Sequence[NDArray[np.int32]]
-    blob: NDArray[np.int32]
-    copies: Sequence[NDArray[np.int32]] = ()
-
-
-class BatchPacker:
-    """Packs plans, and knows which pages of each slot the device has been sent.
-
-    A row in decode costs no Python beyond its entries in the columns of the plan.
-    """
-
-    def __init__(self, config: ScheduleConfig, base_seed: int, vocab_size: int) -> None:
-        self.config = config
-        self._vocab_size = vocab_size
-        self._base_seed = np.uint32(base_seed).view(np.int32)
-        self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
-        self._speculative_layouts = {
-            bucket: BatchLayout.of(config, bucket, is_speculative=True) for bucket in config.speculative_buckets()
-        }
-        self._admission = AdmissionLayout.of(config)
-        self._masks = MaskLayout.of(config, vocab_size)
-        self._copies = CopyLayout.of(config)
-        self._constrained: dict[int, Request] = {}  # rows with a constraint, by slot
-        self._sent_masks: dict[int, NDArray[np.int32]] = {}  # masks by slot
-        self._ones = np.ones(config.max_num_seqs, _INT)
-        self._num_pages = [0] * config.max_num_seqs  # page-table entries sent so far, by slot
-        self._has_sampled = np.zeros(config.max_num_seqs, bool)  # the slot's last row: the history has its next token
-
-    def num_rows(self, bucket: int) -> int:
-        """Return the rows of a bucket, padding included."""
-        return self.layouts[bucket].num_rows
-
-    def pack(self, plan: StepPlan, bucket: int) -> StepUpload:
-        """Lay out `plan`, padded to `bucket` tokens. To be called once per plan, in order."""
-        layout = self._speculative_layouts[bucket] if plan.num_drafts else self.layouts[bucket]
-        for request in plan.admitted:
-            self._num_pages[request.slot] = 0
-            self._has_sampled[request.slot] = False
-            self._sent_masks.pop(request.slot, None)
-            self._constrained.pop(request.slot, None)
-            if request.constraint is not None:
-                self._constrained[request.slot] = request
-        blob, to = layout.blob.new()
-        new_pages = self._new_pages(plan)
-        num_new_pages = min(new_pages.shape[1], layout.num_new_pages)
-        to["pages"][:, :num_new_pages] = new_pages[:, :num_new_pages]
-        num_rows, is_decode = plan.num_rows, not plan.num_prefill_tokens
-        slots = np.array(plan.slots, np.intp)  # naming the dtype takes a third of the time that finding it does
-        counts = self._ones[:num_rows] if is_decode else np.array(plan.counts, _INT)
-        max_new = counts if is_decode and plan.kind is PlanKind.STEP else np.array(plan.max_new, _INT)
-        to["base_seed"][0], to["num_rows"][0], to["wants_logprobs"][0] = self._base_seed, num_rows, plan.wants_logprobs
-        to["cu_q_lens"][num_rows + 1 :] = plan.num_tokens
-        np.add.accumulate(counts, out=to["cu_q_lens"][1 : num_rows + 1])
-        to["slot"][:num_rows] = slots
-        to["max_new"][:num_rows] = max_new
-        if plan.num_drafts:
-            to["num_rounds"][0] = plan.num_steps
-            to["num_drafts"][:num_rows] = plan.num_drafts
-        if layout.has_states:
-            to["source"][:num_rows] = slots
-            for row, entry in plan.restored:
-                to["source"][row] = self.config.max_num_seqs + entry
-            for row, kept_len, entry in plan.snapshots:
-                to["kept_len"][row], to["kept"][row] = kept_len, self.config.max_num_seqs + entry
-        sent = ~self._has_sampled[slots]
-        if not is_decode:
-            sent |= counts > 1  # tokens that were not sampled follow the one that was
-        for row in sent.nonzero()[0].tolist():
-            start, count, end = plan.starts[row], plan.counts[row], to["cu_q_lens"][row + 1]
-            to["token_ids"][end - count : end] = plan.requests[row].tokens(start, start + count)
-        self._has_sampled[slots] = max_new > 0
-        if plan.wants_prompt_logprobs:
-            to["wants_prompt_logprobs"][0] = 1
-            stops = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
-            to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops))
-        admissions = list(self._admissions(plan, new_pages[:, num_new_pages:]))
-        masks = () if plan.is_split else list(self.masks(plan))
-        return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob, list(self._copies.blobs(plan.copies)))
-
-    def _new_pages(self, plan: StepPlan) -> NDArray[np.int32]:
-        """Return rows and columns of the page table, and their pages, that the device lacks, of admissions last."""
-        entries: list[int] = []
-        admitted, num_groups = set(plan.admitted), self.config.kv_groups.size
-        for request in (*(r for r in plan.grown if r not in admitted), *plan.admitted):
-            slot, pages = request.slot, request.pages
-            if slot < 0:  # grown, then preempted for an older one
-                continue
-            for index in range(self._num_pages[slot], len(pages)):
-                if pages[index] != RELEASED:
-                    entries += slot, index, pages[index]
-            self._num_pages[slot] = len(pages)
-        new_pages = np.array(entries, _INT).reshape(-1, 3).T
-        if num_groups > 1:
-            new_pages[1], groups = np.divmod(new_pages[1], num_groups)
-            new_pages[0] = new_pages[0] * num_groups + groups
-        return new_pages
-
-    def _admissions(self, plan: StepPlan, new_pages: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
-        layout, admitted = self._admission, plan.admitted
-        start_of = dict(zip(plan.requests, plan.starts, strict=True)) if admitted else {}
-        while admitted or new_pages.size:
-            blob, to = layout.blob.new()
-            now, admitted = admitted[: layout.num_rows], admitted[layout.num_rows :]
-            for row, request in enumerate(now):
-                to["slot"][row] = request.slot
-                to["start"][row] = start_of[request]
-                to["max_len"][row] = request.max_total_tokens
-                stop_ids = sorted(request.stop_ids)[:ADMITTED_STOP_IDS]
-                to["stop_ids"][row, : len(stop_ids)] = stop_ids
-            to["records"][: len(now)] = pack_records(now)
-            pages, new_pages = new_pages[:, : layout.num_new_pages], new_pages[:, layout.num_new_pages :]
-            to["pages"][:, : pages.shape[1]] = pages
-            yield blob
-
-    def _slot_rows(self, plan: StepPlan) -> Iterator[tuple[int, SlotRow]]:
-        start_of = dict(zip(plan.requests, plan.starts, strict=True)) if self.config.max_drafts else {}
-        for request in plan.admitted:
-            p = request.params
-            is_plain = not (p.has_penalties or request.changes_logits or p.min_tokens)
-            # Proposers read the whole history, to which steps write only the tokens that they compute.
-            if not is_plain or len(request.stop_ids) > ADMITTED_STOP_IDS or start_of.get(request):
-                yield request.slot, self._slot_row(request)
-
-    def masks(self, plan: StepPlan) -> Iterator[NDArray[np.int32]]:
-        """Return blobs of the masks of rows that sample which their slots do not have yet.
-
-        `pack` calls it, but not for a split plan: to be called when the tokens before the plan have been read.
-        """
-        if not self._constrained:
-            return
-        for slot, request in list(self._constrained.items()):
-            if request.status is RequestStatus.FINISHED:
-                del self._constrained[slot]
-        changed: list[tuple[int, NDArray[np.int32]]] = []
-        for row, request in enumerate(plan.requests):
-            if request.constraint is None or not plan.max_new[row] or request.status is RequestStatus.FINISHED:
-                continue
-            slot, words = plan.slots[row], request.constraint.words
-            sent = self._sent_masks.get(slot)
-            if sent is not words:  # comparing them takes longer than sending one
-                self._sent_masks[slot] = words
-                changed.append((slot, words))
-        layout = self._masks
-        for first in range(0, len(changed), layout.num_rows):
-            blob, to = layout.blob.new()
-            for index, (slot, words) in enumerate(changed[first : first + layout.num_rows]):
-                to["slot"][index] = slot
-                to["words"][index, : len(words)] = words
-            yield blob
-
-    def no_masks(self) -> NDArray[np.int32]:
-        """Return a blob of no masks."""
-        return self._masks.blob.new()[0]
-
-    def _slot_row(self, request: Request) -> SlotRow:
-        """Return what the device must know of a request beyond its admission."""
-        p = request.params
-        bias = p.logit_bias or {}
-        bad_words = np.full((MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), -1, _INT)
-        for word, token_ids in zip(bad_words, request.bad_sequences, strict=False):
-            word[-len(token_ids) :] = token_ids
-        known = request.tokens(0, request.num_known_tokens)
-        row: dict[str, Any] = {
-            "token_ids": _padded(known, self.config.max_model_len, -1, _INT),
-            "prompt_len": np.int32(request.num_prompt_tokens),
-            "allowed": pack_mask(p.allowed_token_ids, self._vocab_size),
-            "bad_words": bad_words,
-            "bias_ids": _padded(list(bias), MAX_LOGIT_BIAS, -1, _INT),
-            "bias_values": _padded(list(bias.values()), MAX_LOGIT_BIAS, 0, _FLOAT),
-            "stop_ids": _padded(sorted(request.stop_ids), MAX_STOP_IDS, -1, _INT),
-        }
-        return SlotRow(**row)
-
-
-def _next_id(request: Request, position: int) -> int:
-    prompt = request.prompt_token_ids
-    return prompt[position] if position < len(prompt) else 0
-
-
-def _padded(values: list[Any], size: int, fill: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    row = np.full(size, fill, dtype)
-    row[: len(values)] = values
-    return row

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from jaxserve.execution.batch import BatchPacker
 from jaxserve.execution.executor import RoundCounts, StepResult
+from jaxserve.execution.packer import BatchPacker
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.round import StepOutput

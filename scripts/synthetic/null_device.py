@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.batch import BatchPacker
 from jaxserve.execution.executor import StepResult
+from jaxserve.execution.packer import BatchPacker
 from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
 from jaxserve.scheduling.plan import PlanKind, StepPlan
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.batch import BatchLayout, StepUpload
+from jaxserve.execution.batch import BatchLayout
+from jaxserve.execution.packer import StepUpload
 from jaxserve.execution.runner import Runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
