@@ -15,8 +15,9 @@ from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import layer_inputs, llama, mixtures
-from jaxserve.models.arch import ArchConfig, GlobalAttention, LayerInputs, LayerOptions
+from jaxserve.models.arch import ArchConfig, LayerInputs, LayerOptions
 from jaxserve.models.family import ModelFamily
+from jaxserve.models.global_attention import read_global_attention
 from jaxserve.models.hf_config import (
     COUNT,
     FULL,
@@ -99,44 +100,27 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
         qk_norm=True,
         query_scale=1.0,
         logit_soft_cap=values["final_logit_softcapping"],
-        global_attention=_global_attention(values, kinds),
+        global_attention=read_global_attention(values, kinds),
         num_shared_layers=values["num_kv_shared_layers"],
         shared_ffn_factor=2 if values["use_double_wide_mlp"] else 1,
         layer_inputs=LayerInputs(values["vocab_size_per_layer_input"], size) if size else None,
         experts=mixtures.read_experts(
-            {**config, "num_experts_per_tok": config.get("top_k_experts")},
+            config,
             size="moe_intermediate_size",
+            per_token="top_k_experts",
             activation=geglu,
             beside_mlp=True,
         )
         if values["enable_moe_block"]
         else None,
     )
+    if size and values["vocab_size_per_layer_input"] < arch.vocab_size:
+        raise ConfigError(
+            "vocab_size_per_layer_input must be at least vocab_size, as each token has an input of each layer, got "
+            f"{values['vocab_size_per_layer_input']} and {arch.vocab_size}"
+        )
     ropes_of_layers = tuple(ropes[kind] for kind in kinds)
     return dataclasses.replace(arch, ropes=ropes_of_layers, embed_scale=math.sqrt(arch.hidden_size))
-
-
-def _global_attention(values: Mapping[str, Any], kinds: list[str]) -> GlobalAttention:
-    """Read the heads of layers with full attention, by fields of their own or, in newer files, by layer."""
-    own = {"head_dim": values["head_dim"], "num_key_value_heads": values["num_key_value_heads"]}
-    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == FULL)
-    heads, tables = {**own, "head_dim": values["global_head_dim"]}, values["per_layer_config"]
-    if values["attention_k_eq_v"] and values["num_global_key_value_heads"]:
-        heads["num_key_value_heads"] = values["num_global_key_value_heads"]
-    if tables is not None:
-        by_number = {int(layer): table for layer, table in tables.items() if str(layer).isdigit()}
-        given = {layer: by_number.get(layer, {}) for layer in range(len(kinds))}
-        heads = {**own, **given[max(layers)]}
-        if any({**own, **table} != (heads if layer in layers else own) for layer, table in given.items()):
-            raise ConfigError(
-                f"per_layer_config must give all layers of full_attention the same {sorted(own)}, and nothing else, "
-                f"got {tables}"
-            )
-        read_fields(heads, dict.fromkeys(own, SIZE))
-    local, wide = (HeadVectors(each["num_key_value_heads"], each["head_dim"]) for each in (own, heads))
-    most = max(local.token_size, wide.token_size)
-    room = most // local.token_size, most // wide.token_size
-    return GlobalAttention(layers, wide, room, values["attention_k_eq_v"])
 
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:

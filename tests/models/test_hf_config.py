@@ -118,7 +118,11 @@ DENSE_UNSUPPORTED = [
     ("gemma4", {"per_layer_config": {"2": {"head_dim": 24}}}, ["full_attention", "head_dim", "24"]),
     ("gemma4", {"per_layer_config": {"2": {"head_dim": 24}, "4": {"head_dim": 24}}}, ["multiple", "32 and 48"]),
     ("gemma4", {"rope_parameters": {"full_attention": {}}}, ["sliding_attention"]),
-    ("gemma4_moe", {"top_k_experts": 7}, ["num_experts_per_tok", "7 and 6"]),
+    ("gemma4", {"per_layer_config": {"full_attention": {"head_dim": 24}}}, ["numbers of layers", "full_attention"]),
+    ("gemma4", {"per_layer_config": {"2": None}}, ["2", "None"]),
+    ("gemma4", {"per_layer_config": {"2": {"sliding_window": 8}, "4": {"sliding_window": 8}}}, ["nothing else"]),
+    ("gemma4", {"vocab_size_per_layer_input": 8}, ["vocab_size_per_layer_input", "vocab_size", "got 8 and"]),
+    ("gemma4_moe", {"top_k_experts": 7}, ["top_k_experts", "7 and 6"]),
 ]
 
 

@@ -267,6 +267,14 @@ def one_group(targets: list[str], **weights: Any) -> dict[str, Any]:
     return {**FP8.config, "config_groups": {"a": {"targets": targets, "weights": {**WEIGHTS, **weights}}}}
 
 
+@pytest.mark.parametrize("name", ["embed_tokens", "embed_tokens_per_layer", "layers.0.mlp.gate"])
+def test_tables_and_routers_are_not_linear(name: str) -> None:
+    schemes = read_schemes({"quantization_config": one_group(["Linear"])})
+    assert schemes is not None
+    assert schemes.of_tensor(f"model.{name}.weight") is None
+    assert schemes.of_tensor("model.layers.0.mlp.up_proj.weight") is not None
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes"}, r"quant_method .* compressed-tensors, fp8, .* got 'bitsandbytes'"),
     ({**FP8.config, "quantization_status": "frozen"}, "quantization_status .* got 'frozen'"),

@@ -18,7 +18,9 @@ Elements = Literal["int4", "int8", "e4m3", "e2m1"]
 Packing = Literal["plain", "nibbles", "words", "gptq", "awq"]
 Role = Literal["elements", "scale", "zero", "minimum", "order", "global_scale", "input_scale"]
 NIBBLES = ("int4", "e2m1")  # kinds of elements of four bits
-_CLASSES = dict.fromkeys(("embed_tokens", "embed_in", "wte", "wpe"), "Embedding")  # others are linear
+_CLASSES = dict.fromkeys(
+    ("embed_tokens", "embed_tokens_per_layer", "embed_in", "wte", "wpe"), "Embedding"
+)  # others are linear
 _CLASSES["conv1d"] = "Conv1d"
 _CLASSES |= dict.fromkeys(("gate", "router", "shared_expert_gate"), "Router")  # parts of experts, never quantised
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}

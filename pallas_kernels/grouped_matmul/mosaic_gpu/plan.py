@@ -26,6 +26,10 @@ class Sizes:
     outputs: int = 128
     stages: int = 8
 
+    def __post_init__(self) -> None:
+        if self.stages < 2:  # a block is free only once the next is multiplied
+            raise ValueError(f"stages must be at least 2, got {self.stages}")
+
 
 @dataclass(frozen=True)
 class Tiles:

@@ -57,8 +57,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, encode, values_of
 
-__all__ = ["LAYOUT", "SPLITS_PAGES", "interpreted", "supports", "write_and_attend"]
-__all__ = ["LAYOUT", "WANTS_OWN_TABLE", "interpreted", "supports", "write_and_attend"]
+__all__ = ["LAYOUT", "SPLITS_PAGES", "WANTS_OWN_TABLE", "interpreted", "supports", "write_and_attend"]
 
 POOL_DTYPES = ("bfloat16", "float16", *QUANTIZED_MAX)
 HEAD_DIMS = (32, 64, 96, 128, 256)
