@@ -1,13 +1,8 @@
-"""Tests of plans: those of accelerators with stubbed compiled steps, those of a CPU against its engine."""
+"""Memory of plans: those of accelerators with stubbed compiled steps, those of a CPU against its engine."""
 
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,100 +13,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxserve.planner
-from jaxserve import EngineConfig, cli
+from jaxserve import EngineConfig
 from jaxserve.engine.build import build_runners
 from jaxserve.engine.checkpoint import build_arch
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs import Programs
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes
-from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.planner.plan import Memory, Plan, make_plan, read_model
-from jaxserve.planner.program import Collective, StepCompiler, StepProgram, collectives, layer_collectives
 from jaxserve.planner.report import build_report, capacity_curve, render
-from jaxserve.planner.targets import Target, find_target, parse_target
-from jaxserve.schedule_config import MIN_FEW_TOKENS
+from jaxserve.planner.targets import Target, parse_target
 from tests.parameters import mainly
+from tests.planner.plans import (
+    DENSE_PARAMS,
+    DTYPES,
+    GPT_PARAMS,
+    GPUS,
+    PARAMS,
+    QUANTISED_PARAMS,
+    SUM_BYTES,
+    TPUS,
+    plan_of,
+    with_memory,
+)
 
-PARAMS = {  # millions of parameters, as published by the makers
-    "llama-3.1-8b": 8030,
-    "llama-3.1-70b": 70554,
-    "llama-3.1-405b": 405853,
-    "qwen3-32b": 32762,
-    "mistral-7b-v0.3": 7248,
-    "gemma-2-9b": 9242,
-    "gemma-3-27b": 27009,
-    "mixtral-8x7b": 46703,
-    "qwen3-30b-a3b": 30532,
-    "olmoe-1b-7b": 6919,
-    "deepseek-v2-lite": 15706,
-    "kimi-k2": 1026408,
-    "glm-4.7-flash": 29943,
-    "qwen3-next-80b-a3b": 79674,
-    "qwen3.5-9b": 8954,
-    "qwen3.5-27b": 26896,
-    "qwen3.5-35b-a3b": 34661,
-}
-QUANTISED_PARAMS = {"deepseek-v3": 671026, "gpt-oss-20b": 20910, "gpt-oss-120b": 116830}
-GPT_PARAMS = {"gpt2": 124.44, "gpt2-xl": 1557.6, "gpt-neo-125m": 125.2, "gpt-neo-2.7b": 2651.3}
-DENSE_PARAMS = {
-    "gemma-4-31b": 30700,
-    "gemma-4-26b-a4b": 25230,
-    "afm-4.5b": 4619,
-    "command-r": 34981,
-    "command-r7b": 8028,
-    "glm-4-9b": 9400,
-    "ministral-3-8b": 8490,
-    "olmo-2-7b": 7299,
-    "olmo-3-7b": 7298,
-    "phi-2": 2780,
-    "phi-4": 14659.5,
-    "phi-4-mini": 3836,
-    "pythia-6.9b": 6857,
-    "seed-oss-36b": 36151,
-    "smollm3-3b": 3075,
-    "starcoder2-7b": 7174,
-}
-DTYPES = {**dict.fromkeys(GPT_PARAMS, "float32"), **dict.fromkeys(["command-r", "phi-2", "pythia-6.9b"], "float16")}
-GPUS = [parse_target(name) for name in ("h200", "h200x2", "h200x4", "h200x8")]
-TPUS = [parse_target(name) for name in ("v5e:4x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")]
-SUM_BYTES = 2 * 4096 * 2  # bytes per token of the two all-reduces of a layer
-
-
-@pytest.fixture(autouse=True)
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stub compiled steps with 100 kB of temporaries per token and, on several chips, two all-reduces per layer."""
-
-    def step_program(num_tokens: int, num_devices: int) -> StepProgram:
-        sums = (Collective("all-reduce", 2, SUM_BYTES * num_tokens),) if num_devices > 1 else ()
-        return StepProgram(num_tokens, 100_000 * num_tokens, sums)
-
-    def step_programs(self: StepCompiler, arch: Any, buckets: Sequence[int]) -> list[StepProgram]:
-        return [step_program(num_tokens, self.target.num_devices) for num_tokens in buckets]
-
-    def compile_times(self: StepCompiler, arch: Any, max_steps: int) -> dict[str, float]:
-        multi_step = self.schedule.multi_step_buckets(max_steps)
-        return {
-            "set_slot": 1.5,
-            **{f"step {size}": 2.0 for size in self.schedule.buckets()},
-            f"multi-step {multi_step}": 3.0,
-        }
-
-    monkeypatch.setattr(StepCompiler, "step_programs", step_programs)
-    monkeypatch.setattr(StepCompiler, "compile_times", compile_times)
-    monkeypatch.setattr(Chip, "unavailable", lambda _: None)
-    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def plan_of(model: str, target: str | Target = "h200", **options: Any) -> Plan:
-    target = parse_target(target) if isinstance(target, str) else target
-    return make_plan(EngineConfig(model=model, tensor_parallel_size=target.num_devices, **options), target)
-
-
-def with_memory(target: Target, memory_bytes: int) -> Target:
-    assert target.sheet is not None
-    return dataclasses.replace(target, sheet=dataclasses.replace(target.sheet, memory_bytes=memory_bytes))
+pytestmark = pytest.mark.usefixtures("no_compiler")
 
 
 @pytest.mark.parametrize("name", [*PARAMS, *QUANTISED_PARAMS, *GPT_PARAMS, *DENSE_PARAMS])
@@ -364,86 +290,6 @@ def test_xla_takes_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
         plan_of("llama-3.1-8b")
 
 
-def test_a_decode_step_of_one_row_reads_all_weights_and_its_own_tokens() -> None:
-    plan = plan_of("llama-3.1-8b")
-    assert plan.speed is not None
-    embedding = 128256 * 4096 * 2
-    num_bytes = plan.memory.weights - embedding + MIN_FEW_TOKENS * 4096 * 2 + (1024 + 1) * 131072
-    assert plan.speed.step_ms[1] == pytest.approx(num_bytes / 4.8e12 * 1e3, rel=1e-6)
-
-
-def test_a_long_prompt_is_bound_by_its_products() -> None:
-    config = EngineConfig(model="llama-3.1-8b", max_num_batched_tokens=8192)
-    plan = make_plan(config, parse_target("h200"), prompt_tokens=8192)
-    assert plan.speed is not None
-    flops = 2 * 8192 * (8030e6 - 2 * 128256 * 4096) + 4 * 32 * 4096 * 8192 * 8193 / 2 + 2 * 256 * 128256 * 4096
-    assert plan.speed.ttft_ms == pytest.approx(flops / 989.5e12 * 1e3, rel=0.001)
-
-
-def test_chunks_of_a_prompt_take_no_less_than_the_whole() -> None:
-    ttfts = []
-    for budget in (512, 2048, 8192):
-        config = EngineConfig(model="llama-3.1-8b", max_num_batched_tokens=budget)
-        speed = make_plan(config, parse_target("h200"), prompt_tokens=8192).speed
-        assert speed is not None
-        ttfts.append(speed.ttft_ms)
-    assert ttfts == sorted(ttfts, reverse=True)
-
-
-def test_more_rows_take_longer_and_bring_more() -> None:
-    speed = plan_of("llama-3.1-8b", max_num_seqs=100).speed
-    assert speed is not None
-    assert list(speed.step_ms) == [1, 8, 32, 64, 100]
-    for figures in (speed.step_ms, speed.tokens_per_s):
-        assert list(figures.values()) == sorted(figures.values())
-
-
-def test_a_batch_that_is_asked_for_is_predicted() -> None:
-    target = parse_target("h200")
-    speed = make_plan(EngineConfig(model="llama-3.1-8b"), target, batch=48).speed
-    assert speed is not None
-    assert list(speed.step_ms) == [1, 8, 32, 48, 64, 128, 256]
-
-
-def test_a_chip_of_several_devices_is_told_whole() -> None:
-    """Two devices, each with half the memory, bandwidth and FLOP/s, equal one chip; there are no links between them."""
-    whole = plan_of("llama-3.1-8b", "h200x2", max_model_len=8192)
-    assert whole.target.sheet is not None
-    two = dataclasses.replace(
-        whole.target.sheet,
-        devices_per_chip=2,
-        memory_bytes=2 * whole.target.sheet.memory_bytes,
-        bytes_per_s=2 * whole.target.sheet.bytes_per_s,
-        flops_per_s={name: 2 * rate for name, rate in whole.target.sheet.flops_per_s.items()},
-    )
-    chip = plan_of("llama-3.1-8b", Target("both", "both", two), max_model_len=8192)
-    assert chip.memory == whole.memory.times(2)
-    assert (chip.memory.missing, chip.kv_tokens) == (2 * whole.memory.missing, whole.kv_tokens)
-    report, halves = build_report(chip), build_report(whole)
-    assert report["temp_bytes_per_chip"] == 2 * halves["temp_bytes_per_chip"]
-    assert report["num_devices"] == halves["num_devices"] == 2
-    assert chip.speed is not None
-    assert whole.speed is not None
-    assert chip.speed.step_ms[8] < whole.speed.step_ms[8]
-
-
-@pytest.mark.parametrize(
-    ("name", "num_links"), [("v5e:1x1", 0), ("v6e:2x4", 3), ("v5p:2x2x1", 2), ("v5p:4x4x4", 6), ("h200x8", 1)]
-)
-def test_links_go_in_the_directions_that_have_chips(name: str, num_links: int) -> None:
-    assert parse_target(name).num_links == num_links
-
-
-@pytest.mark.parametrize("target", ["h200x2", "v6e:2x2"])
-def test_int8_weights_are_a_byte_and_their_scales(target: str) -> None:
-    plain, narrow = (plan_of("llama-3.1-8b", target, max_model_len=8192, quantization=q) for q in (None, "int8"))
-    assert narrow.memory.weights == pytest.approx(plain.memory.weights / 2 * (1 + 4 / 64), rel=0.001)
-    assert narrow.kv_tokens > plain.kv_tokens
-    assert plain.speed is not None
-    assert narrow.speed is not None
-    assert narrow.speed.step_ms[1] < 0.6 * plain.speed.step_ms[1]
-
-
 def test_capacity_is_what_whole_pages_hold() -> None:
     plan = plan_of("llama-3.1-8b")
     for length in (1, 15, 16, 17, 1000, 100_000, 131_072):
@@ -457,191 +303,6 @@ def test_the_capacity_curve_ends_with_the_longest_request() -> None:
     assert list(curve) == [128, 256, 512, 1024, 2048, 4096, 5000]
     assert list(curve.values()) == sorted(curve.values(), reverse=True)
     assert curve[5000] == plan.num_requests
-
-
-def test_rows_that_do_not_fit_are_not_predicted() -> None:
-    config = EngineConfig(model="llama-3.1-8b")
-    plan = make_plan(config, parse_target("h200"), context_tokens=100_000)
-    assert plan.speed is not None
-    assert max(plan.speed.step_ms) == plan.memory.num_pages // (100_000 // 16) < 9
-
-
-def test_exchanges_take_their_time_on_the_links() -> None:
-    slow, fast = (
-        dataclasses.replace(
-            parse_target("h200x4"), sheet=dataclasses.replace(parse_target("h200x4").sheet, link_bytes_per_s=rate)
-        )
-        for rate in (1e9, math.inf)
-    )
-    times = [plan_of("llama-3.1-8b", target, max_model_len=8192).speed for target in (slow, fast)]
-    assert times[0] is not None
-    assert times[1] is not None
-    sent = 2 * 3 / 4 * SUM_BYTES * 32 * MIN_FEW_TOKENS  # ring of four, all-reduces of a layer, layers, padded rows
-    assert times[0].step_ms[8] - times[1].step_ms[8] == pytest.approx(sent / 1e9 * 1e3)
-
-
-HLO = """
-  %all-reduce-start.1 = bf16[2048,256]{1,0} all-reduce-start(%x), channel_id=1, to_apply=%add
-  %all-reduce-done.1 = bf16[2048,256]{1,0} all-reduce-done(%all-reduce-start.1)
-  %two = (f32[8]{0}, bf16[4,2]{1,0}) all-reduce(%x, %y), channel_id=2
-  %all-gather-start = ((f32[128]{0}, s32[128]{0}), (f32[256]{0}, s32[256]{0})) all-gather-start(%x, %y), channel_id=3
-  %gather = f8e4m3fn[16,4]{1,0} all-gather(%x), channel_id=4
-  %flags = pred[10]{0} all-to-all(%x), channel_id=5
-  %use = f32[] add(%all-reduce-done.1, %two), metadata={op_name="all-reduce(x)"}
-"""
-
-
-def test_exchanges_are_counted_by_their_results() -> None:
-    assert collectives(HLO) == (
-        Collective("all-gather", 2, 256 * 8 + 64),
-        Collective("all-reduce", 2, 2048 * 256 * 2 + 8 * 4 + 8 * 2),
-        Collective("all-to-all", 1, 10),
-    )
-
-
-LAYERS = """
-  %a = bf16[8,4]{1,0} all-reduce(%x), channel_id=1, metadata={op_name="jit(serve_step)/jit(block)/attention/psum"}
-  %b = bf16[8,4]{1,0} all-reduce(%x), channel_id=1, metadata={op_name="jit(serve_step)/jit(block)/mlp/psum"}
-  %c = bf16[8,4]{1,0} all-reduce(%x), channel_id=1, metadata={op_name="jit(serve_step)/embed/psum"}
-  %d = f32[8,4]{1,0} all-to-all(%x), channel_id=1, metadata={op_name="jit(serve_step)/sample/cond/all_to_all"}
-"""
-
-
-@pytest.mark.parametrize("num_copies", [1, 3])
-def test_exchanges_of_a_layer_are_those_in_its_scopes(num_copies: int) -> None:
-    assert layer_collectives(LAYERS * num_copies, num_copies) == (Collective("all-reduce", 2, 2 * 8 * 4 * 2),)
-
-
-def test_the_report_has_all_figures_and_survives_json() -> None:
-    keys = {"fits", "weights_bytes_per_chip", "temp_bytes_per_chip", "kv_bytes_per_chip", "kv_tokens"}
-    keys |= {"collectives_per_layer", "compile_s", "step_ms", "tokens_per_s", "ttft_ms", "missing_bytes_per_chip"}
-    shown = [build_report(plan) for plan in (plan_of("llama-3.1-8b", "h200x2"), plan_of("llama-3.1-405b"))]
-    shown.append(build_report(make_plan(EngineConfig(), parse_target("cpu"))))
-    for report in shown:
-        assert keys <= report.keys()
-        assert json.loads(json.dumps(report)).keys() == report.keys() == shown[0].keys()
-    fitting, too_large, cpu = shown
-    assert fitting["fits"]
-    assert not fitting["missing_bytes_per_chip"]
-    bucket = fitting["compiled_tokens"][1]
-    assert fitting["collectives_per_layer"] == [{"kind": "all-reduce", "count": 2, "num_bytes": SUM_BYTES * bucket}]
-    assert not too_large["fits"]
-    assert too_large["missing_bytes_per_chip"] > 700e9
-    assert too_large["ttft_ms"] is None
-    assert cpu["compile_s"] is None
-    assert too_large["compile_s"] is None
-
-
-def test_what_the_compiler_estimates_is_shown_where_it_does() -> None:
-    plan = plan_of("llama-3.1-8b", "v6e:1x1", max_model_len=8192)
-    assert plan.largest is not None
-    assert "estimate" not in render(plan)
-    told = dataclasses.replace(plan, largest=dataclasses.replace(plan.largest, estimate_ms=1.5))
-    assert "1.5 ms for 2048 tokens" in render(told)
-    assert build_report(told)["compiler_estimate_ms"] == [1.5, None]
-
-
-def test_all_programs_of_the_engine_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["plan", "--target", "v6e:1x1", "--model", "llama-3.1-8b", "--max-model-len", "8192", "--programs"]
-    assert cli.main([*options, "--json"]) == 0
-    programs = json.loads(capsys.readouterr().out)["programs"]
-    steps = (16, 64, 256, 384, 512, 768, 1024, 1536, 2048)
-    assert list(programs["seconds"]) == ["set_slot", *(f"step {size}" for size in steps), "multi-step (16,)"]
-    assert (programs["count"], programs["total_s"]) == (11, 1.5 + 9 * 2 + 3)
-    assert cli.main(options) == 0
-    shown = capsys.readouterr().out
-    assert "the engine has 11 programs there, which took 22 s to compile here" in shown
-    assert build_report(plan_of("llama-3.1-8b"))["programs"] is None
-
-
-def test_the_table_says_what_is_predicted() -> None:
-    assert "predicted, not measured" in render(plan_of("llama-3.1-8b"))
-    text = render(plan_of("llama-3.1-405b"))
-    assert "does not fit: each chip lacks" in text
-    assert "predicted" not in text
-    assert "predicted" not in render(make_plan(EngineConfig(), parse_target("cpu")))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--target", "h300"], "as v6e:2x4, got 'h300'"),
-        (["--target", "h200x9"], "h200x2 to h200x8"),
-        (["--target", "v6e:2x2x2"], "v6e must have chips in 2 directions, as v6e:2x2, got 'v6e:2x2x2'"),
-        (["--sweep", "cpu", "h300"], "as v6e:2x4, got 'h300'"),
-        (["--target", "cpu", "--prices", "x.toml"], "give --sweep, or drop --prices"),
-        (["--target", "cpu", "--programs"], "give it by --target, or drop --programs"),
-        (["--sweep", "cpu", "--programs"], "give it by --target, or drop --programs"),
-        (["--target", "cpu", "--attention-backend", "mosaic_tpu"], "it runs on TPUs only"),
-        (["--target", "cpu", "--multi-step", "0"], "multi_step must be"),
-        (["--target", "cpu", "--batch", "65"], "batch must be in [1, max_num_seqs], got 65 and 64"),
-        (["--target", "cpu", "--plot", "no/such/place.png"], "plot must be a file in a directory that exists"),
-        (["--target", "cpu", "--model", "llama-9"], "model must be a checkpoint directory, a config.json or one of"),
-        (["--target", "cpu", "--max-model-len", "99999"], "max_model_len must be at most"),
-        (["--target", "cpu", "--prompt-len", "0"], "prompt_len must be in [1, max_model_len], got 0 and 1024"),
-        (["--target", "cpu", "--context-len", "2000"], "context_len must be in [1, max_model_len], got 2000 and 1024"),
-        (["--target", "h200x8"], "tensor_parallel_size must divide num_attention_heads, got 8 and 4"),
-    ],
-)
-def test_what_cannot_be_planned_is_said_in_a_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["plan", *arguments]) == 2
-    shown = capsys.readouterr()
-    assert message in shown.err
-    assert shown.err.count("\n") == 1
-    assert not shown.out
-
-
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Chip, "unavailable", lambda _: "this is missing")
-    for name, package in (("h200", f"jax-cuda13-plugin=={jax.__version__}"), ("v6e:2x4", "libtpu")):
-        message = rf"to plan for {name}, .* but this is missing; .*: pip install --target '/a b' --no-deps .*{package}"
-        with pytest.raises(ConfigError, match=message):
-            find_target(name, Path("/a b"))
-    assert find_target("cpu", Path()) == parse_target("cpu")
-
-
-FIND_COMPILERS = """
-import sys
-from jaxserve.cli import main
-code = main(["plan", "--target", "h200", *sys.argv[1:]])
-import jax_plugins.xla_cuda13
-print(code, "nvidia.cu13" in sys.modules)
-"""
-
-
-@pytest.mark.skipif(bool(list(metadata.distributions(name="jax-cuda13-plugin"))), reason="a CUDA plugin is installed")
-@pytest.mark.parametrize("is_default", [True, False])
-def test_compilers_are_found_in_a_folder_of_their_own(is_default: bool, tmp_path: Path) -> None:
-    """A plugin of a wrong version is reported before jax loads it; compilers beside it are importable by jax."""
-    folder = tmp_path / "jaxserve" / "compilers" if is_default else tmp_path / "elsewhere"
-    for package in ("jax_plugins/xla_cuda13", "nvidia/cu13"):
-        (folder / package).mkdir(parents=True)
-        (folder / package / "__init__.py").touch()
-    (folder / "jax_cuda13_plugin-0.0.1.dist-info").mkdir()
-    (folder / "jax_cuda13_plugin-0.0.1.dist-info" / "METADATA").write_text("Name: jax-cuda13-plugin\nVersion: 0.0.1\n")
-    run = subprocess.run(
-        [sys.executable, "-c", FIND_COMPILERS, *([] if is_default else ["--compilers", str(folder)])],
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    assert run.stdout == "2 True\n"
-    assert f"must have the version of jax, {jax.__version__}, and 0.0.1 was found" in run.stderr
-    assert f"pip install --target {folder} --no-deps jax-cuda13-plugin=={jax.__version__}" in run.stderr
-
-
-@pytest.mark.parametrize("as_json", [False, True])
-def test_the_command_prints_the_plan(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--json"] if as_json else []
-    assert cli.main(["plan", "--target", "cpu", "--max-num-seqs", "4", *flags]) == 0
-    plan = make_plan(EngineConfig(max_num_seqs=4), parse_target("cpu"))
-    shown = capsys.readouterr().out
-    report = json.loads(json.dumps(build_report(plan)))
-    assert json.loads(shown) == report if as_json else shown == render(plan) + "\n"
 
 
 def test_sliding_windows_save_the_pages_behind_them(tmp_path: Path) -> None:

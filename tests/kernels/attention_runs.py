@@ -1,0 +1,96 @@
+"""Runs of ragged paged attention on any backend, and comparisons of their pools."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels.ragged_paged_attention import (
+    BACKENDS,
+    AttentionOptions,
+    QuantizedPages,
+    from_canonical,
+    ragged_paged_attention,
+    reference,
+    to_canonical,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, pool_error
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+
+OPTIONS = AttentionOptions(1.0)
+PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
+SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
+# The best instruction set serves; the others must be right as well, if there are any.
+OTHER_SETS = [f"native:{name}" for name in native.instruction_sets()[1:]] if "native" in SERVING else []
+WITH_SCALES = ("int8", "float8_e4m3fn")
+BY_NAME = {case.name: case for case in CASES}
+
+compiled = functools.partial(
+    jax.jit,
+    ragged_paged_attention,
+    static_argnames=("options", "backend"),
+    donate_argnames="kv_pages",
+)
+jitted = compiled()
+jitted_soon = compiled(compiler_options={"xla_backend_optimization_level": 0})  # compiles functions called only once
+
+# One program for each shape of a pool, which makes a copy that can be donated.
+in_one = functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+stored = in_one(lambda backend, pages: jax.tree.map(jnp.copy, from_canonical(backend, pages)))
+canonical = in_one(to_canonical)
+
+
+def run(case, arguments, backend, jitted=jitted):
+    """Return the output of all tokens and the pool in canonical layout.
+
+    Args:
+      case: case whose options are used.
+      arguments: arguments of the call.
+      backend: "reference", the name of a backend or "NAME:INSTRUCTION SET".
+      jitted: the jitted operation.
+    """
+    name, _, instruction_set = backend.partition(":")
+    if instruction_set:
+        with native.using(instruction_set):
+            return run(case, arguments, name, jitted)
+    if name == "reference":
+        out, pool = reference.write_and_attend(*arguments, case.options)
+    else:
+        pool = stored(name, arguments.kv_pages)
+        out, pool = jitted(arguments.inputs, pool, arguments.layer, case.options, backend=name)
+        pool = canonical(name, pool)
+    return np.asarray(out).astype(np.float32), jax.tree.map(np.asarray, pool)
+
+
+def live(case, out):
+    return out[: sum(case.q_lens)]
+
+
+def assert_same_pool(case, pool, expected):
+    """Check that pools are bit-identical, except for the rounding of rotated keys."""
+    if case.kv_dtype == "int4":
+        values = slice(1, None, 2)
+        np.testing.assert_array_equal(pool[..., values, :], expected[..., values, :])
+        assert pool_error(*map(jnp.asarray, (pool, expected))) <= case.pool_tolerance
+    elif isinstance(pool, QuantizedPages):
+        assert_same_heads(case, pool.values, expected.values, case.kv_dtype)
+        assert_same_heads(case, pool.scales, expected.scales, "bfloat16")
+    else:
+        assert_same_heads(case, pool, expected, case.kv_dtype)
+
+
+def assert_same_heads(case, pool, expected, dtype):
+    pool, expected = (np.asarray(x, np.float32).reshape(*x.shape[:4], -1) for x in (pool, expected))
+    keys, values = slice(None, None, 2), slice(1, None, 2)
+    rounding = {"rtol": 0, "atol": 0}
+    if case.has_rope:
+        rounding = {"rtol": 0, "atol": 1} if dtype == "int8" else {"rtol": float(jnp.finfo(dtype).eps), "atol": 1e-6}
+    np.testing.assert_allclose(pool[..., keys, :], expected[..., keys, :], **rounding)
+    np.testing.assert_array_equal(pool[..., values, :], expected[..., values, :])
+
+
+@functools.cache
+def expected_of(name):
+    return run(BY_NAME[name], BY_NAME[name].arguments(), "reference")

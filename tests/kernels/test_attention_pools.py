@@ -1,0 +1,154 @@
+"""Pools of attention: layouts, updates in place, and tokens that move."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
+from jaxserve.pallas_kernels.ragged_paged_attention import (
+    BACKENDS,
+    AttentionInputs,
+    AttentionOptions,
+    PoolDims,
+    QuantizedPages,
+    RaggedRows,
+    from_canonical,
+    move_tokens,
+    new_pages,
+    ragged_paged_attention,
+    select_backend,
+    to_canonical,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case
+from tests.kernels.attention_runs import SERVING
+from tests.parameters import seeds
+
+
+def compile_layers(backend, kv_dtype="float32", num_layers=3):
+    """Compile several layers over one donated pool; keys of a layer depend on the output of the layer before."""
+    T, R, M, Q, K, H, P, N = 32, 8, 64, 4, 2, 32, 16, 2048
+    sizes = {"num_layers": num_layers, "num_pages": N, "page_size": P, "num_kv_heads": K, "head_dim": H}
+    pool = jax.eval_shape(functools.partial(new_pages, backend, **sizes, dtype=kv_dtype))
+    options = AttentionOptions(H**-0.5)
+
+    def step(q, pool, rows):
+        for layer in range(num_layers):
+            inputs = AttentionInputs(q, q[:, :K], q[:, K:], rows)
+            out, pool = ragged_paged_attention(inputs, pool, layer, options, backend=backend)
+            q = q + out
+        return q, pool
+
+    def ints(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    rows = RaggedRows(ints(R), ints(R, M), ints(R + 1), ints())
+    q = jax.ShapeDtypeStruct((T, Q, H), jnp.float32)
+    return jax.jit(step, donate_argnums=1).lower(q, pool, rows).compile(), pool
+
+
+@pytest.mark.parametrize(("backend", "kv_dtype"), [*((name, "float32") for name in SERVING), (SERVING[0], "int8")])
+def test_donated_pool_is_updated_in_place(backend, kv_dtype):
+    compiled, pool = compile_layers(backend, kv_dtype)
+    leaves = jax.tree.leaves(pool)
+    pool_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < 2**20 < pool_bytes
+    for leaf in leaves:
+        shape = re.escape(f"[{','.join(map(str, leaf.shape))}]")
+        assert re.search(shape, compiled.as_text())
+        assert not re.search(rf"= [a-z0-9]+{shape}\S* (copy|transpose)\(", compiled.as_text())
+
+
+@pytest.mark.parametrize("backend", [name for name in SERVING if name == "native"])
+def test_slices_of_one_projection_reach_the_kernel_uncopied(backend):
+    case = Case("prefill", (512,), (512,), has_rope=True)
+    (inputs, kv_pages, layer), Q, K = case.arguments(), case.num_query_heads, case.num_kv_heads
+
+    def attend(qkv, kv_pages):
+        q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
+        return ragged_paged_attention(inputs._replace(q=q, k=k, v=v), kv_pages, layer, case.options, backend=backend)
+
+    qkv = jnp.concatenate([inputs.q, inputs.k, inputs.v], axis=1)
+    compiled = jax.jit(attend, donate_argnums=1).lower(qkv, from_canonical(backend, kv_pages)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < inputs.k.nbytes
+
+
+def test_xla_plans_the_rows_once_for_all_layers():
+    compiled, _ = compile_layers("xla")
+    assert len(re.findall(r" sort\(", compiled.as_text())) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_canonical_round_trip(backend):
+    canonical = CASES[0].arguments().kv_pages
+    pool = from_canonical(backend, canonical)
+    L, N, P, KV, H = canonical.shape
+    layout, dims = BACKENDS[backend].LAYOUT, PoolDims(L, N, P, KV // 2, H)
+    assert pool.shape == layout.kv_shape(dims)
+    assert layout.pool_dims(pool.shape) == dims
+    np.testing.assert_array_equal(to_canonical(backend, pool), canonical)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", seeds(1))
+def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, seed):
+    """Check any layout, with pages of 32 tokens, against loops over the canonical pool."""
+    rng = np.random.default_rng(seed)
+    L, N, P, K, H, R, M, T = 2, 13, 32, 2, 16, 3, 4, 23
+    values = rng.standard_normal((L, N, P, 2 * K, H), np.float32)
+    narrow = QuantizedPages((9 * values).astype(np.int8), values[..., 0].astype("bfloat16"))
+    pool = values if kv_dtype == "float32" else narrow
+    page_table, table_row = rng.permutation(N)[: R * M].reshape(R, M), rng.permutation(R)
+    first = rng.integers(0, M * P - T, R)
+    source = np.sort(rng.integers(0, T, (R, T)), axis=1)
+    source[0] = np.arange(T)
+
+    def expected(x):
+        x, old = x.copy(), x
+        for row, column in np.ndindex(R, T):
+            to, place = first[row] + column, first[row] + source[row, column]
+            pages = page_table[table_row[row]]
+            x[:, pages[to // P], to % P] = old[:, pages[place // P], place % P]
+        return x
+
+    def move(kv_pages):
+        rows = (jnp.asarray(x, jnp.int32) for x in (page_table, table_row, first, source))
+        moved = move_tokens(backend, from_canonical(backend, jax.tree.map(jnp.asarray, kv_pages)), *rows)
+        return to_canonical(backend, moved)
+
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(move)(pool), jax.tree.map(expected, pool))
+
+
+@pytest.mark.parametrize("backend", ["native", "xla"])
+def test_pages_for_larger_heads_are_several_of_smaller_ones(backend):
+    """Two layers of one head of 8 take the pages of one layer of two heads of 8, each its own half of every page."""
+    sizes = {"num_query_heads": 2, "num_kv_heads": 1, "head_dim": 8, "page_size": 4, "kv_dtype": "float32"}
+    try:
+        select_backend(backend, **sizes)
+    except UnsupportedBackendError as reason:
+        pytest.skip(str(reason))
+    rng, T = np.random.default_rng(0), 6
+    q, k, v = (jnp.asarray(rng.normal(size=(T, n, 8)), jnp.float32) for n in (2, 1, 1))
+    table = jnp.array([[4, 1], [2, 0]], jnp.int32)
+    rows = RaggedRows(jnp.array([6, 2]), table, jnp.array([0, 4, 6]), jnp.int32(2))
+    pool = jnp.asarray(rng.normal(size=(1, 5, 4, 4, 8)), jnp.float32)  # [L, N, 2K, P, H] of K = 2
+    for part in range(2):
+        inputs = AttentionInputs(q, k, v, rows._replace(page_table=2 * table + part))
+        own = pool.reshape(1, 10, 2, 4, 8)
+        options = AttentionOptions(0.3)
+        expected, written = jax.jit(
+            functools.partial(ragged_paged_attention, layer=0, options=options, backend=backend)
+        )(inputs, own)
+        out, pool = jax.jit(
+            functools.partial(ragged_paged_attention, layer=0, options=options, num_parts=2, backend=backend)
+        )(inputs, pool)
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(pool.reshape(own.shape), written)
+    with pytest.raises(ValueError, match="a page of 2 kv heads of 8 must be 3 pages of other heads, got 1 of 8"):
+        ragged_paged_attention(inputs, pool, 0, options, num_parts=3, backend=backend)

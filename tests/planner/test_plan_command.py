@@ -1,0 +1,154 @@
+"""The report of a plan, and the command that prints it."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxserve import EngineConfig, cli
+from jaxserve.errors import ConfigError
+from jaxserve.pallas_kernels.deviceless import Chip
+from jaxserve.planner.plan import make_plan
+from jaxserve.planner.report import build_report, render
+from jaxserve.planner.targets import find_target, parse_target
+from tests.planner.plans import SUM_BYTES, plan_of
+
+pytestmark = pytest.mark.usefixtures("no_compiler")
+
+
+def test_the_report_has_all_figures_and_survives_json() -> None:
+    keys = {"fits", "weights_bytes_per_chip", "temp_bytes_per_chip", "kv_bytes_per_chip", "kv_tokens"}
+    keys |= {"collectives_per_layer", "compile_s", "step_ms", "tokens_per_s", "ttft_ms", "missing_bytes_per_chip"}
+    shown = [build_report(plan) for plan in (plan_of("llama-3.1-8b", "h200x2"), plan_of("llama-3.1-405b"))]
+    shown.append(build_report(make_plan(EngineConfig(), parse_target("cpu"))))
+    for report in shown:
+        assert keys <= report.keys()
+        assert json.loads(json.dumps(report)).keys() == report.keys() == shown[0].keys()
+    fitting, too_large, cpu = shown
+    assert fitting["fits"]
+    assert not fitting["missing_bytes_per_chip"]
+    bucket = fitting["compiled_tokens"][1]
+    assert fitting["collectives_per_layer"] == [{"kind": "all-reduce", "count": 2, "num_bytes": SUM_BYTES * bucket}]
+    assert not too_large["fits"]
+    assert too_large["missing_bytes_per_chip"] > 700e9
+    assert too_large["ttft_ms"] is None
+    assert cpu["compile_s"] is None
+    assert too_large["compile_s"] is None
+
+
+def test_what_the_compiler_estimates_is_shown_where_it_does() -> None:
+    plan = plan_of("llama-3.1-8b", "v6e:1x1", max_model_len=8192)
+    assert plan.largest is not None
+    assert "estimate" not in render(plan)
+    told = dataclasses.replace(plan, largest=dataclasses.replace(plan.largest, estimate_ms=1.5))
+    assert "1.5 ms for 2048 tokens" in render(told)
+    assert build_report(told)["compiler_estimate_ms"] == [1.5, None]
+
+
+def test_all_programs_of_the_engine_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["plan", "--target", "v6e:1x1", "--model", "llama-3.1-8b", "--max-model-len", "8192", "--programs"]
+    assert cli.main([*options, "--json"]) == 0
+    programs = json.loads(capsys.readouterr().out)["programs"]
+    steps = (16, 64, 256, 384, 512, 768, 1024, 1536, 2048)
+    assert list(programs["seconds"]) == ["set_slot", *(f"step {size}" for size in steps), "multi-step (16,)"]
+    assert (programs["count"], programs["total_s"]) == (11, 1.5 + 9 * 2 + 3)
+    assert cli.main(options) == 0
+    shown = capsys.readouterr().out
+    assert "the engine has 11 programs there, which took 22 s to compile here" in shown
+    assert build_report(plan_of("llama-3.1-8b"))["programs"] is None
+
+
+def test_the_table_says_what_is_predicted() -> None:
+    assert "predicted, not measured" in render(plan_of("llama-3.1-8b"))
+    text = render(plan_of("llama-3.1-405b"))
+    assert "does not fit: each chip lacks" in text
+    assert "predicted" not in text
+    assert "predicted" not in render(make_plan(EngineConfig(), parse_target("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "h300"], "as v6e:2x4, got 'h300'"),
+        (["--target", "h200x9"], "h200x2 to h200x8"),
+        (["--target", "v6e:2x2x2"], "v6e must have chips in 2 directions, as v6e:2x2, got 'v6e:2x2x2'"),
+        (["--sweep", "cpu", "h300"], "as v6e:2x4, got 'h300'"),
+        (["--target", "cpu", "--prices", "x.toml"], "give --sweep, or drop --prices"),
+        (["--target", "cpu", "--programs"], "give it by --target, or drop --programs"),
+        (["--sweep", "cpu", "--programs"], "give it by --target, or drop --programs"),
+        (["--target", "cpu", "--attention-backend", "mosaic_tpu"], "it runs on TPUs only"),
+        (["--target", "cpu", "--multi-step", "0"], "multi_step must be"),
+        (["--target", "cpu", "--batch", "65"], "batch must be in [1, max_num_seqs], got 65 and 64"),
+        (["--target", "cpu", "--plot", "no/such/place.png"], "plot must be a file in a directory that exists"),
+        (["--target", "cpu", "--model", "llama-9"], "model must be a checkpoint directory, a config.json or one of"),
+        (["--target", "cpu", "--max-model-len", "99999"], "max_model_len must be at most"),
+        (["--target", "cpu", "--prompt-len", "0"], "prompt_len must be in [1, max_model_len], got 0 and 1024"),
+        (["--target", "cpu", "--context-len", "2000"], "context_len must be in [1, max_model_len], got 2000 and 1024"),
+        (["--target", "h200x8"], "tensor_parallel_size must divide num_attention_heads, got 8 and 4"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chip, "unavailable", lambda _: "this is missing")
+    for name, package in (("h200", f"jax-cuda13-plugin=={jax.__version__}"), ("v6e:2x4", "libtpu")):
+        message = rf"to plan for {name}, .* but this is missing; .*: pip install --target '/a b' --no-deps .*{package}"
+        with pytest.raises(ConfigError, match=message):
+            find_target(name, Path("/a b"))
+    assert find_target("cpu", Path()) == parse_target("cpu")
+
+
+FIND_COMPILERS = """
+import sys
+from jaxserve.cli import main
+code = main(["plan", "--target", "h200", *sys.argv[1:]])
+import jax_plugins.xla_cuda13
+print(code, "nvidia.cu13" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(bool(list(metadata.distributions(name="jax-cuda13-plugin"))), reason="a CUDA plugin is installed")
+@pytest.mark.parametrize("is_default", [True, False])
+def test_compilers_are_found_in_a_folder_of_their_own(is_default: bool, tmp_path: Path) -> None:
+    """A plugin of a wrong version is reported before jax loads it; compilers beside it are importable by jax."""
+    folder = tmp_path / "jaxserve" / "compilers" if is_default else tmp_path / "elsewhere"
+    for package in ("jax_plugins/xla_cuda13", "nvidia/cu13"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").touch()
+    (folder / "jax_cuda13_plugin-0.0.1.dist-info").mkdir()
+    (folder / "jax_cuda13_plugin-0.0.1.dist-info" / "METADATA").write_text("Name: jax-cuda13-plugin\nVersion: 0.0.1\n")
+    run = subprocess.run(
+        [sys.executable, "-c", FIND_COMPILERS, *([] if is_default else ["--compilers", str(folder)])],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stdout == "2 True\n"
+    assert f"must have the version of jax, {jax.__version__}, and 0.0.1 was found" in run.stderr
+    assert f"pip install --target {folder} --no-deps jax-cuda13-plugin=={jax.__version__}" in run.stderr
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_prints_the_plan(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--json"] if as_json else []
+    assert cli.main(["plan", "--target", "cpu", "--max-num-seqs", "4", *flags]) == 0
+    plan = make_plan(EngineConfig(max_num_seqs=4), parse_target("cpu"))
+    shown = capsys.readouterr().out
+    report = json.loads(json.dumps(build_report(plan)))
+    assert json.loads(shown) == report if as_json else shown == render(plan) + "\n"
