@@ -1,9 +1,8 @@
 """Layouts of what the device needs of a step, on the host and on the device.
 
-All of it travels as one int32 blob: which slots take part, how many tokens each computes, prompt
-ids, and the pages that rows got. All else lies on the device by slot. `BlobLayout` says where each field lies; the host
-writes through numpy views, the device reads through slices of the same layout. The size of a blob does not depend on
-max_model_len.
+All of it travels as one int32 blob: which slots take part, how many tokens each computes, prompt ids, and the pages
+that rows got. All else lies on the device by slot. `BlobLayout` says where each field lies; the host writes through
+numpy views, the device reads through slices of the same layout. The size of a blob does not depend on max_model_len.
 
 Masks of rows with a constraint travel in blobs of their own, `MaskLayout`, where they differ from what the slot has.
 

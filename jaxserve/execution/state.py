@@ -32,8 +32,8 @@ from jaxserve.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES,
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.sharding import joined, tensor_size
 
-# Options of reads and writes by slot, row or token: indices out of range are padding. None counts from the end, for
-# which XLA would compare and add in every step.
+# Options of reads and writes by slot, row or token in every step: indices out of range are padding, and none is
+# negative, for which XLA would compare and add.
 CLIPPED: dict[str, Any] = {"mode": "clip", "wrap_negative_indices": False}
 DROPPED: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
 MANY = 1024  # factor on heads or tokens with which they take more room, however they are padded

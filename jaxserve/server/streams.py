@@ -5,8 +5,8 @@ once, however many requests have news by then: to wake it takes longer than all 
 that wakes it writes to all connections; the tasks of the requests sleep until their replies are through.
 
 Writing to many connections takes processor time that the engine's own threads need. Where it would take more than a
-small share of all time, as of many streams of a fast model, parts wait, and what comes meanwhile goes with them. The
-first part of a reply and its end never wait.
+small share of all time, as of many streams of a fast model, parts wait for some milliseconds, and what comes meanwhile
+goes with them. The first news of a request and its end never wait.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MOST_WRITING = 1 / 20  # share of the time in which parts of streams are written, but for first and last ones
-LONGEST_WAIT_S = 0.03  # time that parts wait for that at most
+LONGEST_WAIT_S = 0.03  # time that parts wait for that at most, however long writing takes
 Write = Callable[[int, Sequence[Increment]], bool]
 
 

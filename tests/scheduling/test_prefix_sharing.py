@@ -71,23 +71,38 @@ def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them(n
     assert starts(loop.plans[-1]) == {"c": (12, 1)}  # found in "b", which started after the reset
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(("slot", "depth"), [(0, 0), (0, 1), (1, 0), (3, 1), (7, 1)])
 @pytest.mark.parametrize("num_prompt", [3, 60, 64, 70])
-def test_outputs_are_found_up_to_64_tokens_late_and_whole_when_their_request_has_ended(num_prompt, depth):
-    loop = Loop(make_scheduler(num_pages=256, max_model_len=256), depth)
+def test_outputs_are_found_up_to_64_tokens_late_and_whole_when_their_request_has_ended(num_prompt, slot, depth):
+    loop = Loop(make_scheduler(9, num_pages=1024), depth)
     running = make_request("a", range(num_prompt), 180)
+    loop.add(*(make_request(str(i), [90 + i], 230) for i in range(slot))).step()
     loop.add(running)
     while running.num_known_tokens < 150:
         loop.step()
     meanwhile = make_request("b", running.tokens(0, 150), 1)
     loop.add(meanwhile).step()
-    assert 128 <= meanwhile.num_cached_tokens < 149
+    assert running.slot == slot
+    assert 149 - 64 <= meanwhile.num_cached_tokens < 149
     num_known = running.num_known_tokens
     loop.scheduler.finish("a", FinishReason.ABORT)
     afterwards = make_request("c", running.tokens(0, num_known), 1)
     loop.add(afterwards).drain()
     assert afterwards.num_cached_tokens == (num_known - 1) // 4 * 4
     loop.scheduler.check_integrity()
+
+
+def test_outputs_of_rows_that_began_together_are_registered_in_turn():
+    loop = Loop(make_scheduler(16, num_pages=1024))
+    rows = [make_request(str(i), [90 + i], 230) for i in range(16)]
+    loop.add(*rows)
+    registered = []
+    for _ in range(129):
+        before = [row.num_registered_columns for row in rows]
+        loop.step()
+        registered.append(sum(row.num_registered_columns > n for row, n in zip(rows, before, strict=True)))
+    assert sum(row.num_registered_columns for row in rows) > 16 * 16
+    assert max(registered) == 1
 
 
 def test_pages_that_appended_tokens_fill_are_found():
