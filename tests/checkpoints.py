@@ -177,7 +177,7 @@ _HYBRID_SIZES = {
     "linear_key_head_dim": 12,
     "linear_value_head_dim": 10,
 }
-_GEMMA4_SIZES = {"head_dim": 16, "sliding_window": 9, "vocab_size_per_layer_input": 131}
+_GEMMA4_SIZES = {"head_dim": 16, "sliding_window": 9}
 _SHARED_EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
@@ -267,6 +267,8 @@ _WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more tha
 def build_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     """Return a tiny config of `family`: two layers, 131 tokens; `overrides` by Llama's names of fields, or its own."""
     fields = {**_SIZES, **_FAMILY_SIZES[family], **overrides}
+    if family.startswith("gemma4"):
+        fields.setdefault("vocab_size_per_layer_input", fields["vocab_size"])
     if (rope := fields.get("rope_parameters")) is LONGROPE:
         fields["rope_parameters"] = rope | _longrope(_head_dim(family, fields), rope, random.Random(0))
     own = {"num_key_value_heads": fields["num_attention_heads"]} if family in LATENT else {}

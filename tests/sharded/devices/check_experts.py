@@ -56,7 +56,7 @@ def split_logits(path: Path, token_ids: np.ndarray, num_shards: int, **form: Any
     local, mesh = arch.local(DEVICES), tensor_mesh(DEVICES, num_expert_shards=num_shards)
 
     def run(params: Any, token_ids: jax.Array) -> jax.Array:
-        hidden, _ = decoder.forward(params, local, token_ids, jnp.arange(len(token_ids)), attend, jnp.int32(0))
+        hidden, _ = decoder.forward(params, local, token_ids, jnp.arange(len(token_ids)), attend, (jnp.int32(0), {}))
         return decoder.compute_logits(params, local, hidden)
 
     assert mesh is not None

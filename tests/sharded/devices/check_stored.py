@@ -43,7 +43,7 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, native: bool = Fa
 
     def run(params: dict, token_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(len(token_ids))
-        hidden, _ = decoder.forward(params, arch.local(n), token_ids, positions, attend, jnp.int32(0))
+        hidden, _ = decoder.forward(params, arch.local(n), token_ids, positions, attend, (jnp.int32(0), {}))
         return decoder.compute_logits(params, arch.local(n), hidden)
 
     ids = jax.device_put(token_ids, named_sharding(mesh, ()))
