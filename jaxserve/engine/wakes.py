@@ -7,7 +7,7 @@ from jaxserve.engine.frontend import Listener
 from jaxserve.engine.outputs import RequestGroup
 
 WAKE_S = 2e-3  # time between two wakes, some twenty times as long as one takes
-MAX_BURST = 8  # threads woken at once; more would keep the engine's own threads from the interpreter
+MAX_AT_ONCE = 8  # threads woken at once; more would keep the engine's own threads from the interpreter
 
 
 class Wakes:
@@ -41,15 +41,15 @@ class Wakes:
         """Wake the threads whose turn it is, or all for the last time.
 
         Returns:
-            Seconds until a whole burst is due, unless the next step comes sooner; None where nobody waits for it. A
-            look for each single wake would cost about as much as the wake.
+            Seconds until MAX_AT_ONCE wakes are due, unless the next step comes sooner; None where nobody waits for it.
+            A look for each single wake would cost about as much as the wake.
         """
         now_s = time.monotonic()
-        self._due_s = max(self._due_s, now_s - (MAX_BURST - 1) * WAKE_S)
+        self._due_s = max(self._due_s, now_s - (MAX_AT_ONCE - 1) * WAKE_S)
         while self._asleep and (is_last or self._due_s <= now_s):
             news = next(iter(self._asleep))
             del self._asleep[news]
             self._due_s += 0 if is_last else WAKE_S
             if news.empty():
                 news.put(None)
-        return self._due_s + (MAX_BURST - 1) * WAKE_S - now_s if self._asleep else None
+        return self._due_s + (MAX_AT_ONCE - 1) * WAKE_S - now_s if self._asleep else None

@@ -40,9 +40,9 @@ __all__ = [
     "unsplit",
 ]
 
-# A parameter tree is {"embed", "layers": [{...}] or ScannedLayers, "final_norm", "lm_head" unless tied}, with the table
-# of learned positions and "lm_head_bias" where a model has one, and the table and the matrix of what layers
-# read besides. A norm is an array, or a tree of weight and bias.
+# A parameter tree is {"embed", "layers": [{...}] or ScannedLayers, "final_norm", "lm_head" unless tied}. Some models
+# add "lm_head_bias", POSITION_EMBED with learned positions, or LAYER_EMBED and LAYER_PROJECTION with the table and the
+# matrix that make per-layer inputs. A norm is an array, or a tree of weight and bias.
 POSITION_EMBED, LAYER_EMBED, LAYER_PROJECTION = "position_embed", "layer_embed", "layer_projection"
 EXPERT_MATRICES = ("experts_gate_up", "experts_down")  # matrices of all experts of a layer, one after the other
 

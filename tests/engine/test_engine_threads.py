@@ -314,21 +314,21 @@ def test_an_engine_that_cannot_end_its_requests_is_freed_all_the_same(monkeypatc
 
 
 def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that come too early for their threads to be woken reach them with a later step, or when a burst is due."""
+    """Tokens that come too early for their threads to be woken reach them with a later step, or when many are due."""
     now_s = [100.0]
     monkeypatch.setattr(wakes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     group = new_llm().engine.frontend.prepare("a", [1, 2], PARAMS)
-    waking, many = wakes.Wakes(), [SimpleQueue[None]() for _ in range(wakes.MAX_BURST + 2)]
+    waking, many = wakes.Wakes(), [SimpleQueue[None]() for _ in range(wakes.MAX_AT_ONCE + 2)]
     assert waking.wake() is None, "nobody waits"
     listeners = [waking.listener(news) for news in many]
     for listener, news in zip(listeners, many, strict=True):
         listener(group)
         news.get_nowait()  # the first news come at once
         listener(group)
-    for num_woken, passed_s in ((wakes.MAX_BURST, 0.0), (wakes.MAX_BURST + 1, wakes.WAKE_S)):
+    for num_woken, passed_s in ((wakes.MAX_AT_ONCE, 0.0), (wakes.MAX_AT_ONCE + 1, wakes.WAKE_S)):
         now_s[0] += passed_s
         left_s = waking.wake()
-        assert left_s == pytest.approx(wakes.MAX_BURST * wakes.WAKE_S)
+        assert left_s == pytest.approx(wakes.MAX_AT_ONCE * wakes.WAKE_S)
         assert [news.qsize() for news in many] == [1] * num_woken + [0] * (len(many) - num_woken)
     now_s[0] += left_s
     assert waking.wake() is None

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
     AttentionInputs,
@@ -20,7 +19,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     move_tokens,
     new_pages,
     ragged_paged_attention,
-    select_backend,
     to_canonical,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case
@@ -125,14 +123,9 @@ def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, 
     jax.tree.map(np.testing.assert_array_equal, jax.jit(move)(pool), jax.tree.map(expected, pool))
 
 
-@pytest.mark.parametrize("backend", ["native", "xla"])
+@pytest.mark.parametrize("backend", SERVING)
 def test_pages_for_larger_heads_are_several_of_smaller_ones(backend):
     """Two layers of one head of 8 take the pages of one layer of two heads of 8, each its own half of every page."""
-    sizes = {"num_query_heads": 2, "num_kv_heads": 1, "head_dim": 8, "page_size": 4, "kv_dtype": "float32"}
-    try:
-        select_backend(backend, **sizes)
-    except UnsupportedBackendError as reason:
-        pytest.skip(str(reason))
     rng, T = np.random.default_rng(0), 6
     q, k, v = (jnp.asarray(rng.normal(size=(T, n, 8)), jnp.float32) for n in (2, 1, 1))
     table = jnp.array([[4, 1], [2, 0]], jnp.int32)
