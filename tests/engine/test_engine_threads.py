@@ -317,6 +317,7 @@ def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatc
     """Tokens that come too early for their threads to be woken reach them with a later step, or when many are due."""
     now_s = [100.0]
     monkeypatch.setattr(wakes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(wakes, "WAKE_S", 2**-8)  # sums of it are exact
     group = new_llm().engine.frontend.prepare("a", [1, 2], PARAMS)
     waking, many = wakes.Wakes(), [SimpleQueue[None]() for _ in range(wakes.MAX_AT_ONCE + 2)]
     assert waking.wake() is None, "nobody waits"
