@@ -3,16 +3,18 @@
     python scripts/bench_server.py --concurrency 64 --rounds 5
 
 The three ways take turns, after one round of each that does not count; every round has prompts of its own. The client
-is a process of its own that only counts bytes, so that it costs little. Prints one JSON line: output tokens per second
-of each way, the ratio to `generate` of each round, the steps of the engine, and the processor time of the server for
-each streamed token: what the server's process takes beyond what `generate` takes for as many tokens, and what the
-thread of its event loop takes, which other work on the machine disturbs less.
+is a process of its own that keeps a connection for each request of a round and only counts bytes, so that it costs
+little. Prints one JSON line: output tokens per second of each way, the ratio to `generate` of each round, the steps of
+the engine, and the processor time of the server for each streamed token: what the server's process takes beyond what
+`generate` takes for as many tokens, and what the thread of its event loop takes, which other work on the machine
+disturbs less.
 """
 
 import argparse
 import asyncio
 import json
 import multiprocessing
+import re
 import resource
 import statistics
 import threading
@@ -40,31 +42,33 @@ def prompts(vocab_size: int, count: int, length: int, seed: int) -> list[list[in
     return ids
 
 
-async def fetch(port: int, body: bytes) -> int:
-    """Send a request and count the bytes of the reply."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
-    writer.write(head.encode() + body)
-    num_bytes = 0
-    first = b""
-    while data := await reader.read(2**16):
-        first = first or data
+async def fetch(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes) -> int:
+    """Send a request over an open connection and count the bytes of the reply, up to its end."""
+    writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200"), head
+    if (length := re.search(rb"content-length: (\d+)", head)) is not None:
+        return len(await reader.readexactly(int(length[1])))
+    num_bytes, end = 0, b""
+    while end != b"0\r\n\r\n":  # the last chunk
+        data = await reader.read(2**16)
+        assert data, "the server has closed the connection"
         num_bytes += len(data)
-    writer.close()
-    assert first.startswith(b"HTTP/1.1 200"), first[:400]
+        end = (end + data[-5:])[-5:]
     return num_bytes
 
 
 def client(pipe: Connection) -> None:
-    """Run rounds of requests as they come through the pipe."""
+    """Run rounds of requests as they come through the pipe, each request over a connection that stays open."""
 
-    async def run(port: int, bodies: list[bytes]) -> None:
-        await asyncio.gather(*(fetch(port, body) for body in bodies))
+    async def run(port: int, count: int) -> None:
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+        while (bodies := pipe.recv()) is not None:
+            started = time.perf_counter()
+            await asyncio.gather(*(fetch(*each, body) for each, body in zip(connections, bodies, strict=True)))
+            pipe.send(time.perf_counter() - started)
 
-    while (job := pipe.recv()) is not None:
-        started = time.perf_counter()
-        asyncio.run(run(*job))
-        pipe.send(time.perf_counter() - started)
+    asyncio.run(run(*pipe.recv()))
 
 
 def cpu_s() -> float:
@@ -96,7 +100,7 @@ class Meter:
         return values
 
 
-def run_rounds(args: argparse.Namespace, llm: LLM, engine: Engine, meter: Meter, port: int, pipe: Connection) -> None:
+def run_rounds(args: argparse.Namespace, llm: LLM, engine: Engine, meter: Meter, pipe: Connection) -> None:
     """Run all rounds, of which the first does not count."""
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": args.output_tokens, "ignore_eos": True}
     for index in range(args.rounds + 1):
@@ -108,7 +112,7 @@ def run_rounds(args: argparse.Namespace, llm: LLM, engine: Engine, meter: Meter,
                 llm.generate(ids, SamplingParams(**sampling), use_tqdm=False)
             else:
                 body = sampling | {"stream": way == "streamed"}
-                pipe.send((port, [json.dumps(body | {"prompt": each}).encode() for each in ids]))
+                pipe.send([json.dumps(body | {"prompt": each}).encode() for each in ids])
                 before[0] = time.perf_counter()
                 assert pipe.recv()
             if index:
@@ -138,7 +142,8 @@ def main() -> None:
         thread.start()
         started.wait()
         meter = Meter(thread)
-        run_rounds(args, llm, engine, meter, sock.getsockname()[1], ours)
+        ours.send((sock.getsockname()[1], args.concurrency))
+        run_rounds(args, llm, engine, meter, ours)
         num_wakes = app.service.streams.num_wakes
         server.handle_exit(15, None)
         thread.join()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_WRITING = 1 / 20  # share of the time in which parts of streams are written, but for first and last ones
+MOST_WRITING = 1 / 30  # share of the time in which parts of streams are written, but for first and last ones
 LONGEST_WAIT_S = 0.03  # time that parts wait for that at most, however long writing takes
 Write = Callable[[int, Sequence[Increment]], bool]
 
