@@ -200,7 +200,7 @@ def search(
     if concurrency_limit is not None and not _is_positive_int(concurrency_limit):
         raise RequestError(f"concurrency_limit must be a positive integer or None, got {brief(concurrency_limit)}")
     params = dataclasses.replace(params)  # checked anew, as the caller may have changed them
-    eos_ids = frozenset[int]() if params.ignore_eos else engine.frontend.eos_ids
+    eos_ids = frozenset[int]() if params.ignore_eos else engine.reader.eos_ids
     num_logprobs, most = num_candidates(params.beam_width, eos_ids), engine.config.max_logprobs
     if 0 <= most < num_logprobs:
         raise RequestError(

@@ -81,11 +81,11 @@ class Calls:
     ) -> list[RequestGroup]:
         """Prepare requests; RequestError names the prompt that cannot be served, and then none is queued."""
         self._engine.devices.check_serve()
-        prepare = partial(self._engine.frontend.prepare, shares_last_page=shares_last_page)
+        read = partial(self._engine.reader.read, shares_last_page=shares_last_page)
         groups = []
         for index, (prompt, p, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             try:
-                groups.append(prepare(str(next(self._ids)), prompt, p, priority=priority))
+                groups.append(read(str(next(self._ids)), prompt, p, priority=priority))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         return groups

@@ -23,6 +23,7 @@ from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.parameters import Weights
 from jaxserve.engine.prompt import Prompt
 from jaxserve.engine.replica import Replica
+from jaxserve.engine.request_reader import RequestReader
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.batch import MAX_EOS_IDS
 from jaxserve.execution.executor import Executor
@@ -45,7 +46,8 @@ class Engine:
     Attributes:
         config: configuration of the engine.
         arch: sizes of the model.
-        frontend: way from prompts to requests, and from deltas to outputs.
+        reader: way from what users ask for to requests, for any thread.
+        frontend: way from requests to events, and from deltas to outputs.
         core: the replicas and their inputs.
         devices: weights and memory of all replicas.
         peers: the other processes of the run; None if there are none.
@@ -81,21 +83,19 @@ class Engine:
             for each, record in zip(executors, records, strict=True)
         ]
         self.core = EngineCore(replicas, step_ahead=config.step_ahead, on_failure=partial(fail_others, self.peers))
-        self.frontend = Frontend(
+        self.reader = RequestReader(
             config,
             self.schedule,
             self.tokenizer,
             vocab_size=self.arch.vocab_size,
             max_position=self.arch.max_position,
             hidden_size=self.arch.hidden_size,
-            pooler=self.arch.pooler,
             eos_ids=eos_ids,
-            inbox=self.core.inbox,
-            outbox=self.core.outbox,
             check_fits=replicas[0].scheduler.check_fits,
-            stats=self.stats,
+            pooler=self.arch.pooler,
             is_lock_step=self.peers is not None,
         )
+        self.frontend = Frontend(self.core.inbox, self.core.outbox, self.stats, self.arch.pooler)
         self._progressed: dict[str, RequestGroup] = {}  # requests that were added by hand
         self._until_idle: Callable[[], Callable[[], None] | None] = lambda: None
 
@@ -130,7 +130,7 @@ class Engine:
             until_idle()
         self.devices.check_serve()
         params = params or self.default_params
-        group = self.frontend.prepare(request_id, prompt, params, cache_salt, tenant, priority)
+        group = self.reader.read(request_id, prompt, params, cache_salt, tenant, priority)
         self.frontend.start(group, self._note_progress)
         return group.output
 

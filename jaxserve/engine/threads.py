@@ -55,7 +55,7 @@ class EngineThreads:
         _stop_at_exit(self)
 
     def submit(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
-        """Queue requests that `Frontend.prepare` has made; `listener` is called on another thread, and may submit more.
+        """Queue requests from `RequestReader.read`; `listener` is called on another thread, and may submit more.
 
         Raises:
             RequestError: the engine sleeps or has no weights.

@@ -132,7 +132,7 @@ class Generation:
 
     def _prepare_all(self, interface: Interface, request: ParsedRequest) -> list[RequestGroup]:
         self._engine.devices.check_serve()
-        prepare, name = self._engine.frontend.prepare, interface.prefix
+        read, name = self._engine.reader.read, interface.prefix
         groups: list[RequestGroup] = []
         whose = request.tenant, request.priority or 0
         for prompt in request.prompts:
@@ -142,7 +142,7 @@ class Generation:
             # The field of the request, not the parameter of the engine.
             with interface.naming(), naming({"structured_outputs": request.form_field}), naming_fields(request.url):
                 groups.append(
-                    prepare(f"{name}-{next(self._ids)}", prompt, request.pooling or params, request.cache_salt, *whose)
+                    read(f"{name}-{next(self._ids)}", prompt, request.pooling or params, request.cache_salt, *whose)
                 )
         return groups
 

@@ -47,7 +47,7 @@ class Stream:
     """Requests of one reply, in the order of its prompts.
 
     Args:
-        groups: requests from `Frontend.prepare`.
+        groups: requests from `RequestReader.read`.
         lock: lock that keeps outputs from changing.
         is_whole: True to be told of ends alone.
 

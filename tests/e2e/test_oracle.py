@@ -193,7 +193,7 @@ def test_drafts_and_preemption(pair: tuple[Callable[..., Engine], Oracle]) -> No
     before = engine.stats.num_preemptions
     outputs = generate(engine, prompts, params)
     # Where every layer has a window, pages are given back in time.
-    is_limited = engine.frontend._schedule.kv_groups.most_tokens(SIZES["num_pages"]) is not None
+    is_limited = engine.schedule.kv_groups.most_tokens(SIZES["num_pages"]) is not None
     assert (engine.stats.num_preemptions > before) == is_limited
     for output in outputs:
         assert output.outputs[0].token_ids == oracle.greedy(output.prompt_token_ids, 24)

@@ -216,7 +216,7 @@ def test_a_listener_that_fails_ends_its_own_request_alone(llm: LLM, caplog: pyte
     def fail(_: RequestGroup) -> None:
         raise ValueError("the client has gone")
 
-    groups = [llm.engine.frontend.prepare(name, [1, 2], LONG) for name in "ab"]
+    groups = [llm.engine.reader.read(name, [1, 2], LONG) for name in "ab"]
     ended = threading.Event()
     llm._threads.submit(groups[:1], fail)
     llm._threads.submit(groups[1:], lambda group: ended.set() if group.output.finished else None)
@@ -227,7 +227,7 @@ def test_a_listener_that_fails_ends_its_own_request_alone(llm: LLM, caplog: pyte
 
 def test_a_listener_may_submit_while_somebody_pauses(llm: LLM) -> None:
     ended: SimpleQueue[str] = SimpleQueue()
-    second = llm.engine.frontend.prepare("b", [1, 2], PARAMS)
+    second = llm.engine.reader.read("b", [1, 2], PARAMS)
 
     def submit(group: RequestGroup) -> None:
         if group.output.finished:
@@ -236,7 +236,7 @@ def test_a_listener_may_submit_while_somebody_pauses(llm: LLM) -> None:
             llm._threads.submit([second], lambda group: ended.put("b") if group.output.finished else None)
             ended.put("a")
 
-    llm._threads.submit([llm.engine.frontend.prepare("a", [1, 2], PARAMS)], submit)
+    llm._threads.submit([llm.engine.reader.read("a", [1, 2], PARAMS)], submit)
     until_s = time.monotonic() + PATIENCE_S
     while ended.qsize() < 2 and time.monotonic() < until_s:
         llm.reset_prefix_cache()
@@ -245,7 +245,7 @@ def test_a_listener_may_submit_while_somebody_pauses(llm: LLM) -> None:
 
 def test_a_listener_may_submit_to_an_engine_that_is_stepped_in_a_pause(llm: LLM) -> None:
     ended: SimpleQueue[str] = SimpleQueue()
-    second = llm.engine.frontend.prepare("b", [1, 2], PARAMS)
+    second = llm.engine.reader.read("b", [1, 2], PARAMS)
 
     def submit(group: RequestGroup) -> None:
         if group.output.finished:
@@ -254,7 +254,7 @@ def test_a_listener_may_submit_to_an_engine_that_is_stepped_in_a_pause(llm: LLM)
 
     def step() -> None:
         with llm._threads.paused() as engine:
-            engine.frontend.start(llm.engine.frontend.prepare("a", [1, 2], PARAMS), submit)
+            engine.frontend.start(llm.engine.reader.read("a", [1, 2], PARAMS), submit)
             while engine.has_unfinished():
                 engine.step()
 
@@ -318,7 +318,7 @@ def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatc
     now_s = [100.0]
     monkeypatch.setattr(wakes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(wakes, "WAKE_S", 2**-8)  # sums of it are exact
-    group = new_llm().engine.frontend.prepare("a", [1, 2], PARAMS)
+    group = new_llm().engine.reader.read("a", [1, 2], PARAMS)
     waking, many = wakes.Wakes(), [SimpleQueue[None]() for _ in range(wakes.MAX_AT_ONCE + 2)]
     assert waking.wake() is None, "nobody waits"
     listeners = [waking.listener(news) for news in many]
@@ -350,7 +350,7 @@ def test_a_listener_must_not_wait_for_its_own_thread(llm: LLM) -> None:
         except RuntimeError as error:
             errors.put(error)
 
-    group = llm.engine.frontend.prepare("a", [1, 2], PARAMS)
+    group = llm.engine.reader.read("a", [1, 2], PARAMS)
     llm._threads.submit([group], reset)
     assert "use another one" in str(errors.get(timeout=PATIENCE_S))
 
@@ -412,7 +412,7 @@ def test_those_that_end_beside_a_row_that_fails_are_told(llm: LLM, monkeypatch: 
         return append(group, *args)
 
     monkeypatch.setattr(RequestGroup, "append", failing)
-    groups = [llm.engine.frontend.prepare(name, [1, 2], SamplingParams(max_tokens=1)) for name in ("ends", "fails")]
+    groups = [llm.engine.reader.read(name, [1, 2], SamplingParams(max_tokens=1)) for name in ("ends", "fails")]
     llm._threads.submit(groups, lambda group: told.put(group.request_id) if group.output.finished else None)
     assert {told.get(timeout=PATIENCE_S) for _ in groups} == {"ends", "fails"}
     assert groups[0].error is None
@@ -436,7 +436,7 @@ def test_an_engine_can_be_stepped_by_hand_between_calls(llm: LLM, monkeypatch: p
         while llm.engine.has_unfinished():
             llm.engine.step()
         assert output.outputs[0].token_ids == [TOKEN] * 5
-    group = llm.engine.frontend.prepare("a", [1, 2], LONG)
+    group = llm.engine.reader.read("a", [1, 2], LONG)
     monkeypatch.setattr(threads, "PATIENCE_S", 0.01)
     llm._threads.submit([group], lambda _: None)
     with pytest.raises(RuntimeError, match="by hand"):
@@ -444,7 +444,7 @@ def test_an_engine_can_be_stepped_by_hand_between_calls(llm: LLM, monkeypatch: p
 
 
 def test_cancelling_twice_or_late_changes_nothing(llm: LLM) -> None:
-    group = llm.engine.frontend.prepare("a", [1, 2], PARAMS)
+    group = llm.engine.reader.read("a", [1, 2], PARAMS)
     llm._threads.submit([group], lambda _: None)
     for _ in range(3):
         llm.engine.frontend.cancel("a")
@@ -453,7 +453,7 @@ def test_cancelling_twice_or_late_changes_nothing(llm: LLM) -> None:
 
 
 def test_an_id_is_free_again_once_its_request_has_ended(llm: LLM) -> None:
-    first, again = (llm.engine.frontend.prepare("a", [1, 2], LONG) for _ in range(2))
+    first, again = (llm.engine.reader.read("a", [1, 2], LONG) for _ in range(2))
     llm._threads.submit([first], lambda _: None)
     with pytest.raises(RequestError, match="unique"):
         llm._threads.submit([again], lambda _: None)
@@ -466,7 +466,7 @@ def test_an_id_is_free_again_once_its_request_has_ended(llm: LLM) -> None:
 def test_closing_ends_calls_that_wait() -> None:
     llm = new_llm()
     started = threading.Event()
-    group = llm.engine.frontend.prepare("a", [1, 2], LONG)
+    group = llm.engine.reader.read("a", [1, 2], LONG)
     llm._threads.submit([group], lambda _: started.set())
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(llm.generate, [[n] for n in range(20)], LONG, False)

@@ -204,7 +204,7 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once(engine: Engine) -
 
 def test_cancelled_requests_leave_within_a_step(engine: Engine) -> None:
     """Their pages are free for the plan that is made next."""
-    groups = [engine.frontend.prepare(f"gone-{i}", [5, 6, 7], SamplingParams(max_tokens=40)) for i in range(2)]
+    groups = [engine.reader.read(f"gone-{i}", [5, 6, 7], SamplingParams(max_tokens=40)) for i in range(2)]
     for group in groups:
         engine.frontend.start(group)
     for _ in range(3):
