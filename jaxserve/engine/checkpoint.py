@@ -8,7 +8,8 @@ from jaxserve import weights
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import pooling, registry
-from jaxserve.models.arch import ArchConfig, token_id_set
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.hf_config import token_id_set
 from jaxserve.pooling import CLASSIFY, EMBED, Pooler, PoolingKind, pooling_kind
 from jaxserve.sampling_params import SamplingParams
 

@@ -15,9 +15,10 @@ from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import offset_norm
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, layer_windows, one_of, read_fields
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.post_normed import post_norm_specs
 

@@ -15,7 +15,7 @@ from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import layer_inputs, llama, mixtures
-from jaxserve.models.arch import ArchConfig, LayerInputs, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.global_attention import read_global_attention
 from jaxserve.models.hf_config import (
@@ -33,6 +33,7 @@ from jaxserve.models.hf_config import (
     read_fields,
     read_rope,
 )
+from jaxserve.models.layer_facts import LayerInputs, LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.post_normed import post_norm_specs
 

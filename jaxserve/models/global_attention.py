@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.kv_forms import HeadVectors
-from jaxserve.models.arch import GlobalAttention
 from jaxserve.models.hf_config import FULL, SIZE, TABLE, read_fields
+from jaxserve.models.layer_facts import GlobalAttention
 
 
 def read_global_attention(values: Mapping[str, Any], kinds: list[str]) -> GlobalAttention:

@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, LatentAttention, LayerOptions
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.layer_facts import LatentAttention, LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 _INNER_EPS = 1e-6  # epsilon of the norms between two matrices, whatever that of the model

@@ -11,8 +11,9 @@ from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import layer_norm
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Fold
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import POSITION_EMBED, Params, ParamSpec
 
 

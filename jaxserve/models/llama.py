@@ -13,9 +13,20 @@ from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.layers.rope import pair_halves
-from jaxserve.models.arch import ArchConfig, LayerOptions, token_id_set
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Fold, ModelFamily
-from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, max_position, one_of, read_dtype, read_fields, read_rope
+from jaxserve.models.hf_config import (
+    POSITIVE,
+    SIZE,
+    SWITCH,
+    max_position,
+    one_of,
+    read_dtype,
+    read_fields,
+    read_rope,
+    token_id_set,
+)
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 _FIELDS = {

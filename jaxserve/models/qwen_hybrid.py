@@ -17,9 +17,10 @@ from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import offset_norm
 from jaxserve.layers.rope import pair_halves
 from jaxserve.models import delta, llama, mixtures, moe
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import FULL, SIZE, STRINGS, SWITCH, Kind, read_fields
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 _LINEAR = "linear_attention"

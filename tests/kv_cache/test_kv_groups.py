@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.kv_cache.groups import KVGroups
-from jaxserve.models.arch import MAX_KV_GROUPS, ArchConfig, RopeConfig
+from jaxserve.models.arch import ArchConfig, RopeConfig
+from jaxserve.models.kv_places import MAX_KV_GROUPS
 
 PAGE_SIZES = st.integers(1, 16)
 WINDOWS = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=4)
