@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -12,10 +13,10 @@ from jaxserve.layers.kv_forms import HeadVectors, KVForm, MixedHeads, PartOfPage
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.layers.state_forms import StateForm
 from jaxserve.models.kv_places import STATES, KVPlace, LayerKind, place_layers
-from jaxserve.models.layer_facts import GlobalAttention, LatentAttention, LayerInputs, LayerOptions
+from jaxserve.models.layer_facts import GlobalAttention, LatentAttention, LayerInputs, LayerOptions, local_heads
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
 from jaxserve.pooling import Pooler
-from jaxserve.sharding import EXPERT, TENSOR, held_heads
+from jaxserve.sharding import EXPERT, TENSOR
 from jaxserve.weights import Schemes
 
 
@@ -23,7 +24,8 @@ from jaxserve.weights import Schemes
 class ArchConfig:
     """Sizes and switches of a decoder-only transformer, in this order: V D L Q K H F of the shape annotations.
 
-    For a model split over devices, `local` gives the sizes of one device: its V, Q, K and F.
+    For a model split over devices, `over` says over how many, by which layers share pages, and `local` gives the sizes
+    of one device: its V, Q, K and F.
     """
 
     architecture: str  # Hugging Face class name
@@ -53,6 +55,7 @@ class ArchConfig:
     residual_scale: float = 1.0  # factor on what attention and MLP add to the residual stream
     activation: str = "gelu"  # activation of an MLP without a gate, see `layers.mlp.ACTIVATIONS`
     parallel: bool = False  # True if the MLP reads what attention reads, not what it adds to
+    num_devices: int = 1  # devices that share heads, where these are the sizes of the whole model
     tensor_axis: tuple[str, ...] | None = None  # mesh axes of the split, where these are the sizes of one device
     schemes: Schemes | None = None  # quantisation of the checkpoint's matrices
     experts: Experts | None = None  # experts of the layers; None for one MLP in each
@@ -91,11 +94,11 @@ class ArchConfig:
                 f"num_attention_heads must be a multiple of num_global_key_value_heads, "
                 f"got {self.num_heads} and {other.num_kv_heads}"
             )
-        sizes = self.num_kv_heads * self.head_dim, other.num_kv_heads * other.head_dim
+        sizes = self._kv_sizes
         if max(sizes) % min(sizes):
             raise ConfigError(
                 f"num_key_value_heads * head_dim must be a multiple or a divisor of the same of global layers, so that "
-                f"their pages have equal bytes, got {sizes[0]} and {sizes[1]} on a device"
+                f"their pages have equal bytes, got {sizes[0] // 2} and {sizes[1] // 2} on a device"
             )
 
     def local(self, num_devices: int) -> "ArchConfig":
@@ -123,13 +126,18 @@ class ArchConfig:
             self,
             vocab_size=-(-self.vocab_size // num_devices),
             num_heads=self.num_heads // num_devices,
-            num_kv_heads=len(held_heads(self.num_kv_heads, 0, num_devices)),
+            num_kv_heads=local_heads(HeadVectors(self.num_kv_heads, self.head_dim), num_devices).num_kv_heads,
             global_attention=self.global_attention and self.global_attention.local(num_devices),
             ffn_size=self.ffn_size // num_devices,
             experts=experts and experts.local(num_devices, EXPERT),
             state=self.state and self.state.local(num_devices),
+            num_devices=1,
             tensor_axis=TENSOR,
         )
+
+    def over(self, num_devices: int) -> "ArchConfig":
+        """Return the config of a model whose heads are divided among so many devices."""
+        return dataclasses.replace(self, num_devices=num_devices)
 
     def with_expert_shards(self, num_shards: int) -> "ArchConfig":
         """Return the config of a model whose experts are divided among so many sets of devices.
@@ -226,12 +234,17 @@ class ArchConfig:
         is_smaller = isinstance(self.kv, MixedHeads) and own == self.kv.smaller
         return own if not is_smaller else PartOfPages(own.num_kv_heads, own.head_dim, self._num_parts(layer))
 
+    @property
+    def _kv_sizes(self) -> tuple[int, int]:
+        """Elements of a token's keys and values on a device, in a layer and in one of `global_attention`."""
+        own = HeadVectors(self.num_kv_heads, self.head_dim)
+        both = own, self.global_attention.heads if self.global_attention else own
+        local, wide = (local_heads(heads, self.num_devices).token_size for heads in both)
+        return local, wide
+
     def _num_parts(self, layer: int) -> int:
-        """Return the number of layers like this one that take the room of one of the pool."""
-        if self.global_attention is None:
-            return 1
-        sizes = HeadVectors(self.num_kv_heads, self.head_dim).token_size, self.global_attention.heads.token_size
-        return max(sizes) // sizes[self.is_global(layer)]
+        """Return the number of layers like this one that take the room of one of the pool on a device."""
+        return max(self._kv_sizes) // self._kv_sizes[self.is_global(layer)]
 
     @property
     def kv_group_forms(self) -> tuple[KVForm, ...]:
@@ -292,10 +305,8 @@ class ArchConfig:
         period = next((p for p in range(1, len(kinds)) if kinds[p:] == kinds[:-p]), len(kinds))
         if self.global_attention is None:
             return period
-        num_global = sum(map(self.is_global, layers[:period]))
-        rooms = list(zip((period - num_global, num_global), self.global_attention.room, strict=True))
-        filling = (m for m in range(1, max(self.global_attention.room) + 1) if all(m * n % r == 0 for n, r in rooms))
-        factor = next(filling, 1)
+        counts = Counter(map(self._num_parts, layers[:period]))
+        factor = math.lcm(*(num_parts // math.gcd(num_parts, count) for num_parts, count in counts.items()))
         return factor * period if 2 * factor * period <= len(kinds) else period
 
     @cached_property
@@ -311,8 +322,9 @@ class ArchConfig:
 
     def _kind(self, layer: int) -> LayerKind | None:
         """Return the kind of a layer with keys and values of its own; None if it has a state."""
-        is_global, rooms = self.is_global(layer), self.global_attention.room if self.global_attention else (1, 1)
-        return None if layer in self.state_layers else LayerKind(self.windows[layer], is_global, rooms[is_global])
+        if layer in self.state_layers:
+            return None
+        return LayerKind(self.windows[layer], self.is_global(layer), self._num_parts(layer))
 
     def _source(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads."""

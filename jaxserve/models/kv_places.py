@@ -28,12 +28,12 @@ class LayerKind(NamedTuple):
     Attributes:
         window: sliding window in tokens, None for full attention.
         is_global: True if their KV heads are those of `GlobalAttention`.
-        room: number of these layers that take the room of the fewest in a page.
+        num_parts: number of these layers that take the room of one layer of the pool.
     """
 
     window: int | None
     is_global: bool
-    room: int
+    num_parts: int
 
 
 def place_layers(kinds: Sequence[LayerKind | None], period: int | None) -> list[KVPlace]:
@@ -47,7 +47,7 @@ def place_layers(kinds: Sequence[LayerKind | None], period: int | None) -> list[
         period: number of layers after which their kinds repeat; None if they do not.
     """
     counts = Counter(kind for kind in kinds[:period] if kind is not None)
-    rooms = {kind: -(-count // kind.room) for kind, count in counts.items()}
+    rooms = {kind: -(-count // kind.num_parts) for kind, count in counts.items()}
     group_room = math.gcd(*rooms.values())
     if period is None:
         group_room, period = max(min(rooms.values()), -(-sum(rooms.values()) // MAX_KV_GROUPS)), len(kinds)
@@ -58,7 +58,7 @@ def place_layers(kinds: Sequence[LayerKind | None], period: int | None) -> list[
         if kind is None:
             places.append(KVPlace(STATES, kinds[:layer].count(None)))
             continue
-        start, group_size = layer // period * period, group_room * kind.room
+        start, group_size = layer // period * period, group_room * kind.num_parts
         group, number = divmod(kinds[start:layer].count(kind), group_size)
         places.append(KVPlace(first_groups[kind] + group, start // period * group_size + number))
     return places

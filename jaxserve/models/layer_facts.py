@@ -33,31 +33,31 @@ class LatentAttention(NamedTuple):
         return Latents(self.rank, rope_dim)
 
 
+def local_heads(heads: HeadVectors, num_devices: int) -> HeadVectors:
+    """Return the KV heads of one of `num_devices` that share all of them."""
+    return HeadVectors(len(held_heads(heads.num_kv_heads, 0, num_devices)), heads.head_dim)
+
+
 class GlobalAttention(NamedTuple):
     """Attention of layers whose KV heads have sizes of their own.
 
     Attributes:
         layers: these layers.
         heads: their KV heads.
-        room: number of other layers, and of these, that take the same room in a page, on the devices together.
         k_eq_v: True if keys and values come from one product.
     """
 
     layers: frozenset[int]
     heads: HeadVectors
-    room: tuple[int, int]
     k_eq_v: bool = False
 
     def local(self, num_devices: int) -> "GlobalAttention":
         """Return the sizes on one of `num_devices`."""
-        return self._with_heads(len(held_heads(self.heads.num_kv_heads, 0, num_devices)))
+        return self._replace(heads=local_heads(self.heads, num_devices))
 
     def times(self, factor: int) -> "GlobalAttention":
         """Return the attention of `factor` times as many heads."""
-        return self._with_heads(self.heads.num_kv_heads * factor)
-
-    def _with_heads(self, num_kv_heads: int) -> "GlobalAttention":
-        return self._replace(heads=HeadVectors(num_kv_heads, self.heads.head_dim))
+        return self._replace(heads=HeadVectors(factor * self.heads.num_kv_heads, self.heads.head_dim))
 
 
 class LayerInputs(NamedTuple):

@@ -223,7 +223,8 @@ def make_plan(
         ConfigError: the engine does not support the model or a size on this target, or the steps cannot be compiled.
     """
     name, arch = read_model(config.model)
-    arch = arch.within(config.max_model_len or arch.max_position).with_expert_shards(config.expert_parallel_size)
+    arch = arch.within(config.max_model_len or arch.max_position)
+    arch = arch.over(target.num_devices).with_expert_shards(config.expert_parallel_size)
     sheet, local = target.sheet, arch.local(target.num_devices)
     dtype = compute_dtype(config, arch, on_cpu=sheet is None)
     kv_dtype = pool_dtype(config, dtype)
