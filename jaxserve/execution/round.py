@@ -254,7 +254,7 @@ def compute_tokens(
     if observe is not None:
         with jax.named_scope("observe"):
             state = dataclasses.replace(state, draft=observe(state, rows, tokens.token_ids, observed))
-    logits = decoder.compute_logits(params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip"))
+    logits = decoder.compute_logits(params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED))
     return state, logits, hidden
 
 
