@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens, ragged_rows
 from jaxserve.execution.state import CLIPPED, ServeState, new_pool
 from jaxserve.execution.verification import BothParams, Drafts
+from jaxserve.layers.experts import RoutedTokens
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
@@ -255,7 +256,7 @@ class DraftModel:
 
         `words` has the ancestors of each node of a tree; rows with drafted tokens then begin at `last`.
         """
-        row, offset, place, _ = place_tokens(rows, num_tokens)
+        row, offset, place, live = place_tokens(rows, num_tokens)
         known = state.slots.token_history.at[rows.slot[row], place].get(**CLIPPED)
         node = place - last[row]
         ids = jnp.where(node > 0, drafted[row, jnp.clip(node - 1, 0, drafted.shape[1] - 1)], known)
@@ -267,7 +268,8 @@ class DraftModel:
             position = jnp.where(node > 0, last[row] + lax.population_count(words.at[node].get(**CLIPPED)), place)
         num_rows = jnp.int32(rows.slot.shape[0])
         group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
-        carry = AttentionCarry(kv_pages, (self.arch.kv.step_rows(self.backend, group),), tree_mask)
+        routed = None if self.arch.experts is None else RoutedTokens.of(live, None)
+        carry = AttentionCarry(kv_pages, (self.arch.kv.step_rows(self.backend, group),), tree_mask, routed=routed)
         hidden, carry = decoder.forward(params, self.arch, ids, position, self._attend, carry)
         return hidden, carry.kv_pages
 
