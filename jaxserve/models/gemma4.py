@@ -198,15 +198,14 @@ def block(
     attend: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
     """Run one decoder layer: attention, MLP and the layer's input, each between norms. See `llama.block`."""
-    eps, summed = arch.norm_eps, LinearContext(axis=arch.tensor_axis)
+    eps = arch.norm_eps
     with jax.named_scope("attention"):
         q, k, v = _project(p, rms_norm(x, p["input_norm"], eps), arch, options)
         out, carry = attend(q, k, v, rope, carry, layer, options)
-        out = linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"))
-        x += rms_norm(out, p["attention_post_norm"], eps)
+        x += rms_norm(llama.project_out(p, out, arch), p["attention_post_norm"], eps)
     with jax.named_scope("mlp"):
         inner = geglu(linear(rms_norm(x, p["mlp_norm"], eps), p["gate_up_proj"]))
-        out = linear(inner, p["down_proj"], summed)
+        out = linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis))
         if "router" in p:
             routing = rms_norm(x, p["router_norm"], eps) * jnp.asarray(arch.hidden_size**-0.5, x.dtype)
             mixed, carry = mixtures.mix(p, rms_norm(x, p["experts_norm"], eps), arch, carry, routing)

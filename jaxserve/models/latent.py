@@ -74,7 +74,7 @@ def attention(
     value = rms_norm(value, p["kv_a_norm"], _INNER_EPS)
     latents = jnp.concatenate([value, _halves(key, latent)], axis=-1)[:, None]
     out, carry = attend(q, latents, None, rope, carry, layer, options)
-    return llama.project_out(p, _per_head("tqr,qvr->tqv", out, to_values), x, arch), carry
+    return llama.project_out(p, _per_head("tqr,qvr->tqv", out, to_values), arch, x), carry
 
 
 def _queries(p: Params, normed: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T Q H"]:

@@ -136,7 +136,7 @@ def block(
         normed = layer_norm(x, p["input_norm"], arch.norm_eps)
         q, k, v = project(p, normed, arch, None)
         out, carry = attend(q, k, v, rope, carry, layer, options)
-        attended = llama.project_out(p, out, x, arch)
+        attended = llama.project_out(p, out, arch, x)
     with jax.named_scope("mlp"):
         if "mlp_norm" in p:
             normed = layer_norm(x if arch.parallel else attended, p["mlp_norm"], arch.norm_eps)

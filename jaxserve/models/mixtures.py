@@ -138,7 +138,7 @@ def block(
     with jax.named_scope("attention"):
         q, k, v = project(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
         out, carry = attend(q, k, v, rope, carry, layer, options, p.get("sinks"))
-        x = llama.project_out(p, out, x, arch)
+        x = llama.project_out(p, out, arch, x)
     with jax.named_scope("mlp"):
         return feed_forward(p, x, arch, carry)
 
