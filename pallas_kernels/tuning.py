@@ -1,4 +1,6 @@
-"""Block sizes that measured best on a chip: one JSON file per chip, each entry with its evidence.
+"""Block sizes that measured best on a chip, and settings of calls: other sizes, the interpreter.
+
+There is one JSON file per chip, each entry with its evidence:
 
     {"entries": [{"shape": {"head_dim": 128, ...}, "sizes": {"tile_keys": 1024, ...}, "evidence": {...}}, ...]}
 
@@ -7,10 +9,12 @@ An entry is for one class of shapes. A size that it does not name keeps its defa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,60 @@ class Entry:
     shape: dict[str, int | str]
     sizes: dict[str, int]
     evidence: dict[str, Any]
+
+
+class Settings:
+    """Settings of the calls of a kernel that are traced inside a context: the interpreter, and block sizes.
+
+    Args:
+        folder: folder of measured block sizes, by chip; None where none are measured.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._sizes: ContextVar[dict[str, int] | None] = ContextVar("sizes", default=None)
+        self._interpreter: ContextVar[Any] = ContextVar("interpreter", default=None)
+
+    @contextlib.contextmanager
+    def interpreted(self, params: Any) -> Iterator[None]:
+        """Run calls traced inside in the interpreter, on any machine, with these parameters."""
+        token = self._interpreter.set(params)
+        try:
+            yield
+        finally:
+            self._interpreter.reset(token)
+
+    @property
+    def interpreter(self) -> Any:
+        """Parameters of the interpreter; None to run on a chip."""
+        return self._interpreter.get()
+
+    @contextlib.contextmanager
+    def sized(self, **sizes: int) -> Iterator[None]:
+        """Make calls traced inside use these block sizes instead of those that measured best on their chip."""
+        token = self._sizes.set(sizes)
+        try:
+            yield
+        finally:
+            self._sizes.reset(token)
+
+    def sizes(self, kind: Any, chip: str, shape: Shape) -> dict[str, int]:
+        """Return the sizes that replace defaults: requested ones, else those that measured best.
+
+        Args:
+            kind: dataclass of the sizes.
+            chip: name of the chip.
+            shape: facts that problems with the same best sizes have in common.
+
+        Raises:
+            ValueError: sizes have unknown names, or the chip's file is malformed.
+        """
+        given = self._sizes.get()
+        if given is None:
+            given = {} if self._folder is None else measured_sizes(self._folder, chip, shape)
+        if unknown := sorted(given.keys() - {field.name for field in fields(kind)}):
+            raise ValueError(f"there are no sizes of blocks called {unknown}, which {self._folder} has for {chip}")
+        return given
 
 
 def measured_sizes(folder: Path, chip: str, shape: Shape) -> dict[str, int]:

@@ -43,13 +43,13 @@ Row = tuple[str, str]
 def parity() -> tuple[dict[str, Any], list[Row]]:
     """Largest difference of any logit from transformers in float32, over random checkpoints of each family."""
     sys.path.insert(0, str(ROOT))
-    from tests import checkpoints  # noqa: PLC0415 - the oracle needs torch
+    from tests import checkpoints, random_configs  # noqa: PLC0415 - the oracle needs torch
 
     errors: dict[str, float] = {}
     backends: dict[str, set[str]] = {}
     for family in checkpoints.FAMILIES:
         errors[family], backends[family] = 0.0, set()
-        for seed, overrides in enumerate(checkpoints.random_configs(family, CONFIGS_PER_FAMILY, seed=7)):
+        for seed, overrides in enumerate(random_configs.random_configs(family, CONFIGS_PER_FAMILY, seed=7)):
             with tempfile.TemporaryDirectory() as path:
                 model = checkpoints.write_checkpoint(Path(path), family, seed, **overrides)
                 ids = np.random.default_rng(seed).integers(0, model.config.vocab_size, 100).astype(np.int32)

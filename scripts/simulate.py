@@ -10,47 +10,22 @@ import argparse
 import json
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxserve.config import EngineConfig
 from jaxserve.engine.core import Delta, EngineCore
 from jaxserve.engine.events import Submitted
-from jaxserve.engine.memory import state_bytes, tree_bytes
 from jaxserve.engine.replica import Replica
-from jaxserve.metrics import EngineStats, PeakRates
-from jaxserve.models import registry
-from jaxserve.models.weight_reads import WeightReads
+from jaxserve.metrics import EngineStats
 from jaxserve.planner.modelled import ModelledExecutor
-from jaxserve.planner.plan import read_model
-from jaxserve.planner.program import abstract_params
-from jaxserve.planner.speed import Roofline
+from jaxserve.planner.plan import Sizes
 from jaxserve.planner.targets import parse_target
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule_config import ScheduleConfig
-
-BYTES = 2  # bytes of a bfloat16 value
 
 
-def modelled(model: str, target: str, schedule: ScheduleConfig) -> tuple[Any, ModelledExecutor]:
-    """The model in bfloat16 on one chip."""
-    _, arch = read_model(model)
-    sheet = parse_target(target).sheet
-    assert sheet is not None, "a chip has a data sheet"
-    params = abstract_params(arch, jnp.dtype(jnp.bfloat16))
-    roofline = Roofline(
-        arch=arch,
-        schedule=schedule,
-        peak_rates=PeakRates(sheet.flops_per_s["bfloat16"], sheet.bytes_per_s),
-        link_bytes_per_s=sheet.link_bytes_per_s,
-        num_chips=1,
-        weight_reads=WeightReads.of(params, registry.param_specs(arch), tree_bytes),
-        kv_token_bytes=2 * len(arch.attended_windows) * arch.num_kv_heads * arch.head_dim * BYTES,
-        state_bytes=state_bytes(arch),
-        collectives=(),
-        collective_tokens=1,
-    )
-    return arch, ModelledExecutor(roofline)
+def modelled(model: str, target: str, **options: Any) -> tuple[Any, ModelledExecutor]:
+    """The model on chips, in the sizes that the engine would choose with these options."""
+    sizes = Sizes.of(EngineConfig(model=model, **options), parse_target(target))
+    return sizes.local, ModelledExecutor(sizes.roofline())
 
 
 def serve(arch: Any, executor: ModelledExecutor, lengths: list[int], num_output: int) -> list[tuple[int, float]]:
@@ -88,16 +63,8 @@ def main() -> None:
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     args = parser.parse_args()
     for name, threshold in (("default", 0), ("first come first", 131_072)):
-        schedule = ScheduleConfig(
-            256,
-            args.max_num_batched_tokens,
-            max_model_len=131_072,
-            page_size=16,
-            num_pages=20_000,
-            few_programs=True,
-            long_prefill_token_threshold=threshold,
-        )
-        arch, executor = modelled(args.model, args.target, schedule)
+        options = {"long_prefill_token_threshold": threshold, "max_num_batched_tokens": args.max_num_batched_tokens}
+        arch, executor = modelled(args.model, args.target, **options)
         long, *short = serve(arch, executor, [args.long, *[args.short] * args.count], num_output=16)
         figures = {
             "long_first_token": {"step": long[0], "ms": round(long[1] * 1e3, 1)},

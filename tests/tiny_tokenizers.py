@@ -12,6 +12,20 @@ TEXT = [
 ]
 
 
+CHAT_TEMPLATE = """{{ bos_token }}{%- for message in messages %}
+    {%- if message.role == 'system' and not loop.first %}
+        {{- raise_exception('a system message must come first') }}
+    {%- endif %}
+<|{{ message['role'] }}|>{% if message.tool_calls is defined %}{{ message.tool_calls | tojson }}{% endif %}
+{% generation %}{{ message.content }}{% endgeneration %}{{ eos_token }}
+    {%- if loop.index > 3 %}{% break %}{% endif %}
+{%- endfor %}
+{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- if thinking is defined and thinking %}<think>{% endif %}
+{%- if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+
+
 def byte_level(vocab_size: int = 320) -> Tokenizer:
     """Return a byte-level tokenizer like those of GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
@@ -59,4 +73,27 @@ def write(directory: Path, tokenizer: Tokenizer, **config: object) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def saved_by_transformers(kind: str, directory: Path) -> Path:
+    """Write a directory as `transformers` does."""
+    import transformers
+
+    if kind == "PreTrainedTokenizerFast":
+        slow = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>", pad_token="[PAD]"
+        )
+        slow.add_tokens([AddedToken("<|im_start|>", special=True), "plainword"])
+        slow.chat_template = CHAT_TEMPLATE
+    elif kind == "LlamaTokenizer":
+        model = json.loads(byte_fallback().to_str())["model"]
+        merges = [tuple(m) for m in model["merges"]]
+        slow = transformers.LlamaTokenizer(vocab=model["vocab"], merges=merges, add_bos_token=True)
+    else:
+        model = json.loads(byte_level().to_str())["model"]
+        merges = [tuple(m) for m in model["merges"]]
+        names = {"unk_token": "<s>", "bos_token": "<s>", "eos_token": "</s>"}
+        slow = getattr(transformers, kind)(vocab=model["vocab"], merges=merges, **names)
+    slow.save_pretrained(directory)
     return directory

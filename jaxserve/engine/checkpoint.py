@@ -8,7 +8,8 @@ from jaxserve import weights
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import pooling, registry
-from jaxserve.models.arch import ArchConfig, token_id_set
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.hf_config import token_id_set
 from jaxserve.pooling import CLASSIFY, EMBED, Pooler, PoolingKind, pooling_kind
 from jaxserve.sampling_params import SamplingParams
 
@@ -34,7 +35,8 @@ def build_arch(config: EngineConfig) -> ArchConfig:
     else:
         generator = pooling.generator_config(raw, registry.FAMILIES)
         arch = pooling.pooling_arch(registry.from_hf_config(generator), pooler)
-    arch = arch.within(config.max_model_len or arch.max_position).with_expert_shards(config.expert_parallel_size)
+    arch = arch.within(config.max_model_len or arch.max_position)
+    arch = arch.over(config.tensor_parallel_size).with_expert_shards(config.expert_parallel_size)
     # generation_config.json adds the ids that end a chat turn.
     return dataclasses.replace(arch, eos_ids=arch.eos_ids | token_id_set(generation.get("eos_token_id")))
 

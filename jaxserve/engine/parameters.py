@@ -47,7 +47,7 @@ def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Scheme
     matrices = [spec for spec in registry.param_specs(arch) if spec.is_matrix]
     formats = [own for spec in matrices if (own := form.at(spec)) is not None]
     counts, plain = Counter(str(own.scheme) for own in formats), len(matrices) - len(formats)
-    found = "; ".join(f"{count} matrices {scheme}" for scheme, count in counts.items())
+    found = "; ".join(f"{count} matrices {scheme}" for scheme, count in counts.items()) or "no quantised matrices"
     dtype = matrix_dtype(config, arch)
     num_native = sum(packed.unsupported(own, dtype) is None for own in formats)
     num_dequantised = sum(map(form.is_dequantised, matrices))

@@ -26,7 +26,7 @@ from jaxserve.execution.round import (
     with_counts,
     without_counts,
 )
-from jaxserve.execution.state import ServeState, set_pages
+from jaxserve.execution.state import CLIPPED, ServeState, set_pages
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.models.pooling import HEAD
 from jaxserve.pooling import PoolingKind
@@ -83,10 +83,10 @@ def pool(
         kind: tokens that count.
     """
     if kept is None:
-        return hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip").astype(jnp.float32), None
-    first, earlier = rows.start == 0, kept.at[rows.slot].get(mode="clip")
+        return hidden.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED).astype(jnp.float32), None
+    first, earlier = rows.start == 0, kept.at[rows.slot].get(**CLIPPED)
     if kind is PoolingKind.CLS:
-        own = hidden.at[rows.cu_q_lens[:-1]].get(mode="clip").astype(jnp.float32)
+        own = hidden.at[rows.cu_q_lens[:-1]].get(**CLIPPED).astype(jnp.float32)
         total = jnp.where(first[:, None], own, earlier)
     else:
         R = rows.slot.shape[0]

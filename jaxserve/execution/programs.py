@@ -1,6 +1,7 @@
 """Programs: the compiled programs of a model, made before and while it serves."""
 
 import atexit
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -51,6 +52,7 @@ class Buckets(NamedTuple):
 
 
 _POLL_S = 0.01
+_REPORT_S = 5.0  # time between lines of the log while the caller waits
 COMPILE_THREADS = 2  # threads while the caller waits: Python traces, and XLA mostly uses one core
 
 
@@ -121,6 +123,7 @@ class Programs:
         self._compiled = threading.Event()
         self._compiled.set()
         self._compile_error: Exception | None = None
+        self._progress = (0, 0)  # steps that are compiled, of those begun together
         arrays = (param_shapes, self.abstract_state(), self._draft_shapes)
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), arrays)
         devices = None if mesh is None else list(mesh.devices.flat)
@@ -262,7 +265,9 @@ class Programs:
         self._compiled.clear()
         atexit.register(self._stop)
         threading.Thread(target=self._compile_ahead, args=(first, later, ready, after), daemon=True).start()
-        ready.wait()
+        while not ready.wait(_REPORT_S):
+            done, total = self._progress
+            logger.info("compile_ahead=%r: %d of %d steps are compiled, and requests wait", compile_ahead, done, total)
         if self._compile_error is not None:
             raise self._compile_error
 
@@ -294,7 +299,13 @@ class Programs:
         jobs += [partial(self._compile_multi_step, bucket) for bucket in dict.fromkeys([*shared, *wanted.multi_steps])]
         jobs += [partial(self._compile_speculative, bucket) for bucket in wanted.speculative]
         jobs += [partial(self._compile_split, bucket) for bucket in wanted.split]
-        run_all(jobs, num_threads, self._closing)
+        num_done, self._progress = itertools.count(1), (0, len(jobs))
+
+        def counted(job: Callable[[], None]) -> None:
+            job()
+            self._progress = next(num_done), len(jobs)
+
+        run_all([partial(counted, job) for job in jobs], num_threads, self._closing)
         logger.debug("compiled steps of %s tokens, of several rounds %s", sorted(self.steps), sorted(self.multi_steps))
 
     def _compile_step(self, bucket: int) -> None:

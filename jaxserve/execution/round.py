@@ -20,7 +20,8 @@ from jaxserve.layers.experts import RoutedTokens
 from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.layers.state_forms import StateRows
 from jaxserve.models import decoder
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
 from jaxserve.sampling import (
@@ -253,7 +254,7 @@ def compute_tokens(
     if observe is not None:
         with jax.named_scope("observe"):
             state = dataclasses.replace(state, draft=observe(state, rows, tokens.token_ids, observed))
-    logits = decoder.compute_logits(params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip"))
+    logits = decoder.compute_logits(params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED))
     return state, logits, hidden
 
 

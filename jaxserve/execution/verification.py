@@ -38,7 +38,7 @@ from jaxserve.execution.round import (
     with_counts,
     without_counts,
 )
-from jaxserve.execution.state import ServeState, set_pages
+from jaxserve.execution.state import CLIPPED, ServeState, set_pages
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
@@ -239,9 +239,9 @@ def _with_sent_tokens(state: ServeState, batch: SpeculativeBatch) -> ServeState:
     All other last known tokens have been sampled, or were known when their request was admitted.
     """
     slots = state.slots
-    token_ids = batch.token_ids.at[batch.cu_q_lens[:-1]].get(mode="clip")
+    token_ids = batch.token_ids.at[batch.cu_q_lens[:-1]].get(**CLIPPED)
     slot = jnp.where(batch.is_row & (token_ids >= 0), batch.slot, slots.token_history.shape[0])  # out of range, dropped
-    position = state.sequences.length.at[batch.slot].get(mode="clip")
+    position = state.sequences.length.at[batch.slot].get(**CLIPPED)
     history = slots.token_history.at[slot, position].set(token_ids, mode="drop")
     return dataclasses.replace(state, slots=dataclasses.replace(slots, token_history=history))
 
@@ -262,7 +262,7 @@ def _round(
     wanted = jnp.where(rows.samples, jnp.maximum(wanted, 0), 0)
     with jax.named_scope("propose"):
         drafts, draft_state = proposer.propose(params, state, rows, wanted, batch.base_seed)
-        room = state.sequences.max_len.at[rows.slot].get(mode="clip") - 2 - rows.start  # pages end there
+        room = state.sequences.max_len.at[rows.slot].get(**CLIPPED) - 2 - rows.start  # pages end there
         drafts = dataclasses.replace(drafts, count=jnp.minimum(drafts.count, jnp.maximum(room, 0)))
         state = dataclasses.replace(state, draft=draft_state)
     with jax.named_scope("verify"):
@@ -277,8 +277,8 @@ def _round(
         with jax.named_scope("observe"):
             kept = Rows.of(rows.slot, rows.start, out.sampled[:, 0] - num_sampled, rows.samples)
             row, node, position, _ = place_tokens(kept, rows.slot.shape[0] * (proposer.max_drafts + 1))
-            place = row * (proposer.max_nodes + 1) + path.at[row, node].get(mode="clip")
-            token_ids = state.slots.token_history.at[kept.slot[row], position].get(mode="clip")
+            place = row * (proposer.max_nodes + 1) + path.at[row, node].get(**CLIPPED)
+            token_ids = state.slots.token_history.at[kept.slot[row], position].get(**CLIPPED)
             draft_state = proposer.observe(params, state, kept, token_ids, observed[place])
         state = dataclasses.replace(state, draft=draft_state)
     return state, out, round_words(wanted, drafts.num_levels, num_accepted, out.sampled[:, 0] - num_sampled)
@@ -299,17 +299,17 @@ def _verify(
     R, N = drafts.token_ids.shape
     all_rows = Rows.of(rows.slot, rows.start, rows.q_lens + drafts.count, rows.samples)
     row, node, position, live = place_tokens(all_rows, R * (N + 1))
-    known = state.slots.token_history.at[rows.slot[row], position].get(mode="clip")
+    known = state.slots.token_history.at[rows.slot[row], position].get(**CLIPPED)
     drafted = drafts.token_ids[row, jnp.maximum(node - 1, 0)]
     tree_mask = None
     if drafts.ancestors is not None:
-        tree_mask = drafts.words.at[row, node].get(mode="clip")
+        tree_mask = drafts.words.at[row, node].get(**CLIPPED)
         position = jnp.where(live, rows.start[row] + lax.population_count(tree_mask), 0)
     tokens = Tokens(row, position, live, position, token_ids=jnp.where(node == 0, known, drafted))
     hidden, observed, state = run_model(params, state, all_rows, tokens, num_rows, model, tree_mask)
     place = all_rows.cu_q_lens[None, :-1] + jnp.arange(N + 1)[:, None]
-    logits = decoder.compute_logits(params, model.arch, hidden.at[place.reshape(-1)].get(mode="clip"))
-    return logits.reshape(N + 1, R, -1), observed.at[place.T.reshape(-1)].get(mode="clip"), state
+    logits = decoder.compute_logits(params, model.arch, hidden.at[place.reshape(-1)].get(**CLIPPED))
+    return logits.reshape(N + 1, R, -1), observed.at[place.T.reshape(-1)].get(**CLIPPED), state
 
 
 def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Model) -> Pages:
@@ -381,7 +381,7 @@ class _SampledAtOnce:
 
         depth = drafts.depth
         position = (rows.start + rows.q_lens)[None] + depth.T
-        records = flat(state.sequences.records.at[rows.slot].get(mode="clip"))
+        records = flat(state.sequences.records.at[rows.slot].get(**CLIPPED))
         sampling = SamplingRows(records, position.reshape(-1), flat(rows.samples))
         depends = sampling.is_masked | sampling.is_biased | sampling.is_penalised
         is_done = ~(jnp.any(depends) | (batch.wants_logprobs > 0))
@@ -457,7 +457,7 @@ def _accept_in_turn(
     R, N = drafts.token_ids.shape
     split = model.split
     draw = split.sample if split else sample
-    records = state.sequences.records.at[rows.slot].get(mode="clip")
+    records = state.sequences.records.at[rows.slot].get(**CLIPPED)
     S = state.slots.token_history.shape[0]  # out of range, dropped
     row = jnp.arange(R)
 
@@ -496,8 +496,8 @@ def _accept_in_turn(
         is_child = drafts.children(jnp.broadcast_to(sampled[:, None], (R, N + 1))) & (drafts.parent == node[:, None])
         is_accepted = live & jnp.any(is_child, axis=1)
         child = jnp.where(is_accepted, 1 + jnp.argmax(is_child, axis=1), index + 1)
-        path = path.at[:, index + 1].set(jnp.where(live, child, path.at[:, index + 1].get(mode="clip")), mode="drop")
-        stopped = sequences.stopped.at[rows.slot].get(mode="clip")
+        path = path.at[:, index + 1].set(jnp.where(live, child, path.at[:, index + 1].get(**CLIPPED)), mode="drop")
+        stopped = sequences.stopped.at[rows.slot].get(**CLIPPED)
         return index + 1, is_accepted & ~stopped, state, out, path, num_accepted + is_accepted
 
     start = (jnp.int32(0), live, state, out, path, jnp.zeros(R, jnp.int32))

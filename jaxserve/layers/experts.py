@@ -225,7 +225,8 @@ def mixture(
     first = 0 if experts.num_shards == 1 else lax.axis_index(experts.shard_axis) * experts.num_held
     pairs = SortedPairs.of(ids - first, experts.num_held)
     parts = None if axis is None else _axes_of_parts(axis, experts)
-    gated, plain = LinearContext(experts.activation, x.dtype), LinearContext(dtype=x.dtype, axis=parts)
+    gated = LinearContext(experts.activation, x.dtype, num_shards=experts.num_shards)
+    plain = LinearContext(dtype=x.dtype, axis=parts, num_shards=experts.num_shards)
     gate_up, down, sizes = as_matrix(matrices.gate_up), as_matrix(matrices.down), pairs.group_sizes
     gate_up_bias, down_bias = (_of_share(each, first, experts) for each in (matrices.gate_up_bias, matrices.down_bias))
     inner = gate_up.linear_groups(x[pairs.order // experts.per_token], sizes, gated, gate_up_bias)

@@ -26,11 +26,13 @@ class LinearContext:
         dtype: dtype of the result; None for that of x, or of the rows of a table.
         axis: mesh axes along which each device has some columns of the matrix and of x, and the products are summed
             before the bias; in a look-up, along which each device has as many rows of the table, in order.
+        num_shards: number of devices whose groups the rows of a grouped product are those of; see `grouped_matmul`.
     """
 
     activation: Callable[[Array], Array] | None = None
     dtype: jax.typing.DTypeLike | None = None
     axis: str | tuple[str, ...] | None = None
+    num_shards: int = 1
 
 
 class Operands(NamedTuple):
@@ -88,7 +90,7 @@ class Matrix(ABC):
         groups are not read.
         """
         (num_rows, _), num_groups = x.shape, group_sizes.size
-        size, tile_rows = self.shape[0] // num_groups, _group_tile_rows(num_rows, num_groups)
+        size, tile_rows = self.shape[0] // num_groups, _group_tile_rows(num_rows, num_groups * context.num_shards)
         num_tiles = -(-group_sizes // tile_rows)
         ends, end_tiles = jnp.cumsum(group_sizes), jnp.cumsum(num_tiles)
 
@@ -159,7 +161,8 @@ class FloatMatrix(Matrix):
     ) -> Float[Array, "M out"]:
         """Multiply by one ragged product."""
         matrices = self.array.reshape(group_sizes.size, -1, x.shape[1])
-        return grouped_matmul(x, matrices, group_sizes, dtype=context.dtype or jnp.float32)
+        dtype, num_shards = context.dtype or jnp.float32, context.num_shards
+        return grouped_matmul(x, matrices, group_sizes, dtype=dtype, num_shards=num_shards)
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,8 @@ class StackedMatrix(Matrix):
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
         """Multiply by one ragged product, whose matrices lie among those of all layers."""
-        return grouped_matmul(x, self.stack, group_sizes, layer=self.layer, dtype=context.dtype or jnp.float32)
+        dtype, num_shards = context.dtype or jnp.float32, context.num_shards
+        return grouped_matmul(x, self.stack, group_sizes, layer=self.layer, dtype=dtype, num_shards=num_shards)
 
     def _slice(self) -> FloatMatrix:
         return FloatMatrix(lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False))

@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
+from jaxserve.errors import ConfigError
+
 _Options = Mapping[str, Any]  # numbers, and LongRoPE's lists of them
 
 
@@ -38,6 +40,20 @@ class RopeConfig:
     def rotated(self, head_dim: int) -> int:
         """Return the number of dimensions of a head that are rotated."""
         return int(head_dim * self.fraction)
+
+    def check(self, head_dim: int) -> None:
+        """Raise a ConfigError if heads of this size cannot be rotated so."""
+        if head_dim % 2:
+            raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
+        num_rotated = self.rotated(head_dim)
+        if num_rotated < 2 or num_rotated % 2:
+            raise ConfigError(
+                f"partial_rotary_factor must rotate an even number of dimensions, got {self.fraction} of head_dim "
+                f"{head_dim}"
+            )
+        factors = {k: v for k, v in self.options if isinstance(v, tuple)}
+        if wrong := {name: len(values) for name, values in factors.items() if len(values) != num_rotated // 2}:
+            raise ConfigError(f"{', '.join(wrong)} must have {num_rotated // 2} numbers, got {wrong}")
 
     def frequencies(self, head_dim: int) -> tuple[NDArray[np.float32], float]:
         """Return inverse frequencies of the rotated dimensions, one per pair, and the factor on cos and sin."""

@@ -3,128 +3,29 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, NamedTuple
-
-from jax import Array
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
-from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents, MixedHeads, PartOfPages
+from jaxserve.layers.kv_forms import HeadVectors, KVForm, MixedHeads, PartOfPages
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.layers.state_forms import StateForm
+from jaxserve.models.kv_places import STATES, KVPlace, LayerKind, place_layers
+from jaxserve.models.layer_facts import GlobalAttention, LatentAttention, LayerInputs, LayerOptions, local_heads
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
 from jaxserve.pooling import Pooler
-from jaxserve.sharding import EXPERT, TENSOR, held_heads
+from jaxserve.sharding import EXPERT, TENSOR
 from jaxserve.weights import Schemes
-
-MAX_KV_GROUPS = 8  # most groups of layers whose kinds do not repeat
-STATES = -1  # group of layers without keys and values, which have a state
-
-
-class LayerOptions(NamedTuple):
-    """Static facts of a layer that its attention needs.
-
-    Attributes:
-        attention: options of its attention.
-        kv_group: KV group of its keys and values.
-        kv: form of its tokens in the pool.
-        state: form of its state, in a layer that has one and no attention; else None.
-        kv_source: layer whose keys and values it and later layers read; None if it alone reads its own.
-    """
-
-    attention: AttentionOptions
-    kv_group: int
-    kv: KVForm
-    state: StateForm | None = None
-    kv_source: int | None = None
-
-    def share(
-        self, k: Array | None, v: Array | None, shared: Mapping[int, tuple[Array, Array]]
-    ) -> tuple[Array, Array | None, Mapping[int, tuple[Array, Array]]]:
-        """Return the keys and values of a step's tokens in this layer, and those that later layers share.
-
-        Args:
-            k: keys that the layer makes; None if it reads another's.
-            v: its values, if any.
-            shared: keys and values of earlier layers, by layer.
-        """
-        if k is None:
-            assert self.kv_source is not None, "a layer has keys, its own or those of another"
-            return *shared[self.kv_source], shared
-        if self.kv_source is None:
-            return k, v, shared
-        assert v is not None, "keys that layers share have values"
-        return k, v, {**shared, self.kv_source: (k, v)}
-
-
-class LatentAttention(NamedTuple):
-    """Sizes of multi-head latent attention, besides that of the rotated part, which is `ArchConfig.head_dim`.
-
-    Attributes:
-        rank: elements of a latent before the rotated ones, r.
-        nope_dim: elements of a head's queries and keys that are not rotated.
-        value_dim: elements of a head's values.
-        q_rank: size between the two matrices of queries; None if they have one.
-        interleaved: True if neighbouring elements are rotated together; False for those of the two halves.
-    """
-
-    rank: int
-    nope_dim: int
-    value_dim: int
-    q_rank: int | None = None
-    interleaved: bool = True
-
-
-class GlobalAttention(NamedTuple):
-    """Attention of layers whose KV heads have sizes of their own.
-
-    Attributes:
-        layers: these layers.
-        heads: their KV heads.
-        room: number of other layers, and of these, that take the same room in a page, on the devices together.
-        k_eq_v: True if keys and values come from one product.
-    """
-
-    layers: frozenset[int]
-    heads: HeadVectors
-    room: tuple[int, int]
-    k_eq_v: bool = False
-
-
-class LayerInputs(NamedTuple):
-    """Inputs that each layer has from a table of token embeddings of its own.
-
-    Attributes:
-        vocab_size: rows of the table.
-        size: elements of a token's input to a layer.
-    """
-
-    vocab_size: int
-    size: int
-
-
-class KVPlace(NamedTuple):
-    """Place of a layer's keys and values, or of its state.
-
-    Attributes:
-        group: KV group of the layer; STATES if it has a state.
-        layer: number of the layer in the group, or among the layers with a state.
-    """
-
-    group: int
-    layer: int
 
 
 @dataclass(frozen=True)
 class ArchConfig:
     """Sizes and switches of a decoder-only transformer, in this order: V D L Q K H F of the shape annotations.
 
-    For a model split over devices, `local` gives the sizes of one device: its V, Q, K and F.
+    For a model split over devices, `over` says over how many, by which layers share pages, and `local` gives the sizes
+    of one device: its V, Q, K and F.
     """
 
     architecture: str  # Hugging Face class name
@@ -154,6 +55,7 @@ class ArchConfig:
     residual_scale: float = 1.0  # factor on what attention and MLP add to the residual stream
     activation: str = "gelu"  # activation of an MLP without a gate, see `layers.mlp.ACTIVATIONS`
     parallel: bool = False  # True if the MLP reads what attention reads, not what it adds to
+    num_devices: int = 1  # devices that share heads, where these are the sizes of the whole model
     tensor_axis: tuple[str, ...] | None = None  # mesh axes of the split, where these are the sizes of one device
     schemes: Schemes | None = None  # quantisation of the checkpoint's matrices
     experts: Experts | None = None  # experts of the layers; None for one MLP in each
@@ -182,7 +84,7 @@ class ArchConfig:
             )
         for rope, head_dim in dict.fromkeys(self.rotations):
             if rope is not None:
-                self._check_rope(rope, head_dim)
+                rope.check(head_dim)
         if self.global_attention is not None:
             self._check_heads(self.global_attention.heads)
 
@@ -192,25 +94,12 @@ class ArchConfig:
                 f"num_attention_heads must be a multiple of num_global_key_value_heads, "
                 f"got {self.num_heads} and {other.num_kv_heads}"
             )
-        sizes = self.num_kv_heads * self.head_dim, other.num_kv_heads * other.head_dim
+        sizes = self._kv_sizes
         if max(sizes) % min(sizes):
             raise ConfigError(
                 f"num_key_value_heads * head_dim must be a multiple or a divisor of the same of global layers, so that "
-                f"their pages have equal bytes, got {sizes[0]} and {sizes[1]} on a device"
+                f"their pages have equal bytes, got {sizes[0] // 2} and {sizes[1] // 2} on a device"
             )
-
-    def _check_rope(self, rope: RopeConfig, head_dim: int) -> None:
-        if head_dim % 2:
-            raise ConfigError(f"head_dim must be even for rotary embeddings, got {head_dim}")
-        num_rotated = rope.rotated(head_dim)
-        if num_rotated < 2 or num_rotated % 2:
-            raise ConfigError(
-                f"partial_rotary_factor must rotate an even number of dimensions, got {rope.fraction} of head_dim "
-                f"{head_dim}"
-            )
-        factors = {k: v for k, v in rope.options if isinstance(v, tuple)}
-        if wrong := {name: len(values) for name, values in factors.items() if len(values) != num_rotated // 2}:
-            raise ConfigError(f"{', '.join(wrong)} must have {num_rotated // 2} numbers, got {wrong}")
 
     def local(self, num_devices: int) -> "ArchConfig":
         """Return the sizes on one of `num_devices`; the vocabulary is padded on the last device if it does not divide.
@@ -237,14 +126,18 @@ class ArchConfig:
             self,
             vocab_size=-(-self.vocab_size // num_devices),
             num_heads=self.num_heads // num_devices,
-            num_kv_heads=len(held_heads(self.num_kv_heads, 0, num_devices)),
-            global_attention=self.global_attention
-            and self._with_global_heads(len(held_heads(self.global_attention.heads.num_kv_heads, 0, num_devices))),
+            num_kv_heads=local_heads(HeadVectors(self.num_kv_heads, self.head_dim), num_devices).num_kv_heads,
+            global_attention=self.global_attention and self.global_attention.local(num_devices),
             ffn_size=self.ffn_size // num_devices,
             experts=experts and experts.local(num_devices, EXPERT),
             state=self.state and self.state.local(num_devices),
+            num_devices=1,
             tensor_axis=TENSOR,
         )
+
+    def over(self, num_devices: int) -> "ArchConfig":
+        """Return the config of a model whose heads are divided among so many devices."""
+        return dataclasses.replace(self, num_devices=num_devices)
 
     def with_expert_shards(self, num_shards: int) -> "ArchConfig":
         """Return the config of a model whose experts are divided among so many sets of devices.
@@ -286,15 +179,9 @@ class ArchConfig:
             vocab_size=self.vocab_size * factor,
             num_heads=self.num_heads * factor,
             num_kv_heads=self.num_kv_heads * factor,
-            global_attention=self.global_attention
-            and self._with_global_heads(self.global_attention.heads.num_kv_heads * factor),
+            global_attention=self.global_attention and self.global_attention.times(factor),
             state=self.state and self.state.times(factor),
         )
-
-    def _with_global_heads(self, num_kv_heads: int) -> GlobalAttention:
-        assert self.global_attention is not None
-        heads = HeadVectors(num_kv_heads, self.global_attention.heads.head_dim)
-        return self.global_attention._replace(heads=heads)
 
     @property
     def rotations(self) -> tuple[tuple[RopeConfig | None, int], ...]:
@@ -347,12 +234,17 @@ class ArchConfig:
         is_smaller = isinstance(self.kv, MixedHeads) and own == self.kv.smaller
         return own if not is_smaller else PartOfPages(own.num_kv_heads, own.head_dim, self._num_parts(layer))
 
+    @property
+    def _kv_sizes(self) -> tuple[int, int]:
+        """Elements of a token's keys and values on a device, in a layer and in one of `global_attention`."""
+        own = HeadVectors(self.num_kv_heads, self.head_dim)
+        both = own, self.global_attention.heads if self.global_attention else own
+        local, wide = (local_heads(heads, self.num_devices).token_size for heads in both)
+        return local, wide
+
     def _num_parts(self, layer: int) -> int:
-        """Return the number of layers like this one that take the room of one of the pool."""
-        if self.global_attention is None:
-            return 1
-        sizes = HeadVectors(self.num_kv_heads, self.head_dim).token_size, self.global_attention.heads.token_size
-        return max(sizes) // sizes[self.is_global(layer)]
+        """Return the number of layers like this one that take the room of one of the pool on a device."""
+        return max(self._kv_sizes) // self._kv_sizes[self.is_global(layer)]
 
     @property
     def kv_group_forms(self) -> tuple[KVForm, ...]:
@@ -386,7 +278,7 @@ class ArchConfig:
     def kv(self) -> KVForm:
         """Form of tokens in the pool; of the larger ones, where layers differ: see `kv_form`."""
         if self.latent is not None:
-            return Latents(self.latent.rank, self.head_dim)
+            return self.latent.form(self.head_dim)
         own = HeadVectors(self.num_kv_heads, self.head_dim)
         if self.global_attention is None or self.global_attention.heads == own:
             return own
@@ -413,47 +305,26 @@ class ArchConfig:
         period = next((p for p in range(1, len(kinds)) if kinds[p:] == kinds[:-p]), len(kinds))
         if self.global_attention is None:
             return period
-        num_global = sum(map(self.is_global, layers[:period]))
-        rooms = list(zip((period - num_global, num_global), self.global_attention.room, strict=True))
-        filling = (m for m in range(1, max(self.global_attention.room) + 1) if all(m * n % r == 0 for n, r in rooms))
-        factor = next(filling, 1)
+        counts = Counter(map(self._num_parts, layers[:period]))
+        factor = math.lcm(*(num_parts // math.gcd(num_parts, count) for num_parts, count in counts.items()))
         return factor * period if 2 * factor * period <= len(kinds) else period
 
     @cached_property
     def kv_places(self) -> tuple[KVPlace, ...]:
-        """Place of each layer in the KV groups: layers of one window and of equal room in each, in every period.
-
-        If the layers do not repeat, a group has as many layers as have the rarest window, or more if there would be
-        more than MAX_KV_GROUPS groups; the last group of a window may have fewer. Layers with a state are in none, and
-        those that read another layer's keys and values are where that is.
-        """
+        """Place of each layer in the KV groups; those that read another layer's keys and values are where that is."""
         if self.one_kv_group:
             layers = ((self._source(layer), self._num_parts(layer)) for layer in range(self.num_layers))
             return tuple(KVPlace(0, source * num_parts) for source, num_parts in layers)
-        period = self.period if 2 * self.period <= self.num_layers else self.num_layers
         num_own = self.num_layers - self.num_shared_layers
-        kinds = [
-            None if layer in self.state_layers else (self.windows[layer], self.is_global(layer))
-            for layer in range(num_own)
-        ]
-        counts = Counter(kind for kind in kinds[:period] if kind is not None)
-        room = self.global_attention.room if self.global_attention else (1, 1)
-        rooms = {kind: -(-count // room[kind[1]]) for kind, count in counts.items()}
-        group_room = math.gcd(*rooms.values())
-        if period == self.num_layers:
-            group_room = max(min(rooms.values()), -(-sum(rooms.values()) // MAX_KV_GROUPS))
-        first_groups = dict(
-            zip(rooms, accumulate((-(-n // group_room) for n in rooms.values()), initial=0), strict=False)
-        )
-        places: list[KVPlace] = []
-        for layer, kind in enumerate(kinds):
-            if kind is None:
-                places.append(KVPlace(STATES, kinds[:layer].count(None)))
-                continue
-            start, group_size = layer // period * period, group_room * room[kind[1]]
-            group, number = divmod(kinds[start:layer].count(kind), group_size)
-            places.append(KVPlace(first_groups[kind] + group, start // period * group_size + number))
+        period = self.period if 2 * self.period <= self.num_layers else None
+        places = place_layers([self._kind(layer) for layer in range(num_own)], period)
         return (*places, *(places[self._source(layer)] for layer in range(num_own, self.num_layers)))
+
+    def _kind(self, layer: int) -> LayerKind | None:
+        """Return the kind of a layer with keys and values of its own; None if it has a state."""
+        if layer in self.state_layers:
+            return None
+        return LayerKind(self.windows[layer], self.is_global(layer), self._num_parts(layer))
 
     def _source(self, layer: int) -> int:
         """Return the layer whose keys and values a layer reads."""
@@ -474,11 +345,3 @@ class ArchConfig:
             place.layer // self._num_parts(layer) for layer, place in enumerate(self.kv_places) if place.group != STATES
         )
         return 1 + max(rooms)
-
-
-def token_id_set(value: Any) -> frozenset[int]:
-    """Parse the end-of-sequence ids of Hugging Face: null, a number or a list; ConfigError for anything else."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ConfigError(f"eos_token_id must be a token id, a list of them or null, got {value!r}")
-    return frozenset(ids)

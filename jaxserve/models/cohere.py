@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import LinearContext, linear
-from jaxserve.layers.mlp import swiglu
+from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import layer_norm
 from jaxserve.layers.rope import pair_halves
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, SWITCH, layer_windows, read_fields
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 _DEFAULTS = {
@@ -97,10 +97,9 @@ def block(
             q, k = (layer_norm(x, {"weight": p[f"{name}_norm"]}, arch.norm_eps) for name, x in (("q", q), ("k", k)))
         q, k = pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs)
         out, carry = attend(q, k, v, rope, carry, layer, options)
-        x = llama.project_out(p, out, x, arch)
+        x = llama.project_out(p, out, arch, x)
     with jax.named_scope("mlp"):
-        inner = linear(normed, p["gate_up_proj"], LinearContext(activation=swiglu))
-        return linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis), residual=x), carry
+        return llama.swiglu_mlp(p, normed, arch, residual=x), carry
 
 
 _FOLDS = tuple(fold for fold in llama.FOLDS if fold.part is not None)  # two matrices read the norm

@@ -13,9 +13,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import latent, llama, mixtures
-from jaxserve.models.arch import ArchConfig, LatentAttention, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
+from jaxserve.models.layer_facts import LatentAttention, LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 _V2_DEFAULTS = {

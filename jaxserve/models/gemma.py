@@ -15,9 +15,10 @@ from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import offset_norm
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, layer_windows, one_of, read_fields
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.post_normed import post_norm_specs
 
@@ -110,18 +111,16 @@ def block(
 ) -> tuple[Float[Array, "T D"], Any]:
     """Run one decoder layer: norm, attention, norm, residual; then the same around GeGLU. See `llama.block`."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
-    summed = LinearContext(axis=arch.tensor_axis)
     with jax.named_scope("attention"):
         qkv = linear(offset_norm(x, p["input_norm"], arch.norm_eps), p["qkv_proj"], bias=p.get("qkv_bias"))
         q, k, v = jnp.split(qkv.reshape(T, Q + 2 * K, H), [Q, Q + K], axis=1)
         if arch.qk_norm:
             q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k, p["k_norm"], arch.norm_eps)
         out, carry = attend(q, k, v, rope, carry, layer, options)
-        out = linear(out.reshape(T, -1), p["o_proj"], summed, bias=p.get("o_bias"))
-        x += offset_norm(out, p["attention_post_norm"], arch.norm_eps)
+        x += offset_norm(llama.project_out(p, out, arch), p["attention_post_norm"], arch.norm_eps)
     with jax.named_scope("mlp"):
         inner = geglu(linear(offset_norm(x, p["mlp_norm"], arch.norm_eps), p["gate_up_proj"]))
-        out = linear(inner, p["down_proj"], summed)
+        out = linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis))
         x += offset_norm(out, p["mlp_post_norm"], arch.norm_eps)
     return x, carry
 

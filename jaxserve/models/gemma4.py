@@ -15,7 +15,7 @@ from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import layer_inputs, llama, mixtures
-from jaxserve.models.arch import ArchConfig, LayerInputs, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.global_attention import read_global_attention
 from jaxserve.models.hf_config import (
@@ -33,6 +33,7 @@ from jaxserve.models.hf_config import (
     read_fields,
     read_rope,
 )
+from jaxserve.models.layer_facts import LayerInputs, LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.post_normed import post_norm_specs
 
@@ -197,15 +198,14 @@ def block(
     attend: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
     """Run one decoder layer: attention, MLP and the layer's input, each between norms. See `llama.block`."""
-    eps, summed = arch.norm_eps, LinearContext(axis=arch.tensor_axis)
+    eps = arch.norm_eps
     with jax.named_scope("attention"):
         q, k, v = _project(p, rms_norm(x, p["input_norm"], eps), arch, options)
         out, carry = attend(q, k, v, rope, carry, layer, options)
-        out = linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"))
-        x += rms_norm(out, p["attention_post_norm"], eps)
+        x += rms_norm(llama.project_out(p, out, arch), p["attention_post_norm"], eps)
     with jax.named_scope("mlp"):
         inner = geglu(linear(rms_norm(x, p["mlp_norm"], eps), p["gate_up_proj"]))
-        out = linear(inner, p["down_proj"], summed)
+        out = linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis))
         if "router" in p:
             routing = rms_norm(x, p["router_norm"], eps) * jnp.asarray(arch.hidden_size**-0.5, x.dtype)
             mixed, carry = mixtures.mix(p, rms_norm(x, p["experts_norm"], eps), arch, carry, routing)

@@ -5,8 +5,8 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.kv_forms import HeadVectors
-from jaxserve.models.arch import GlobalAttention
 from jaxserve.models.hf_config import FULL, SIZE, TABLE, read_fields
+from jaxserve.models.layer_facts import GlobalAttention
 
 
 def read_global_attention(values: Mapping[str, Any], kinds: list[str]) -> GlobalAttention:
@@ -29,7 +29,5 @@ def read_global_attention(values: Mapping[str, Any], kinds: list[str]) -> Global
                 f"got {tables}"
             )
         read_fields(heads, dict.fromkeys(own, SIZE))
-    local, wide = (HeadVectors(each["num_key_value_heads"], each["head_dim"]) for each in (own, heads))
-    most = max(local.token_size, wide.token_size)
-    room = most // local.token_size, most // wide.token_size
-    return GlobalAttention(layers, wide, room, values["attention_k_eq_v"])
+    wide = HeadVectors(heads["num_key_value_heads"], heads["head_dim"])
+    return GlobalAttention(layers, wide, values["attention_k_eq_v"])

@@ -8,9 +8,9 @@ from typing import Any
 from jaxserve.errors import ConfigError
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import layer_norm
-from jaxserve.models.arch import ArchConfig, token_id_set
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, Kind, one_of, read_dtype, read_fields
+from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, Kind, one_of, read_dtype, read_fields, token_id_set
 from jaxserve.models.layer_normed import FOLDS, Names, block, param_specs
 
 _DEFAULTS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}

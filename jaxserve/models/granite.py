@@ -7,13 +7,12 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import LinearContext, linear
-from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, Kind, layer_windows, read_fields
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 _FACTORS = {
@@ -92,15 +91,13 @@ def block(
     attend: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
     """Apply one decoder layer: x + factor * attention, then + factor * SwiGLU. See `llama.block`."""
-    scale, summed = arch.residual_scale, LinearContext(axis=arch.tensor_axis)
     with jax.named_scope("attention"):
         q, k, v = llama.project_qkv(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
         out, carry = attend(q, k, v, rope, carry, layer, options, p.get("sinks"))
-        x += scale * linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"))
+        x += arch.residual_scale * llama.project_out(p, out, arch)
     with jax.named_scope("mlp"):
-        norm, gated = RmsNorm(p["mlp_norm"], arch.norm_eps), LinearContext(activation=swiglu)
-        inner = linear(x, p["gate_up_proj"], gated, norm=norm, bias=p.get("gate_up_bias"))
-        return x + scale * linear(inner, p["down_proj"], summed, bias=p.get("down_bias")), carry
+        out = llama.swiglu_mlp(p, x, arch, RmsNorm(p["mlp_norm"], arch.norm_eps))
+        return x + arch.residual_scale * out, carry
 
 
 GRANITE = ModelFamily(granite_arch, llama.param_specs, block, rms_norm, llama.FOLDS)

@@ -158,3 +158,11 @@ def max_position(max_position_embeddings: int, rope: RopeConfig) -> int:
         return max_position_embeddings
     options = dict(rope.options)
     return int(options[_ORIGINAL] * options["factor"])
+
+
+def token_id_set(value: Any) -> frozenset[int]:
+    """Parse the end-of-sequence ids of Hugging Face: null, a number or a list; ConfigError for anything else."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ConfigError(f"eos_token_id must be a token id, a list of them or null, got {value!r}")
+    return frozenset(ids)

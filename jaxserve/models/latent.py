@@ -13,7 +13,8 @@ from jaxtyping import Array, Float
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, LatentAttention, LayerOptions
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.layer_facts import LatentAttention, LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 _INNER_EPS = 1e-6  # epsilon of the norms between two matrices, whatever that of the model
@@ -73,7 +74,7 @@ def attention(
     value = rms_norm(value, p["kv_a_norm"], _INNER_EPS)
     latents = jnp.concatenate([value, _halves(key, latent)], axis=-1)[:, None]
     out, carry = attend(q, latents, None, rope, carry, layer, options)
-    return llama.project_out(p, _per_head("tqr,qvr->tqv", out, to_values), x, arch), carry
+    return llama.project_out(p, _per_head("tqr,qvr->tqv", out, to_values), arch, x), carry
 
 
 def _queries(p: Params, normed: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T Q H"]:

@@ -11,8 +11,9 @@ from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import layer_norm
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Fold
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import POSITION_EMBED, Params, ParamSpec
 
 
@@ -135,7 +136,7 @@ def block(
         normed = layer_norm(x, p["input_norm"], arch.norm_eps)
         q, k, v = project(p, normed, arch, None)
         out, carry = attend(q, k, v, rope, carry, layer, options)
-        attended = llama.project_out(p, out, x, arch)
+        attended = llama.project_out(p, out, arch, x)
     with jax.named_scope("mlp"):
         if "mlp_norm" in p:
             normed = layer_norm(x if arch.parallel else attended, p["mlp_norm"], arch.norm_eps)

@@ -13,9 +13,20 @@ from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.layers.rope import pair_halves
-from jaxserve.models.arch import ArchConfig, LayerOptions, token_id_set
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Fold, ModelFamily
-from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, max_position, one_of, read_dtype, read_fields, read_rope
+from jaxserve.models.hf_config import (
+    POSITIVE,
+    SIZE,
+    SWITCH,
+    max_position,
+    one_of,
+    read_dtype,
+    read_fields,
+    read_rope,
+    token_id_set,
+)
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 _FIELDS = {
@@ -185,10 +196,12 @@ def project_qkv(
     return pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs), v
 
 
-def project_out(p: Params, out: Float[Array, "T Q H"], x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:
-    """Return x + the projection of what attention returns for all heads."""
+def project_out(
+    p: Params, out: Float[Array, "T Q H"], arch: ArchConfig, residual: Float[Array, "T D"] | None = None
+) -> Float[Array, "T D"]:
+    """Return the projection of what attention returns for all heads, added to `residual` if it is given."""
     summed = LinearContext(axis=arch.tensor_axis)
-    return linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"), residual=x)
+    return linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"), residual=residual)
 
 
 def block(
@@ -211,16 +224,27 @@ def block(
     with jax.named_scope("attention"):
         q, k, v = project_qkv(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
         out, carry = attend(q, k, v, rope, carry, layer, options)
-        x = project_out(p, out, x, arch)
+        x = project_out(p, out, arch, x)
     with jax.named_scope("mlp"):
         return (feed_forward or mlp)(p, x, arch), carry
 
 
 def mlp(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:
     """Return x + SwiGLU of its norm."""
-    norm, summed = RmsNorm(p["mlp_norm"], arch.norm_eps), LinearContext(axis=arch.tensor_axis)
-    inner = linear(x, p["gate_up_proj"], LinearContext(activation=swiglu), norm=norm, bias=p.get("gate_up_bias"))
-    return linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=x)
+    return swiglu_mlp(p, x, arch, RmsNorm(p["mlp_norm"], arch.norm_eps), x)
+
+
+def swiglu_mlp(
+    p: Params,
+    x: Float[Array, "T D"],
+    arch: ArchConfig,
+    norm: RmsNorm | None = None,
+    residual: Float[Array, "T D"] | None = None,
+) -> Float[Array, "T D"]:
+    """Return SwiGLU of x, normed if there is a norm, added to `residual` if it is given."""
+    gated, summed = LinearContext(activation=swiglu), LinearContext(axis=arch.tensor_axis)
+    inner = linear(x, p["gate_up_proj"], gated, norm=norm, bias=p.get("gate_up_bias"))
+    return linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=residual)
 
 
 FOLDS = (

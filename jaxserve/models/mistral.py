@@ -9,9 +9,10 @@ from jaxtyping import Array, Float
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import GrowingRotation
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import NUMBER, SIZE, read_fields
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params
 
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}

@@ -12,8 +12,9 @@ from jaxserve.layers.experts import Experts, ExpertWeights, RoutedTokens, mixtur
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import SIZE, read_fields
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 
@@ -137,7 +138,7 @@ def block(
     with jax.named_scope("attention"):
         q, k, v = project(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
         out, carry = attend(q, k, v, rope, carry, layer, options, p.get("sinks"))
-        x = llama.project_out(p, out, x, arch)
+        x = llama.project_out(p, out, arch, x)
     with jax.named_scope("mlp"):
         return feed_forward(p, x, arch, carry)
 

@@ -8,11 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import LinearContext, linear
-from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 
@@ -83,15 +82,12 @@ def block(
 
     Attention and SwiGLU read x behind a norm of their own where they have one.
     """
-    eps, summed = arch.norm_eps, LinearContext(axis=arch.tensor_axis)
+    eps = arch.norm_eps
     before = {name: RmsNorm(p[name], eps) for name in ("input_norm", "mlp_norm") if name in p}
     with jax.named_scope("attention"):
         q, k, v = project(p, x, arch, before.get("input_norm"))
         out, carry = attend(q, k, v, rope, carry, layer, options)
-        out = linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"))
-        x += rms_norm(out, p["attention_post_norm"], eps)
+        x += rms_norm(llama.project_out(p, out, arch), p["attention_post_norm"], eps)
     with jax.named_scope("mlp"):
-        gated = LinearContext(activation=swiglu)
-        inner = linear(x, p["gate_up_proj"], gated, norm=before.get("mlp_norm"), bias=p.get("gate_up_bias"))
-        out = linear(inner, p["down_proj"], summed, bias=p.get("down_bias"))
+        out = llama.swiglu_mlp(p, x, arch, before.get("mlp_norm"))
         return x + rms_norm(out, p["mlp_post_norm"], eps), carry

@@ -12,14 +12,14 @@ from jaxtyping import Array, Float
 from jaxserve.errors import ConfigError
 from jaxserve.layers.delta_net import GatedDelta
 from jaxserve.layers.experts import Experts
-from jaxserve.layers.linear import LinearContext, linear
-from jaxserve.layers.mlp import swiglu
+from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import offset_norm
 from jaxserve.layers.rope import pair_halves
 from jaxserve.models import delta, llama, mixtures, moe
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import FULL, SIZE, STRINGS, SWITCH, Kind, read_fields
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 _LINEAR = "linear_attention"
@@ -173,9 +173,7 @@ def block(
     with jax.named_scope("mlp"):
         if "router" in p:
             return mixtures.feed_forward(p, x, arch, carry, offset_norm)
-        normed = offset_norm(x, p["mlp_norm"], arch.norm_eps)
-        inner = linear(normed, p["gate_up_proj"], LinearContext(activation=swiglu))
-        return linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis), residual=x), carry
+        return llama.swiglu_mlp(p, offset_norm(x, p["mlp_norm"], arch.norm_eps), arch, residual=x), carry
 
 
 def _attention(
@@ -189,7 +187,7 @@ def _attention(
     q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k.reshape(T, K, H), p["k_norm"], arch.norm_eps)
     q, k = pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs)
     out, carry = attend(q, k, v.reshape(T, K, H), rope)
-    return llama.project_out(p, out * jax.nn.sigmoid(gate), x, arch), carry
+    return llama.project_out(p, out * jax.nn.sigmoid(gate), arch, x), carry
 
 
 _next_block, _block = (partial(block, is_grouped=is_grouped) for is_grouped in (True, False))

@@ -52,6 +52,7 @@ def _translated(body: Json, *, has_output: bool) -> Translation:
     fields.demand("container", why="there are no containers here")
     chat: Json = {name: value for name in _SAME if (value := fields.any(name)) is not None}
     if has_output:
+        fields.any("timeout")  # the server has read it
         chat |= {name: value for name in _SAMPLING if (value := fields.any(name)) is not None}
         chat["max_tokens"] = fields.need("max_tokens", int)
         if (stop := fields.take("stop_sequences", list)) is not None:

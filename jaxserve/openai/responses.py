@@ -38,6 +38,7 @@ def chat_of_response(body: Json) -> Translation:
     fields = Fields(body, "the body", None)
     ignored = set(fields.skip(*_LABELS, "max_tool_calls"))  # it limits tools that the server runs, and there are none
     fields.take("metadata", dict)  # part of the reply
+    fields.any("timeout")  # the server has read it
     options = Fields(fields.take("stream_options", dict, {}), "stream_options", "stream_options")
     ignored |= {"stream_options"} if options.skip("include_obfuscation") else set()
     options.end()

@@ -32,7 +32,7 @@ from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.models.weight_reads import WeightReads
-from jaxserve.planner.program import StepCompiler, StepProgram, abstract_params
+from jaxserve.planner.program import Collective, StepCompiler, StepProgram, abstract_params
 from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import DataSheet, Target
 from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
@@ -171,6 +171,79 @@ class Plan:
         return self.memory.num_pages // self.schedule.kv_groups.num_pages(num_tokens)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model on a target, as the engine would choose them.
+
+    Attributes:
+        name: name of the model.
+        target: the chips.
+        arch: sizes of the whole model.
+        local: those of one device's part.
+        dtype: dtype of weights and activations.
+        kv_dtype: dtype of the KV pool.
+        backend: attention backend.
+        params: shapes of the weights of a device.
+        schedule: sizes of steps and pool; if the model does not fit, the pool holds one request of max_model_len.
+        memory: memory of one device, without temporaries.
+    """
+
+    name: str
+    target: Target
+    arch: ArchConfig
+    local: ArchConfig
+    dtype: jnp.dtype
+    kv_dtype: jnp.dtype
+    backend: str
+    params: Params
+    schedule: ScheduleConfig
+    memory: Memory
+
+    @classmethod
+    def of(cls, config: EngineConfig, target: Target) -> "Sizes":
+        """Resolve the sizes; see `make_plan`."""
+        name, arch = read_model(config.model)
+        arch = arch.within(config.max_model_len or arch.max_position)
+        arch = arch.over(target.num_devices).with_expert_shards(config.expert_parallel_size)
+        sheet, local = target.sheet, arch.local(target.num_devices)
+        dtype = compute_dtype(config, arch, on_cpu=sheet is None)
+        kv_dtype = pool_dtype(config, dtype)
+        backend = _backend(config, sheet, local, kv_dtype)
+        schedule = resolve_schedule(
+            config,
+            max_position=arch.max_position,
+            platform=target.platform,
+            page_size=choose_page_size(config, local, kv_dtype, backend),
+            num_pages=1,
+            windows=arch.kv_windows,
+            has_states=arch.state is not None,
+        )
+        matrices = matrix_dtype(config, arch, on_cpu=sheet is None)
+        params = abstract_params(arch, dtype, config.quantization, target.num_devices, matrix_dtype=matrices)
+        memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
+        num_pages = memory.num_pages or schedule.kv_groups.num_pages(schedule.max_model_len)
+        schedule = dataclasses.replace(schedule, num_pages=num_pages)
+        return cls(name, target, arch, local, dtype, kv_dtype, backend, params, schedule, memory)
+
+    def roofline(self, collectives: tuple[Collective, ...] = (), collective_tokens: int = 1) -> Roofline:
+        """Return the roofline of steps on chips with a data sheet; the arguments are those of `Roofline`."""
+        target, sheet, local, pool = self.target, self.target.sheet, self.local, self.schedule
+        assert sheet is not None, "this machine has no data sheet"
+        share = 1 / target.devices_per_chip
+        return Roofline(
+            arch=local,
+            schedule=pool,
+            peak_rates=PeakRates(share * sheet.flops_per_s[self.dtype.name], share * sheet.bytes_per_s),
+            link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
+            num_chips=target.num_chips,
+            weight_reads=WeightReads.of(self.params, registry.param_specs(local), tree_bytes),
+            kv_token_bytes=int(self.memory.page * local.num_layers_read // (pool.page_size * local.kv_group_layers)),
+            state_bytes=state_bytes(local),
+            collectives=collectives,
+            collective_tokens=collective_tokens,
+        )
+
+
 def read_model(name: str | None) -> tuple[str, ArchConfig]:
     """Read a checkpoint, a config.json, or one of the planner's own configs; return its name and ArchConfig.
 
@@ -222,37 +295,20 @@ def make_plan(
     Raises:
         ConfigError: the engine does not support the model or a size on this target, or the steps cannot be compiled.
     """
-    name, arch = read_model(config.model)
-    arch = arch.within(config.max_model_len or arch.max_position).with_expert_shards(config.expert_parallel_size)
-    sheet, local = target.sheet, arch.local(target.num_devices)
-    dtype = compute_dtype(config, arch, on_cpu=sheet is None)
-    kv_dtype = pool_dtype(config, dtype)
-    backend = _backend(config, sheet, local, kv_dtype)
-    schedule = resolve_schedule(
-        config,
-        max_position=arch.max_position,
-        platform=target.platform,
-        page_size=choose_page_size(config, local, kv_dtype, backend),
-        num_pages=1,
-        windows=arch.kv_windows,
-        has_states=arch.state is not None,
-    )
+    sizes = Sizes.of(config, target)
+    arch, sheet, schedule, memory = sizes.arch, target.sheet, sizes.schedule, sizes.memory
     prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)
     context_tokens = _predicted("context_len", context_tokens, "max_model_len", schedule.max_model_len)
     batch = _predicted("batch", batch, "max_num_seqs", schedule.max_num_seqs)
-    matrices = matrix_dtype(config, arch, on_cpu=sheet is None)
-    params = abstract_params(arch, dtype, config.quantization, target.num_devices, matrix_dtype=matrices)
-    memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
-    request_pages = schedule.kv_groups.num_pages(schedule.max_model_len)
-    schedule = dataclasses.replace(schedule, num_pages=memory.num_pages or request_pages)
     stored = config.quantization or (None if arch.schemes is None else arch.schemes.method)
-    names = (name, target, arch.num_layers, dtype.name, stored, kv_dtype.name, backend, schedule)
+    dtypes = sizes.dtype.name, stored, sizes.kv_dtype.name
+    names = (sizes.name, target, arch.num_layers, *dtypes, sizes.backend, schedule)
     if sheet is None or memory.missing:
         return Plan(*names, memory.times(target.devices_per_chip), num_expert_shards=config.expert_parallel_size)
     # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
-    small = dataclasses.replace(schedule, num_pages=request_pages)
+    small = dataclasses.replace(schedule, num_pages=schedule.kv_groups.num_pages(schedule.max_model_len))
     started = time.perf_counter()
-    compiler = StepCompiler(target, small, dtype, kv_dtype, backend, config.quantization)
+    compiler = StepCompiler(target, small, sizes.dtype, sizes.kv_dtype, sizes.backend, config.quantization)
     buckets = (schedule.max_num_batched_tokens, decode_bucket(schedule))
     compiled = {program.num_tokens: program for program in compiler.step_programs(arch, list(dict.fromkeys(buckets)))}
     largest, decode = (compiled[bucket] for bucket in buckets)
@@ -261,7 +317,7 @@ def make_plan(
     memory = dataclasses.replace(memory, temp=max(largest.temp_bytes, decode.temp_bytes))
     speed = None
     if not memory.missing:
-        roofline = _roofline(target, sheet, local, dtype, params, memory, schedule, largest)
+        roofline = sizes.roofline(largest.collectives, largest.num_tokens)
         speed = _speed(roofline, memory.num_pages, prompt_tokens, context_tokens, batch)
     compiled_facts = (largest, decode, compile_s, program_s, speed)
     return Plan(*names, memory.times(target.devices_per_chip), *compiled_facts, config.expert_parallel_size)
@@ -314,31 +370,6 @@ def _memory(
         pool_limit=math.floor(pool_limit),
         page=page,
         request=schedule.kv_groups.num_pages(schedule.max_model_len) * page,
-    )
-
-
-def _roofline(
-    target: Target,
-    sheet: DataSheet,
-    local: ArchConfig,
-    dtype: jnp.dtype,
-    params: Params,
-    memory: Memory,
-    schedule: ScheduleConfig,
-    program: StepProgram,
-) -> Roofline:
-    share = 1 / target.devices_per_chip
-    return Roofline(
-        arch=local,
-        schedule=schedule,
-        peak_rates=PeakRates(share * sheet.flops_per_s[dtype.name], share * sheet.bytes_per_s),
-        link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
-        num_chips=target.num_chips,
-        weight_reads=WeightReads.of(params, registry.param_specs(local), tree_bytes),
-        kv_token_bytes=int(memory.page * local.num_layers_read // (schedule.page_size * local.kv_group_layers)),
-        state_bytes=state_bytes(local),
-        collectives=program.collectives,
-        collective_tokens=program.num_tokens,
     )
 
 

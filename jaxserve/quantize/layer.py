@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 from jaxserve.layers.linear import ObservedMatrix, as_matrix
 from jaxserve.layers.rope import rotation
 from jaxserve.models import registry
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 from jaxserve.quantize.smoothing import InputStats

@@ -36,14 +36,14 @@ def read_timeouts(headers: Sequence[tuple[bytes, bytes]], body: dict[str, Any], 
 
     Args:
         headers: headers of the request. One that cannot be read is left out: gateways write them, not clients.
-        body: its body, whose field `timeout`, in seconds, is taken out.
+        body: its body, which may have the field `timeout`, in seconds.
         streams: True if the client gets its reply in parts, so that its read timeout is over with the first.
 
     Raises:
         BadRequestError: `timeout` is no positive number.
     """
     total_s = first_s = math.inf
-    given = body.pop("timeout", None)
+    given = body.get("timeout")
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
             raise BadRequestError(f"timeout must be a positive number of seconds, got {brief(given)}", "timeout")

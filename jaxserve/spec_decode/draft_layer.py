@@ -30,7 +30,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens, ragged_rows
-from jaxserve.execution.state import ServeState, new_pool
+from jaxserve.execution.state import CLIPPED, ServeState, new_pool
 from jaxserve.execution.verification import BothParams, Drafts
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.norm import rms_norm
@@ -161,7 +161,7 @@ class DraftLayer:
         draft: DraftLayerState = state.draft
         feature = project_features(params[1], self.head, observed.astype(self.dtype))
         # The first token of a row goes with the feature kept from the step before, if there was one.
-        first = jnp.where(draft.is_known.at[rows.slot].get(mode="clip"), 0, 1)
+        first = jnp.where(draft.is_known.at[rows.slot].get(**CLIPPED), 0, 1)
         at = Rows.of(
             rows.slot, jnp.maximum(rows.start - 1 + first, 0), jnp.maximum(rows.q_lens - first, 0), rows.samples
         )
@@ -170,13 +170,13 @@ class DraftLayer:
         token = rows.cu_q_lens[row] + offset
         before = jnp.where(
             (offset > 0)[:, None],
-            feature.at[token - 1].get(mode="clip"),
-            draft.feature.at[rows.slot[row]].get(mode="clip"),
+            feature.at[token - 1].get(**CLIPPED),
+            draft.feature.at[rows.slot[row]].get(**CLIPPED),
         )
-        ids = token_ids.at[token].get(mode="clip")
+        ids = token_ids.at[token].get(**CLIPPED)
         _, kv_pages = self._forward(params, state, at, ids, before, position, draft.kv_pages)
         slot = jnp.where(rows.q_lens > 0, rows.slot, draft.is_known.shape[0])  # out of range, dropped
-        last = feature.at[rows.cu_q_lens[1:] - 1].get(mode="clip")
+        last = feature.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED)
         return DraftLayerState(
             kv_pages=kv_pages,
             feature=draft.feature.at[slot].set(last, mode="drop"),
@@ -194,18 +194,18 @@ class DraftLayer:
         """Draft token by token, each drawn as the row asks."""
         R, K, V = rows.slot.shape[0], self.max_drafts, self.vocab_size
         own: DraftLayerState = state.draft
-        num_drafts = jnp.where(own.is_known.at[rows.slot].get(mode="clip"), num_drafts, 0)
-        records = state.sequences.records.at[rows.slot].get(mode="clip")
-        known = state.slots.token_history.at[rows.slot, rows.start].get(mode="clip")
+        num_drafts = jnp.where(own.is_known.at[rows.slot].get(**CLIPPED), num_drafts, 0)
+        records = state.sequences.records.at[rows.slot].get(**CLIPPED)
+        known = state.slots.token_history.at[rows.slot, rows.start].get(**CLIPPED)
 
         def draft(index: Int[Array, ""], so_far: _Drafting) -> _Drafting:
             live = index < num_drafts
             at = Rows.of(rows.slot, jnp.maximum(rows.start - 1 + index, 0), live.astype(jnp.int32), live)
             row, _, position, _ = place_tokens(at, R)
-            drafted = so_far.token_ids.at[:, index - 1].get(mode="clip")
+            drafted = so_far.token_ids.at[:, index - 1].get(**CLIPPED)
             ids = jnp.where(index == 0, known, drafted)[row]
             hidden, kv_pages = self._forward(params, state, at, ids, so_far.feature[row], position, so_far.kv_pages)
-            hidden = hidden.at[at.cu_q_lens[1:] - 1].get(mode="clip")
+            hidden = hidden.at[at.cu_q_lens[1:] - 1].get(**CLIPPED)
             normed = rms_norm(hidden, params[1]["final_norm"], self.head.arch.norm_eps)
             sampling = SamplingRows(records, rows.start + 1 + index, live)
             logits = self._logits(params, normed)
@@ -219,7 +219,7 @@ class DraftLayer:
 
         drafting = _Drafting(
             kv_pages=own.kv_pages,
-            feature=own.feature.at[rows.slot].get(mode="clip"),
+            feature=own.feature.at[rows.slot].get(**CLIPPED),
             token_ids=jnp.zeros((R, K), jnp.int32),
             weights=jnp.zeros((K, R, V), jnp.float32),
         )

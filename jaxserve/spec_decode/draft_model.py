@@ -25,8 +25,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens, ragged_rows
-from jaxserve.execution.state import ServeState, new_pool
+from jaxserve.execution.state import CLIPPED, ServeState, new_pool
 from jaxserve.execution.verification import BothParams, Drafts
+from jaxserve.layers.experts import RoutedTokens
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
@@ -117,7 +118,7 @@ class DraftModel:
             places = (state.sequences.page_table, table_row, rows.start, path)
             own = dataclasses.replace(own, kv_pages=self.arch.kv.move_tokens(self.backend, own.kv_pages, *places))
         slot = jnp.where(drafts.count > 0, rows.slot, own.length.shape[0])
-        length = state.sequences.length.at[rows.slot].get(mode="clip")
+        length = state.sequences.length.at[rows.slot].get(**CLIPPED)
         computed = jnp.minimum(rows.start + drafts.num_levels, length)
         return dataclasses.replace(own, length=own.length.at[slot].set(computed, mode="drop"))
 
@@ -132,7 +133,7 @@ class DraftModel:
         """Catch up with the sequences, then draft token by token, or level by level."""
         # Drafted tokens behind the draft model's longest sequence would be worthless.
         num_drafts = jnp.minimum(num_drafts, jnp.maximum(self.arch.max_position - 1 - rows.start, 0))
-        length = state.draft.length.at[rows.slot].get(mode="clip")
+        length = state.draft.length.at[rows.slot].get(**CLIPPED)
         length = jnp.where(num_drafts > 0, length, rows.start)
         _, own_params = params
         kv_pages, length = self._catch_up(own_params, state, rows, length)
@@ -154,14 +155,14 @@ class DraftModel:
     ) -> tuple[Drafts, Pages]:
         """Draft token by token, each drawn as the row asks."""
         R, K, V = rows.slot.shape[0], self.max_drafts, self.vocab_size
-        records = state.sequences.records.at[rows.slot].get(mode="clip")
+        records = state.sequences.records.at[rows.slot].get(**CLIPPED)
 
         def draft(index: Int[Array, ""], so_far: _Drafting) -> _Drafting:
             live = index < num_drafts
             start = jnp.where(index == 0, length, rows.start + index)
             at = Rows.of(rows.slot, start, jnp.where(live, rows.start + 1 + index - start, 0), live)
             hidden, kv_pages = self._forward(params, state, at, rows.start, so_far.token_ids, so_far.kv_pages, 2 * R)
-            logits = self._logits(params, hidden.at[at.cu_q_lens[1:] - 1].get(mode="clip"))
+            logits = self._logits(params, hidden.at[at.cu_q_lens[1:] - 1].get(**CLIPPED))
             sampling = SamplingRows(records, rows.start + 1 + index, live)
             assert so_far.weights is not None, "tokens of a chain are drawn"
             token_ids, weights = draw_draft(logits, sampling, index, so_far.weights, base_seed)
@@ -207,7 +208,7 @@ class DraftModel:
             )
             parents = levels[level]
             token = at.cu_q_lens[:-1, None] + (rows.start - start)[:, None] + parents[None]
-            logits = self._logits(params, hidden.at[token.reshape(-1)].get(mode="clip"))
+            logits = self._logits(params, hidden.at[token.reshape(-1)].get(**CLIPPED))
             _, likely = lax.top_k(logits, max(tree.rank) + 1)
             likely = likely.reshape(R, len(tree.levels[0]), -1)
             drafted = likely[:, place, rank]
@@ -255,19 +256,20 @@ class DraftModel:
 
         `words` has the ancestors of each node of a tree; rows with drafted tokens then begin at `last`.
         """
-        row, offset, place, _ = place_tokens(rows, num_tokens)
-        known = state.slots.token_history.at[rows.slot[row], place].get(mode="clip")
+        row, offset, place, live = place_tokens(rows, num_tokens)
+        known = state.slots.token_history.at[rows.slot[row], place].get(**CLIPPED)
         node = place - last[row]
         ids = jnp.where(node > 0, drafted[row, jnp.clip(node - 1, 0, drafted.shape[1] - 1)], known)
         if self.is_mapped:
-            ids = params["inputs"].at[ids].get(mode="clip")
-        tree_mask = None if words is None else words.at[offset].get(mode="clip")
+            ids = params["inputs"].at[ids].get(**CLIPPED)
+        tree_mask = None if words is None else words.at[offset].get(**CLIPPED)
         position = place
         if words is not None:
-            position = jnp.where(node > 0, last[row] + lax.population_count(words.at[node].get(mode="clip")), place)
+            position = jnp.where(node > 0, last[row] + lax.population_count(words.at[node].get(**CLIPPED)), place)
         num_rows = jnp.int32(rows.slot.shape[0])
         group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
-        carry = AttentionCarry(kv_pages, (self.arch.kv.step_rows(self.backend, group),), tree_mask)
+        routed = None if self.arch.experts is None else RoutedTokens.of(live, None)
+        carry = AttentionCarry(kv_pages, (self.arch.kv.step_rows(self.backend, group),), tree_mask, routed=routed)
         hidden, carry = decoder.forward(params, self.arch, ids, position, self._attend, carry)
         return hidden, carry.kv_pages
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxserve.execution.state import CLIPPED
 from jaxserve.sampling import DRAFT, SamplingRows, draw_by_weight, token_weights
 
 
@@ -18,7 +19,7 @@ def over_vocabulary(
         outputs: its id of each token of the model, -1 where it has none; None if ids are the same.
     """
     if outputs is not None:
-        return jnp.where(outputs[None] >= 0, logits.at[:, outputs].get(mode="clip"), -jnp.inf)
+        return jnp.where(outputs[None] >= 0, logits.at[:, outputs].get(**CLIPPED), -jnp.inf)
     missing = max(vocab_size - logits.shape[1], 0)
     return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)[:, :vocab_size]
 

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.execution.round import Rows
-from jaxserve.execution.state import ServeState
+from jaxserve.execution.state import CLIPPED, ServeState
 from jaxserve.execution.verification import BothParams, Drafts
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.models import decoder
@@ -81,7 +81,7 @@ class Medusa:
     ) -> Float[Array, "S D"]:
         """Return the state with the hidden state of each row's last token."""
         slot = jnp.where(rows.q_lens > 0, rows.slot, self.max_num_seqs)
-        last = observed.at[rows.cu_q_lens[1:] - 1].get(mode="clip")
+        last = observed.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED)
         new: Float[Array, "S D"] = state.draft.at[slot].set(last.astype(self.dtype), mode="drop")
         return new
 
@@ -94,7 +94,7 @@ class Medusa:
         base_seed: UInt32[Array, ""],
     ) -> tuple[Drafts, Any]:
         """Propose the most likely tokens of each head."""
-        hidden = state.draft.at[rows.slot].get(mode="clip")
+        hidden = state.draft.at[rows.slot].get(**CLIPPED)
         num_likely = 1 if self.tree is None else max(self.tree.rank) + 1
         likely = jnp.stack([self._likely(params, head, hidden, num_likely) for head in range(self.max_drafts)], axis=1)
         if self.tree is None:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
 from jaxserve.execution.round import Rows
-from jaxserve.execution.state import ServeState
+from jaxserve.execution.state import CLIPPED, ServeState
 from jaxserve.execution.verification import BothParams, Drafts
 
 
@@ -56,7 +56,7 @@ class NGram:
         base_seed: UInt32[Array, ""],
     ) -> tuple[Drafts, Any]:
         """Propose the tokens behind the longest match."""
-        history = state.slots.token_history.at[rows.slot].get(mode="clip")
+        history = state.slots.token_history.at[rows.slot].get(**CLIPPED)
         token_ids, count = find_continuation(history, rows.start, self.max_drafts, self.max_ngram, self.min_ngram)
         return Drafts(token_ids, jnp.minimum(count, num_drafts), None), state.draft
 

@@ -43,6 +43,7 @@ def grouped_matmul(
     *,
     layer: int | Int[Array, ""] | None = None,
     dtype: DTypeLike = jnp.float32,
+    num_shards: int = 1,
     backend: str = AUTO,
 ) -> Float[Array, "M out"]:
     """Return the product of each row with the transposed matrix of its group.
@@ -53,6 +54,7 @@ def grouped_matmul(
       group_sizes: rows of each group; their sum is at most M.
       layer: number of the layer; None if the matrices are those of the groups alone.
       dtype: dtype of the results.
+      num_shards: number of devices whose groups the rows are those of; see `Problem`.
       backend: "auto" or a name in `BACKENDS`.
 
     Raises:
@@ -77,7 +79,8 @@ def grouped_matmul(
         )
     is_packed = isinstance(matrices, PackedMatrix)
     dtypes = x.dtype, (matrices.weights if isinstance(matrices, PackedMatrix) else matrices).dtype, jnp.dtype(dtype)
-    problem = Problem(x.shape[0], num_matrices, N, K, *dtypes, is_packed=is_packed, platform=target_platform())
+    sizes = x.shape[0], num_matrices, N, K
+    problem = Problem(*sizes, *dtypes, is_packed=is_packed, platform=target_platform(), num_shards=num_shards)
     chosen = select("grouped_matmul", BACKENDS, backend, lambda candidate: candidate.supports(problem))
     stack = matrices if isinstance(matrices, PackedMatrix) or layer is not None else matrices.reshape(1, -1, K)
     index = jnp.asarray(0 if layer is None else layer, jnp.int32)

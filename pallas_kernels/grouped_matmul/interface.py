@@ -27,6 +27,8 @@ class Problem:
         result_dtype: dtype of the results.
         is_packed: True if the matrices are packed for the native kernels.
         platform: platform that is compiled for.
+        num_shards: number of devices, or sets of them, whose groups the rows are those of; each has as many groups, and
+            rows of the others' groups lie behind the last one.
     """
 
     num_rows: int
@@ -38,6 +40,7 @@ class Problem:
     result_dtype: jnp.dtype
     is_packed: bool
     platform: str
+    num_shards: int = 1
 
     @property
     def kernel_dtype(self) -> jnp.dtype:
@@ -47,7 +50,7 @@ class Problem:
     @property
     def mean_rows(self) -> int:
         """Rows of a group on average, rounded up to a power of two."""
-        return 1 << max(0, -(-self.num_rows // self.num_groups) - 1).bit_length()
+        return 1 << max(0, -(-self.num_rows // (self.num_groups * self.num_shards)) - 1).bit_length()
 
 
 @runtime_checkable

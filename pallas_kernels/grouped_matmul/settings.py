@@ -1,45 +1,14 @@
-"""Settings of the calls that are traced inside a context: the interpreter, and block sizes."""
+"""What the Pallas kernels of grouped products have in common: settings, classes of shapes, conditions."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
-from jaxserve.pallas_kernels.tuning import measured_sizes
+from jaxserve.pallas_kernels.tuning import Settings
 
-TUNED = Path(__file__).parent / "tuned"  # measured block sizes, by chip
-
-_given_sizes: ContextVar[dict[str, int] | None] = ContextVar("given_sizes", default=None)
-_interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
-
-
-@contextlib.contextmanager
-def interpreted(params: Any) -> Iterator[None]:
-    """Run calls traced inside in the interpreter, on any machine, with these parameters."""
-    token = _interpret_params.set(params)
-    try:
-        yield
-    finally:
-        _interpret_params.reset(token)
-
-
-def interpreter() -> Any:
-    """Return the parameters of the interpreter, or None to run on a chip."""
-    return _interpret_params.get()
-
-
-@contextlib.contextmanager
-def sized(**sizes: int) -> Iterator[None]:
-    """Make calls traced inside use these block sizes instead of those that measured best on their chip."""
-    token = _given_sizes.set(sizes)
-    try:
-        yield
-    finally:
-        _given_sizes.reset(token)
+SETTINGS = Settings(Path(__file__).parent / "tuned")
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:
@@ -52,7 +21,24 @@ def shape_class(problem: Problem) -> dict[str, int | str]:
     }
 
 
-def sizes_of(problem: Problem, chip: str) -> dict[str, int]:
-    """Return the sizes that replace a backend's defaults: requested ones, else those that measured best."""
-    given = _given_sizes.get()
-    return measured_sizes(TUNED, chip, shape_class(problem)) if given is None else given
+def unsupported(problem: Problem, platform: str, dtypes: Collection[str], *, outputs: int, inputs: int) -> str | None:
+    """Return the reason why a kernel cannot run the problem, or None if it can.
+
+    Args:
+        problem: facts of the call.
+        platform: platform of the kernel.
+        dtypes: dtypes that it multiplies.
+        outputs: number of which the rows of matrices must be a multiple.
+        inputs: number of which their columns must be a multiple.
+    """
+    if problem.platform != platform and SETTINGS.interpreter is None:
+        return f"it runs on {platform.upper()}s only"
+    if problem.is_packed:
+        return "packed matrices are for the native kernels"
+    if problem.matrix_dtype.name not in dtypes or problem.dtype != problem.matrix_dtype:
+        return f"rows and matrices must both be one of {dtypes}, not {problem.dtype} and {problem.matrix_dtype}"
+    if problem.num_inputs % inputs:
+        return f"columns of matrices must be a multiple of {inputs}, not {problem.num_inputs}"
+    if problem.num_outputs % outputs:
+        return f"rows of matrices must be a multiple of {outputs}, not {problem.num_outputs}"
+    return None

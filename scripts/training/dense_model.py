@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxserve.models import decoder
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.decoder import Attend
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope, int4

@@ -14,9 +14,9 @@ from jaxserve.engine.memory import activation_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.executor import RoundCounts
 from jaxserve.execution.round import Model, Rows, plain_round
-from jaxserve.execution.state import abstract_state
+from jaxserve.execution.state import abstract_state, new_state
 from jaxserve.execution.verification import Drafts, _verify, make_speculative_step, round_words
-from jaxserve.models import registry
+from jaxserve.models import decoder, registry
 from jaxserve.planner.program import abstract_params, temp_bytes
 from jaxserve.sampling import DRAFT, DraftedTokens, SamplingRows, draw_by_weight, pack_records
 from jaxserve.sampling.random_bits import ACCEPT, RESIDUAL, TARGET, uniform_noise
@@ -79,6 +79,23 @@ def test_memory_kept_free_holds_the_logits_of_all_drafted_tokens() -> None:
     kept = [activation_bytes(EngineConfig(speculative_config=each, **sizes), arch) for each in (None, drafting)]
     assert temp_bytes(compiled) <= kept[1]
     assert kept[1] - kept[0] == 4 * (8 * (K + 1) - 4) * num_rows * arch.vocab_size
+
+
+def test_padding_has_no_experts_of_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    arch = replace(registry.from_hf_config(hf_dict("olmoe")), one_kv_group=True)
+    schedule = ScheduleConfig(R, 64, 64, 4, 16)
+    proposer = DraftModel(K, arch, arch.vocab_size, schedule, "float32", "xla", kv_group=0, chunk=64)
+    state = new_state(arch, schedule, kv_dtype=jnp.float32, backend="xla", new_draft=proposer.new_state)
+    start, q_lens, live = jnp.arange(R), jnp.array([2, 0, 1] + [0] * (R - 3)), []
+
+    def forward(params, arch, token_ids, position, attend, carry):
+        live.append(carry.routed.live)
+        return jnp.zeros((token_ids.size, arch.hidden_size)), carry
+
+    monkeypatch.setattr(decoder, "forward", forward)
+    rows, drafted = Rows.of(jnp.arange(R), start, q_lens, q_lens > 0), jnp.zeros((R, 1), jnp.int32)
+    proposer._forward({}, state, rows, start, drafted, state.draft.kv_pages, 8)
+    np.testing.assert_array_equal(live, [np.arange(8) < 3])
 
 
 def test_round_words_hold_all_counts() -> None:

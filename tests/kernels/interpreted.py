@@ -66,12 +66,13 @@ def run(case, name):
 
 def run_groups(case, name):
     """Run a case of the grouped product; matrices of groups without rows, and rows of no group, are NaN."""
-    from jaxserve.pallas_kernels.grouped_matmul import BACKENDS, settings
+    from jaxserve.pallas_kernels.grouped_matmul import BACKENDS
+    from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS
 
     backend = BACKENDS[name.replace("grouped", "mosaic")]
     multiply = functools.partial(backend.multiply, case.problem("cpu"))
-    here = settings.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
-    with here, settings.sized(**SMALL_TILES[name]), _watched(name, num_kernels=1) as has_races:
+    here = SETTINGS.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
+    with here, SETTINGS.sized(**SMALL_TILES[name]), _watched(name, num_kernels=1) as has_races:
         options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
         y = np.asarray(jax.jit(multiply, compiler_options=options)(*case.arguments(np.nan)), np.float32)
     live = y[: sum(case.group_sizes)]

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU_V6E, Chip
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.grouped_matmul import BACKENDS, Problem, grouped_matmul, mosaic_gpu, mosaic_tpu
-from jaxserve.pallas_kernels.grouped_matmul import settings as grouped
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.plan import LANES, _block_bytes, sublanes
+from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES
 from tests.random_runs import examples
@@ -89,7 +89,7 @@ def test_blocks_fit_the_memory_of_tpus(chip):
 def test_blocks_fit_the_memory_of_gpus():
     for rows, (N, K), outputs in itertools.product((8, 16384), ((1536, 2048), (2048, 96), (64, 64)), (64, 128, 256)):
         problem = problem_of(rows, N, K, platform="gpu")
-        with grouped.sized(outputs=outputs), jax.sharding.use_abstract_mesh(H200.mesh()):
+        with SETTINGS.sized(outputs=outputs), jax.sharding.use_abstract_mesh(H200.mesh()):
             tiles = mosaic_gpu.call_for(problem).tiles
         assert tiles.stages >= 2
         ring = tiles.stages * (tiles.rows + tiles.outputs) * tiles.inputs * 2
@@ -124,7 +124,7 @@ def test_refuses_with_a_reason(backend, chip, changed, reason):
 def test_sizes_must_be_known():
     for backend, chip in ((mosaic_tpu, TPU_V6E), (mosaic_gpu, H200)):
         with (
-            grouped.sized(columns=3),
+            SETTINGS.sized(columns=3),
             jax.sharding.use_abstract_mesh(chip.mesh()),
             pytest.raises(ValueError, match="columns"),
         ):

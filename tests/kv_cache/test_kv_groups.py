@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.kv_cache.groups import KVGroups
-from jaxserve.models.arch import MAX_KV_GROUPS, ArchConfig, RopeConfig
+from jaxserve.models.arch import ArchConfig, RopeConfig
+from jaxserve.models.kv_places import MAX_KV_GROUPS
+from jaxserve.planner.plan import read_model
 
 PAGE_SIZES = st.integers(1, 16)
 WINDOWS = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=4)
@@ -94,3 +96,15 @@ def test_every_layer_has_a_place_of_its_own(windows: list[int | None], times: in
         assert len({b.layer - a.layer for a, b in pairwise(alike)}) <= 1
     if 2 * period > arch.num_layers:
         assert len(arch.kv_windows) <= MAX_KV_GROUPS + 2
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8, 16])
+def test_pages_of_two_head_sizes_are_full_on_every_device(num_devices: int) -> None:
+    """Where several devices have a copy of each of the fewer heads, a layer's share of a page is another one."""
+    arch = read_model("gemma-4-31b")[1].over(num_devices)
+    local = arch.local(num_devices)
+    assert (arch.kv_places, arch.period) == (local.kv_places, local.period)
+    assert arch.num_layers % arch.period == 0
+    sizes = [local.layer_heads(layer).token_size for layer in range(arch.num_layers)]
+    pool = len(local.kv_windows) * local.kv_group_layers * max(sizes)
+    assert pool == sum(sizes) == local.num_layers_read * max(sizes)

@@ -12,6 +12,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts, ExpertWeights, RoutedTokens, SortedPairs, mixture, route
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform
+from jaxserve.pallas_kernels.grouped_matmul import mosaic_tpu
 from jaxserve.quant import weight_format
 from jaxserve.quantize.checkpoint import quantize_checkpoint
 from jaxserve.quantize.scheme import QuantizeOptions
@@ -62,6 +63,20 @@ def test_padding_has_no_experts_and_is_not_counted():
     np.testing.assert_array_equal(routed.counts[0], 1 + np.bincount(ids[:4].reshape(-1), minlength=E))
     np.testing.assert_array_equal(routed.counts[1:], 1)
     assert int(routed.index) == 1
+
+
+def test_divided_experts_are_multiplied_in_the_same_tiles(monkeypatch):
+    """A device has the rows of all experts, of which most belong to those of other devices."""
+    T, E, k, D, F, seen = 64, 8, 2, 8, 4, []
+    monkeypatch.setattr(jax.lax, "axis_index", lambda _: 1)
+    monkeypatch.setattr(mosaic_tpu, "supports", lambda problem: seen.append(problem) or "of another platform")
+    for num_shards in (1, 4):
+        experts = Experts(E, k, F, num_shards=num_shards, shard_axis="expert" if num_shards > 1 else None)
+        held = experts.num_held
+        matrices = ExpertWeights(jnp.ones((E, D)), jnp.ones((held * 2 * F, D)), jnp.ones((held * D, F)))
+        jax.eval_shape(partial(mixture, experts=experts), jnp.ones((T, D)), matrices)
+    assert [problem.num_groups for problem in seen] == [8, 8, 2, 2]
+    assert {problem.mean_rows for problem in seen} == {T * k // E}
 
 
 def test_nothing_is_as_large_as_tokens_times_experts_times_sizes():

@@ -7,7 +7,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.models import registry
-from jaxserve.models.arch import LatentAttention
+from jaxserve.models.layer_facts import LatentAttention
 from tests.checkpoints import CONFIGS, FAMILIES, HYBRID, LONGROPE, PARTIAL, ROPES, hf_dict, renamed
 
 YARN, LLAMA3 = ROPES["yarn"], ROPES["llama3"]

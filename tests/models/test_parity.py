@@ -14,8 +14,9 @@ from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
-from tests.checkpoints import FAMILIES, ROPES, hf_dict, random_configs, reference_logits, write_checkpoint
+from tests.checkpoints import FAMILIES, ROPES, hf_dict, reference_logits, write_checkpoint
 from tests.parameters import some_by_default
+from tests.random_configs import random_configs
 
 NUM_TOKENS = 40  # past the original context of the stretched ropes, and past every window
 TOLERANCE = 1e-4

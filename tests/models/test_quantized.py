@@ -14,9 +14,10 @@ from jaxserve.pallas_kernels import native
 from jaxserve.quant import weight_format
 from jaxserve.quant.int8 import QuantizedMatrix
 from jaxserve.quant.packed import NativeMatrix
-from tests.checkpoints import FAMILIES, MIXTURES, hf_dict, random_configs, write_checkpoint
+from tests.checkpoints import FAMILIES, MIXTURES, hf_dict, write_checkpoint
 from tests.models.test_parity import load_logits, run
 from tests.parameters import some_by_default
+from tests.random_configs import random_configs
 
 # In standard deviations of the logits. A block's largest weight is near 2.5 deviations of its weights, so that rounding
 # adds 2.5 / 127 / sqrt(12) = 0.6% of noise to a product, 2.4% over the 17 of four layers and the head.

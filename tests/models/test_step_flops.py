@@ -15,7 +15,8 @@ from jax import Array
 from jaxserve import weights
 from jaxserve.layers.kv_forms import Latents
 from jaxserve.models import decoder, registry
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, build_tree, device_bytes, lookup_bytes, stack_layers, step_bytes
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope

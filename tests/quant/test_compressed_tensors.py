@@ -18,6 +18,7 @@ from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import reference_logits
 from tests.models.test_parity import run
 from tests.parameters import some_by_default
+from tests.quant.loaded import ONE_LAYER, loaded, safetensors_of
 from tests.quant.quantized_checkpoints import (
     CASES,
     DYNAMIC,
@@ -30,7 +31,6 @@ from tests.quant.quantized_checkpoints import (
     write_fp8,
     write_quantized,
 )
-from tests.quant.test_stored import ONE_LAYER, loaded, safetensors_of
 
 pytest.importorskip("compressed_tensors")
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
-from jaxserve.engine.parameters import build_params
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.models import registry
@@ -25,31 +24,17 @@ from jaxserve.quant import packed, weight_format
 from jaxserve.quant.int8 import QuantizedMatrix
 from jaxserve.quant.packed import NativeMatrix
 from jaxserve.quant.stored import SchemeFormat, StoredMatrix
-from jaxserve.weights.quantized import read_schemes
 from jaxserve.weights.rows import leaf_at
-from jaxserve.weights.safetensors_file import map_file, write_file
 from tests.checkpoints import reference_logits
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
 from tests.parameters import some_by_default
+from tests.quant.loaded import ONE_LAYER, loaded, safetensors_of, torch_rows
 from tests.quant.quantized_checkpoints import CASES, Case, fake_int8, integers, write_gptq, write_quantized
 
 SOME = ("ct-fp8-tensor", "fp8-block", "ct-nvfp4", "modelopt-nvfp4", "ct-int4-zeros", "gptq-order", "awq", "ct-w8a8")
-ONE_LAYER = {"num_hidden_layers": 1}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = {"prompt_token_ids": list(range(3, 20))}
-
-
-def loaded(path: Path, dtype: Any = jnp.float32, *, native: bool = False) -> tuple[Any, list[Any], Any]:
-    arch = registry.from_hf_config(weights.read_config(path))
-    specs = registry.param_specs(arch)
-    transform = matrix_transform(specs, weight_format(None, arch.schemes), native=native)
-    return arch, specs, weights.load(path, specs, dtype, transform=transform, schemes=arch.schemes)
-
-
-def torch_rows(model: torch.nn.Module, spec: Any) -> np.ndarray:
-    parts = [model.get_parameter(name).detach().numpy() for name in dict.fromkeys(spec.hf_names)]
-    return np.concatenate(parts)
 
 
 @pytest.mark.parametrize("name", some_by_default(list(CASES), *SOME))
@@ -147,222 +132,6 @@ def test_zero_points_of_gptq_borrow(tmp_path: Path) -> None:
     matrix = leaf_at(params, spec.path)
     assert (np.asarray(matrix.zero) == 0).any()
     np.testing.assert_array_equal(matrix.rows(jnp.arange(spec.shape[0])), torch_rows(model, spec))
-
-
-# Which modules are quantised
-
-
-def mixed(case: Case, **config: Any) -> Case:
-    return case._replace(config={**case.config, **config})
-
-
-FP8, INT4 = CASES["ct-fp8-weights"], CASES["ct-int4"]
-QUIRKS = {
-    "pattern": (mixed(FP8, ignore=["lm_head", "re:.*down_proj"]), ["down_proj"]),
-    "name": (mixed(FP8, ignore=["lm_head", "model.layers.0.self_attn.o_proj"]), ["o_proj"]),
-    "fused name": (mixed(FP8, ignore=["lm_head", "re:.*qkv_proj"]), ["q_proj", "k_proj", "v_proj"]),
-    "part of a fused matrix": (mixed(FP8, ignore=["lm_head", "re:.*k_proj"]), ["k_proj"]),
-    "glob": (
-        mixed(CASES["modelopt-fp8"], ignore=["lm_head", "model.layers.*.mlp.*"]),
-        ["down_proj", "gate_proj", "up_proj"],
-    ),
-    "parent": (
-        mixed(CASES["fp8-block"], modules_to_not_convert=["self_attn"]),
-        ["q_proj", "k_proj", "v_proj", "o_proj"],
-    ),
-    "awq": (mixed(CASES["awq"], modules_to_not_convert=["down_proj"]), ["down_proj"]),
-    "dynamic": (
-        mixed(CASES["gptq"], dynamic={r"-:.*\.mlp\.up_proj": {}, r"-:.*\.gate_proj": {}}),
-        ["gate_proj", "up_proj"],
-    ),
-}
-
-
-@pytest.mark.parametrize("quirk", QUIRKS)
-def test_modules_that_are_left_out(tmp_path: Path, quirk: str) -> None:
-    case, plain = QUIRKS[quirk]
-    case = case._replace(is_quantised=lambda name: name.rpartition(".")[2] not in ("lm_head", *plain))
-    model = write_quantized(tmp_path, case, **ONE_LAYER)
-    _, specs, params = loaded(tmp_path)
-    for spec in specs:
-        if spec.path[-1].endswith("proj"):
-            own = {name.split(".")[-2] in plain for name in spec.hf_names}
-            matrix = leaf_at(params, spec.path)
-            assert isinstance(matrix, StoredMatrix) == (own == {False})
-            rows = matrix.rows(jnp.arange(spec.shape[0])) if isinstance(matrix, StoredMatrix) else matrix
-            np.testing.assert_array_equal(rows, torch_rows(model, spec))
-
-
-@pytest.mark.parametrize("stem", ["model.language_model.", "language_model.model."])
-@pytest.mark.parametrize(
-    ("name", "pattern"), [("fp8-block", "{}layers.0.linear_attn.{}"), ("ct-fp8-weights", "re:^{}.*linear_attn.{}$")]
-)
-def test_multimodal_checkpoints_name_modules_of_their_text_part(
-    tmp_path: Path, stem: str, name: str, pattern: str
-) -> None:
-    plain = ["in_proj_a", "in_proj_b"]
-    key = "ignore" if pattern.startswith("re:") else "modules_to_not_convert"
-    case = mixed(CASES[name], **{key: ["lm_head", *(pattern.format("model.", module) for module in plain)]})
-    case = case._replace(is_quantised=lambda module: module.rpartition(".")[2] not in ("lm_head", *plain))
-    sizes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    write_quantized(tmp_path, case, family="qwen3_5", **sizes)
-    _, _, expected = loaded(tmp_path)
-    tensors = {
-        name.replace("model.", stem, 1): array for name, array in map_file(tmp_path / "model.safetensors").items()
-    }
-    structs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
-    write_file(tmp_path / "moved.safetensors", structs, tensors.__getitem__)
-    (tmp_path / "moved.safetensors").rename(tmp_path / "model.safetensors")
-    text = weights.read_config(tmp_path)
-    quantization = text.pop("quantization_config")
-    quantization[key] = ["lm_head", "re:.*visual.*", *(pattern.format(stem, module) for module in plain)]
-    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
-    for config in (
-        {**whole, "quantization_config": quantization},
-        whole | {"text_config": text | {"quantization_config": quantization}},
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path)[2], expected)
-
-
-def test_groups_of_modules_with_several_formats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    fp8, int4 = (case.config["config_groups"]["group_0"] for case in (FP8, INT4))
-    groups = {
-        "attention": {**fp8, "format": "float-quantized", "targets": ["re:.*self_attn.*"]},
-        "others": {**int4, "format": "pack-quantized", "targets": ["Linear"]},
-    }
-    config = {**INT4.config, "format": "mixed-precision", "config_groups": groups}
-    for writer, names in ((FP8.write, "self_attn"), (INT4.write, "mlp")):
-        case = Case(config, writer, is_quantised=lambda name, names=names: names in name)
-        write_quantized(tmp_path / names, case, **ONE_LAYER)
-    attention, mlp = (safetensors_of(tmp_path / names) for names in ("self_attn", "mlp"))
-    mlp = {name: tensor for name, tensor in mlp.items() if "self_attn" not in name}
-    merged = {name: tensor for name, tensor in attention.items() if ".mlp." not in name} | mlp
-    (tmp_path / "mlp" / "model.safetensors").unlink()
-    write_tensors(tmp_path / "mlp", merged)
-    arch, _, params = loaded(tmp_path / "mlp")
-    kinds = {name: leaf_at(params, ("layers", 0, name)).scheme.elements for name in ("qkv_proj", "o_proj", "down_proj")}
-    assert kinds == {"qkv_proj": "e4m3", "o_proj": "e4m3", "down_proj": "int4"}
-    if packed_linear.unsupported("int4", "cpu") is None:
-        with caplog.at_level(logging.INFO):
-            params = build_params(EngineConfig(str(tmp_path / "mlp")), arch)
-        types = {name: type(leaf_at(params, ("layers", 0, name))) for name in kinds}
-        assert types == {"qkv_proj": StoredMatrix, "o_proj": StoredMatrix, "down_proj": NativeMatrix}
-        assert "; 2 are multiplied by the native kernels, the others dequantised in products by XLA" in caplog.text
-
-
-def safetensors_of(path: Path) -> dict[str, np.ndarray]:
-    return {name: np.array(array) for name, array in map_file(path / "model.safetensors").items()}
-
-
-def write_tensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    structs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
-    write_file(path / "model.safetensors", structs, tensors.__getitem__)
-
-
-WEIGHTS = FP8.config["config_groups"]["group_0"]["weights"]
-
-
-def one_group(targets: list[str], **weights: Any) -> dict[str, Any]:
-    return {**FP8.config, "config_groups": {"a": {"targets": targets, "weights": {**WEIGHTS, **weights}}}}
-
-
-@pytest.mark.parametrize("name", ["embed_tokens", "embed_tokens_per_layer", "layers.0.mlp.gate"])
-def test_tables_and_routers_are_not_linear(name: str) -> None:
-    schemes = read_schemes({"quantization_config": one_group(["Linear"])})
-    assert schemes is not None
-    assert schemes.of_tensor(f"model.{name}.weight") is None
-    assert schemes.of_tensor("model.layers.0.mlp.up_proj.weight") is not None
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"quant_method": "bitsandbytes"}, r"quant_method .* compressed-tensors, fp8, .* got 'bitsandbytes'"),
-    ({**FP8.config, "quantization_status": "frozen"}, "quantization_status .* got 'frozen'"),
-    ({**FP8.config, "transform_config": {"config_groups": {}}}, "transform_config"),
-    ({**FP8.config, "format": "marlin-24"}, "marlin-24 of 8 bits .* for Linear"),
-    (one_group(["re:.*mlp"], num_bits=6), "naive-quantized of 6 bits .* for re:.*mlp"),
-    (one_group(["Linear"], strategy="attn_head"), "strategy 'attn_head'"),
-    ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ"}, "FP8, NVFP4, .* got INT4_AWQ for all modules"),
-    ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "4 or 8 bits, got 3 bits for all modules"),
-    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemm', got 'gemv'"),
-    ({"quant_method": "fp8", "fmt": "e5m2"}, "'e4m3', got 'e5m2'"),
-    ({"quant_method": "fp8", "weight_block_size": 128}, r"quantization_config \(fp8\) has a fault: TypeError"),
-]
-
-
-def test_other_spellings() -> None:
-    """Nulls, strings and absent fields of old versions mean what their new spellings mean."""
-    block, group = CASES["ct-fp8-block"].config, CASES["ct-int4"].config
-
-    def respelled(config: dict[str, Any], **weights: Any) -> Any:
-        own = config["config_groups"]["group_0"]
-        more = {"output_activations": None, "weights": {**own["weights"], "observer": "minmax", **weights}}
-        nulls = {"kv_cache_scheme": None, "sparsity_config": {}, "config_groups": {"group_0": {**own, **more}}}
-        return read_schemes({"quantization_config": {**config, **nulls}})
-
-    for config, weights_ in (
-        (block, {"block_structure": "128x128"}),
-        (group, {"strategy": None, "actorder": "weight"}),
-    ):
-        assert respelled(config, **weights_) == read_schemes({"quantization_config": config})
-    channel = read_schemes({"quantization_config": CASES["ct-int4-channel"].config})
-    assert respelled(group, group_size=-1) == channel
-
-
-@pytest.mark.parametrize(("config", "message"), REFUSED)
-def test_what_is_not_supported_is_named(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    write_quantized(tmp_path, FP8._replace(config=config), **ONE_LAYER)
-    with pytest.raises(ConfigError, match=message):
-        registry.from_hf_config(weights.read_config(tmp_path))
-
-
-def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
-    write_quantized(tmp_path, CASES["gptq-order"], **ONE_LAYER)
-    tensors = safetensors_of(tmp_path)
-    name = "model.layers.0.self_attn.k_proj"
-    changes: list[tuple[dict[str, Any], str]] = [
-        ({f"{name}.scales": None}, rf"1 modules without them: {name}.scales \(gptq\)"),
-        ({f"{name}.qweight": tensors[f"{name}.qweight"].astype(np.int8)}, rf"{name}.weight must be int32 .* got int8"),
-        ({f"{name}.qweight": tensors[f"{name}.qweight"][:-1]}, r"\(80, 152\) instead of \(80, 160\)"),
-        ({f"{name}.g_idx": tensors[f"{name}.g_idx"][::-1].copy()}, "must have the same order of columns"),
-        ({f"{name}.bias": np.ones(80, np.float16)}, "bias must be zero"),
-    ]
-    for change, message in changes:
-        write_tensors(tmp_path, {n: t for n, t in (tensors | change).items() if t is not None})
-        with pytest.raises(weights.CheckpointError, match=message):
-            loaded(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("gptq", {"group_size": 16}),
-        ("gptq", {"group_size": 64}),
-        ("awq", {"group_size": 16}),
-        ("awq", {"group_size": 64}),
-        ("fp8-block", {"weight_block_size": [64, 64]}),
-        ("fp8-block", {"weight_block_size": [256, 256]}),
-    ],
-)
-def test_scales_must_be_those_of_the_configuration(tmp_path: Path, name: str, change: dict[str, Any]) -> None:
-    write_quantized(tmp_path, CASES[name], **ONE_LAYER)
-    config = weights.read_config(tmp_path)
-    config["quantization_config"] |= change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(weights.CheckpointError, match=r"q_proj\..*scale.* must have the shape"):
-        loaded(tmp_path)
-
-
-def test_modelopt_keeps_its_configuration_apart(tmp_path: Path) -> None:
-    write_quantized(tmp_path, CASES["modelopt-nvfp4"], **ONE_LAYER)
-    config = weights.read_config(tmp_path)
-    quantization = {k: v for k, v in config.pop("quantization_config").items() if k != "quant_method"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    apart = {"producer": {"name": "modelopt"}, "quantization": {**quantization, "kv_cache_quant_algo": "FP8"}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(apart))
-    arch, _, params = loaded(tmp_path)
-    assert params["layers"][0]["o_proj"].scheme.elements == "e2m1"
-    assert arch.schemes.kv_cache
 
 
 # Engines

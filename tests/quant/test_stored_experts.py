@@ -27,8 +27,9 @@ from tests.checkpoints import reference_logits
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
 from tests.parameters import some_by_default
+from tests.quant.loaded import loaded
 from tests.quant.quantized_checkpoints import CASES, write_gpt_oss, write_quantized
-from tests.quant.test_stored import GREEDY, NATIVE, PROMPT, loaded
+from tests.quant.test_stored import GREEDY, NATIVE, PROMPT
 
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 1, "moe_intermediate_size": 224},

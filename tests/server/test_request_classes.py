@@ -4,7 +4,10 @@ import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.openai.errors import BadRequestError
-from jaxserve.openai.format import COMPLETIONS, parse_body
+from jaxserve.openai.format import COMPLETIONS, EMBEDDINGS, parse_body
+from jaxserve.openai.messages import chat_of_message
+from jaxserve.openai.pooling import parse_pooling
+from jaxserve.openai.responses import chat_of_response
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.classes import in_class, read_objectives
 
@@ -14,6 +17,19 @@ OBJECTIVES = {"interactive": -1, "batch": 10}
 def parsed(may_stream=True, **fields):
     body = {"prompt": [1, 2], **fields}
     return parse_body(COMPLETIONS, body, "m", ["m"], None, SamplingParams(), may_stream=may_stream)
+
+
+@pytest.mark.parametrize("read", [parsed, lambda **body: chat_of_response(body), lambda **body: chat_of_message(body)])
+def test_the_error_of_an_unknown_field_lists_that_of_who_waits(read):
+    with pytest.raises(BadRequestError, match=r"unsupported fields \[.*'patience'\].*supported are .*'timeout'"):
+        read(patience=1, timeout=2, max_tokens=3, messages=[], input="a")
+
+
+def test_lines_of_batch_files_and_vectors_have_no_timeout():
+    with pytest.raises(BadRequestError, match=r"unsupported fields \['timeout'\]"):
+        parsed(may_stream=False, timeout=1)
+    with pytest.raises(BadRequestError, match=r"unsupported fields \['timeout'\]"):
+        parse_pooling(EMBEDDINGS, {"input": "a", "timeout": 1}, "m", ["m"], may_stream=True)
 
 
 @pytest.mark.parametrize("prefix", [b"x-llm-d-inference-", b"x-gateway-inference-"])

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import threading
 from collections.abc import Sequence
 from threading import Lock
 from types import SimpleNamespace
@@ -159,3 +160,63 @@ def test_parts_of_many_streams_go_together_where_writing_takes_long(monkeypatch:
             assert (taken, num_writes) == (["a" * 53] * 8, 32)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("interval_s", [0.0, 2e-3])
+def test_news_that_comes_while_the_loop_writes_is_written_too(
+    monkeypatch: pytest.MonkeyPatch, interval_s: float
+) -> None:
+    """A thread tells of one stream in the middle of a write to another, and nothing else wakes the loop then."""
+    listeners: list[Any] = []
+    threads = SimpleNamespace(submit=lambda _, listener: listeners.append(listener))
+    monkeypatch.setattr(streams, "EngineThreads", lambda _: threads)
+    engine = SimpleNamespace(frontend=SimpleNamespace(cancel=lambda _: None))
+    (first, second), lock, taken = (groups := [new_group("a"), new_group("b")]), Lock(), ["", ""]
+    is_writing, is_told, written = threading.Event(), threading.Event(), [threading.Event(), threading.Event()]
+    num_parts = 6
+
+    def tell(group: Any, index: int) -> None:
+        completion = group.output.outputs[0]
+        with lock:
+            completion.token_ids.append(1)
+            completion.text += "abcdef"[index]
+            if index == num_parts - 1:
+                completion.finish_reason, group.output.finished = "length", True
+        listeners[0](group)
+
+    def frontend() -> bool:
+        for index in range(num_parts):
+            for event in (is_writing, is_told, *written):
+                event.clear()
+            tell(first, index)
+            if not is_writing.wait(5):
+                return False
+            tell(second, index)
+            is_told.set()
+            if not all(event.wait(5) for event in written):
+                return False
+        return True
+
+    def write(number: int, increments: Sequence[Increment]) -> bool:
+        taken[number] += "".join(increment.text for increment in increments)
+        if number == 0:
+            is_writing.set()
+            assert is_told.wait(5)
+        written[number].set()
+        return True
+
+    async def run() -> None:
+        served = Streams(cast(Any, engine), cast(Any, SimpleNamespace(note=lambda _: None)))
+        served.interval_s = interval_s
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(served.opened(Stream([group], lock, is_whole=False))) for group in groups]
+            runs = [
+                stream.run(lambda _, new, number=number: write(number, new)) for number, stream in enumerate(opened)
+            ]
+            tasks = [asyncio.ensure_future(run) for run in runs]
+            await asyncio.sleep(0)
+            assert await asyncio.to_thread(frontend), "some news waits for other news"
+            await asyncio.wait_for(asyncio.gather(*tasks), 5)
+
+    asyncio.run(run())
+    assert taken == ["abcdef"] * 2

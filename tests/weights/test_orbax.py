@@ -33,8 +33,9 @@ from jaxserve.weights import CheckpointError, convert, orbax_store, safetensors_
 from jaxserve.weights.load import open_tensors
 from jaxserve.weights.new_directory import new_directory
 from jaxserve.weights.stored_tensor import Part, StoredTensor
-from tests.checkpoints import FAMILIES, random_configs, write_checkpoint
+from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.parameters import some_by_default
+from tests.random_configs import random_configs
 from tests.random_runs import examples
 
 TEXTS = {

@@ -45,13 +45,20 @@ def read_schemes(config: Mapping[str, Any]) -> Schemes | None:
             f"use a checkpoint of one of these, or an unquantised one with quantization= of the engine"
         )
     try:
-        return dataclasses.replace(_METHODS[method](quantization), is_multimodal=text is not None)
+        schemes = _METHODS[method](quantization)
+        kv_cache = _has_kv_scales({**quantization, **(quantization.get("quantization") or {})})
+        return dataclasses.replace(schemes, kv_cache=kv_cache, is_multimodal=text is not None)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
             f"config.json: quantization_config ({method}) has a fault: {type(error).__name__} {error}"
         ) from error
+
+
+def _has_kv_scales(config: Mapping[str, Any]) -> bool:
+    """Return whether a checkpoint has scales of keys and values, of whatever tool."""
+    return bool(config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"))
 
 
 def _refuse(what: str, got: object, where: str) -> CheckpointError:
@@ -76,7 +83,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
             ranked.append((_rank(target), Rule(_target(target), scheme)))
     ignored = [Rule(_target(name), None) for name in config.get("ignore") or ()]
     rules = [rule for _, rule in sorted(ranked, key=lambda pair: pair[0])]
-    return Schemes("compressed-tensors", (*ignored, *rules), kv_cache=bool(config.get("kv_cache_scheme")))
+    return Schemes("compressed-tensors", (*ignored, *rules))
 
 
 def _is_class(target: str) -> bool:
@@ -222,17 +229,16 @@ def _modelopt(config: Mapping[str, Any]) -> Schemes:
     config = {**config, **config.get("quantization", {})}
     names = [*(config.get("exclude_modules") or ()), *(config.get("ignore") or ())]
     ignored = [Rule(_glob(name), None) for name in names]
-    algorithm = str(config["quant_algo"])
+    algorithm, rules = config.get("quant_algo"), list[Rule]()
     if algorithm == "MIXED_PRECISION":
         layers = config["quantized_layers"].items()
         rules = [
             Rule(f"{re.escape(name)}$", _modelopt_scheme(str(layer["quant_algo"]), layer, name))
             for name, layer in layers
         ]
-    else:
-        rules = [Rule(_LINEAR, _modelopt_scheme(algorithm, config, "all modules"))]
-    kv_cache = config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme")
-    return Schemes("modelopt", (*ignored, *rules), kv_cache=bool(kv_cache))
+    elif algorithm is not None or not _has_kv_scales(config):
+        rules = [Rule(_LINEAR, _modelopt_scheme(str(algorithm), config, "all modules"))]
+    return Schemes("modelopt", (*ignored, *rules))
 
 
 def _glob(name: str) -> str:

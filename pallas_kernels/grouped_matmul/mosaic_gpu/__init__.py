@@ -13,7 +13,6 @@ and their matrices are not read.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from types import ModuleType
 
@@ -24,7 +23,7 @@ from jaxserve.pallas_kernels import hopper
 from jaxserve.pallas_kernels.dispatch import import_failure
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.plan import MIN_ROWS, Call, Sizes, choose_tiles
-from jaxserve.pallas_kernels.grouped_matmul.settings import interpreter, sizes_of
+from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS, shape_class, unsupported
 
 __all__ = ["call_for", "multiply", "supports"]
 
@@ -36,16 +35,8 @@ _KERNEL = f"{__name__}.kernel"
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
-    if problem.platform != "gpu" and interpreter() is None:
-        return "it runs on GPUs only"
-    if problem.is_packed:
-        return "packed matrices are for the native kernels"
-    if problem.matrix_dtype.name not in DTYPES or problem.dtype != problem.matrix_dtype:
-        return f"rows and matrices must both be one of {DTYPES}, not {problem.dtype} and {problem.matrix_dtype}"
-    if problem.num_inputs % MIN_INPUTS:
-        return f"columns of matrices must be a multiple of {MIN_INPUTS}, not {problem.num_inputs}"
-    if problem.num_outputs % MIN_OUTPUTS:
-        return f"rows of matrices must be a multiple of {MIN_OUTPUTS}, not {problem.num_outputs}"
+    if (reason := unsupported(problem, "gpu", DTYPES, outputs=MIN_OUTPUTS, inputs=MIN_INPUTS)) is not None:
+        return reason
     return import_failure(_KERNEL, "Pallas for GPUs") or (hopper.other_chip() if problem.platform == "gpu" else None)
 
 
@@ -55,12 +46,11 @@ def call_for(problem: Problem) -> Call:
     Raises:
       ValueError: sizes have unknown names.
     """
-    params = interpreter()
-    given = sizes_of(problem, hopper.name() if params is None else "interpreter")
-    if unknown := sorted(given.keys() - {field.name for field in dataclasses.fields(Sizes)}):
-        raise ValueError(f"there are no sizes of blocks called {unknown} in this kernel")
+    params = SETTINGS.interpreter
+    chip = hopper.name() if params is None else "interpreter"
+    sizes = Sizes(**SETTINGS.sizes(Sizes, chip, shape_class(problem)))
     num_cores = hopper.num_cores() if params is None else INTERPRETED_CORES
-    return Call(problem, choose_tiles(problem, Sizes(**given)), num_cores, params)
+    return Call(problem, choose_tiles(problem, sizes), num_cores, params)
 
 
 def multiply(

@@ -13,7 +13,6 @@ A matrix is read once by all visits of its group to tiles that follow each other
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from types import ModuleType
 from typing import Any
@@ -24,7 +23,7 @@ from jaxtyping import Array, Float, Int, Int32
 from jaxserve.pallas_kernels.dispatch import import_failure, target_platform
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.plan import LANES, Call, Sizes, choose_tiles, sublanes
-from jaxserve.pallas_kernels.grouped_matmul.settings import interpreter, sizes_of
+from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS, shape_class, unsupported
 
 __all__ = ["call_for", "multiply", "supports"]
 
@@ -35,22 +34,16 @@ _KERNEL = f"{__name__}.kernel"
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
-    if problem.platform != "tpu" and interpreter() is None:
-        return "it runs on TPUs only"
-    if problem.is_packed:
-        return "packed matrices are for the native kernels"
-    if problem.matrix_dtype.name not in DTYPES or problem.dtype != problem.matrix_dtype:
-        return f"rows and matrices must both be one of {DTYPES}, not {problem.dtype} and {problem.matrix_dtype}"
-    if problem.num_inputs % LANES:  # XLA would copy the matrices of all layers, not only of one
-        return f"columns of matrices must be a multiple of {LANES}, not {problem.num_inputs}: XLA transposes others"
-    if problem.num_outputs % sublanes(problem.matrix_dtype):
-        return f"rows of matrices must be a multiple of {sublanes(problem.matrix_dtype)}, not {problem.num_outputs}"
+    # XLA lays out matrices of other columns transposed, and would copy those of all layers, not only of one.
+    multiples = {"outputs": sublanes(problem.matrix_dtype), "inputs": LANES}
+    if (reason := unsupported(problem, "tpu", DTYPES, **multiples)) is not None:
+        return reason
     return import_failure(_KERNEL, "Pallas for TPUs") or _memory_failure(problem)
 
 
 def _memory_failure(problem: Problem) -> str | None:
     """Return the reason why even the smallest tiles do not fit the chip, or None if they do."""
-    if target_platform() != "tpu" and interpreter() is None:
+    if target_platform() != "tpu" and SETTINGS.interpreter is None:
         return None
     try:
         call_for(problem)
@@ -65,14 +58,13 @@ def call_for(problem: Problem) -> Call:
     Raises:
       ValueError: sizes have unknown names, no tiles fit, or jax does not know the chip.
     """
-    params = interpreter()
+    params = SETTINGS.interpreter
     chip = None if params is not None else _chip()
-    given = sizes_of(problem, "interpreter" if chip is None else str(chip.chip_version.value))
-    if unknown := sorted(given.keys() - {field.name for field in dataclasses.fields(Sizes)}):
-        raise ValueError(f"there are no sizes of blocks called {unknown} in this kernel")
+    name = "interpreter" if chip is None else str(chip.chip_version.value)
+    sizes = Sizes(**SETTINGS.sizes(Sizes, name, shape_class(problem)))
     # The compiler prefetches weights of other operations into the rest.
     vmem_bytes = INTERPRETED_VMEM_BYTES if chip is None else int(chip.vmem_capacity_bytes) // 4
-    return Call(problem, choose_tiles(problem, Sizes(**given), vmem_bytes), vmem_bytes, params)
+    return Call(problem, choose_tiles(problem, sizes, vmem_bytes), vmem_bytes, params)
 
 
 def multiply(

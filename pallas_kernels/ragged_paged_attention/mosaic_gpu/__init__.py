@@ -24,12 +24,8 @@ taller tiles for the other rows, bound by the products.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from types import ModuleType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +52,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     plan,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, encode, values_of
+from jaxserve.pallas_kernels.tuning import Settings
 
 __all__ = ["LAYOUT", "SPLITS_PAGES", "WANTS_OWN_TABLE", "interpreted", "supports", "write_and_attend"]
 
@@ -68,22 +65,13 @@ LAYOUT = TokenMajor(scale_multiple=SCALES)
 SPLITS_PAGES = False
 WANTS_OWN_TABLE = False
 
-_interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
-
-
-@contextlib.contextmanager
-def interpreted(params: Any) -> Iterator[None]:
-    """Run calls traced inside in the interpreter of jax 0.11 and later, on any machine, with these parameters."""
-    token = _interpret_params.set(params)
-    try:
-        yield
-    finally:
-        _interpret_params.reset(token)
+_SETTINGS = Settings()
+interpreted = _SETTINGS.interpreted  # needs jax 0.11 or later
 
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
-    if problem.platform != "gpu" and _interpret_params.get() is None:
+    if problem.platform != "gpu" and _SETTINGS.interpreter is None:
         return "it runs on GPUs only"
     if problem.kv_dtype.name not in POOL_DTYPES:
         return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
@@ -130,7 +118,7 @@ def write_and_attend(
         has_sinks=inputs.sinks is not None,
         has_tree=inputs.tree_mask is not None,
         num_cores=_num_cores(),
-        interpret=_interpret_params.get(),
+        interpret=_SETTINGS.interpreter,
     )
     plans = _plans(call, inputs.rows)
     # Tiles of shared memory are filled by whole groups of eight tokens.
@@ -179,4 +167,4 @@ def _write_kv(
 
 def _num_cores() -> int:
     """Return the number of multiprocessors of the chip that is compiled for."""
-    return hopper.num_cores() if _interpret_params.get() is None else INTERPRETED_CORES
+    return hopper.num_cores() if _SETTINGS.interpreter is None else INTERPRETED_CORES

@@ -1,0 +1,65 @@
+"""Print the temporaries of steps through some layers of a mixture of experts, by its grouped product.
+
+    PYTHONPATH=~/.cache/jaxserve/compilers JAX_PLATFORMS=cpu python scripts/expert_memory.py
+    ... python scripts/expert_memory.py --targets h200 --tokens 64
+
+Steps are compiled without the hardware, with the Pallas kernel and with `ragged_dot`, which takes minutes and much
+memory for many tokens. One JSON line for each: GB of temporaries, and GB accessed as XLA counts them, layers once.
+"""
+
+import argparse
+import dataclasses
+import json
+from unittest import mock
+
+import jax.numpy as jnp
+
+from jaxserve.models.arch import ArchConfig
+from jaxserve.pallas_kernels import grouped_matmul
+from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+from jaxserve.planner.plan import read_model
+from jaxserve.planner.program import StepCompiler, temp_bytes
+from jaxserve.planner.targets import parse_target
+from jaxserve.schedule_config import ScheduleConfig
+
+BFLOAT16 = jnp.dtype("bfloat16")
+LAYERS = {"h200": 2, "v6e:1x1": 4}  # few, as programs for GPUs have every layer one after the other
+POOL_TOKENS = 20_000
+
+
+def first_layers(arch: ArchConfig, count: int) -> ArchConfig:
+    return dataclasses.replace(arch, num_layers=count, ropes=arch.ropes[:count], windows=arch.windows[:count])
+
+
+def measure(model: str, target_name: str, num_tokens: int, product: str) -> dict[str, float]:
+    target = parse_target(target_name)
+    assert target.sheet is not None, "a chip has a data sheet"
+    arch, backend = first_layers(read_model(model)[1], LAYERS[target_name]), f"mosaic_{target.platform}"
+    heads = {"num_kv_heads": arch.num_kv_heads, "head_dim": arch.head_dim}
+    page_size = default_page_size(backend, **heads, kv_dtype=BFLOAT16)
+    schedule = ScheduleConfig(64, 2048, 8192, page_size, POOL_TOKENS // page_size)
+    own = {product: grouped_matmul.BACKENDS[product]}
+    with mock.patch.object(grouped_matmul, "BACKENDS", own):
+        (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend).compile(arch, (num_tokens,))
+    return {"temporaries_gb": temp_bytes(program) / 1e9, "accessed_gb": program.cost_analysis()["bytes accessed"] / 1e9}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-30b-a3b")
+    parser.add_argument("--targets", nargs="+", choices=list(LAYERS), default=list(LAYERS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[64, 256, 2048])
+    parser.add_argument("--products", nargs="+", choices=["pallas", "ragged_dot"], default=["pallas", "ragged_dot"])
+    args = parser.parse_args()
+    for target in args.targets:
+        pallas = f"mosaic_{parse_target(target).platform}"
+        for num_tokens in args.tokens:
+            for product in args.products:
+                found = measure(args.model, target, num_tokens, pallas if product == "pallas" else product)
+                facts = {"target": target, "layers": LAYERS[target], "tokens": num_tokens, "product": product}
+                rounded = {name: round(value, 2) for name, value in found.items()}
+                print(json.dumps({"bench": "expert_memory", "model": args.model, **facts, **rounded}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
