@@ -9,7 +9,10 @@ For writers of tests:
   sizes loads them. A test that must see programs compiled passes its own `compilation_cache_dir`.
 - Random tests (hypothesis) are in the default run with few examples and in `pytest -m full` with many:
   `@settings(max_examples=examples(25))`, from `random_runs`, is 25 or 100.
-- Tests of more than a few seconds run a part by default: `pytest.param(..., marks=pytest.mark.full)` for the rest.
+- Tests of more than a few seconds run a part by default: `pytest.param(..., marks=pytest.mark.full)` for the rest. Of
+  the families of models that is `VARIED`, from `checkpoints`.
+- The start of an engine is mostly compilation. Where the sizes of steps do not matter, `few_programs()` from
+  `soon_compiled` halves it.
 """
 
 import atexit

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Never, NoReturn
 
 import beartype
 import jaxtyping
-from beartype.roar import BeartypeCallHintViolation
 
 _jaxtyped = jaxtyping.jaxtyped
+_beartype = beartype.beartype(conf=beartype.BeartypeConf(violation_type=jaxtyping.TypeCheckError))  # it is a TypeError
 
 
 def install() -> None:
@@ -70,7 +70,7 @@ class _Checks(NamedTuple):
         result = function(*args, **kwargs)
         try:
             self.result(result)
-        except BeartypeCallHintViolation as error:
+        except jaxtyping.TypeCheckError as error:
             error.add_note(f"This is the result of {function.__module__}.{function.__qualname__}.")
             raise
         return result
@@ -96,7 +96,7 @@ def _check_of_result(hint: Any) -> Callable[[Any], None]:
         """Check a result, and do nothing else."""
 
     check.__annotations__ = {} if hint in (NoReturn, Never) else {"result": hint}
-    checked: Callable[[Any], None] = beartype.beartype(check)
+    checked: Callable[[Any], None] = _beartype(check)
     return checked
 
 
@@ -114,7 +114,7 @@ def _check_of_parameters(function: Callable[..., Any], hints: dict[str, Any]) ->
         stub.__defaults__, stub.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
     stub.__name__, stub.__qualname__, stub.__module__ = function.__name__, function.__qualname__, function.__module__
     stub.__annotations__ = hints
-    checked: Callable[..., None] = beartype.beartype(stub)
+    checked: Callable[..., None] = _beartype(stub)
     return checked
 
 

@@ -19,7 +19,6 @@ from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import assert_same, generate, tokens
 from tests.parameters import mainly, some_by_default
 from tests.sharded.devices.sizes import SIZES
-from tests.soon_compiled import few_programs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPTS = [tokens(n, f"devices {n}") for n in (3, 9, 17)]
@@ -55,8 +54,7 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
                 speculative_token_tree=tree,
                 adaptive=False,
             )
-        with few_programs():
-            return Engine(EngineConfig(str(model), **options))
+        return Engine(EngineConfig(str(model), **options))
 
     return start
 
