@@ -9,7 +9,10 @@ For writers of tests:
   sizes loads them. A test that must see programs compiled passes its own `compilation_cache_dir`.
 - Random tests (hypothesis) are in the default run with few examples and in `pytest -m full` with many:
   `@settings(max_examples=examples(25))`, from `random_runs`, is 25 or 100.
-- Tests of more than a few seconds run a part by default: `pytest.param(..., marks=pytest.mark.full)` for the rest.
+- Tests of more than a few seconds run a part by default: `pytest.param(..., marks=pytest.mark.full)` for the rest. Of
+  the families of models that is `VARIED`, from `checkpoints`.
+- The start of an engine is mostly compilation. Where the sizes of steps do not matter, `few_programs()` from
+  `soon_compiled` halves it.
 """
 
 import atexit
@@ -17,6 +20,7 @@ import gc
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +32,14 @@ import mappings
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tests import random_runs
+from tests import random_runs, type_checks
 
+type_checks.install()  # before jaxserve is imported
+# The modules that tests import leave millions of objects, which the collector would go through every few seconds.
+gc.set_threshold(50_000, 20, 50)
+# Else each of the many processes that tests start would compile all modules again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 if "JAXSERVE_TEST_CACHE" not in os.environ:  # else inherited from the parent process or set by the caller
     os.environ["JAXSERVE_TEST_CACHE"] = tempfile.mkdtemp(prefix="jaxserve-tests-")
     atexit.register(shutil.rmtree, os.environ["JAXSERVE_TEST_CACHE"], ignore_errors=True)
@@ -73,6 +83,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests, so that no worker is left alone with them at the end."""
     items.sort(key=lambda item: "sharded" not in item.path.parts)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of the collector's sight."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

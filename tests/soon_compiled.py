@@ -1,13 +1,15 @@
-"""Compile engines' programs without LLVM's optimisations: in half the time, and tiny models run as fast."""
+"""Compile engines' programs in less time: without LLVM's optimisations, as tiny models run as fast, or fewer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
+from jaxserve.engine import build
 from jaxserve.execution import programs
 
-step_options = programs.step_options
+step_options, build_schedule = programs.step_options, build.build_schedule
 
 
 def unoptimized(device_kind: str) -> dict[str, str | bool]:
@@ -21,4 +23,12 @@ def soon_compiled() -> Iterator[None]:
     """Make all engines that start meanwhile compile so."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(programs, "step_options", unoptimized)
+        yield
+
+
+@contextmanager
+def few_programs() -> Iterator[None]:
+    """Give all engines that start meanwhile the few sizes of steps that they have on a TPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "build_schedule", lambda *args: replace(build_schedule(*args), few_programs=True))
         yield

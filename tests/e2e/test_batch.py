@@ -62,7 +62,8 @@ def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.full)])
+@pytest.mark.full  # tests/openai/test_batch_files.py and tests/processes/test_lost_processes.py run it by default
+@pytest.mark.parametrize("count", [2, 10])
 def test_kills_lose_and_repeat_nothing(command: list[str], whole: Path, tmp_path: Path, count: int) -> None:
     killed = tmp_path / "killed.jsonl"
     most_bytes = whole.stat().st_size // (count - 1)

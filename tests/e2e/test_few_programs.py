@@ -1,50 +1,37 @@
 """The programs of TPUs, which are few: steps are padded more, and nothing else changes."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
-import pytest
-
-from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.memory import build_schedule
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.workloads import assert_same, generate, tokens
+from tests.soon_compiled import few_programs
 
 STEPS = 5
 
 
-def few(*args: Any) -> ScheduleConfig:
-    """Build a schedule as for a TPU."""
-    return replace(build_schedule(*args), few_programs=True)
-
-
-def test_tokens_are_those_of_many_programs(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "build_schedule", few)
-    engine = start(max_num_batched_tokens=40, multi_step=STEPS, compile_ahead="all")
+def test_tokens_are_those_of_many_programs(start: Callable[..., Engine]) -> None:
+    with few_programs():
+        engine = start(max_num_batched_tokens=40, multi_step=STEPS, compile_ahead="all")
     runner = engine.replicas[0].executor
     assert sorted(runner.programs.steps) == [16, 40]
     assert list(runner.programs.multi_steps) == [16]  # each of at most four rows
     params = SamplingParams(temperature=1, max_tokens=12, ignore_eos=True, seed=5, frequency_penalty=0.5)
     for prompts in ([tokens(9, 0)], [tokens(n, n) for n in (20, 5, 14, 2)]):
-        expected = generate(start(max_num_batched_tokens=40), prompts, params)
+        expected = generate(start(), prompts, params)
         dispatches, steps = engine.stats.num_dispatches, engine.stats.num_steps
         for output, wanted in zip(generate(engine, prompts, params), expected, strict=True):
             assert_same(output, wanted)
         assert engine.stats.num_dispatches - dispatches < engine.stats.num_steps - steps, "some dispatches had several"
 
 
-def test_more_rows_than_several_steps_have_draft_nevertheless(
-    start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_rows_than_several_steps_have_draft_nevertheless(start: Callable[..., Engine]) -> None:
     """Only a plain dispatch of at most 16 rows has several steps, so that those of more rows are not measured."""
-    monkeypatch.setattr(build, "build_schedule", few)
     look_ups = SpeculationConfig(method="ngram", num_speculative_tokens=2)
     sizes = {"max_num_seqs": 20, "max_num_batched_tokens": 80, "num_pages": 400, "multi_step": "auto"}
-    engine = start(speculative_config=look_ups, **sizes)
+    with few_programs():
+        engine = start(speculative_config=look_ups, **sizes)
     assert engine.replicas[0].executor.multi_step_bucket_for(20) is None
     generate(engine, [tokens(4, n) for n in range(20)], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     assert engine.stats.num_draft_rounds > 0

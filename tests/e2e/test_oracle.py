@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -117,18 +118,13 @@ QUICK = {"native": ("llama", "gpt2"), "xla": ("llama",)}
 KERNELS = ["native", "xla"] if native.unavailable() is None else ["xla"]
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        pytest.param(
-            (name, kernels),
-            id=f"{name}-{kernels}",
-            marks=[] if name in QUICK[kernels] else pytest.mark.full,
-        )
-        for kernels in KERNELS
-        for name in ("llama", *CHECKPOINTS)
-    ],
-)
+def pairs(quick: Callable[[str, str], bool]) -> list[Any]:
+    """Return parameters for each checkpoint and kernels."""
+    every = [(name, kernels) for kernels in KERNELS for name in ("llama", *CHECKPOINTS)]
+    return [pytest.param(p, id="-".join(p), marks=() if quick(*p) else pytest.mark.full) for p in every]
+
+
+@pytest.fixture(scope="session", params=pairs(lambda name, kernels: name in QUICK[kernels]))
 def pair(
     request: pytest.FixtureRequest,
     start: Start,
@@ -184,6 +180,8 @@ def test_prefix_hits(pair: tuple[Callable[..., Engine], Oracle]) -> None:
             oracle.check_entry(entry, row, 4)
 
 
+# By default with the best kernels alone: to attention, drafted tokens are a chunk.
+@pytest.mark.parametrize("pair", pairs(lambda *pair: pair in product(QUICK["native"], KERNELS[:1])), indirect=True)
 def test_drafts_and_preemption(pair: tuple[Callable[..., Engine], Oracle]) -> None:
     start, oracle = pair
     drafts = SpeculationConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, adaptive=False)

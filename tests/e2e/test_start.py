@@ -67,7 +67,7 @@ def test_dtype_of_weights_and_activations(llama: Path, asked: str, stored: str, 
 
 
 @pytest.mark.skipif(packed_linear.unsupported("float32", "cpu") is not None, reason="needs the native kernels")
-@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stored", mainly(["bfloat16"], "float16"))
 def test_a_cpu_keeps_16_bit_matrices(tmp_path: Path, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are those of the same weights in float32, to the last bit of their log probabilities."""
     write_checkpoint(tmp_path, "llama", dtype=stored)

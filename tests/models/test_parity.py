@@ -14,7 +14,7 @@ from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
-from tests.checkpoints import FAMILIES, ROPES, hf_dict, reference_logits, write_checkpoint
+from tests.checkpoints import FAMILIES, ROPES, VARIED, hf_dict, reference_logits, write_checkpoint
 from tests.parameters import some_by_default
 from tests.random_configs import random_configs
 
@@ -91,7 +91,7 @@ CASES = [
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_random_configs_match_transformers(tmp_path, family, case):
     model = write_checkpoint(tmp_path, family, case, **list(random_configs(family, NUM_CASES))[case])
-    for make_transform in TRANSFORMS:
+    for make_transform in TRANSFORMS if case or family in VARIED else TRANSFORMS[-1:]:
         _, token_ids, logits, _ = load_logits(tmp_path, make_transform=make_transform)
         assert_close(logits, reference_logits(model, token_ids))
 
@@ -114,7 +114,7 @@ SCANNED = {
 }
 
 
-@pytest.mark.parametrize("family", some_by_default(SCANNED, "deepseek_v3", "gpt_neo", "gemma3", "qwen3_5"))
+@pytest.mark.parametrize("family", some_by_default(SCANNED, "deepseek_v3", "qwen3_5"))
 def test_scanned_layers_match_unrolled(tmp_path, family):
     sizes, period = SCANNED[family]
     write_checkpoint(tmp_path, family, **sizes)

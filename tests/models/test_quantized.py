@@ -38,7 +38,7 @@ def round_trip(specs):
 
 
 @pytest.mark.parametrize("case", [0, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("family", some_by_default(FAMILIES, "llama", "gemma3", "gpt2"))
+@pytest.mark.parametrize("family", some_by_default(FAMILIES, "llama", "gemma3"))
 def test_logits_track_float32(tmp_path, family, case):
     """Logits are near those of the float32 model, and exact products of the quantised weights."""
     write_checkpoint(tmp_path, family, case, **list(random_configs(family, 2, seed=1))[case])

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from checkpoints import FAMILIES, LATENT, MIXTURES, hf_dict
+from checkpoints import FAMILIES, LATENT, MIXTURES, VARIED, hf_dict
 from jax import Array
 
 from jaxserve import weights
@@ -20,6 +20,7 @@ from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, build_tree, device_bytes, lookup_bytes, stack_layers, step_bytes
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+from tests.parameters import some_by_default
 
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 2048, "num_hidden_layers": 2}
 OWN_SIZES = {"gemma4": {"num_hidden_layers": 5, "hidden_size_per_layer_input": 64}}
@@ -67,10 +68,10 @@ def compiled_flops(arch: ArchConfig, num_tokens: int, num_rows: int) -> float:
     return cost["flops"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_by_default(FAMILIES, *VARIED))
 @pytest.mark.parametrize(
     ("num_tokens", "num_rows"),
-    [*(pytest.param(n, n, marks=pytest.mark.full) for n in (1, 64)), (6, 6), (384, 64)],
+    [*(pytest.param(n, n, marks=pytest.mark.full) for n in (1, 6, 64)), (384, 64)],
 )
 def test_within_a_tenth_of_what_xla_counts(family: str, num_tokens: int, num_rows: int) -> None:
     # With one expert, as XLA:CPU computes a ragged product for every expert and all rows.

@@ -10,6 +10,7 @@ import pytest
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.quant import products
 from jaxserve.quant.int8 import QuantizedMatrix, block_size, dequantize, quantize
+from tests.parameters import mainly
 
 
 def random_matrix(*shape, seed=0):
@@ -81,7 +82,7 @@ CPU_SHAPES = [(1, 8), (7, 131), (200, 1536), (300, 1536), (512, 256), (3, 120_00
 
 
 @pytest.mark.parametrize("shape", CPU_SHAPES)
-@pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 40])
+@pytest.mark.parametrize("num_tokens", mainly([1, 16, 17], 2, 40))
 @pytest.mark.parametrize("form", ["by_slabs", "whole"])
 def test_products(shape, num_tokens, form):
     weight, x = quantized(random_matrix(*shape)), random_matrix(num_tokens, shape[1], seed=1)

@@ -18,6 +18,7 @@ from jaxserve.quant import packed, weight_format
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
+from tests.parameters import some_by_default
 from tests.quant.planes import Planes
 
 FAMILIES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"tie_word_embeddings": True}}
@@ -52,6 +53,7 @@ def test_logits_are_those_of_the_weights_it_encodes(checkpoint: Path) -> None:
     assert stored == {spec.path[-1] for spec in specs if spec.is_matrix and spec.path[-1] != "o_proj"}
 
 
+@pytest.mark.parametrize("checkpoint", some_by_default(FAMILIES, "llama"), indirect=True)
 def test_llm_serves_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loader, steps and step statistics; plain weights are not packed, so that XLA multiplies the same matrices."""
     monkeypatch.setattr(packed, "unsupported", lambda *_: "compared with products by XLA")

@@ -78,7 +78,7 @@ def test_beats_xz_on_held_out_text(tokenizer):
 @pytest.mark.parametrize(
     ("quantization", "kv_dtype", "cost", "agreement"),
     [
-        ("int8", None, 0.005, 0.97),
+        pytest.param("int8", None, 0.005, 0.97, marks=pytest.mark.full),
         (None, "int4", 0.03, 0.9),
         pytest.param(None, "int8", 0.005, 0.97, marks=pytest.mark.full),
     ],

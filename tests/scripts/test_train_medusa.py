@@ -27,7 +27,6 @@ from jaxserve.speculation_config import SpeculationConfig
 from jaxserve.weights import save
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import generate
-from tests.parameters import some_by_default
 
 KINDS = ("medusa", "eagle3")
 CYCLE = 7
@@ -58,7 +57,8 @@ def target(cycles: Sequence[NDArray[np.int32]], tmp_path_factory: pytest.TempPat
     return path
 
 
-@pytest.mark.parametrize("kind", some_by_default(KINDS, "medusa"))
+@pytest.mark.full  # those that come along are tested by default: tests/e2e/test_embedded_heads.py
+@pytest.mark.parametrize("kind", KINDS)
 def test_trained_heads_draft_what_the_model_goes_on_with(
     cycles: Sequence[NDArray[np.int32]], target: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

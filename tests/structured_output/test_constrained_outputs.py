@@ -16,6 +16,7 @@ from jaxserve import LLM, RequestError, SamplingParams, StructuredOutputsParams,
 from jaxserve.engine.event_log import replay_log
 from jaxserve.outputs import RequestOutput
 from jaxserve.structured_output import grammar
+from tests.soon_compiled import few_programs
 from tests.structured_output.forms import REGEXES, SCHEMAS, random_regex, random_schema
 
 pytest.importorskip("llguidance")
@@ -34,7 +35,8 @@ SIZES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    llm = LLM(str(MODEL), **SIZES)
+    with few_programs():
+        llm = LLM(str(MODEL), **SIZES)
     llm.engine.wait_until_warm()  # programs of split plans come last
     yield llm
     assert llm.engine.stats.num_compiles == 0
@@ -360,7 +362,9 @@ def test_restarted_requests_begin_their_forms_again(llm: LLM) -> None:
 
 def test_a_recorded_run_replays(tmp_path: Path) -> None:
     log = tmp_path / "events"
-    with LLM(str(MODEL), **SIZES | {"multi_step": 8}, event_log=str(log)) as llm:
+    with few_programs():
+        llm = LLM(str(MODEL), **SIZES | {"multi_step": 8}, event_log=str(log))
+    with llm:
         forms = [{"regex": "[a-z]{5}[0-9]{20}"}, {"regex": "[a-z]then this text[0-9]", "append_forced_tokens": True}]
         generate(llm, [params(seed, **form) for seed in range(3) for form in forms] + [params(9), params(10)])
     assert replay_log(log) > 10

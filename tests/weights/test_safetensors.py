@@ -20,7 +20,8 @@ from jaxserve import weights
 from jaxserve.models import registry
 from jaxserve.weights import safetensors_store, stored_tensor
 from jaxserve.weights.rows import leaf_at
-from tests.checkpoints import FAMILIES, build_config, write_checkpoint
+from tests.checkpoints import FAMILIES, VARIED, build_config, write_checkpoint
+from tests.parameters import some_by_default
 
 CONFIG = {**build_config("llama").to_dict(), "architectures": ["LlamaForCausalLM"]}
 SPECS = registry.param_specs(registry.from_hf_config(CONFIG))
@@ -398,7 +399,7 @@ def test_config_is_read_or_refused(tmp_path):
 # What is written
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_by_default(FAMILIES, *VARIED))
 @pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 40_000])
 def test_transformers_reads_what_is_saved(tmp_path, family, max_shard_bytes):
     source, target = tmp_path / "source", tmp_path / "target"

@@ -18,6 +18,7 @@ from jaxserve.scheduling.router import Router
 from jaxserve.sharding import replica_meshes
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, busy_step, few_but_rich, generate, jobs, run, tokens
+from tests.parameters import mainly
 from tests.random_runs import examples
 from tests.sharded.devices.sizes import MODEL, SIZES
 
@@ -67,9 +68,9 @@ def test_tokens_are_those_of_one_replica(start: Start, jobs: list[Job], replicas
             assert_same(output, wanted, job)
 
 
-@pytest.mark.parametrize("step_ahead", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_no_replica_idles_beside_a_waiting_request(start: Start, step_ahead: bool) -> None:
-    engine = start(3, step_ahead=step_ahead)
+@pytest.mark.parametrize("options", mainly([{}], {"step_ahead": False}))
+def test_no_replica_idles_beside_a_waiting_request(start: Start, options: dict[str, Any]) -> None:
+    engine = start(3, **options)
     before = engine.stats.num_preemptions
     for index in range(24):
         params = SamplingParams(temperature=0, max_tokens=2 + 37 * (index % 3 == 0), ignore_eos=True)
@@ -184,8 +185,8 @@ def test_replicas_hold_weights_and_pool_on_devices_of_their_own(start: Start) ->
 @pytest.mark.usefixtures("no_xla_cache")
 def test_a_second_start_lowers_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def start() -> Engine:
-        sizes = SIZES | {"data_parallel_size": 2, "tensor_parallel_size": 2, "compilation_cache_dir": str(tmp_path)}
-        return Engine(EngineConfig(str(model), **sizes))
+        sizes = SIZES | {"max_num_seqs": 1, "max_num_batched_tokens": 1, "compilation_cache_dir": str(tmp_path)}
+        return Engine(EngineConfig(str(model), data_parallel_size=2, tensor_parallel_size=2, **sizes))
 
     def lower(*_: object) -> None:
         raise AssertionError("every program is on disk")

@@ -17,7 +17,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculation_config import SpeculationConfig
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import assert_same, generate, tokens
-from tests.parameters import some_by_default
+from tests.parameters import mainly, some_by_default
 from tests.sharded.devices.sizes import SIZES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -59,28 +59,30 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     return start
 
 
+@pytest.mark.parametrize("num_devices", mainly([4], 2))
 @pytest.mark.parametrize("draft", some_by_default(("same", "odd", "tree", "medusa", "eagle3"), "tree"))
-def test_tokens_are_those_of_one_device(start: Start, draft: str) -> None:
+def test_tokens_are_those_of_one_device(start: Start, draft: str, num_devices: int) -> None:
     sampled = replace(GREEDY, temperature=1, top_k=5, seed=3)
     penalised = replace(GREEDY, repetition_penalty=1.3, logprobs=2)
-    expected = [generate(start(1, None), PROMPTS, params) for params in (GREEDY, penalised)]
+    alone = start(1, None, multi_step=1)
+    expected = [generate(alone, PROMPTS, params) for params in (GREEDY, penalised)]
     drawn = generate(start(1, draft), PROMPTS, sampled)
-    for num_devices in (2, 4):
-        engine = start(num_devices, draft)
-        # Samples first: they depend on where rounds begin, and what is cached changes that.
-        for params, wanted in zip((sampled, GREEDY, penalised), [drawn, *expected], strict=True):
-            for output, each in zip(generate(engine, PROMPTS, params), wanted, strict=True):
-                assert_same(output, each)
-        assert engine.stats.num_drafted_tokens > 0
-        if draft in ("same", "tree"):
-            assert engine.stats.acceptance_rate > (0.5 if draft == "same" else 0.3), "penalties are not the draft's"
+    engine = start(num_devices, draft)
+    # Samples first: they depend on where rounds begin, and what is cached changes that.
+    for params, wanted in zip((sampled, GREEDY, penalised), [drawn, *expected], strict=True):
+        for output, each in zip(generate(engine, PROMPTS, params), wanted, strict=True):
+            assert_same(output, each)
+    assert engine.stats.num_drafted_tokens > 0
+    if draft in ("same", "tree"):
+        assert engine.stats.acceptance_rate > (0.5 if draft == "same" else 0.3), "penalties are not the draft's"
 
 
 def test_replicas_draft_for_their_own_rows(start: Start) -> None:
-    engine = start(1, "same", data_parallel_size=2)
+    sizes = {"max_num_seqs": 1, "multi_step": 1}  # few programs
+    engine = start(1, "same", data_parallel_size=2, **sizes)
     prompts = [tokens(n, f"replicas {n}") for n in (3, 9, 5, 12, 4, 7)]
     for output, wanted in zip(
-        generate(engine, prompts, GREEDY), generate(start(1, None), prompts, GREEDY), strict=True
+        generate(engine, prompts, GREEDY), generate(start(1, None, multi_step=1), prompts, GREEDY), strict=True
     ):
         assert_same(output, wanted)
     assert all(replica.executor.draft_params for replica in engine.replicas)

@@ -1,0 +1,136 @@
+"""Type checks of jaxserve's functions, which the option `--jaxtyping-packages` asks for, with little overhead.
+
+`jaxtyping.jaxtyped` compiles two functions for each that it wraps, at import, and binds the signature at every call.
+Here a definition is prepared at its first call, and once for all functions that it makes inside an outer function; only
+calls of functions with arrays among their annotations remember sizes by name.
+"""
+
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Never, NoReturn
+
+import beartype
+import jaxtyping
+
+_jaxtyped = jaxtyping.jaxtyped
+_beartype = beartype.beartype(conf=beartype.BeartypeConf(violation_type=jaxtyping.TypeCheckError))  # it is a TypeError
+
+
+def install() -> None:
+    """Replace the decorator that jaxtyping's import hook puts on every function and class."""
+    jaxtyping.jaxtyped = jaxtyped
+
+
+def jaxtyped(decorated: Any = None, *, typechecker: Any) -> Any:
+    """Check the types and shapes of a function's arguments and result, or those that a dataclass is made of."""
+    if decorated is None:
+        return functools.partial(jaxtyped, typechecker=typechecker)
+    if not inspect.isclass(decorated):
+        return _checked_at_calls(decorated)
+    if dataclasses.is_dataclass(decorated) and "__init__" in vars(decorated):
+        decorated.__init__ = _checked_at_calls(decorated.__init__)
+    return decorated
+
+
+def _checked_at_calls(function: Callable[..., Any]) -> Callable[..., Any]:
+    checks: _Checks | None = None
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        nonlocal checks
+        if jaxtyping.config.jaxtyping_disable:
+            return function(*args, **kwargs)
+        if checks is None:
+            checks = _checks_of(function)
+        if checks.have_arrays:
+            with _jaxtyped("context"):  # sizes by name, which the result must have too
+                return checks.run(function, args, kwargs)
+        return checks.run(function, args, kwargs)
+
+    return call
+
+
+class _Checks(NamedTuple):
+    """Checks of all functions of one definition."""
+
+    code: types.CodeType  # kept, so that no other has its id: equal ones may differ in types, as those of dataclasses
+    have_arrays: bool
+    parameters: Callable[..., None]
+    result: Callable[[Any], None]
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function with checked arguments, and check its result."""
+        __tracebackhide__ = True
+        self.parameters(*args, **kwargs)
+        result = function(*args, **kwargs)
+        try:
+            self.result(result)
+        except jaxtyping.TypeCheckError as error:
+            error.add_note(f"This is the result of {function.__module__}.{function.__qualname__}.")
+            raise
+        return result
+
+
+_prepared: dict[int, _Checks] = {}  # by the id of the code
+
+
+def _checks_of(function: Callable[..., Any]) -> _Checks:
+    code = function.__code__
+    if id(code) not in _prepared:
+        hints = {name: _resolved(hint, function) for name, hint in function.__annotations__.items()}
+        parts = [part for hint in hints.values() for part in _classes_in(hint)]
+        have_arrays = any(issubclass(part, jaxtyping.AbstractArray) for part in parts)
+        result = _check_of_result(hints.pop("return", Any))
+        _prepared[id(code)] = _Checks(code, have_arrays, _check_of_parameters(function, hints), result)
+    return _prepared[id(code)]
+
+
+@functools.cache
+def _check_of_result(hint: Any) -> Callable[[Any], None]:
+    def check(result: Any) -> None:
+        """Check a result, and do nothing else."""
+
+    check.__annotations__ = {} if hint in (NoReturn, Never) else {"result": hint}
+    checked: Callable[[Any], None] = _beartype(check)
+    return checked
+
+
+def _check_of_parameters(function: Callable[..., Any], hints: dict[str, Any]) -> Callable[..., None]:
+    """Return a function of the same parameters that checks its arguments and does nothing else."""
+    empty = inspect.Parameter.empty
+    plain = [
+        each.replace(annotation=empty, default=empty if each.default is empty else None)
+        for each in inspect.signature(function, follow_wrapped=False).parameters.values()
+    ]
+    names: dict[str, Any] = {}
+    exec(f"def stub{inspect.Signature(plain)}: pass", names)
+    stub = names["stub"]
+    if any(each.default is not empty for each in plain):
+        stub.__defaults__, stub.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    stub.__name__, stub.__qualname__, stub.__module__ = function.__name__, function.__qualname__, function.__module__
+    stub.__annotations__ = hints
+    checked: Callable[..., None] = _beartype(stub)
+    return checked
+
+
+def _resolved(hint: Any, function: Callable[..., Any]) -> Any:
+    """Return what an annotation stands for; Any if only static checks know it, as names that nothing imports."""
+    holder = types.SimpleNamespace(__annotations__={"hint": hint})
+    try:
+        return typing.get_type_hints(holder, function.__globals__, include_extras=True)["hint"]
+    except (NameError, TypeError):
+        return Any
+
+
+def _classes_in(hint: Any) -> Iterator[type]:
+    """Yield the classes of which a hint consists."""
+    if inspect.isclass(hint):
+        yield hint
+    for argument in typing.get_args(hint):
+        for part in argument if isinstance(argument, list) else [argument]:
+            yield from _classes_in(part)
