@@ -7,7 +7,7 @@ The last d elements carry the position: the operation rotates them in queries an
 
 Rows, padding, sharing of pages and the order of writes are those of `ragged_paged_attention`: all new latents of a step
 are written before any row attends. Code that moves pages elsewhere converts them by `to_canonical` and `from_canonical`
-(`[L, N, P, W]`).
+(`[L, N, P, W]`). A backend may store latents with columns of padding behind them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
-from jaxserve.pallas_kernels.mla_attention import native, xla
+from jaxserve.pallas_kernels.mla_attention import mosaic_tpu, native, xla
 from jaxserve.pallas_kernels.mla_attention.interface import Backend, LatentInputs, LatentOptions, Problem
 from jaxserve.pallas_kernels.mla_attention.layout import Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows, check_rows, check_scales, check_tree_mask
@@ -48,7 +48,7 @@ __all__ = [
     "to_canonical",
 ]
 
-BACKENDS: Mapping[str, Backend] = {"native": native, "xla": xla}
+BACKENDS: Mapping[str, Backend] = {"mosaic_tpu": mosaic_tpu, "native": native, "xla": xla}
 """All backends, best first."""
 
 
@@ -127,9 +127,12 @@ def new_pages(backend: str, *, num_layers: int, num_pages: int, page_size: int, 
     return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), SCALE_DTYPE)) if has_scales(dtype) else values
 
 
-def to_canonical(backend: str, kv_pages: Pages) -> Pages:
+def to_canonical(backend: str, kv_pages: Pages, *, width: int) -> Pages:
     """Convert the pool, or any pages of it `[L, N, ...]`, from the layout of a named backend to `[L, N, P, W]`."""
-    return BACKENDS[backend].LAYOUT.to_canonical(kv_pages)
+    padded = BACKENDS[backend].LAYOUT.to_canonical(kv_pages)
+    if isinstance(padded, QuantizedPages):
+        return padded._replace(values=padded.values[..., :width])
+    return padded[..., :width]
 
 
 def from_canonical(backend: str, kv_pages: Pages) -> Pages:
@@ -160,7 +163,10 @@ def _select_for_pool(backend: str, inputs: LatentInputs, kv_pages: Pages, option
     platform, values = target_platform(), values_of(kv_pages)
 
     def supports(candidate: Backend) -> str | None:
-        page_size = candidate.LAYOUT.pool_dims(values.shape).page_size
+        try:
+            page_size = candidate.LAYOUT.pool_dims(values.shape).page_size
+        except ValueError as error:
+            return str(error)
         return candidate.supports(Problem(Q, options.rank, W - options.rank, page_size, values.dtype, platform))
 
     return select("mla_attention", BACKENDS, backend, supports)
@@ -182,11 +188,12 @@ def _check_tokens(inputs: LatentInputs, options: LatentOptions) -> None:
 
 
 def _check_pool(layout: Layout, latents: Array, kv_pages: Pages, layer: int | Array) -> None:
-    dims = layout.pool_dims(values_of(kv_pages).shape)
-    if dims.width != latents.shape[1]:
+    shape = values_of(kv_pages).shape
+    dims = layout.pool_dims(shape)
+    if layout.kv_shape(dims._replace(width=latents.shape[1])) != shape:
         raise ValueError(
             f"kv_pages holds latents of {dims.width} elements, those of this call have {latents.shape[1]} "
-            f"(pool shape {values_of(kv_pages).shape}); make the pool with new_pages of the same backend"
+            f"(pool shape {shape}); make the pool with new_pages of the same backend"
         )
     check_scales(kv_pages, lambda: layout.scale_shape(dims))
     if isinstance(layer, int) and not 0 <= layer < dims.num_layers:

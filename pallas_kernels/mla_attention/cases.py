@@ -75,6 +75,6 @@ CASES: tuple[Case, ...] = (
         "pages_of_64_of_published_sizes", *_RAGGED, 512, num_query_heads=16, head_dim=576, page_size=64, has_rope=True
     ),
     _case("bfloat16", *_RAGGED, has_rope=True, dtype="bfloat16", kv_dtype="bfloat16"),
-    _case("float8", *_RAGGED, has_rope=True, kv_dtype="float8_e4m3fn", stale=_NAN),
+    _case("float8", *_RAGGED, page_size=32, has_rope=True, kv_dtype="float8_e4m3fn", stale=_NAN),
     _case("tree", (32, 1, 33, 150, 5, 2), (77, 90, 33, 210, 300, 2), has_rope=True, tree="random", padding_tokens=3),
 )

@@ -15,7 +15,14 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
 
 
 class PoolDims(NamedTuple):
-    """Sizes of a pool of latents, whatever the order of its axes."""
+    """Sizes of a pool of latents, whatever the order of its axes.
+
+    Attributes:
+        num_layers: number of layers, L.
+        num_pages: number of pages, N.
+        page_size: tokens per page, P.
+        width: elements of a latent, W; those of a pool that exists include its padding.
+    """
 
     num_layers: int
     num_pages: int
@@ -31,7 +38,7 @@ class Layout(Protocol):
         """Return the default page size in tokens."""
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return the shape of the pool's values."""
+        """Return the shape of the pool's values, with padding behind a latent if the layout wants it."""
 
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
         """Return the shape of the scales of a quantised pool; called only if the backend supports such a pool."""
@@ -40,7 +47,7 @@ class Layout(Protocol):
         """Invert `kv_shape`; raise ValueError for a shape that is not in this layout."""
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
-        """Return the pool, or any pages of it `[L, N, ...]`, in the canonical layout."""
+        """Return the pool, or any pages of it `[L, N, ...]`, in the canonical layout; the padding of latents stays."""
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
         """Invert `to_canonical`."""

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.state import abstract_state
+from jaxserve.pallas_kernels.dispatch import AUTO
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.planner.plan import decode_bucket, read_model
 from jaxserve.planner.program import (
@@ -52,13 +53,17 @@ def check_exchanges(arch, num_tokens, text, num_copies):
         pytest.param("glm-4-9b", "h200", 4, 475, 490, marks=pytest.mark.full),
         pytest.param("glm-4-9b", "v6e:1x1", None, 400, 400, marks=pytest.mark.full),
         pytest.param("gpt-oss-20b", "h200", 2, 650, 900, marks=pytest.mark.full),
+        ("deepseek-v2-lite", "v6e:1x1", 1, 125, 215),
+        pytest.param("glm-4.7-flash", "v6e:1x1", 3, 190, 680, marks=pytest.mark.full),
     ],
 )
 def test_steps_work_in_place(targets, name, target, num_layers, decode_megabytes, largest_megabytes):
     target, arch = targets(target), first_layers(read_model(name)[1], num_layers)
     platform, local = target.sheet.chip.platform, arch.local(target.num_devices)
-    backend, sizes = BACKENDS[platform], {"num_kv_heads": local.num_kv_heads, "head_dim": local.head_dim}
-    page_size = default_page_size(backend, **sizes, kv_dtype=BFLOAT16)
+    sizes = {"num_query_heads": local.num_heads, "page_size": None, "kv_dtype": BFLOAT16}
+    backend = local.kv.select_backend(AUTO, **sizes, platform=platform)
+    assert backend == BACKENDS[platform]
+    page_size = local.kv.default_page_size(backend, BFLOAT16)
     num_pages = POOL_TOKENS // page_size * len(arch.kv_windows)
     schedule = ScheduleConfig(256, 2048, 8192, page_size, num_pages, windows=arch.kv_windows)
     compiler = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend)

@@ -41,10 +41,25 @@ class Found:
 
 
 def run(case, name):
-    from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, reference
+    """Run a case of attention."""
+    from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, reference, to_canonical
+
+    canonical = functools.partial(to_canonical, name)
+    return _compared(case, name, BACKENDS[name], reference, canonical, num_live=sum(case.q_lens))
+
+
+def run_latents(case, name):
+    """Run a case of attention over latents."""
+    from jaxserve.pallas_kernels.mla_attention import BACKENDS, reference, to_canonical
+
+    canonical = functools.partial(to_canonical, name, width=case.rows.head_dim)
+    return _compared(case, name, BACKENDS[name], reference, canonical, num_live=sum(case.rows.q_lens))
+
+
+def _compared(case, name, kernels, reference, canonical, num_live):
     from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
 
-    kernels, (inputs, kv_pages, layer) = BACKENDS[name], case.arguments()
+    inputs, kv_pages, layer = case.arguments()
 
     def attend(backend, kv_pages):
         return backend.write_and_attend(inputs, kv_pages, layer, case.options)
@@ -54,11 +69,10 @@ def run(case, name):
         options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
         attend_here = jax.jit(functools.partial(attend, kernels), compiler_options=options)
         out, pool = jax.block_until_ready(attend_here(kernels.LAYOUT.from_canonical(kv_pages)))
-    live = sum(case.q_lens)
     out, expected_out = (np.asarray(x, np.float32) for x in (out, expected_out))
     return Found(
-        error=float(np.max((np.abs(out - expected_out) / (1 + np.abs(expected_out)))[:live], initial=0)),
-        pool_error=pool_error(kernels.LAYOUT.to_canonical(pool), expected_pool),
+        error=float(np.max((np.abs(out - expected_out) / (1 + np.abs(expected_out)))[:num_live], initial=0)),
+        pool_error=pool_error(canonical(pool), expected_pool),
         is_finite=bool(np.isfinite(out).all()),
         races=has_races(),
     )
@@ -147,6 +161,7 @@ if __name__ == "__main__":
 
         print(json.dumps(dataclasses.asdict(run_groups(BY_NAME[name], kernels))))
         sys.exit()
+    from jaxserve.pallas_kernels.mla_attention.cases import Case as LatentCase
     from jaxserve.pallas_kernels.ragged_paged_attention.cases import Case
 
     lengths, sizes = ((1, 20, 1), (1100, 150, 900)), {"head_dim": 64, "stale": float("nan"), "dtype": "bfloat16"}
@@ -161,4 +176,9 @@ if __name__ == "__main__":
         "tpu_tree": Case("tpu_tree", *tree_lengths, 4, 1, kv_dtype="bfloat16", **sizes, **tree),
         "tpu_narrow": Case("tpu_narrow", *tpu_lengths, 4, 1, page_size=32, kv_dtype="float8_e4m3fn", **sizes),
     }
-    print(json.dumps(dataclasses.asdict(run(cases[name], kernels))))
+    of_latents = {
+        f"{name}_latents": LatentCase(dataclasses.replace(cases[name], num_kv_heads=1, head_dim=160), 128)
+        for name in ("tpu", "tpu_narrow")
+    }
+    found = run_latents(of_latents[name], kernels) if name in of_latents else run(cases[name], kernels)
+    print(json.dumps(dataclasses.asdict(found)))

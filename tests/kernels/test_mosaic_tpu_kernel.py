@@ -24,6 +24,8 @@ from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASE
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import storage
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import chip_facts
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
 from tests.random_runs import examples
 
@@ -107,6 +109,18 @@ PLANTED = {  # case: {bug: (old code, new code)}
             "            for copy in reads(index)[:2]:\n                copy.wait()\n",
         ),
     },
+    "tpu_latents": {
+        "none": ("", ""),
+        "values are the ends of the keys": ("kv[:, first:end]", "kv[:, first - end :]"),
+        "latents are read before they are there": (
+            "            self._wait_for_pages(here, pages, memory.page_sems.at[slot])\n",
+            "",
+        ),
+    },
+    "tpu_narrow_latents": {
+        "none": ("", ""),
+        "values have the scale of another vector": ("(key, key + columns.num_vectors - 1)", "(key, key + 1)"),
+    },
 }
 
 
@@ -131,13 +145,14 @@ def test_a_planted_bug_is_caught_on_tpu(case, bug, tmp_path):
 
 PROBLEM = Problem(32, 8, 128, 16, jnp.dtype("bfloat16"), "tpu")
 STEP_ROWS, STEP_TOKENS, TABLE_WIDTH = 12, 700, 80
+PAIRS = storage.pair_columns(128)
 CALLS = [
     planning.Call(
         num_tokens=STEP_TOKENS,
         num_rows=STEP_ROWS,
         num_kv_heads=heads,
         group=group,
-        head_dim=128,
+        columns=columns,
         page_size=page_size,
         table_width=TABLE_WIDTH,
         kv_dtype=jnp.dtype(dtype),
@@ -148,12 +163,13 @@ CALLS = [
         sizes=planning.Sizes(),
         interpret=None,
     )
-    for heads, group, page_size, dtype, window, has_tree in [
-        (8, 4, 16, "bfloat16", None, False),
-        (1, 8, 128, "bfloat16", 100, True),
-        (3, 3, 32, "float32", None, True),
-        (2, 7, 16, "bfloat16", 1, False),
-        (4, 2, 64, "int8", None, False),
+    for heads, group, columns, page_size, dtype, window, has_tree in [
+        (8, 4, PAIRS, 16, "bfloat16", None, False),
+        (1, 8, PAIRS, 128, "bfloat16", 100, True),
+        (3, 3, PAIRS, 32, "float32", None, True),
+        (2, 7, PAIRS, 16, "bfloat16", 1, False),
+        (4, 2, PAIRS, 64, "int8", None, False),
+        (1, 20, storage.latent_columns(576, 512), 64, "bfloat16", None, True),
     ]
 ]
 
@@ -237,7 +253,7 @@ def _check_decode_slots(call, blocks, plan, q_lens, past, starts, seen):
 def _check_tile(call, blocks, tokens, tile, starts, past, seen):
     row, base, lead, num_tokens, position, first_block, num_blocks, tree_start = tile
     block_tokens = blocks.tile_pages * call.page_size
-    assert base % planning.ALIGNED_TOKENS == 0, "where memory is filled from"
+    assert base % storage.ALIGNED_TOKENS == 0, "where memory is filled from"
     assert lead + num_tokens <= tokens
     own = base + lead + np.arange(num_tokens)
     seen[own] += 1
@@ -294,7 +310,7 @@ def test_scales_keep_their_places_in_other_layouts(num_kv_heads):
     pool = QuantizedPages(jnp.zeros((*shape, 16), jnp.int8), scales)
     stored = mosaic_tpu.LAYOUT.from_canonical(pool)
     assert stored.scales.shape == mosaic_tpu.LAYOUT.scale_shape(PoolDims(2, 3, 64, num_kv_heads, 16))
-    assert stored.scales.size <= 2 * max(scales.size, shape[0] * shape[1] * 2 * planning.LANES)
+    assert stored.scales.size <= 2 * max(scales.size, shape[0] * shape[1] * 2 * storage.LANES)
     np.testing.assert_array_equal(mosaic_tpu.LAYOUT.to_canonical(stored).scales, scales)
 
 
@@ -323,17 +339,18 @@ def test_blocks_fit_the_memory(vmem_bytes, wanted):
         problem = Problem(num_kv_heads * group, num_kv_heads, head_dim, page_size, jnp.dtype(dtype), "tpu")
         if num_kv_heads * group * head_dim > 64 * 128 or mosaic_tpu.supports(problem) is not None:
             continue
-        sizes = {"num_kv_heads": num_kv_heads, "group": group, "head_dim": head_dim, "page_size": page_size}
+        sizes = {"num_kv_heads": num_kv_heads, "group": group, "page_size": page_size}
+        sizes["columns"] = storage.pair_columns(head_dim)
         call = dataclasses.replace(CALLS[0], **sizes, kv_dtype=jnp.dtype(dtype), vmem_bytes=vmem_bytes, sizes=wanted)
         blocks = planning.choose_blocks(call)
         taken = [planning._decode_bytes, planning._tile_bytes, planning._write_bytes]
         assert max(count(call, blocks) for count in taken) <= vmem_bytes
         assert planning.PAGE_IDS % blocks.decode_pages == planning.PAGE_IDS % blocks.tile_pages == 0
-        assert all(tokens % planning.ALIGNED_TOKENS == 0 for tokens in blocks.tile_tokens)
+        assert all(tokens % storage.ALIGNED_TOKENS == 0 for tokens in blocks.tile_tokens)
 
 
 def test_what_does_not_fit_the_memory_is_told():
-    call = dataclasses.replace(CALLS[0], num_kv_heads=128, group=16, head_dim=256)
+    call = dataclasses.replace(CALLS[0], num_kv_heads=128, group=16, columns=storage.pair_columns(256))
     with pytest.raises(ValueError, match="128 kv heads of 256 with 16 query heads each do not fit the 16777216 bytes"):
         planning.choose_blocks(call)
 
@@ -342,7 +359,7 @@ def test_what_does_not_fit_the_memory_is_told():
 def test_units_are_what_memory_moves_meanwhile(chip):
     """A work item is what memory moves while the next copies are issued, as far as memory holds it."""
     with jax.sharding.use_abstract_mesh(chip.mesh()):
-        sizes, facts = mosaic_tpu.sizes_for(PROBLEM), mosaic_tpu._chip()
+        sizes, facts = mosaic_tpu.sizes_for(PROBLEM), chip_facts()
         moved = planning.FETCH_S * facts.num_cores * facts.mem_bw_bytes_per_second
         assert sizes.unit_bytes <= moved
         assert sizes.unit_bytes > moved / 2 or 8 * sizes.unit_bytes > facts.vmem_capacity_bytes // 4
@@ -384,9 +401,9 @@ def test_pages_are_worth_a_copy_of_their_own(num_kv_heads, head_dim, kv_dtype):
     unchosen = {"num_query_heads": num_kv_heads, "page_size": None, **sizes}
     assert select_backend(**unchosen, platform="tpu") == "mosaic_tpu"
     page_size = default_page_size("mosaic_tpu", **sizes)
-    page_bytes = page_size * planning.token_bytes(*sizes.values())
-    assert 2 * page_bytes > planning.COPY_BYTES or page_size == planning.COPY_TOKENS
-    assert page_bytes <= planning.COPY_BYTES or page_size == max(16, 32 // jnp.dtype(kv_dtype).itemsize)
+    page_bytes = page_size * storage.token_bytes(num_kv_heads, 2 * head_dim, jnp.dtype(kv_dtype))
+    assert 2 * page_bytes > storage.COPY_BYTES or page_size == storage.COPY_TOKENS
+    assert page_bytes <= storage.COPY_BYTES or page_size == max(16, 32 // jnp.dtype(kv_dtype).itemsize)
     assert {default_page_size(name, **sizes) for name in BACKENDS if name != "mosaic_tpu"} == {16}
 
 

@@ -14,19 +14,19 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Work
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     FIRST_BLOCK,
     KV_LEN,
-    LANES,
     NUM_DECODE_COLUMNS,
     ROW,
     Blocks,
     Call,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import LANES
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_items import Phase, Span
 
 
 class _DecodeScratch(NamedTuple):
-    queries: Any  # f32[slots, decode slots, K, padded_group, width]
-    out: Any  # f32[2, decode slots, K, padded_group, width]
+    queries: Any  # f32[slots, decode slots, K, padded_group, keys]
+    out: Any  # f32[2, decode slots, K, padded_group, sums]
     state: Softmax  # [decode slots, K * padded_group, ...]
     query_sems: Any
     out_sems: Any
@@ -42,12 +42,12 @@ class DecodeSlots(Phase):
 
     def _scratch(self) -> _DecodeScratch:
         call, slots, decode_slots = self.call, self.blocks.slots, self.sequences
-        heads = (decode_slots, call.num_kv_heads, call.padded_group, call.width)
+        heads = (decode_slots, call.num_kv_heads, call.padded_group)
         columns = pltpu.VMEM((decode_slots, self.rows, LANES), jnp.float32)
         return _DecodeScratch(
-            queries=pltpu.VMEM((slots, *heads), jnp.float32),
-            out=pltpu.VMEM((2, *heads), jnp.float32),
-            state=Softmax(columns, columns, pltpu.VMEM((decode_slots, self.rows, call.width), jnp.float32)),
+            queries=pltpu.VMEM((slots, *heads, call.columns.keys), jnp.float32),
+            out=pltpu.VMEM((2, *heads, call.columns.sums), jnp.float32),
+            state=Softmax(columns, columns, pltpu.VMEM((decode_slots, self.rows, call.columns.sums), jnp.float32)),
             query_sems=pltpu.SemaphoreType.DMA((slots,)),
             out_sems=pltpu.SemaphoreType.DMA((2,)),
         )

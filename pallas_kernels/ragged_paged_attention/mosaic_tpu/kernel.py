@@ -20,7 +20,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, Quan
 
 def write_and_attend(
     call: Call, blocks: Blocks, layer: Int32[Array, "1"], plan: WorkPlan, operands: Operands
-) -> tuple[Pages, Float32[Array, "decode_slots K padded_group width"], Shaped[Array, "Q padded width"]]:
+) -> tuple[Pages, Float32[Array, "decode_slots K padded_group sums"], Shaped[Array, "Q padded sums"]]:
     """Return the updated pool and the outputs of decode slots and tiles; tokens without a tile have undefined ones."""
     scalars = (layer, plan.counts, plan.writes, plan.decode_slots, plan.groups, *plan.tiles)
     inputs = {name: x for name, x in operands._asdict().items() if x is not None}
@@ -28,11 +28,13 @@ def write_and_attend(
     elsewhere = {"decode_sinks": pltpu.VMEM, "tile_sinks": pltpu.SMEM}
     in_specs = [pl.BlockSpec(memory_space=elsewhere.get(name, pltpu.HBM)) for name in inputs]
     pool = [name for name in ("kv_pages", "scales") if name in inputs]
-    results = [inputs[name] for name in (*pool, "decode_queries", "tile_queries")]
+    results = [jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in pool]
+    for queries in (operands.decode_queries, operands.tile_queries):
+        results.append(jax.ShapeDtypeStruct((*queries.shape[:-1], call.columns.sums), queries.dtype))
     interpret = {} if call.interpret is None else {"interpret": call.interpret}
     *updated, decode_out, tile_out = pl.pallas_call(
         functools.partial(_kernel, call, blocks, len(scalars), tuple(inputs)),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
+        out_shape=results,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(1,), in_specs=in_specs, out_specs=[hbm] * len(results)
         ),
@@ -49,9 +51,11 @@ def _cost(call: Call) -> pl.CostEstimate:
     """Return the cost for rows of full length, by which ahead-of-time compiled programs are compared."""
     keys = call.num_rows * call.table_width * call.page_size
     dots = keys * call.num_query_heads * -(-call.num_tokens // call.num_rows)
-    activation_bytes = call.num_tokens * 2 * (call.num_query_heads + call.num_kv_heads) * call.head_dim * 4
+    columns = call.columns
+    pair_size = columns.key_dim + columns.value_dim  # elements of a query and its output, multiplied with each key
+    activation_bytes = call.num_tokens * (call.num_query_heads * pair_size + call.num_kv_heads * columns.stored) * 4
     return pl.CostEstimate(
-        flops=4 * dots * call.head_dim,
+        flops=2 * dots * pair_size,
         transcendentals=dots,
         bytes_accessed=keys * call.token_bytes + keys // call.slab * call.scale_bytes + activation_bytes,
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, BFloat16
 
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims, check_pool_shape
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
     LANES,
     SCALE_HEADS,
     SCALE_TOKENS,
@@ -24,7 +24,7 @@ class HeadPairs:
 
     def default_page_size(self, num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
         """Return the tokens of a page of the size that suits copies."""
-        return default_page_size(num_kv_heads, head_dim, kv_dtype)
+        return default_page_size(num_kv_heads, 2 * head_dim, kv_dtype)
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
         """Return `[L, N, K, P, 2H]`."""
@@ -35,7 +35,7 @@ class HeadPairs:
 
         A row of the tile holds 32 tokens of each of four vectors: those of the first heads come in the first row.
         """
-        return (*dims[:2], dims.page_size // SCALE_TOKENS, scale_rows(dims.num_kv_heads), LANES)
+        return (*dims[:2], dims.page_size // SCALE_TOKENS, scale_rows(2 * dims.num_kv_heads), LANES)
 
     def pool_dims(self, shape: tuple[int, ...]) -> PoolDims:
         """Invert `kv_shape`."""
@@ -51,9 +51,7 @@ class HeadPairs:
         heads = heads.reshape(L, N, P, 2 * K, columns // 2)
         if not isinstance(kv_pages, QuantizedPages):
             return heads
-        tiles = kv_pages.scales.reshape(L, N, P // SCALE_TOKENS, -1, SCALE_HEADS, SCALE_TOKENS)
-        scales = tiles.transpose(0, 1, 2, 5, 4, 3).reshape(L, N, P, -1)
-        return QuantizedPages(heads, scales[..., : 2 * K])
+        return QuantizedPages(heads, scales_of(kv_pages.scales)[..., : 2 * K])
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
         """Invert `to_canonical`."""
@@ -65,10 +63,17 @@ class HeadPairs:
         return QuantizedPages(values, scale_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, num_heads)))
 
 
-def scale_tiles(scales: BFloat16[Array, "*slabs 32 KV"]) -> BFloat16[Array, "*slabs rows 128"]:
+def scales_of(tiles: BFloat16[Array, "L N slabs rows 128"]) -> BFloat16[Array, "L N P vectors"]:
+    """Return the scales of the tokens of pages, with those of padding behind the others."""
+    L, N, num_slabs, *_ = tiles.shape
+    by_vector = tiles.reshape(L, N, num_slabs, -1, SCALE_HEADS, SCALE_TOKENS).transpose(0, 1, 2, 5, 4, 3)
+    return by_vector.reshape(L, N, num_slabs * SCALE_TOKENS, -1)
+
+
+def scale_tiles(scales: BFloat16[Array, "*slabs 32 vectors"]) -> BFloat16[Array, "*slabs rows 128"]:
     """Return scales of slabs in the layout of the pool."""
-    slabs, num_heads = scales.shape[:-2], scales.shape[-1]
-    rows = scale_rows(num_heads // 2)
-    padding = [(0, 0)] * (scales.ndim - 1) + [(0, SCALE_HEADS * rows - num_heads)]
+    slabs, num_vectors = scales.shape[:-2], scales.shape[-1]
+    rows = scale_rows(num_vectors)
+    padding = [(0, 0)] * (scales.ndim - 1) + [(0, SCALE_HEADS * rows - num_vectors)]
     tiles = jnp.pad(scales, padding).reshape(*slabs, SCALE_TOKENS, SCALE_HEADS, rows)
     return tiles.swapaxes(-1, -3).reshape(*slabs, rows, LANES)

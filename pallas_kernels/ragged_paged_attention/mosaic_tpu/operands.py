@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped
 
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scale_tiles
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
-    ALIGNED_TOKENS,
     FIRST_TOKEN,
-    LANES,
     NUM_WRITE_COLUMNS,
     PAGE_IDS,
-    SCALE_TOKENS,
-    SUBLANES,
     Blocks,
     Call,
     WorkPlan,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
+    ALIGNED_TOKENS,
+    LANES,
+    SCALE_TOKENS,
+    SUBLANES,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, quantize, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
+
+
+class Tokens(NamedTuple):
+    """Tokens of a step and their rows, queries and keys rotated."""
+
+    q: Float[Array, "T Q key"]
+    vectors: tuple[Float[Array, "T K _"], ...]
+    """What is stored of each token and KV head: key and value, or one vector that is both."""
+    rows: RaggedRows
+    sinks: Float[Array, "Q"] | None = None
+    tree_mask: Int32[Array, "T"] | None = None
 
 
 class Operands(NamedTuple):
@@ -33,8 +47,8 @@ class Operands(NamedTuple):
     """Page table, cut into chunks that can be fetched."""
     new: Float32[Array, "K padded columns"]
     """New keys and values side by side, with `slab` tokens of padding before them and more behind."""
-    decode_queries: Float32[Array, "decode_slots K padded_group width"]
-    tile_queries: Shaped[Array, "Q padded width"]
+    decode_queries: Float32[Array, "decode_slots K padded_group keys"]
+    tile_queries: Shaped[Array, "Q padded keys"]
     decode_sinks: Float32[Array, "rows 128"]
     """Sinks of all query heads of a decode slot, in base 2."""
     tile_sinks: Float32[Array, "Q"]
@@ -62,21 +76,21 @@ class Refs(NamedTuple):
     tile_out: Any
 
 
-def make_operands(call: Call, blocks: Blocks, plan: WorkPlan, inputs: AttentionInputs, kv_pages: Pages) -> Operands:
-    """Return the operands, made from rotated queries and keys."""
-    q, k, v, sinks = inputs.q, inputs.k, inputs.v, inputs.sinks
+def make_operands(call: Call, blocks: Blocks, plan: WorkPlan, tokens: Tokens, kv_pages: Pages) -> Operands:
+    """Return the operands."""
+    q, vectors, sinks = tokens.q, tokens.vectors, tokens.sinks
     new_scales = None
     if isinstance(kv_pages, QuantizedPages):
-        (k, key_scales), (v, value_scales) = (quantize(x, call.kv_dtype) for x in (k, v))
-        new_scales = _new_scales(call, plan, key_scales, value_scales)
+        vectors, scales = zip(*(quantize(x, call.kv_dtype) for x in vectors), strict=True)
+        new_scales = _new_scales(call, plan, scales)
     return Operands(
-        page_ids=_page_ids(call, inputs.rows),
-        new=_new(call, k, v),
+        page_ids=_page_ids(call, tokens.rows),
+        new=_new(call, vectors),
         decode_queries=_decode_queries(call, plan, q),
         tile_queries=_tile_queries(call, blocks, q),
         decode_sinks=_decode_sinks(call, sinks),
         tile_sinks=jnp.zeros((q.shape[1],), jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E,
-        nodes=_nodes(call, blocks, inputs.tree_mask, inputs.rows),
+        nodes=_nodes(call, blocks, tokens.tree_mask, tokens.rows),
         kv_pages=values_of(kv_pages),
         new_scales=new_scales,
         scales=kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None,
@@ -87,17 +101,17 @@ def token_outputs(
     call: Call,
     plan: WorkPlan,
     rows: RaggedRows,
-    decode_out: Float32[Array, "decode_slots K padded_group width"],
-    tile_out: Shaped[Array, "Q padded width"],
-) -> Float32[Array, "T Q H"]:
+    decode_out: Float32[Array, "decode_slots K padded_group sums"],
+    tile_out: Shaped[Array, "Q padded sums"],
+) -> Float32[Array, "T Q value"]:
     """Return the outputs of all tokens, from their decode slots or tiles; zeros for padding tokens."""
-    values = slice(call.width - call.head_dim, call.width)
-    decode_outputs = decode_out[:, :, : call.group, values].reshape(-1, call.num_query_heads, call.head_dim)
+    results = call.columns.results
+    decode_outputs = decode_out[:, :, : call.group, results].reshape(-1, call.num_query_heads, call.columns.value_dim)
     decode_outputs = decode_outputs.at[plan.slot_of_token].get(mode="clip")
     if call.num_tokens == 1:
         tile_outputs = jnp.zeros_like(decode_outputs)
     else:
-        tile_outputs = tile_out[:, : call.num_tokens, values].swapaxes(0, 1).astype(jnp.float32)
+        tile_outputs = tile_out[:, : call.num_tokens, results].swapaxes(0, 1).astype(jnp.float32)
     is_live = jnp.arange(call.num_tokens, dtype=jnp.int32) < rows.cu_q_lens[rows.num_rows]
     has_slot = (plan.slot_of_token >= 0)[:, None, None]
     return jnp.where(has_slot, decode_outputs, jnp.where(is_live[:, None, None], tile_outputs, 0))
@@ -108,28 +122,28 @@ def _page_ids(call: Call, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:
     return table.reshape(-1, 1, PAGE_IDS)
 
 
-def _new(call: Call, k: Shaped[Array, "T K H"], v: Shaped[Array, "T K H"]) -> Float32[Array, "K padded columns"]:
-    """Return new keys and values in float32: rows of narrower dtypes cannot be moved singly in memory."""
-    kv = jnp.concatenate([k.astype(jnp.float32), v.astype(jnp.float32)], axis=-1).swapaxes(0, 1)  # [K, T, 2H]
+def _new(call: Call, vectors: Sequence[Shaped[Array, "T K _"]]) -> Float32[Array, "K padded columns"]:
+    """Return what is stored in float32: rows of narrower dtypes cannot be moved singly in memory."""
+    new = jnp.concatenate([x.astype(jnp.float32) for x in vectors], axis=-1).swapaxes(0, 1)  # [K, T, columns]
     behind = -call.num_tokens % SUBLANES + call.slab + SUBLANES
-    return jnp.pad(kv, ((0, 0), (call.slab, behind), (0, 0)))
+    return jnp.pad(new, ((0, 0), (call.slab, behind), (0, call.columns.stored - new.shape[-1])))
 
 
 def _new_scales(
-    call: Call, plan: WorkPlan, keys: BFloat16[Array, "T K"], values: BFloat16[Array, "T K"]
+    call: Call, plan: WorkPlan, of_vectors: Sequence[BFloat16[Array, "T K"]]
 ) -> BFloat16[Array, "slabs rows 128"]:
-    scales = jnp.stack([keys, values], axis=-1).reshape(call.num_tokens, 2 * call.num_kv_heads)
+    scales = jnp.stack(of_vectors, axis=-1).reshape(call.num_tokens, call.num_vectors)
     first_token = plan.writes.reshape(-1, NUM_WRITE_COLUMNS)[:, FIRST_TOKEN]
     token = first_token[:, None] + jnp.arange(SCALE_TOKENS, dtype=jnp.int32)[None, :]
     return scale_tiles(scales.at[token].get(mode="clip"))
 
 
 def _decode_queries(
-    call: Call, plan: WorkPlan, q: Float[Array, "T Q H"]
-) -> Float32[Array, "decode_slots K padded_group width"]:
+    call: Call, plan: WorkPlan, q: Float[Array, "T Q key"]
+) -> Float32[Array, "decode_slots K padded_group keys"]:
     queries = q.at[plan.token_of_slot].get(mode="clip").astype(jnp.float32)
-    queries = queries.reshape(-1, call.num_kv_heads, call.group, call.head_dim)
-    columns = call.width - call.head_dim
+    queries = queries.reshape(-1, call.num_kv_heads, call.group, call.columns.key_dim)
+    columns = call.columns.keys - call.columns.key_dim
     return jnp.pad(queries, ((0, 0), (0, 0), (0, call.padded_group - call.group), (0, columns)))
 
 
@@ -138,9 +152,10 @@ def _padded_tokens(call: Call, blocks: Blocks) -> int:
     return -call.num_tokens % ALIGNED_TOKENS + max(blocks.tile_tokens)
 
 
-def _tile_queries(call: Call, blocks: Blocks, q: Float[Array, "T Q H"]) -> Shaped[Array, "Q padded width"]:
-    queries = q.astype(call.product_dtype).swapaxes(0, 1)  # [Q, T, H]
-    return jnp.pad(queries, ((0, 0), (0, _padded_tokens(call, blocks)), (0, call.width - call.head_dim)))
+def _tile_queries(call: Call, blocks: Blocks, q: Float[Array, "T Q key"]) -> Shaped[Array, "Q padded keys"]:
+    queries = q.astype(call.product_dtype).swapaxes(0, 1)  # [Q, T, key]
+    columns = call.columns.keys - call.columns.key_dim
+    return jnp.pad(queries, ((0, 0), (0, _padded_tokens(call, blocks)), (0, columns)))
 
 
 def _decode_sinks(call: Call, sinks: Float[Array, "Q"] | None) -> Float32[Array, "rows 128"]:

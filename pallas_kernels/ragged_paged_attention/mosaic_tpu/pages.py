@@ -10,16 +10,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, SCALE_HEADS, SCALE_TOKENS, Call
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Call
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import LANES, SCALE_HEADS, SCALE_TOKENS
 
 
 class PageBuffers(NamedTuple):
     """Buffers for the pages of several work items, or of one."""
 
-    values: Any  # [slots, pages, K, P, 2H]
+    values: Any  # [slots, pages, K, P, columns]
     scales: Any  # [slots, pages, slabs, rows, 128]; None for pools without scales
-    scales_by_token: Any  # f32[sequences, keys and values of heads, tokens], scales of the current work item
+    scales_by_token: Any  # f32[sequences, vectors of heads, tokens], scales of the current work item
 
     def at(self, slot: Any) -> PageBuffers:
         """Return the buffers of one work item."""
@@ -31,13 +32,13 @@ class HeadBlock(NamedTuple):
     """One KV head of a sequence's block."""
 
     call: Call
-    keys: Any  # [tokens, width]
-    values: Any
+    keys: Any  # [tokens, keys]
+    values: Any  # [tokens, sums]
     key_scales: Any  # f32[1, tokens]; None for pools without scales
     value_scales: Any
 
     def scores(self, q: Any) -> Any:
-        """Return soft-capped scores in base 2, `[rows, tokens]`, of queries `[rows, width]` with the keys."""
+        """Return soft-capped scores in base 2, `[rows, tokens]`, of queries `[rows, keys]` with the keys."""
         scale, soft_cap = self.call.options.scale, self.call.options.soft_cap
         products = _dot(q, self.keys, 1)
         if self.key_scales is not None:
@@ -47,7 +48,7 @@ class HeadBlock(NamedTuple):
         return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2E)
 
     def weighted_sum(self, weights: Any) -> Any:
-        """Return sums of the values, `[rows, width]`, weighted by `[rows, tokens]`."""
+        """Return sums of the values, `[rows, sums]`, weighted by `[rows, tokens]`."""
         if self.value_scales is not None:
             weights = weights * self.value_scales
         return _dot(weights.astype(self.values.dtype), self.values, 0)
@@ -89,14 +90,19 @@ class WorkItem:
 
     def head_block(self, sequence: int, head: Any) -> HeadBlock:
         """Return one KV head of a prepared sequence, in the dtype of the products."""
-        own = self.pages.values[sequence * self.num_pages : (sequence + 1) * self.num_pages, head]  # [pages, P, 2H]
+        own = self.pages.values[sequence * self.num_pages : (sequence + 1) * self.num_pages, head]
         kv = own.reshape(self.num_tokens, own.shape[-1]).astype(self.call.product_dtype)
-        H = self.call.head_dim
-        keys, values = (kv[:, :H], kv[:, H:]) if self.call.width == H else (kv, kv)
+        columns = self.call.columns
+        first, end = columns.values
+        keys, values = kv[:, : columns.keys], kv[:, first:end]
         if not self.call.has_scales:
             return HeadBlock(self.call, keys, values, None, None)
         tokens = slice(0, self.num_tokens)
-        scales = [self.pages.scales_by_token[sequence, pl.ds(2 * head + part, 1), tokens] for part in range(2)]
+        key = head * columns.num_vectors
+        scales = [
+            self.pages.scales_by_token[sequence, pl.ds(vector, 1), tokens]
+            for vector in (key, key + columns.num_vectors - 1)
+        ]
         return HeadBlock(self.call, keys, values, *scales)
 
     def _clear_tail(self, sequence: int, end: Any) -> None:

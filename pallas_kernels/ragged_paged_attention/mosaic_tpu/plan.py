@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -10,18 +9,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
+    ALIGNED_TOKENS,
+    LANES,
+    SCALE_HEADS,
+    SUBLANES,
+    Columns,
+    power_of_two,
+    round_up,
+    scale_rows,
+    slab_tokens,
+    token_bytes,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, has_scales
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
 
-LANES = 128  # elements in a row of a memory tile
-SUBLANES = 8  # 32-bit rows of a memory tile
-ALIGNED_TOKENS = 16  # alignment of a tile of queries: the rows of a memory tile of 16-bit elements
 PAGE_IDS = 128  # page ids fetched at once, the least possible
 MAX_PAGE_TOKENS = 256
-SCALE_TOKENS = 32  # tokens in a tile of scales: those of a slab of 8-bit elements
-SCALE_HEADS = LANES // SCALE_TOKENS  # heads whose keys or values have their scales side by side in a row of such a tile
-COPY_BYTES = 128 * 2**10  # 64 ns at 2 TB/s, the assumed, unmeasured cost of issuing a copy
-COPY_TOKENS = 128  # upper bound of the default page size
 MAX_PAGE_BYTES = 3 * 2**20  # work items of one page must fit into the least memory of a supported chip
 FETCH_S = 2.6e-6  # transfer time of a work item, assumed, unmeasured, to hide the cost of issuing the next copies
 WORK_ITEM_DOTS = 32  # products per work item of decode slots: more take long to compile
@@ -30,31 +34,6 @@ WORK_ITEM_DOTS = 32  # products per work item of decode slots: more take long to
 PAGE, OFFSET, FIRST_TOKEN, BEGIN, END, NUM_WRITE_COLUMNS = range(6)
 ROW, KV_LEN, FIRST_BLOCK, NUM_DECODE_COLUMNS = range(4)
 TILE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, TILE_FIRST_BLOCK, NUM_BLOCKS, TREE_START, NUM_TILE_COLUMNS = range(9)
-
-
-def token_bytes(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
-    """Return the bytes of a token's keys and values, as stored in memory."""
-    return num_kv_heads * _up(2 * head_dim, LANES) * kv_dtype.itemsize
-
-
-def slab_tokens(kv_dtype: jnp.dtype) -> int:
-    """Return the tokens of a page that are written together: the rows of a memory tile."""
-    return SUBLANES * 4 // kv_dtype.itemsize
-
-
-def default_page_size(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
-    """Return the tokens of a page of the size that suits copies, but at most `COPY_TOKENS`."""
-    tokens = _power_of_two(COPY_BYTES // token_bytes(num_kv_heads, head_dim, kv_dtype))
-    return max(ALIGNED_TOKENS, slab_tokens(kv_dtype), min(tokens, COPY_TOKENS))
-
-
-def scale_rows(num_kv_heads: int) -> int:
-    """Return the rows of a tile of scales: enough for keys and values of all heads, in whole memory tiles.
-
-    Two rows of 16-bit elements share the words of a memory tile.
-    """
-    rows = max(2, -(-2 * num_kv_heads // SCALE_HEADS))
-    return 1 << (rows - 1).bit_length() if rows < SUBLANES else _up(rows, SUBLANES)
 
 
 @dataclass(frozen=True)
@@ -86,7 +65,7 @@ class Sizes:
 
 def unit_bytes_for(bytes_per_s: int, vmem_bytes: int) -> int:
     """Return what main memory moves in FETCH_S, but at most a quarter of the memory that the kernel may use."""
-    return min(_power_of_two(int(FETCH_S * bytes_per_s)), _power_of_two(vmem_bytes // 4))
+    return min(power_of_two(int(FETCH_S * bytes_per_s)), power_of_two(vmem_bytes // 4))
 
 
 @dataclass(frozen=True)
@@ -97,7 +76,7 @@ class Call:
     num_rows: int
     num_kv_heads: int
     group: int
-    head_dim: int
+    columns: Columns
     page_size: int
     table_width: int
     kv_dtype: jnp.dtype
@@ -129,7 +108,7 @@ class Call:
     @property
     def padded_group(self) -> int:
         """Query heads of a KV head, padded to whole rows of memory tiles."""
-        return _up(self.group, SUBLANES)
+        return round_up(self.group, SUBLANES)
 
     @property
     def slab(self) -> int:
@@ -137,23 +116,19 @@ class Call:
         return slab_tokens(self.kv_dtype)
 
     @property
-    def width(self) -> int:
-        """Columns of queries and outputs.
-
-        If keys and values do not begin at columns that are multiples of LANES, they are not taken apart: queries have
-        zeros in the columns of values, and of the products of weights with both, those with keys are dropped.
-        """
-        return self.head_dim if self.head_dim % LANES == 0 else 2 * self.head_dim
+    def num_vectors(self) -> int:
+        """Vectors of a token with a scale of their own."""
+        return self.num_kv_heads * self.columns.num_vectors
 
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values, as stored in memory."""
-        return token_bytes(self.num_kv_heads, self.head_dim, self.kv_dtype)
+        return token_bytes(self.num_kv_heads, self.columns.stored, self.kv_dtype)
 
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales of a slab."""
-        return scale_rows(self.num_kv_heads) * LANES * SCALE_DTYPE.itemsize if self.has_scales else 0
+        return scale_rows(self.num_vectors) * LANES * SCALE_DTYPE.itemsize if self.has_scales else 0
 
 
 @dataclass(frozen=True)
@@ -191,7 +166,7 @@ def choose_blocks(call: Call) -> Blocks:
         if max(_decode_bytes(call, blocks), _tile_bytes(call, blocks), _write_bytes(call, blocks)) <= call.vmem_bytes:
             return blocks
     raise ValueError(
-        f"{call.num_kv_heads} kv heads of {call.head_dim} with {call.group} query heads each do not fit the "
+        f"{call.num_kv_heads} kv heads of {call.columns.key_dim} with {call.group} query heads each do not fit the "
         f"{call.vmem_bytes} bytes of vector memory; split the model over more chips"
     )
 
@@ -201,9 +176,9 @@ def _blocks(call: Call, divisor: int) -> Blocks:
     work_item_tokens = max(1, sizes.unit_bytes // divisor // call.token_bytes)
     max_decode_slots = work_item_tokens // max(LANES, call.page_size)
     decode_slots = max(1, min(SUBLANES, WORK_ITEM_DOTS // call.num_kv_heads, call.num_rows, max_decode_slots))
-    decode_tokens = _power_of_two(min(sizes.lane_keys, work_item_tokens // decode_slots))
-    tile_tokens = _power_of_two(min(sizes.tile_keys // divisor, work_item_tokens))
-    tall = max(ALIGNED_TOKENS, min(LANES, _power_of_two(sizes.tile_rows // min(call.group, 4))) // divisor)
+    decode_tokens = power_of_two(min(sizes.lane_keys, work_item_tokens // decode_slots))
+    tile_tokens = power_of_two(min(sizes.tile_keys // divisor, work_item_tokens))
+    tall = max(ALIGNED_TOKENS, min(LANES, power_of_two(sizes.tile_rows // min(call.group, 4))) // divisor)
     short_only = call.num_tokens <= 2 * ALIGNED_TOKENS or tall == ALIGNED_TOKENS
     return Blocks(
         decode_slots=decode_slots,
@@ -220,19 +195,21 @@ def _decode_bytes(call: Call, blocks: Blocks) -> int:
     unit_bytes = blocks.decode_slots * blocks.decode_pages * _page_bytes(call)
     scores_bytes = 3 * heads * blocks.decode_pages * call.page_size * 4
     converted_bytes = _converted_bytes(call, call.num_kv_heads, blocks.decode_slots, blocks.decode_pages)
-    queries_bytes = (blocks.slots + 3) * heads * _up(call.width, LANES) * 4
-    return blocks.slots * unit_bytes + queries_bytes + scores_bytes + converted_bytes
+    queries_bytes = blocks.slots * heads * round_up(call.columns.keys, LANES) * 4
+    outputs_bytes = 3 * heads * round_up(call.columns.sums, LANES) * 4
+    return blocks.slots * unit_bytes + queries_bytes + outputs_bytes + scores_bytes + converted_bytes
 
 
 def _tile_bytes(call: Call, blocks: Blocks) -> int:
     tokens = max(blocks.tile_tokens)
     queries = call.num_query_heads * tokens
-    slot_bytes = queries * _up(call.width, LANES) * call.product_dtype.itemsize
-    state_bytes = queries * (_up(call.width, LANES) + 2 * LANES) * 4
+    slot_bytes = queries * round_up(call.columns.keys, LANES) * call.product_dtype.itemsize
+    outputs_bytes = 2 * queries * round_up(call.columns.sums, LANES) * call.product_dtype.itemsize
+    state_bytes = queries * (round_up(call.columns.sums, LANES) + 2 * LANES) * 4
     scores_bytes = 4 * heads_together(call, tokens) * tokens * blocks.tile_pages * call.page_size * 4
     unit_bytes = blocks.tile_pages * _page_bytes(call)
     converted_bytes = _converted_bytes(call, 1, 1, blocks.tile_pages)
-    return blocks.slots * (unit_bytes + slot_bytes) + 2 * slot_bytes + state_bytes + scores_bytes + converted_bytes
+    return blocks.slots * (unit_bytes + slot_bytes) + outputs_bytes + state_bytes + scores_bytes + converted_bytes
 
 
 def _converted_bytes(call: Call, num_kv_heads: int, sequences: int, pages: int) -> int:
@@ -240,13 +217,13 @@ def _converted_bytes(call: Call, num_kv_heads: int, sequences: int, pages: int) 
     if not call.has_scales:
         return 0
     tokens = pages * call.page_size
-    elements = num_kv_heads * tokens * _up(2 * call.head_dim, LANES)
-    scales = sequences * SCALE_HEADS * scale_rows(call.num_kv_heads) * _up(tokens, LANES)
+    elements = num_kv_heads * tokens * round_up(call.columns.stored, LANES)
+    scales = sequences * SCALE_HEADS * scale_rows(call.num_vectors) * round_up(tokens, LANES)
     return elements * call.product_dtype.itemsize + scales * 4
 
 
 def _write_bytes(call: Call, blocks: Blocks) -> int:
-    new_bytes = call.num_kv_heads * (call.slab + SUBLANES) * _up(2 * call.head_dim, LANES) * 4
+    new_bytes = call.num_kv_heads * (call.slab + SUBLANES) * round_up(call.columns.stored, LANES) * 4
     return 2 * blocks.writes * (new_bytes + call.slab * call.token_bytes + 2 * call.scale_bytes)
 
 
@@ -372,15 +349,6 @@ def _plan_tiles(
     num_blocks = jnp.where(num_tokens > 0, _ceil_div(position + num_tokens, block_tokens) - first_block, 0)
     columns = (row, rows.cu_q_lens[row] + start, lead, num_tokens, position, first_block, num_blocks, tree_start)
     return jnp.stack(columns, axis=1).reshape(-1), jnp.sum(num_blocks)
-
-
-def _power_of_two(x: int) -> int:
-    """Return the largest power of two up to x."""
-    return 1 << int(math.log2(max(x, 1)))
-
-
-def _up(x: int, multiple: int) -> int:
-    return x + -x % multiple
 
 
 def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:

@@ -17,7 +17,7 @@ class Softmax(NamedTuple):
 
     max_score: Any  # f32[..., 128], the same in all columns
     denominator: Any
-    values: Any  # f32[..., width], weighted sum
+    values: Any  # f32[..., sums], weighted sum
 
     def absorb(self, at: Any, scores: Any, visible: Any, add_up: Callable[[Any], Any], is_live: Any) -> None:
         """Add one more block of keys to the rows `at`.

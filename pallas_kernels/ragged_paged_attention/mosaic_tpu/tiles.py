@@ -13,13 +13,11 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import R
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import WorkItem
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     BASE_TOKEN,
-    LANES,
     LEAD,
     NUM_BLOCKS,
     NUM_TILE_COLUMNS,
     NUM_TOKENS,
     POSITION,
-    SUBLANES,
     TILE_FIRST_BLOCK,
     TILE_ROW,
     TREE_START,
@@ -28,13 +26,14 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     heads_together,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import LANES, SUBLANES
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_items import Phase, Span
 
 
 class _TileScratch(NamedTuple):
-    queries: Any  # [slots, Q, tokens, width]
+    queries: Any  # [slots, Q, tokens, keys]
     nodes: Any  # i32[slots, tokens, columns]
-    out: Any  # [Q, tokens, width]
+    out: Any  # [Q, tokens, sums]
     others: Any  # previous content of the tile's place in the output
     state: Softmax  # [Q, tokens, ...]
     query_sems: Any  # semaphores of queries and of nodes
@@ -51,14 +50,14 @@ class Tiles(Phase):
 
     def _scratch(self) -> _TileScratch:
         call, slots = self.call, self.blocks.slots
-        queries, dtype = (call.num_query_heads, self.tokens, call.width), call.product_dtype
-        columns = pltpu.VMEM((*queries[:2], LANES), jnp.float32)
+        queries, dtype = (call.num_query_heads, self.tokens), call.product_dtype
+        sums, columns = (*queries, call.columns.sums), pltpu.VMEM((*queries, LANES), jnp.float32)
         return _TileScratch(
-            queries=pltpu.VMEM((slots, *queries), dtype),
+            queries=pltpu.VMEM((slots, *queries, call.columns.keys), dtype),
             nodes=pltpu.VMEM((slots, self.tokens, self.refs.inputs.nodes.shape[1]), jnp.int32),
-            out=pltpu.VMEM(queries, dtype),
-            others=pltpu.VMEM(queries, dtype),
-            state=Softmax(columns, columns, pltpu.VMEM(queries, jnp.float32)),
+            out=pltpu.VMEM(sums, dtype),
+            others=pltpu.VMEM(sums, dtype),
+            state=Softmax(columns, columns, pltpu.VMEM(sums, jnp.float32)),
             query_sems=pltpu.SemaphoreType.DMA((slots, 2)),
             out_sems=pltpu.SemaphoreType.DMA((2,)),
         )
@@ -122,12 +121,12 @@ class Tiles(Phase):
         def attend(number: Any) -> None:
             heads = pl.ds(number * together, together)
             own = work_item.head_block(0, number * together // self.call.group)
-            q = scratch.queries[slot, heads].reshape(together * self.tokens, self.call.width)
+            q = scratch.queries[slot, heads].reshape(together * self.tokens, self.call.columns.keys)
             scores = own.scores(q).reshape(together, self.tokens, self.block_tokens)
 
             def add_up(weights: Any) -> Any:
                 rows = weights.reshape(together * self.tokens, self.block_tokens)
-                return own.weighted_sum(rows).reshape(together, self.tokens, self.call.width)
+                return own.weighted_sum(rows).reshape(together, self.tokens, self.call.columns.sums)
 
             seen = jnp.broadcast_to(visible[None], scores.shape)
             scratch.state.absorb(heads, scores, seen, add_up, None)
@@ -163,7 +162,7 @@ class Tiles(Phase):
 
     def _merge(self, entry: Any, scratch: _TileScratch) -> None:
         """Merge the tile's output with other tokens' outputs in the same memory tiles."""
-        shape = (self.tokens, self.call.width)
+        shape = (self.tokens, self.call.columns.sums)
         token = lax.broadcasted_iota(jnp.int32, shape, 0) - self._column(entry, LEAD)
         is_own = (token >= 0) & (token < self._column(entry, NUM_TOKENS))
 

@@ -12,7 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import PageBuffers, WorkItem
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, PAGE_IDS, SCALE_HEADS, Blocks, Call
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import PAGE_IDS, Blocks, Call
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import LANES, SCALE_HEADS
 
 
 class Span(NamedTuple):
@@ -85,7 +86,7 @@ class Phase(ABC):
 
     def _page_memory(self) -> PageBuffers:
         slots, num_pages = self.blocks.slots, self.sequences * self.pages
-        page = (self.call.num_kv_heads, self.call.page_size, 2 * self.call.head_dim)
+        page = (self.call.num_kv_heads, self.call.page_size, self.call.columns.stored)
         values = pltpu.VMEM((slots, num_pages, *page), self.call.kv_dtype)
         if not self.call.has_scales:
             return PageBuffers(values, None, None)

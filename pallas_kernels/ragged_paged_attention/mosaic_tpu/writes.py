@@ -18,11 +18,10 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     NUM_WRITE_COLUMNS,
     OFFSET,
     PAGE,
-    SCALE_TOKENS,
-    SUBLANES,
     Blocks,
     Call,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import SCALE_TOKENS, SUBLANES
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 
 
@@ -42,8 +41,8 @@ class Writer:
         call = self.call
         pl.run_scoped(
             self._write_all,
-            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab, 2 * call.head_dim), call.kv_dtype),
-            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab + SUBLANES, 2 * call.head_dim), jnp.float32),
+            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab, call.columns.stored), call.kv_dtype),
+            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab + SUBLANES, call.columns.stored), jnp.float32),
             [pltpu.VMEM((self.slots, *self.refs.scales.shape[3:]), SCALE_DTYPE)] * 2 if call.has_scales else [],
             pltpu.SemaphoreType.DMA((self.slots, 4)),
             pltpu.SemaphoreType.DMA((self.slots, 2)),

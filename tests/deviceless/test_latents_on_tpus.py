@@ -1,0 +1,82 @@
+"""Attention over latents compiles for TPUs, in place, with the sizes of published models."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.engine.memory import tree_bytes
+from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V6E
+from jaxserve.pallas_kernels.mla_attention import default_page_size, mla_attention, new_pages, select_backend
+from jaxserve.pallas_kernels.mla_attention.cases import Case
+from jaxserve.pallas_kernels.ragged_paged_attention import cases
+
+pytestmark = [pytest.mark.deviceless, pytest.mark.usefixtures("tpu")]
+
+CHIPS = {"v5e": TPU_V5E, "v6e": TPU_V6E, "tpu7x": TPU7X}
+DECODE = ((1,) * 64, (100,) * 64)
+PREFILL = ((256,), (300,))
+
+
+def published(name, lengths, num_query_heads, kv_dtype="bfloat16", **facts):
+    """Return a case with latents of 576 elements, in pages of default size."""
+    page_size = default_page_size("mosaic_tpu", width=576, kv_dtype=kv_dtype)
+    sizes = {"num_kv_heads": 1, "head_dim": 576, "page_size": page_size}
+    rows = cases.Case(name, *lengths, num_query_heads, **sizes, dtype="bfloat16", kv_dtype=kv_dtype, **facts)
+    return Case(rows, rank=512)
+
+
+PUBLISHED = [
+    published("deepseek_over_8_decode", DECODE, 16, has_rope=True),
+    published("deepseek_over_8_prefill", PREFILL, 16, has_rope=True),
+    published("glm_flash_decode", DECODE, 20, has_rope=True),
+    published("glm_flash_prefill", PREFILL, 20, has_rope=True),
+]
+OTHERS = [
+    published("deepseek_over_4_drafts", ((1,) * 32 + (8,) * 8, (100,) * 40), 32, has_rope=True, tree="random"),
+    published("deepseek_over_8_fp8", ((1,) * 32 + (100,), (200,) * 33), 16, "float8_e4m3fn", has_rope=True),
+]
+
+
+@pytest.mark.parametrize(
+    ("chip", "case"),
+    [
+        *[(chip, PUBLISHED[0]) for chip in CHIPS],
+        *[("v6e", case) for case in (PUBLISHED[3], *OTHERS)],
+        *[pytest.param("v6e", case, marks=pytest.mark.full) for case in PUBLISHED[1:3]],
+        *[
+            pytest.param(chip, case, marks=pytest.mark.full)
+            for chip in ("v5e", "tpu7x")
+            for case in (*PUBLISHED[1:], *OTHERS)
+        ],
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_compiles_in_place(chip, case):
+    inputs, *_ = jax.eval_shape(case.arguments)
+    pool = {"num_pages": 20_000, "page_size": case.rows.page_size, "width": 576, "dtype": case.rows.kv_dtype}
+    # XLA moves pools and scales that fit the vector memory there, and back.
+    kv_pages = jax.eval_shape(lambda: new_pages("mosaic_tpu", num_layers=4, **pool))
+    sizes = {"num_query_heads": case.rows.num_query_heads, "rank": 512, "rope_dim": 64}
+    with jax.sharding.use_abstract_mesh(CHIPS[chip].mesh()):
+        assert select_backend(**sizes, page_size=case.rows.page_size, kv_dtype=case.rows.kv_dtype) == "mosaic_tpu"
+
+    def attend(inputs, kv_pages, layer):
+        return mla_attention(inputs, kv_pages, layer, case.options)
+
+    args = (inputs, kv_pages, jax.ShapeDtypeStruct((), jnp.int32))
+    compiled = CHIPS[chip].compile(attend, args, donate_argnums=(1,))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= tree_bytes(kv_pages)
+    # The kernel keeps all else in its own memory: the bound covers queries and outputs in its layouts.
+    assert memory.temp_size_in_bytes <= inputs.q.size * 4 + 2**21
+    for x in jax.tree.leaves(kv_pages):
+        shape = ",".join(map(str, x.shape))
+        makers = re.findall(rf"= [a-z0-9]+\[{shape}\]\S* ([a-z-]+)\(", compiled.as_text())
+        assert makers, "the pool is in the program"
+        assert set(makers) <= {"parameter", "get-tuple-element", "custom-call", "bitcast"}
+    cost = compiled.cost_analysis()
+    keys = case.rows.q_lens.count(1) * inputs.rows.page_table.shape[1] * case.rows.page_size
+    assert cost["bytes accessed"] >= keys * 576 * jnp.dtype(case.rows.kv_dtype).itemsize
+    assert cost["flops"] >= 2 * keys * case.rows.num_query_heads * (576 + 512)
