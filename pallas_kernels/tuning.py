@@ -41,10 +41,13 @@ class Settings:
 
     Args:
         folder: folder of measured block sizes, by chip; None where none are measured.
+
+    Attributes:
+        folder: the folder.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+        self.folder = folder
         self._sizes: ContextVar[dict[str, int] | None] = ContextVar("sizes", default=None)
         self._interpreter: ContextVar[Any] = ContextVar("interpreter", default=None)
 
@@ -84,9 +87,9 @@ class Settings:
         """
         given = self._sizes.get()
         if given is None:
-            given = {} if self._folder is None else measured_sizes(self._folder, chip, shape)
+            given = {} if self.folder is None else measured_sizes(self.folder, chip, shape)
         if unknown := sorted(given.keys() - {field.name for field in fields(kind)}):
-            raise ValueError(f"there are no sizes of blocks called {unknown}, which {self._folder} has for {chip}")
+            raise ValueError(f"there are no sizes of blocks called {unknown}, which {self.folder} has for {chip}")
         return given
 
 

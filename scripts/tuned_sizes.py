@@ -9,7 +9,7 @@ from pathlib import Path
 
 from device_report.document import Document, Entry
 from jaxserve.pallas_kernels import tuning
-from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_tpu
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
 
 RESULTS = Path(__file__).parent / "results" / "tpu.json"
 GAIN = 0.03  # gain in the time of decode and prefill, each counted as much: less may be chance
@@ -19,10 +19,10 @@ TIMES = ("decode_us", "prefill_us")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE", help="the report")
-    parser.add_argument("--to", type=Path, default=mosaic_tpu.TUNED, metavar="DIR", help="of the tables")
+    parser.add_argument("--to", type=Path, default=SETTINGS.folder, metavar="DIR", help="of the tables")
     args = parser.parse_args()
     document = Document.read(args.json, "tpu")
-    if document.dry_run and args.to == mosaic_tpu.TUNED:
+    if document.dry_run and args.to == SETTINGS.folder:
         raise SystemExit(f"{args.json} must be of a TPU, not of a dry run; name another folder with --to to try this")
     for chip, entries in faster(document).items():
         path = tuning.write_entries(args.to, chip, entries)

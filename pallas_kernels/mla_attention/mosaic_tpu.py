@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions, Problem
 from jaxserve.pallas_kernels.mla_attention.layout import PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import TUNED, call, chip
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import interpreted, sized
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import call, chip
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scale_tiles, scales_of
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Tokens
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Sizes
@@ -88,6 +88,7 @@ class PaddedLatents:
 
 
 LAYOUT = PaddedLatents()
+interpreted, sized = SETTINGS.interpreted, SETTINGS.sized
 WANTS_OWN_TABLE = True
 POOL_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 
@@ -105,12 +106,12 @@ def shape_class(problem: Problem) -> dict[str, int | str]:
 
 def sizes_for(problem: Problem) -> Sizes:
     """Return block sizes for the chip: see `chip.sizes_for`."""
-    return chip.sizes_for(TUNED, shape_class(problem))
+    return chip.sizes_for(shape_class(problem))
 
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
-    if problem.platform != "tpu" and chip.interpret_params() is None:
+    if problem.platform != "tpu" and SETTINGS.interpreter is None:
         return "it runs on TPUs only"
     if problem.kv_dtype.name not in POOL_DTYPES:
         return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"

@@ -25,7 +25,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOp
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import storage
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import chip_facts
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS, chip_facts
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
 from tests.random_runs import examples
 
@@ -367,7 +367,7 @@ def test_units_are_what_memory_moves_meanwhile(chip):
 
 
 def test_what_was_measured_to_be_best_is_taken(monkeypatch, tmp_path):
-    monkeypatch.setattr(mosaic_tpu, "TUNED", tmp_path)
+    monkeypatch.setattr(SETTINGS, "folder", tmp_path)
     shape = mosaic_tpu.shape_class(PROBLEM)
     with jax.sharding.use_abstract_mesh(TPU_V6E.mesh()):
         untuned = mosaic_tpu.sizes_for(PROBLEM)

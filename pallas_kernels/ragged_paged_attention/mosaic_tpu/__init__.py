@@ -28,13 +28,11 @@ serves `mla_attention` too. `call.py` runs it for either operation.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import call, chip
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import chip_name, interpreted, sized
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS, chip_name
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import HeadPairs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Tokens
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Sizes
@@ -44,7 +42,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_M
 __all__ = [
     "LAYOUT",
     "SPLITS_PAGES",
-    "TUNED",
     "WANTS_OWN_TABLE",
     "chip_name",
     "interpreted",
@@ -61,7 +58,7 @@ WANTS_OWN_TABLE = True
 POOL_DTYPES = ("bfloat16", "float32", *QUANTIZED_MAX)
 MIN_HEAD_DIM = 64  # minimum on a chip: XLA lays out narrower pools transposed, and copies them for the kernel
 MAX_HEAD_DIM = 256
-TUNED = Path(__file__).parents[1] / "tuned"  # measured block sizes, by chip
+interpreted, sized = SETTINGS.interpreted, SETTINGS.sized
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:
@@ -77,16 +74,16 @@ def shape_class(problem: Problem) -> dict[str, int | str]:
 
 def sizes_for(problem: Problem) -> Sizes:
     """Return block sizes for the chip: see `chip.sizes_for`."""
-    return chip.sizes_for(TUNED, shape_class(problem))
+    return chip.sizes_for(shape_class(problem))
 
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
-    if problem.platform != "tpu" and chip.interpret_params() is None:
+    if problem.platform != "tpu" and SETTINGS.interpreter is None:
         return "it runs on TPUs only"
     if problem.kv_dtype.name not in POOL_DTYPES:
         return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
-    least = MIN_HEAD_DIM if chip.interpret_params() is None else 8
+    least = MIN_HEAD_DIM if SETTINGS.interpreter is None else 8
     if problem.head_dim % 8 or not least <= problem.head_dim <= MAX_HEAD_DIM:
         return f"head_dim must be a multiple of 8 from {least} to {MAX_HEAD_DIM}, not {problem.head_dim}"
     return call.refusal(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float32, Int32
 
 from jaxserve.pallas_kernels.dispatch import import_failure, target_platform
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import interpret_params, vmem_bytes
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS, vmem_bytes
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Tokens, make_operands, token_outputs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     MAX_PAGE_BYTES,
@@ -113,7 +113,7 @@ def write_and_attend(
         has_tree=tokens.tree_mask is not None,
         vmem_bytes=vmem_bytes(),
         sizes=sizes,
-        interpret=interpret_params(),
+        interpret=SETTINGS.interpreter,
     )
     blocks = choose_blocks(call)
     plan = make_plan(call, blocks, rows)

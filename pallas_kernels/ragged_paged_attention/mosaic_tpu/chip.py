@@ -2,45 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Sizes, unit_bytes_for
-from jaxserve.pallas_kernels.tuning import Shape, measured_sizes
+from jaxserve.pallas_kernels.tuning import Settings, Shape
 
 INTERPRETED_VMEM_BYTES = 32 * 2**20
-
-_given_sizes: ContextVar[dict[str, int] | None] = ContextVar("given_sizes", default=None)
-_interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
-
-
-@contextlib.contextmanager
-def interpreted(params: Any) -> Iterator[None]:
-    """Run calls traced inside in the interpreter, on any machine, with these parameters."""
-    token = _interpret_params.set(params)
-    try:
-        yield
-    finally:
-        _interpret_params.reset(token)
-
-
-@contextlib.contextmanager
-def sized(**sizes: int) -> Iterator[None]:
-    """Make calls traced inside use these `plan.Sizes` instead of those that measured best on their chip."""
-    token = _given_sizes.set(sizes)
-    try:
-        yield
-    finally:
-        _given_sizes.reset(token)
-
-
-def interpret_params() -> Any:
-    """Return the parameters of the interpreter; None to run on a TPU."""
-    return _interpret_params.get()
+SETTINGS = Settings(Path(__file__).parents[1] / "tuned")
 
 
 def chip_name() -> str:
@@ -48,30 +17,25 @@ def chip_name() -> str:
     return str(chip_facts().chip_version.value)
 
 
-def sizes_for(folder: Path, shape: Shape) -> Sizes:
+def sizes_for(shape: Shape) -> Sizes:
     """Return block sizes for the chip: requested ones, else those that measured best, else by bandwidth and memory.
 
     Args:
-      folder: folder of measured block sizes, by chip.
       shape: class of shapes of the call.
 
     Raises:
       ValueError: sizes have unknown names, or jax does not know the chip.
     """
-    if interpret_params() is not None:
+    if SETTINGS.interpreter is not None:
         return Sizes()
-    chip, given = chip_facts(), _given_sizes.get()
-    if given is None:
-        given = measured_sizes(folder, chip_name(), shape)
-    if unknown := sorted(given.keys() - {field.name for field in dataclasses.fields(Sizes)}):
-        raise ValueError(f"there are no sizes of blocks called {unknown}, which {folder} has for {chip_name()}")
+    chip, given = chip_facts(), SETTINGS.sizes(Sizes, chip_name(), shape)
     bytes_per_s = chip.num_cores * chip.mem_bw_bytes_per_second
     return Sizes(**({"unit_bytes": unit_bytes_for(bytes_per_s, vmem_bytes())} | given))
 
 
 def vmem_bytes() -> int:
     """Return the kernel's share of the chip's vector memory; the compiler prefetches weights into the rest."""
-    return INTERPRETED_VMEM_BYTES if interpret_params() is not None else int(chip_facts().vmem_capacity_bytes) // 4
+    return INTERPRETED_VMEM_BYTES if SETTINGS.interpreter is not None else int(chip_facts().vmem_capacity_bytes) // 4
 
 
 def chip_facts() -> Any:
