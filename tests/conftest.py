@@ -34,7 +34,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from tests import random_runs, type_checks
 
-type_checks.install()  # before jaxserve is imported
+type_checks.install()  # must precede the import of jaxserve
 # The modules that tests import leave millions of objects, which the collector would go through every few seconds.
 gc.set_threshold(50_000, 20, 50)
 # Else each of the many processes that tests start would compile all modules again.

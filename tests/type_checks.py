@@ -11,7 +11,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Never, NoReturn
+from typing import Any, NamedTuple
 
 import beartype
 import jaxtyping
@@ -61,7 +61,7 @@ class _Checks(NamedTuple):
     code: types.CodeType  # kept, so that no other has its id: equal ones may differ in types, as those of dataclasses
     have_arrays: bool
     parameters: Callable[..., None]
-    result: Callable[[Any], None]
+    result: Callable[[Any], Any]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function with checked arguments, and check its result."""
@@ -76,7 +76,7 @@ class _Checks(NamedTuple):
         return result
 
 
-_prepared: dict[int, _Checks] = {}  # by the id of the code
+_prepared: dict[int, _Checks] = {}  # keys are ids of code
 
 
 def _checks_of(function: Callable[..., Any]) -> _Checks:
@@ -91,12 +91,12 @@ def _checks_of(function: Callable[..., Any]) -> _Checks:
 
 
 @functools.cache
-def _check_of_result(hint: Any) -> Callable[[Any], None]:
-    def check(result: Any) -> None:
-        """Check a result, and do nothing else."""
+def _check_of_result(hint: Any) -> Callable[[Any], Any]:
+    def check(result: Any) -> Any:
+        return result
 
-    check.__annotations__ = {} if hint in (NoReturn, Never) else {"result": hint}
-    checked: Callable[[Any], None] = _beartype(check)
+    check.__annotations__ = {"return": hint}
+    checked: Callable[[Any], Any] = _beartype(check)
     return checked
 
 

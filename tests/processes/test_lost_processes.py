@@ -76,7 +76,7 @@ def test_a_lost_process_ends_all_others(end: signal.Signals, victim: int) -> Non
 def test_a_killed_process_ends_the_others_and_the_batch_goes_on(
     tmp_path: Path, batch: Batch, count: int, victim: int
 ) -> None:
-    """By default it does not go on: tests/openai/test_batch_files.py has outputs that are resumed."""
+    """Only the full form resumes the batch; by default tests/openai/test_batch_files.py does."""
     out = tmp_path / "out.jsonl"
     processes = batch(count)
     wait_for_records(out, processes, 2)

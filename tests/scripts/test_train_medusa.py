@@ -57,7 +57,7 @@ def target(cycles: Sequence[NDArray[np.int32]], tmp_path_factory: pytest.TempPat
     return path
 
 
-@pytest.mark.full  # those that come along are tested by default: tests/e2e/test_embedded_heads.py
+@pytest.mark.full  # tests/e2e/test_embedded_heads.py has trained heads by default
 @pytest.mark.parametrize("kind", KINDS)
 def test_trained_heads_draft_what_the_model_goes_on_with(
     cycles: Sequence[NDArray[np.int32]], target: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
