@@ -16,6 +16,7 @@ import numpy as np
 ON_CPU = jax.default_backend() == "cpu"
 OP = "jaxserve.pallas_kernels.ragged_paged_attention"
 GROUPED = "jaxserve.pallas_kernels.grouped_matmul"
+QUANTIZED = "jaxserve.pallas_kernels.quantized_matmul"
 KERNELS = {
     "mosaic_gpu": [
         f"{OP}.mosaic_gpu.{name}" for name in ("kernel", "memory", "warpgroup", "loading", "computing", "ring", "merge")
@@ -26,8 +27,13 @@ KERNELS = {
     ],
     "grouped_gpu": [f"{GROUPED}.mosaic_gpu.kernel", f"{GROUPED}.visits"],
     "grouped_tpu": [f"{GROUPED}.mosaic_tpu.kernel", f"{GROUPED}.visits"],
+    "quantized_tpu": [f"{QUANTIZED}.mosaic_tpu.kernel"],
 }
-SMALL_TILES = {"grouped_gpu": {"stages": 3}, "grouped_tpu": {"weight_bytes": 2**16, "min_rows": 16, "max_rows": 16}}
+SMALL_TILES = {
+    "grouped_gpu": {"stages": 3},
+    "grouped_tpu": {"weight_bytes": 2**16, "min_rows": 16, "max_rows": 16},
+    "quantized_tpu": {"weight_bytes": 2**16, "max_rows": 16, "columns": 256},
+}
 
 
 @dataclass
@@ -78,6 +84,27 @@ def run_groups(case, name):
     expected = case.expected()[: len(live)]
     error = np.max(np.abs(live - expected) / (1 + np.abs(expected)), initial=0)
     return Found(float(error), bool(np.isfinite(live).all()), has_races())
+
+
+def run_quantized(case, name):
+    """Run a case of the product with a quantised matrix; the scales of other layers are NaN."""
+    from jaxserve.pallas_kernels.quantized_matmul import BACKENDS, settings
+
+    problem, arguments = case.problem("cpu"), case.arguments(np.nan)
+    backend, kind = BACKENDS[name.replace("quantized", "mosaic")], arguments.matrix.kind
+
+    def multiply(x, arrays, layer):
+        return backend.multiply(problem, x, arguments.matrix._replace(**arrays), layer)
+
+    arrays = {key: array for key, array in arguments.matrix._asdict().items() if key not in ("kind", "further")}
+    here = settings.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
+    with here, settings.sized(**SMALL_TILES[name]), _watched(name, num_kernels=1) as has_races:
+        assert backend.supports(problem) is None, (backend.supports(problem), kind)
+        options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
+        y = jax.jit(multiply, compiler_options=options)(arguments.x, arrays, arguments.layer)
+    y, expected = np.asarray(y, np.float32), case.expected()
+    error = np.max(np.abs(y - expected) / (1 + np.abs(expected)))
+    return Found(float(error), bool(np.isfinite(y).all()), has_races())
 
 
 def _params(name):
@@ -142,9 +169,9 @@ if __name__ == "__main__":
     if old:
         plant(kernels, old, new)
     if kernels in SMALL_TILES:
-        from jaxserve.pallas_kernels.grouped_matmul.cases import BY_NAME
-
-        print(json.dumps(dataclasses.asdict(run_groups(BY_NAME[name], kernels))))
+        op, run_case = (GROUPED, run_groups) if kernels.startswith("grouped") else (QUANTIZED, run_quantized)
+        cases = importlib.import_module(f"{op}.cases").BY_NAME
+        print(json.dumps(dataclasses.asdict(run_case(cases[name], kernels))))
         sys.exit()
     from jaxserve.pallas_kernels.ragged_paged_attention.cases import Case
 
