@@ -223,9 +223,9 @@ class SchemeFormat(WeightFormat):
             matrix.elements[rows] = packed(nibbles(elements)) if self.scheme.is_packed else elements
             grids = self._grids(row, part)
             matrix.scale[:, rows] = grids.scale.T
-            if grids.zero is not None:
+            if matrix.zero is not None and grids.zero is not None:
                 matrix.zero[:, rows] = grids.zero.T
-            if grids.minimum is not None:
+            if matrix.minimum is not None and grids.minimum is not None:
                 matrix.minimum[:, rows] = grids.minimum.T
             if matrix.row_scale is not None:
                 matrix.row_scale[rows] = part.global_scale()

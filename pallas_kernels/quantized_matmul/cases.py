@@ -73,8 +73,8 @@ class Case:
         elements = np.stack([self._stored(values.elements) for values in layers])
         scale = np.stack([values.scale if i == self.layer else values.scale * stale for i, values in enumerate(layers)])
         zeros = [values.zero.astype(np.uint8) for values in layers if values.zero is not None]
-        arrays = (jax.device_put(array) for array in (elements, scale, np.stack(zeros) if zeros else None))
-        matrix = Quantized(*arrays, kind=self.elements)
+        elements, scale, zero = map(jax.device_put, (elements, scale, np.stack(zeros) if zeros else None))
+        matrix = Quantized(elements, scale, zero, self.elements)
         return Arguments(jax.device_put(self._x()), matrix, jax.device_put(np.int32(self.layer)))
 
     def expected(self) -> NDArray[np.float32]:

@@ -29,12 +29,14 @@ def multiply(
         pl.BlockSpec((None, tiles.outputs, problem.row_bytes), lambda t, n, layer: (layer[0], n, 0)),
         pl.BlockSpec(grid, lambda t, n, layer: (layer[0], 0, n)),
     ]
-    operands, scratch = [x, matrix.elements, matrix.scale], [pltpu.VMEM((tiles.rows, tiles.outputs), jnp.float32)]
+    arrays, scratch = [matrix.elements, matrix.scale], [pltpu.VMEM((tiles.rows, tiles.outputs), jnp.float32)]
     if matrix.zero is not None:
         in_specs.append(in_specs[-1])
-        operands.append(matrix.zero)
+        arrays.append(matrix.zero)
         scratch.append(pltpu.VMEM(grid[1:], jnp.float32))
     interpret = {} if call.interpret is None else {"interpret": call.interpret}
+    if call.interpret is None:  # XLA would copy small stacks to vector memory, those of all layers
+        arrays = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
     y: Array = pl.pallas_call(
         functools.partial(_kernel, call),
         out_shape=jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), problem.result_dtype),
@@ -51,7 +53,7 @@ def multiply(
         cost_estimate=_cost(call),
         name="quantized_matmul",
         **interpret,
-    )(layer[None], *operands)
+    )(layer[None], x, *arrays)
     return y
 
 
@@ -91,6 +93,7 @@ def _kernel(call: Call, layer: Any, x: Any, elements: Any, scale: Any, *rest: An
                     x[:, pl.ds(_at(turn, call.turn_columns, part * problem.row_bytes + start), tiles.columns)],
                     weight.astype(x.dtype),
                     (((1,), (1,)), ((), ())),
+                    precision=lax.Precision.DEFAULT,
                     preferred_element_type=jnp.float32,
                 )
 
