@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
-from jaxserve.pallas_kernels.quantized_matmul import mosaic_tpu
+from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu
 from jaxserve.pallas_kernels.quantized_matmul.interface import (
     INT4_ZERO,
     Backend,
@@ -33,7 +33,7 @@ from jaxserve.pallas_kernels.quantized_matmul.interface import (
 
 __all__ = ["BACKENDS", "INT4_ZERO", "Backend", "Problem", "Quantized", "packed", "quantized_matmul", "unpacked"]
 
-BACKENDS: Mapping[str, Backend] = {"mosaic_tpu": mosaic_tpu}
+BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 """All kernels, best first."""
 
 XLA = "xla"

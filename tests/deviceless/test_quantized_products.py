@@ -56,7 +56,7 @@ def test_products_compile_for_tpus(tpu, chip, shape):
     x_bytes = 2 * rows * inputs
     by_hand, accessed = elements + grid + x_bytes + 2 * rows * outputs, compiled.cost_analysis()["bytes accessed"]
     copies = 4 * x_bytes  # XLA may copy x to vector memory, and counts both ends of a copy where it starts and ends
-    assert by_hand <= accessed <= 1.05 * by_hand + (copies if accessed > 1.05 * by_hand else 0)
+    assert min(abs(accessed - by_hand), abs(accessed - copies - by_hand)) <= 0.05 * by_hand
 
 
 def test_a_step_makes_no_floats_of_a_matrix(targets):

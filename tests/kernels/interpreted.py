@@ -27,11 +27,13 @@ KERNELS = {
     ],
     "grouped_gpu": [f"{GROUPED}.mosaic_gpu.kernel", f"{GROUPED}.visits"],
     "grouped_tpu": [f"{GROUPED}.mosaic_tpu.kernel", f"{GROUPED}.visits"],
+    "quantized_gpu": [f"{QUANTIZED}.mosaic_gpu.kernel"],
     "quantized_tpu": [f"{QUANTIZED}.mosaic_tpu.kernel"],
 }
 SMALL_TILES = {
     "grouped_gpu": {"stages": 3},
     "grouped_tpu": {"weight_bytes": 2**16, "min_rows": 16, "max_rows": 16},
+    "quantized_gpu": {"rows": 128, "stages": 3},
     "quantized_tpu": {"weight_bytes": 2**16, "max_rows": 16, "columns": 256},
 }
 

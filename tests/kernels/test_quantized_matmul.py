@@ -9,13 +9,17 @@ from pathlib import Path
 import interpreted
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxserve.layers.linear import LinearContext, StackedMatrix, linear
+from jaxserve.models.params import ParamSpec
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.quantized_matmul import BACKENDS, Problem, mosaic_tpu, quantized_matmul, settings
 from jaxserve.pallas_kernels.quantized_matmul.cases import BY_NAME, CASES
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import LANES, block_bytes
+from jaxserve.quant import products, weight_format
 
 QUICK = ["zero_points"]
 """Case of the default run, which shows if the kernel does not run at all."""
@@ -151,3 +155,25 @@ def test_on_cpus_the_format_multiplies():
     for backend in BACKENDS:
         with pytest.raises(UnsupportedBackendError, match=r"runs on .PUs only; use one of \['xla'\]"):
             quantized_matmul(x, matrix, layer, by_xla=lambda: x, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_layers_of_a_stack_reach_the_kernel(name, monkeypatch):
+    """Products are those of the layer's own matrix, rounded to the dtype of x."""
+    rng, spec = np.random.default_rng(0), ParamSpec(("w",), (128, 256), (None, None), ("w",), (128,))
+    form, dtype = weight_format(name), np.dtype("float32")
+    leaves = form.leaves(spec, spec.shape, dtype)
+    buffers = [np.zeros((2, *leaf.shape), leaf.dtype) for leaf in leaves]
+    for layer in range(2):
+        encoded = form.encode(rng.normal(size=spec.shape).astype(np.float32), leaves)
+        for leaf, buffer, rows in zip(leaves, buffers, encoded, strict=True):
+            leaf.write(buffer[layer], 0, rows)
+    x = jnp.asarray(rng.normal(size=(3, 256)), jnp.bfloat16)
+    own = form.weight(*(jnp.asarray(buffer[1]) for buffer in buffers))
+    matrix = own.dequantize(*own.rows_arrays()).astype(jnp.bfloat16)
+    expected = np.asarray(x, np.float32) @ np.asarray(matrix, np.float32).T
+    stack = form.weight(*map(jnp.asarray, buffers))
+    monkeypatch.setattr(products, "multiply", lambda *_: pytest.fail("XLA multiplies"))
+    with settings.interpreted(interpreted._params("tpu")):
+        found = linear(x, StackedMatrix(stack, jnp.int32(1)), LinearContext(dtype=jnp.float32))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
