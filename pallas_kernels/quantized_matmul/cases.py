@@ -116,5 +116,9 @@ CASES: tuple[Case, ...] = (
     Case("zero_points", has_zero=True, group_size=64),
     Case("zero_points_by_channel", has_zero=True, group_size=None),
     Case("a_layer_among_others", num_layers=3, layer=1),
+    Case("rows_of_many_tiles", "int8", num_rows=200),
+    Case("few_outputs", "int8", num_outputs=128),
 )
 BY_NAME = {case.name: case for case in CASES}
+
+GPU_CASES = tuple(case for case in CASES if (case.group_size or case.num_inputs) % 64 == 0)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +164,22 @@ def plant(name, old, new):
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     exec(compile(Path(spec.origin).read_text().replace(old, new), spec.origin, "exec"), module.__dict__)
+
+
+def goes_wrong(kernels, case, old, new, folder):
+    """Return whether a small case goes wrong, in a process of its own, with `old` replaced in the source."""
+    script = [sys.executable, __file__, kernels, case, old, new]
+    try:
+        done = subprocess.run(
+            script, capture_output=True, text=True, timeout=25 if old else 100, cwd=folder, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    print(done.stdout, done.stderr)  # shown where the test fails
+    if done.returncode:
+        return True
+    found = Found(**json.loads(done.stdout.splitlines()[-1]))
+    return found.error > 1e-4 or not found.is_finite or found.races
 
 
 if __name__ == "__main__":
