@@ -54,7 +54,7 @@ def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Scheme
     others = f"{plain} matrices are not quantised"
     if num_dequantised:
         others = f"{num_dequantised} matrices are dequantised as they are read, {plain - num_dequantised} not quantised"
-    path = f"dequantised in products by {'a Pallas kernel or ' * (jax.default_backend() == 'tpu')}XLA"
+    path = f"dequantised in products by {'a Pallas kernel or ' * (jax.default_backend() != 'cpu')}XLA"
     if num_native == len(formats):
         path = "multiplied by the native kernels"
     elif num_native:
