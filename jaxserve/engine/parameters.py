@@ -54,11 +54,11 @@ def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Scheme
     others = f"{plain} matrices are not quantised"
     if num_dequantised:
         others = f"{num_dequantised} matrices are dequantised as they are read, {plain - num_dequantised} not quantised"
-    path = "dequantised in products by XLA"
+    path = f"dequantised in products by {'a Pallas kernel or ' * (jax.default_backend() != 'cpu')}XLA"
     if num_native == len(formats):
         path = "multiplied by the native kernels"
     elif num_native:
-        path = f"{num_native} are multiplied by the native kernels, the others dequantised in products by XLA"
+        path = f"{num_native} are multiplied by the native kernels, the others {path}"
     if config.quantization is not None:
         path = f"quantised again to {config.quantization}"
     kv = ""

@@ -67,6 +67,12 @@ class Matrix(ABC):
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
         """Return `x @ W.T`, accumulated in float32; a format of quantised activations quantises `x` here."""
 
+    def multiply_in_stack(
+        self, x: Float[Array, "T in"], stack: "Matrix", layer: Int[Array, ""], context: LinearContext
+    ) -> Float[Array, "T out"]:
+        """Multiply with this matrix, which is that of `layer` in a stack; kernels that read it there override this."""
+        return self.multiply(x, context)
+
     @abstractmethod
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
@@ -167,14 +173,14 @@ class FloatMatrix(Matrix):
 
 @dataclass(frozen=True)
 class StackedMatrix(Matrix):
-    """A matrix of one of several layers, in the array of all, which kernels read in place.
+    """A matrix of one of several layers, among those of all, which kernels read in place.
 
     Attributes:
-        stack: matrices of all layers.
+        stack: matrices of all layers, in an array of floats or in those of another form.
         layer: number of the layer in the stack.
     """
 
-    stack: Float[Array, "layers out in"]
+    stack: Float[Array, "layers out in"] | Matrix
     layer: Int[Array, ""]
 
     @property
@@ -183,8 +189,11 @@ class StackedMatrix(Matrix):
         return self.stack.shape[1:]
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
-        """Multiply by the layer's slice."""
-        return self._slice().multiply(x, context)
+        """Multiply by a kernel that reads the stack, or by the layer's slice."""
+        own = self._slice()
+        if isinstance(self.stack, Matrix):
+            return own.multiply_in_stack(x, self.stack, self.layer, context)
+        return own.multiply(x, context)
 
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
@@ -193,12 +202,14 @@ class StackedMatrix(Matrix):
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
-        """Multiply by one ragged product, whose matrices lie among those of all layers."""
+        """Multiply by one ragged product, whose matrices lie among those of all layers, or by the layer's slice."""
+        if isinstance(self.stack, Matrix):
+            return self._slice().multiply_groups(x, group_sizes, context)
         dtype, num_shards = context.dtype or jnp.float32, context.num_shards
         return grouped_matmul(x, self.stack, group_sizes, layer=self.layer, dtype=dtype, num_shards=num_shards)
 
-    def _slice(self) -> FloatMatrix:
-        return FloatMatrix(lax.dynamic_index_in_dim(self.stack, self.layer, keepdims=False))
+    def _slice(self) -> Matrix:
+        return as_matrix(jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, self.layer, keepdims=False), self.stack))
 
 
 @dataclass(frozen=True)

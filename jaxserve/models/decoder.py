@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.linear import LinearContext, StackedMatrix, embed, linear
+from jaxserve.layers.linear import LinearContext, Matrix, StackedMatrix, embed, linear
 from jaxserve.layers.rope import rotation
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
@@ -77,7 +77,7 @@ def forward_with_features(
     if not isinstance(layers, ScannedLayers):
         layers = ScannedLayers((), layers, [])
     scanned, start, end = layers.periodic, len(layers.first), arch.num_layers - len(layers.rest)
-    in_place = [_expert_stacks(p) for p in scanned]
+    in_place = [_stacks_in_place(p) for p in scanned]
     sliced = tuple(
         {name: p[name] for name in p if name not in stacks} for p, stacks in zip(scanned, in_place, strict=True)
     )
@@ -132,12 +132,16 @@ def forward_with_features(
     return family.final_norm(x, params["final_norm"], arch.norm_eps), side_by_side, carry
 
 
-def _expert_stacks(p: Params) -> Params:
-    """Return the matrices of experts in stacked layers that no layer of a scan takes its slice of.
+def _stacks_in_place(p: Params) -> Params:
+    """Return the matrices of stacked layers of which the scan takes no slice: it would be a copy before a kernel.
 
-    A slice would be a copy of all experts before a kernel that reads only those of the step's tokens.
+    Those are matrices of experts, of which kernels read only those of the step's tokens, and quantised ones.
     """
-    return {name: p[name] for name in EXPERT_MATRICES if isinstance(p.get(name), jax.Array)}
+
+    def is_in_place(name: str, weight: Any) -> bool:
+        return isinstance(weight, Matrix) or (name in EXPERT_MATRICES and isinstance(weight, jax.Array))
+
+    return {name: weight for name, weight in p.items() if is_in_place(name, weight)}
 
 
 def embed_tokens(

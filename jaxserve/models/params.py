@@ -160,7 +160,8 @@ def matrix_transform(
             return convert(spec, tensor)
         shards = list(_shards(spec, tensor, sharding))
         spec = spec.on_device(sharding.mesh.size)
-        axes = [leaf.axes for leaf in own.leaves(spec, shards[0].shape, tensor.dtype)]
+        leaves = own.leaves(spec, shards[0].shape, tensor.dtype)
+        axes = [leaf.axes_by_rows if is_packed else leaf.axes for leaf in leaves]
         if is_packed:
             axes += axes[-1:] * (3 - len(axes))  # panels without scales or zero points have empty arrays of them
         return _join([convert(spec, shard) for shard in shards], axes, sharding.mesh)

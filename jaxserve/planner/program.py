@@ -206,7 +206,7 @@ def abstract_params(
         own = form.at(whole[spec.path]) or plain.FORMAT
         own_dtype = spec.dtype(dtype, matrix_dtype) if own is plain.FORMAT else dtype
         leaves = own.leaves(whole[spec.path], spec.shape, own_dtype)
-        return own.weight(*(_tensor(*leaf, mesh) for leaf in leaves))
+        return own.weight(*(_tensor(leaf.shape, leaf.dtype, leaf.axes, mesh) for leaf in leaves))
 
     params: Params = build_tree(registry.param_specs(arch.local(num_devices)), tensor)
     return stack_layers(params, arch.period, _stacked, num_first=arch.num_first_layers) if is_stacked else params

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, Int8
+from jaxtyping import Array, Float, Float32, Int8
 from numpy.typing import NDArray
 
-from jaxserve.layers.linear import LinearContext, Matrix
-from jaxserve.quant import products
+from jaxserve.pallas_kernels.quantized_matmul import Quantized
+from jaxserve.quant.products import ScaledMatrix
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
 
 _INT8_MAX = 127  # symmetric: -128 is not used
@@ -23,11 +23,11 @@ _BLOCK_SIZE = 64
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
-class QuantizedMatrix(Matrix):
-    """A matrix [out, in] in int8, or a stack of them: w[o, i] is q[o, i] * scale[o, i // B], in = blocks * B."""
+class QuantizedMatrix(ScaledMatrix):
+    """A matrix [out, in] in int8, or a stack of them: w[o, i] is q[o, i] * scale[i // B, o], in = blocks * B."""
 
     q: Int8[Array, "*stack out in"]
-    scale: Float32[Array, "*stack out blocks"]
+    scale: Float32[Array, "*stack blocks out"]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,18 +39,18 @@ class QuantizedMatrix(Matrix):
         """Dtype of the stored elements, int8."""
         return self.q.dtype
 
-    def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float32[Array, "T out"]:
-        """Multiply in float32 on a CPU, elsewhere in the dtype of x with float32 sums."""
-        return products.multiply(dequantize, (self.q, self.scale), x)
+    def quantized(self) -> Quantized:
+        """Return what kernels multiply, if this holds the matrices of all layers."""
+        return Quantized(self.q, self.scale, None, "int8")
 
-    def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
-        """Return the rows `ids`, clipped to valid ones."""
-        q, scale = (x.at[ids].get(mode="clip") for x in (self.q, self.scale))
-        return dequantize(q, scale)
+    def rows_arrays(self) -> tuple[Array, ...]:
+        """Return elements and scales."""
+        return self.q, self.scale.T
 
-    def block(self, start: Int[Array, ""], num_rows: int) -> Float32[Array, "rows in"]:
-        """Return consecutive rows."""
-        return products.block(dequantize, (self.q, self.scale), start, num_rows)
+    def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
+        """Return rows of the matrix."""
+        q, scale = arrays
+        return q.astype(jnp.float32) * jnp.repeat(scale, q.shape[-1] // scale.shape[-1], axis=-1)
 
 
 class Int8Blocks(WeightFormat):
@@ -65,13 +65,13 @@ class Int8Blocks(WeightFormat):
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
         """Return q and scale, in the blocks of the whole matrix if none of them is cut in two."""
         num_rows, in_size = shape
-        scale = Leaf((num_rows, num_blocks(row, in_size)), np.dtype(np.float32), row.axes)
+        scale = Leaf.grid(num_rows, num_blocks(row, in_size), np.dtype(np.float32), row.axes)
         return Leaf(shape, np.dtype(np.int8), row.axes), scale
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
         """Quantise in as many blocks as there are scales."""
         q, scale = leaves
-        return quantize(rows, q.shape[1] // scale.shape[1])
+        return quantize(rows, q.shape[1] // scale.shape[0])
 
     def weight(self, *leaves: Any) -> QuantizedMatrix:
         """Return the pytree of q and scale."""
@@ -109,8 +109,3 @@ def quantize(
     np.divide(blocks, np.where(scale == 0, 1, scale)[..., None], out=q)
     np.clip(np.round(q, out=q), -largest, largest, out=q)  # the smallest scales are rounded coarsely
     return q.astype(np.int8).reshape(matrix.shape), scale
-
-
-def dequantize(q: Int8[Array, "rows in"], scale: Float32[Array, "rows blocks"]) -> Float32[Array, "rows in"]:
-    """Return rows in float32."""
-    return q.astype(jnp.float32) * jnp.repeat(scale, q.shape[-1] // scale.shape[-1], axis=-1)

@@ -84,7 +84,7 @@ def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:
     N, K = tensor.shape
     leaves, dtype = form.leaves(row, tensor.shape, tensor.dtype), form.native_dtype(tensor.dtype)
     assert dtype is not None, "see `unsupported`"
-    num_groups = leaves[1].shape[1] if len(leaves) > 1 else 0
+    num_groups = leaves[1].shape[0] if len(leaves) > 1 else 0
     packer = Packer(N, K, dtype, num_groups, num_matrices=row.num_matrices, gated=row.gated, has_zeros=len(leaves) > 2)
 
     form.each_slab(row, tensor, leaves, packer.write)

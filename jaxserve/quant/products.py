@@ -1,11 +1,16 @@
-"""Products of matrices that XLA dequantises as it multiplies: by slabs on CPUs, in the product elsewhere."""
+"""Products of quantised matrices, by a kernel where one can run; XLA's: by slabs on CPUs, of the whole elsewhere."""
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
+
+from jaxserve.layers.linear import LinearContext, Matrix
+from jaxserve.pallas_kernels.quantized_matmul import Quantized, quantized_matmul
 
 Dequantize = Callable[..., Array]  # function of some rows of each array that returns these rows in float32
 
@@ -13,6 +18,51 @@ _FEW_TOKENS = 16  # up to this many tokens XLA:CPU computes W·x faster than x·
 # Elements upcast at once on a CPU. For few tokens they stay in the L2 cache, below the size at which XLA:CPU hands a
 # product to its thread pool; for many tokens the product is threaded, and large enough for that to pay.
 _SMALL_SLAB, _LARGE_SLAB = 96 << 10, 512 << 10
+
+
+class ScaledMatrix(Matrix):
+    """A matrix of quantised elements and grids of scales, a pytree of arrays."""
+
+    @abstractmethod
+    def quantized(self) -> Quantized:
+        """Return what kernels multiply, if this holds the matrices of all layers."""
+
+    @abstractmethod
+    def rows_arrays(self) -> tuple[Array, ...]:
+        """Return arrays of which some rows make the same rows of the matrix."""
+
+    @abstractmethod
+    def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
+        """Return the rows that some rows of each of `rows_arrays` make."""
+
+    def quantize_inputs(
+        self, x: Float[Array, "T in"], context: LinearContext
+    ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
+        """Return what the matrix is multiplied with, and a factor of the product or None; x as it is by default."""
+        return x, None
+
+    def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
+        """Multiply by a kernel, or as `multiply` of this module does."""
+        return self.multiply_in_stack(x, jax.tree.map(lambda array: array[None], self), jnp.int32(0), context)
+
+    def multiply_in_stack(
+        self, x: Float[Array, "T in"], stack: Matrix, layer: Int[Array, ""], context: LinearContext
+    ) -> Float[Array, "T out"]:
+        """Multiply by a kernel that reads the stack, or as `multiply` of this module does."""
+        assert isinstance(stack, ScaledMatrix), "a stack has the type of its matrices"
+        x, factor = self.quantize_inputs(x, context)
+        dtype = jnp.float32 if factor is not None or context.dtype is None else context.dtype
+        by_xla = partial(multiply, self.dequantize, self.rows_arrays(), x)
+        y = quantized_matmul(x, stack.quantized(), layer, dtype=dtype, by_xla=by_xla)
+        return y if factor is None else y * factor
+
+    def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
+        """Return the rows `ids`, clipped to valid ones."""
+        return self.dequantize(*(array.at[ids].get(mode="clip") for array in self.rows_arrays()))
+
+    def block(self, start: Int[Array, ""], num_rows: int) -> Float32[Array, "rows in"]:
+        """Return consecutive rows."""
+        return block(self.dequantize, self.rows_arrays(), start, num_rows)
 
 
 def multiply(dequantize: Dequantize, arrays: Sequence[Array], x: Float[Array, "T in"]) -> Float32[Array, "T out"]:

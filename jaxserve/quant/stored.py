@@ -17,24 +17,25 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Shaped, UInt8
 from numpy.typing import NDArray
 
-from jaxserve.layers.linear import LinearContext, Matrix
+from jaxserve.layers.linear import LinearContext
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
-from jaxserve.quant import activations, products
+from jaxserve.pallas_kernels.quantized_matmul import INT4_ZERO, Quantized, packed, unpacked
+from jaxserve.quant import activations
+from jaxserve.quant.products import ScaledMatrix
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
 from jaxserve.weights import CheckpointError, QuantizedPart, Scheme, Schemes, StoredTensor, host_buffer
 from jaxserve.weights.quantized.packing import nibbles
 
-_INT4_ZERO = 8
 _SLAB_SIZE = 1 << 20  # elements that each thread reads at once: GPTQ's files have a row in as many pages as columns
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
-class StoredMatrix(Matrix):
+class StoredMatrix(ScaledMatrix):
     """A matrix [out, in] of any scheme, or a stack of them.
 
     Attributes:
-        elements: elements of one byte, or pairs of elements of four bits, the first in the low bits.
+        elements: elements of one byte, or pairs of elements of four bits, as `quantized_matmul` has them.
         scale: scales of each row's groups of columns.
         row_scale: further scale of each row, of schemes with a scale of the whole tensor.
         zero: zero points of the groups.
@@ -45,10 +46,10 @@ class StoredMatrix(Matrix):
     """
 
     elements: Shaped[Array, "*stack out in_bytes"]
-    scale: Shaped[Array, "*stack out groups"]
+    scale: Shaped[Array, "*stack groups out"]
     row_scale: Float32[Array, "*stack out 1"] | None
-    zero: Shaped[Array, "*stack out groups"] | None
-    minimum: Float32[Array, "*stack out groups"] | None
+    zero: Shaped[Array, "*stack groups out"] | None
+    minimum: Float32[Array, "*stack groups out"] | None
     order: Int[Array, "*stack in"] | None
     input_scale: Float32[Array, "*stack"] | None
     scheme: Scheme = struct.field(pytree_node=False)
@@ -59,39 +60,36 @@ class StoredMatrix(Matrix):
         *outer, in_bytes = self.elements.shape
         return (*outer, in_bytes * (2 if self.scheme.is_packed else 1))
 
-    def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float32[Array, "T out"]:
-        """Multiply as `products.multiply` does, with x quantised if the scheme says so."""
-        x, factor = self._quantised(x, context)
-        y = products.multiply(partial(_dequantize, self.scheme, self.order), self._rows_arrays(), x)
-        return y if factor is None else y * factor
+    def quantized(self) -> Quantized:
+        """Return what kernels multiply, if this holds the matrices of all layers."""
+        further = {"scales of tensors": self.row_scale, "minima": self.minimum, "order of columns": self.order}
+        names = tuple(name for name, array in further.items() if array is not None)
+        return Quantized(self.elements, self.scale, self.zero, self.scheme.elements, names)
 
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float32[Array, "M out"]:
         """Multiply with the dequantised matrix of each group, with x quantised if the scheme says so."""
-        x, factor = self._quantised(x, context)
+        x, factor = self.quantize_inputs(x, context)
         y = super().multiply_groups(x, group_sizes, context)
         return y if factor is None else y * factor
 
-    def _quantised(
+    def quantize_inputs(
         self, x: Float[Array, "T in"], context: LinearContext
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
+        """Return x and no factor, or x quantised as the scheme says."""
         if self.scheme.activation is None:
             return x, None
         return activations.quantize(x, self.scheme.activation, self.input_scale, context.axis)
 
-    def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
-        """Return the rows `ids`, clipped to valid ones."""
-        taken = (x.at[ids].get(mode="clip") for x in self._rows_arrays())
-        return _dequantize(self.scheme, self.order, *taken)
+    def rows_arrays(self) -> tuple[Array, ...]:
+        """Return elements, scales, and what else there is of each row."""
+        zero, minimum = (None if grid is None else grid.T for grid in (self.zero, self.minimum))
+        return (self.elements, self.scale.T, *(x for x in (self.row_scale, zero, minimum) if x is not None))
 
-    def block(self, start: Int[Array, ""], num_rows: int) -> Float[Array, "rows in"]:
-        """Return consecutive rows."""
-        return products.block(partial(_dequantize, self.scheme, self.order), self._rows_arrays(), start, num_rows)
-
-    def _rows_arrays(self) -> tuple[Array, ...]:
-        optional = (self.row_scale, self.zero, self.minimum)
-        return (self.elements, self.scale, *(x for x in optional if x is not None))
+    def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
+        """Return rows of the matrix."""
+        return _dequantize(self.scheme, self.order, *arrays)
 
 
 class StoredFormat:
@@ -173,21 +171,21 @@ class SchemeFormat(WeightFormat):
                 f"of {row.shape[1]}; choose another tensor_parallel_size"
             )
         num_groups = len(_first_columns(scheme, row.shape[1], in_size))
-        grid = (num_rows, num_groups)
+        size = (num_rows, num_groups)
         # A device with one group may still have another one than its neighbour.
         is_shared = scheme.has("order") or (scheme.group or row.shape[1]) >= row.shape[1]
         group_axis = None if is_shared else in_axis
         elements = _ELEMENT_DTYPES[scheme.elements]
         leaves = [
             Leaf((num_rows, in_size // 2 if scheme.is_packed else in_size), elements, row.axes),
-            Leaf(grid, np.dtype(scheme.scale_dtype), (out_axis, group_axis)),
+            Leaf.grid(*size, np.dtype(scheme.scale_dtype), (out_axis, group_axis)),
         ]
         if scheme.has("global_scale"):
             leaves.append(Leaf((num_rows, 1), np.dtype(np.float32), (out_axis, None)))
         if scheme.has("zero"):
-            leaves.append(Leaf(grid, elements, (out_axis, group_axis)))
+            leaves.append(Leaf.grid(*size, elements, (out_axis, group_axis)))
         if scheme.has("minimum"):
-            leaves.append(Leaf(grid, np.dtype(np.float32), (out_axis, group_axis)))
+            leaves.append(Leaf.grid(*size, np.dtype(np.float32), (out_axis, group_axis)))
         if scheme.has("order"):
             leaves.append(Leaf((in_size,), np.dtype(np.int32), (in_axis,)))
         if scheme.has("input_scale"):
@@ -221,14 +219,14 @@ class SchemeFormat(WeightFormat):
         matrix = self.weight(*buffers)
 
         def add(start: int, part: Any) -> None:
-            rows = slice(start, start + len(part))
-            matrix.elements[rows] = part.elements()
+            rows, elements = slice(start, start + len(part)), part.elements()
+            matrix.elements[rows] = packed(nibbles(elements)) if self.scheme.is_packed else elements
             grids = self._grids(row, part)
-            matrix.scale[rows] = grids.scale
-            if matrix.zero is not None:
-                matrix.zero[rows] = grids.zero
-            if matrix.minimum is not None:
-                matrix.minimum[rows] = grids.minimum
+            matrix.scale[:, rows] = grids.scale.T
+            if matrix.zero is not None and grids.zero is not None:
+                matrix.zero[:, rows] = grids.zero.T
+            if matrix.minimum is not None and grids.minimum is not None:
+                matrix.minimum[:, rows] = grids.minimum.T
             if matrix.row_scale is not None:
                 matrix.row_scale[rows] = part.global_scale()
 
@@ -248,7 +246,7 @@ class SchemeFormat(WeightFormat):
             if self.scheme.is_packed:
                 elements = nibbles(elements)
                 is_signed = zero is None and minimum is None
-                elements = elements.view(np.int8) - np.int8(_INT4_ZERO) if is_signed else elements
+                elements = elements.view(np.int8) - np.int8(INT4_ZERO) if is_signed else elements
             if minimum is not None:
                 elements, scale, zero = _with_zeros(elements, scale, minimum)
             use(start, elements, scale, zero)
@@ -357,7 +355,7 @@ def _dequantize(
     if scheme.has("zero"):
         q = q - spread(next(rest).astype(jnp.float32))
     elif scheme.elements == "int4" and not has_minimum:
-        q = q - _INT4_ZERO
+        q = q - INT4_ZERO
     w = q * spread(wide)
     return w - spread(next(rest)) if has_minimum else w
 
@@ -366,7 +364,7 @@ def _floats(scheme: Scheme, elements: Shaped[Array, "rows in_bytes"]) -> Float32
     """Return the elements as floats, integers of four bits from 0 to 15."""
     if not scheme.is_packed:
         return elements.astype(jnp.float32)
-    codes = jnp.stack([elements & 15, elements >> 4], axis=-1).reshape(*elements.shape[:-1], -1)
+    codes = unpacked(elements)
     return _e2m1_floats(codes) if scheme.elements == "e2m1" else codes.astype(jnp.float32)
 
 

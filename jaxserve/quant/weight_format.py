@@ -48,11 +48,28 @@ class Leaf(NamedTuple):
         shape: shape on one device.
         dtype: dtype of the elements.
         axes: logical axis of each dimension, which determines its sharding.
+        is_grid: True if the rows of the tensor are the last dimension, as those of scales: kernels of accelerators
+            multiply all rows with one scale of each at once.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     axes: tuple[str | None, ...]
+    is_grid: bool = False
+
+    @classmethod
+    def grid(cls, num_rows: int, num_groups: int, dtype: np.dtype, axes: tuple[str | None, ...]) -> "Leaf":
+        """Return the leaf of a value for each row and group of columns; `axes` are those of rows and groups."""
+        return cls((num_groups, num_rows), dtype, axes[::-1], is_grid=True)
+
+    @property
+    def axes_by_rows(self) -> tuple[str | None, ...]:
+        """Logical axes with that of the rows first."""
+        return self.axes[::-1] if self.is_grid else self.axes
+
+    def write(self, buffer: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
+        """Write some rows, [rows, ...], into a buffer of this leaf."""
+        (np.swapaxes(buffer, 0, 1) if self.is_grid else buffer)[start : start + len(rows)] = rows
 
 
 @runtime_checkable
@@ -141,8 +158,8 @@ class WeightFormat(ABC):
         buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves]
 
         def add(start: int, rows: NDArray[Any]) -> None:
-            for buffer, encoded in zip(buffers, self.encode(rows, leaves), strict=True):
-                buffer[start : start + len(rows)] = encoded
+            for leaf, buffer, encoded in zip(leaves, buffers, self.encode(rows, leaves), strict=True):
+                leaf.write(buffer, start, encoded)
 
         tensor.each_slab(slab_rows(tensor.shape[1]), add)
         return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 ON_CPU = jax.default_backend() == "cpu"
 OP = "jaxserve.pallas_kernels.ragged_paged_attention"
 GROUPED = "jaxserve.pallas_kernels.grouped_matmul"
+QUANTIZED = "jaxserve.pallas_kernels.quantized_matmul"
 KERNELS = {
     "mosaic_gpu": [
         f"{OP}.mosaic_gpu.{name}" for name in ("kernel", "memory", "warpgroup", "loading", "computing", "ring", "merge")
@@ -26,8 +28,15 @@ KERNELS = {
     ],
     "grouped_gpu": [f"{GROUPED}.mosaic_gpu.kernel", f"{GROUPED}.visits"],
     "grouped_tpu": [f"{GROUPED}.mosaic_tpu.kernel", f"{GROUPED}.visits"],
+    "quantized_gpu": [f"{QUANTIZED}.mosaic_gpu.kernel"],
+    "quantized_tpu": [f"{QUANTIZED}.mosaic_tpu.kernel"],
 }
-SMALL_TILES = {"grouped_gpu": {"stages": 3}, "grouped_tpu": {"weight_bytes": 2**16, "min_rows": 16, "max_rows": 16}}
+SMALL_TILES = {
+    "grouped_gpu": {"stages": 3},
+    "grouped_tpu": {"weight_bytes": 2**16, "min_rows": 16, "max_rows": 16},
+    "quantized_gpu": {"rows": 128, "stages": 3},
+    "quantized_tpu": {"weight_bytes": 2**16, "max_rows": 16, "columns": 256},
+}
 
 
 @dataclass
@@ -95,6 +104,27 @@ def run_groups(case, name):
     return Found(float(error), bool(np.isfinite(live).all()), has_races())
 
 
+def run_quantized(case, name):
+    """Run a case of the product with a quantised matrix; the scales of other layers are NaN."""
+    from jaxserve.pallas_kernels.quantized_matmul import BACKENDS, settings
+
+    problem, arguments = case.problem("cpu"), case.arguments(np.nan)
+    backend, kind = BACKENDS[name.replace("quantized", "mosaic")], arguments.matrix.kind
+
+    def multiply(x, arrays, layer):
+        return backend.multiply(problem, x, arguments.matrix._replace(**arrays), layer)
+
+    arrays = {key: array for key, array in arguments.matrix._asdict().items() if key not in ("kind", "further")}
+    here = settings.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
+    with here, settings.sized(**SMALL_TILES[name]), _watched(name, num_kernels=1) as has_races:
+        assert backend.supports(problem) is None, (backend.supports(problem), kind)
+        options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
+        y = jax.jit(multiply, compiler_options=options)(arguments.x, arrays, arguments.layer)
+    y, expected = np.asarray(y, np.float32), case.expected()
+    error = np.max(np.abs(y - expected) / (1 + np.abs(expected)))
+    return Found(float(error), bool(np.isfinite(y).all()), has_races())
+
+
 def _params(name):
     if name.endswith("tpu"):
         from jax.experimental.pallas import tpu as pltpu
@@ -151,15 +181,31 @@ def plant(name, old, new):
     exec(compile(Path(spec.origin).read_text().replace(old, new), spec.origin, "exec"), module.__dict__)
 
 
+def goes_wrong(kernels, case, old, new, folder):
+    """Return whether a small case goes wrong, in a process of its own, with `old` replaced in the source."""
+    script = [sys.executable, __file__, kernels, case, old, new]
+    try:
+        done = subprocess.run(
+            script, capture_output=True, text=True, timeout=25 if old else 100, cwd=folder, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return True
+    print(done.stdout, done.stderr)  # shown where the test fails
+    if done.returncode:
+        return True
+    found = Found(**json.loads(done.stdout.splitlines()[-1]))
+    return found.error > 1e-4 or not found.is_finite or found.races
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
     kernels, name, old, new = sys.argv[1:]
     if old:
         plant(kernels, old, new)
     if kernels in SMALL_TILES:
-        from jaxserve.pallas_kernels.grouped_matmul.cases import BY_NAME
-
-        print(json.dumps(dataclasses.asdict(run_groups(BY_NAME[name], kernels))))
+        op, run_case = (GROUPED, run_groups) if kernels.startswith("grouped") else (QUANTIZED, run_quantized)
+        cases = importlib.import_module(f"{op}.cases").BY_NAME
+        print(json.dumps(dataclasses.asdict(run_case(cases[name], kernels))))
         sys.exit()
     from jaxserve.pallas_kernels.mla_attention.cases import Case as LatentCase
     from jaxserve.pallas_kernels.ragged_paged_attention.cases import Case

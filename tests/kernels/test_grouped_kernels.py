@@ -1,10 +1,5 @@
 """Grouped products of the kernels for GPUs and TPUs: values and races in the interpreters, and planted bugs."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import interpreted
 import jax
 import numpy as np
@@ -130,23 +125,9 @@ def test_a_planted_bug_is_caught(kernels, bug, tmp_path):
     """
     case, old, new = PLANTED[kernels][bug]
     if not old:
-        assert not _shows(kernels, case, old, new, tmp_path)
+        assert not interpreted.goes_wrong(kernels, case, old, new, tmp_path)
         return
     assert len(interpreted.places_of(kernels, old)) == 1, "there is no such place any more"
-    assert any(_shows(kernels, case, old, new, tmp_path) for _ in range(4 if kernels == "grouped_gpu" else 1))
-
-
-def _shows(kernels, case, old, new, tmp_path):
-    """Return whether a run of the kernel goes wrong."""
-    script = [sys.executable, str(Path(interpreted.__file__)), kernels, case, old, new]
-    try:
-        done = subprocess.run(
-            script, capture_output=True, text=True, timeout=25 if old else 100, cwd=tmp_path, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return True
-    print(done.stdout, done.stderr)  # shown where the test fails
-    if done.returncode:
-        return True
-    found = interpreted.Found(**json.loads(done.stdout.splitlines()[-1]))
-    return found.error > 1e-4 or not found.is_finite or found.races
+    assert any(
+        interpreted.goes_wrong(kernels, case, old, new, tmp_path) for _ in range(4 if kernels == "grouped_gpu" else 1)
+    )

@@ -14,6 +14,7 @@ from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+from jaxserve.quant import weight_format
 from tests.checkpoints import FAMILIES, ROPES, VARIED, hf_dict, reference_logits, write_checkpoint
 from tests.parameters import some_by_default
 from tests.random_configs import random_configs
@@ -125,6 +126,15 @@ def test_scanned_layers_match_unrolled(tmp_path, family):
     np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-5)
     # The carry has met every layer once, with its number in its KV group.
     assert scanned_carry == unrolled_carry == 10 + sum(place.layer for place in arch.kv_places)
+
+
+def test_scanned_layers_of_quantised_matrices_match_unrolled(tmp_path):
+    write_checkpoint(tmp_path, "gemma3", **SCANNED["gemma3"][0])
+    make_transform = partial(matrix_transform, form=weight_format("int4"))
+    unrolled, scanned = (
+        load_logits(tmp_path, stacked=stacked, make_transform=make_transform)[2] for stacked in (False, True)
+    )
+    np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-5)
 
 
 def test_windows_that_do_not_repeat_cannot_scan():

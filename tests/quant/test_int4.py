@@ -16,7 +16,7 @@ from jaxserve.pallas_kernels import packed_linear
 from jaxserve.planner.plan import make_plan
 from jaxserve.planner.program import abstract_params
 from jaxserve.planner.targets import parse_target
-from jaxserve.quant import int4, products, weight_format
+from jaxserve.quant import products, weight_format
 from jaxserve.quant.int4 import Int4Matrix, paired
 from jaxserve.quant.int8 import block_size, quantize
 from tests.checkpoints import write_checkpoint
@@ -32,7 +32,7 @@ def random_matrix(*shape, seed=0):
 def quantized(matrix) -> Int4Matrix:
     q, scale = quantize(matrix, largest=7)
     is_paired = block_size(matrix.shape[1]) % 2 == 0
-    return Int4Matrix(jnp.asarray(paired(q) if is_paired else q), jnp.asarray(scale))
+    return Int4Matrix(jnp.asarray(paired(q) if is_paired else q), jnp.asarray(scale.T))
 
 
 def dequantized(matrix):
@@ -55,7 +55,7 @@ def test_every_number_is_within_half_a_scale(shape):
 def test_products(shape, num_tokens, form):
     weight, x = quantized(random_matrix(*shape)), random_matrix(num_tokens, shape[1], seed=1)
     expected = x.astype(np.float64) @ dequantized(random_matrix(*shape)).T
-    y = jax.jit(partial(getattr(products, form), int4._dequantize))((weight.q, weight.scale), x)
+    y = jax.jit(partial(getattr(products, form), weight.dequantize))(weight.rows_arrays(), x)
     assert weight.shape == shape
     np.testing.assert_allclose(y, expected, rtol=0, atol=3e-6 * shape[1] ** 0.5 * np.abs(x).max())
     np.testing.assert_array_equal(linear(jnp.asarray(x), weight), jax.jit(linear)(x, weight))

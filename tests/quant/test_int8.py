@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.quant import products
-from jaxserve.quant.int8 import QuantizedMatrix, block_size, dequantize, quantize
+from jaxserve.quant.int8 import QuantizedMatrix, block_size, quantize
 from tests.parameters import mainly
 
 
@@ -18,7 +18,8 @@ def random_matrix(*shape, seed=0):
 
 
 def quantized(matrix) -> QuantizedMatrix:
-    return QuantizedMatrix(*map(jnp.asarray, quantize(matrix)))
+    q, scale = quantize(matrix)
+    return QuantizedMatrix(jnp.asarray(q), jnp.asarray(scale.T))
 
 
 def by_block(matrix, in_size):
@@ -27,7 +28,7 @@ def by_block(matrix, in_size):
 
 
 def dequantized(weight: QuantizedMatrix):
-    q, scale = by_block(weight.q, weight.shape[1]), np.asarray(weight.scale, np.float64)
+    q, scale = by_block(weight.q, weight.shape[1]), np.asarray(weight.scale.T, np.float64)
     return (q * scale[..., None]).reshape(weight.shape)
 
 
@@ -38,7 +39,7 @@ def test_every_number_is_within_half_a_scale(shape, magnitude):
     weight = quantized(matrix)
     assert (weight.q.dtype, weight.scale.dtype) == ("int8", "float32")
     error = np.abs(by_block(matrix, shape[1]) - by_block(dequantized(weight), shape[1]))
-    assert (error <= np.asarray(weight.scale, np.float64)[..., None] * (0.5 + 1e-5)).all()
+    assert (error <= np.asarray(weight.scale.T, np.float64)[..., None] * (0.5 + 1e-5)).all()
 
 
 def test_an_outlier_coarsens_its_own_block_alone():
@@ -87,7 +88,7 @@ CPU_SHAPES = [(1, 8), (7, 131), (200, 1536), (300, 1536), (512, 256), (3, 120_00
 def test_products(shape, num_tokens, form):
     weight, x = quantized(random_matrix(*shape)), random_matrix(num_tokens, shape[1], seed=1)
     expected = x.astype(np.float64) @ dequantized(weight).T
-    y = jax.jit(partial(getattr(products, form), dequantize))((weight.q, weight.scale), x)
+    y = jax.jit(partial(getattr(products, form), weight.dequantize))(weight.rows_arrays(), x)
     assert y.dtype == "float32"
     np.testing.assert_allclose(y, expected, rtol=0, atol=3e-6 * shape[1] ** 0.5 * np.abs(x).max())
 

@@ -1,0 +1,77 @@
+"""Products with quantised matrices: int8, int4 and fp8 elements with scales of channels or of groups of columns.
+
+Contract of the operation, the same for all backends:
+
+- A matrix `[N, K]` is held as elements and grids of scales and perhaps zero points, `[groups, N]`: an element is
+  `(q - zero) * scale`, with the scale of its row and of its group of K / groups consecutive columns.
+- Two elements of four bits share a byte, q + 8 where there are no zero points: the first half of the columns in the low
+  bits, the second half in the high ones.
+- Elements of groups are rounded to the dtype of x once they are scaled. A single scale of a row multiplies its sum.
+- Sums are float32, whatever the dtypes; results may be rounded to another one.
+
+The arrays are those of all layers, of which the kernels read one in place: for them a slice would be a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
+from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu
+from jaxserve.pallas_kernels.quantized_matmul.interface import (
+    INT4_ZERO,
+    Backend,
+    Problem,
+    Quantized,
+    packed,
+    unpacked,
+)
+
+__all__ = ["BACKENDS", "INT4_ZERO", "Backend", "Problem", "Quantized", "packed", "quantized_matmul", "unpacked"]
+
+BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+"""All kernels, best first."""
+
+XLA = "xla"
+
+
+def quantized_matmul(
+    x: Float[Array, "T in"],
+    matrix: Quantized,
+    layer: int | Int[Array, ""],
+    *,
+    by_xla: Callable[[], Float[Array, "T out"]],
+    dtype: DTypeLike = jnp.float32,
+    backend: str = AUTO,
+) -> Float[Array, "T out"]:
+    """Return the product of x with the transposed matrix of a layer.
+
+    Args:
+      x: rows.
+      matrix: matrices of all layers.
+      layer: number of the layer.
+      by_xla: function that returns the product where no kernel runs, as only a format knows all of its own forms.
+      dtype: dtype of the results.
+      backend: "auto", "xla" or a name in `BACKENDS`.
+
+    Raises:
+      ValueError: shapes do not fit together.
+      UnsupportedBackendError: the requested backend cannot run this call.
+    """
+    problem = matrix.problem(x, jnp.dtype(dtype), target_platform())
+    if x.ndim != 2 or x.shape[1] != problem.num_inputs:
+        raise ValueError(f"x must be [T, {problem.num_inputs}], as the matrix has these columns, got {x.shape}")
+    if matrix.scale.shape[2] != problem.num_outputs:
+        raise ValueError(f"scales must be [layers, groups, {problem.num_outputs}], got {matrix.scale.shape}")
+
+    def supports(kernel: Backend | None) -> str | None:
+        return None if kernel is None else kernel.supports(problem)
+
+    chosen = select("quantized_matmul", {**BACKENDS, XLA: None}, backend, supports)
+    if chosen == XLA:
+        return by_xla().astype(dtype)
+    return BACKENDS[chosen].multiply(problem, x, matrix, jnp.asarray(layer, jnp.int32)).astype(dtype)

@@ -1,0 +1,124 @@
+"""Cases of the product that the tests of all backends share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, Float, Int32
+from numpy.typing import NDArray
+
+from jaxserve.pallas_kernels.quantized_matmul import reference
+from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, PACKED, Problem, Quantized, packed
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+
+
+class Arguments(NamedTuple):
+    """Arguments of a backend's `multiply` besides the problem."""
+
+    x: Float[Array, "T K"]
+    matrix: Quantized
+    layer: Int32[Array, ""]
+
+
+class _Values(NamedTuple):
+    """Values of one layer's arrays."""
+
+    elements: NDArray[np.float32]
+    scale: NDArray[np.float32]
+    zero: NDArray[np.float32] | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """A product of random values.
+
+    Attributes:
+        name: name in reports.
+        elements: kind of the elements.
+        group_size: columns of a group; None if each row has one scale.
+        has_zero: True if groups have zero points.
+        num_rows: number of rows of x.
+        num_outputs: rows of the matrix.
+        num_inputs: columns of the matrix.
+        result_dtype: dtype of the results.
+        num_layers: number of layers.
+        layer: number of the layer whose matrix is multiplied.
+    """
+
+    name: str
+    elements: str = "int4"
+    group_size: int | None = 128
+    has_zero: bool = False
+    num_rows: int = 5
+    num_outputs: int = 256
+    num_inputs: int = 512
+    result_dtype: str = "float32"
+    num_layers: int = 1
+    layer: int = 0
+
+    def problem(self, platform: str) -> Problem:
+        """Return the facts by which a backend decides if it can run the case."""
+        x, matrix, _ = self.arguments()
+        return matrix.problem(x, jnp.dtype(self.result_dtype), platform)
+
+    def arguments(self, stale: float = 0.0) -> Arguments:
+        """Return the arguments, with `stale` as the scales of other layers."""
+        layers = [self._values(layer) for layer in range(self.num_layers)]
+        elements = np.stack([self._stored(values.elements) for values in layers])
+        scale = np.stack([values.scale if i == self.layer else values.scale * stale for i, values in enumerate(layers)])
+        zeros = [values.zero.astype(np.uint8) for values in layers if values.zero is not None]
+        elements, scale, zero = map(jax.device_put, (elements, scale, np.stack(zeros) if zeros else None))
+        matrix = Quantized(elements, scale, zero, self.elements)
+        return Arguments(jax.device_put(self._x()), matrix, jax.device_put(np.int32(self.layer)))
+
+    def expected(self) -> NDArray[np.float32]:
+        """Return what the reference makes of the arguments."""
+        elements, scale, zero = self._values(self.layer)
+        elements = elements - INT4_ZERO if self.elements == "int4" and zero is None else elements
+        return reference.multiply(self._x().astype(np.float32), elements, scale, zero, np.dtype(ml_dtypes.bfloat16))
+
+    def _x(self) -> NDArray[ml_dtypes.bfloat16]:
+        return np.random.default_rng(0).normal(size=(self.num_rows, self.num_inputs)).astype(ml_dtypes.bfloat16)
+
+    def _values(self, layer: int) -> _Values:
+        rng, shape = np.random.default_rng(1 + layer), (self.num_outputs, self.num_inputs)
+        grid = (self.num_inputs // (self.group_size or self.num_inputs), self.num_outputs)
+        if self.elements == "e4m3":
+            elements = rng.normal(size=shape).astype(E4M3).astype(np.float32)
+        else:
+            low, high = (0, 16) if self.elements in PACKED else (-128, 128)
+            elements = rng.integers(low, high, shape).astype(np.float32)
+        scale = rng.uniform(0.01, 0.02, grid).astype(np.float32)
+        return _Values(elements, scale, rng.integers(0, 16, grid).astype(np.float32) if self.has_zero else None)
+
+    def _stored(self, elements: NDArray[np.float32]) -> NDArray[np.generic]:
+        if self.elements in PACKED:
+            return packed(elements.astype(np.uint8))
+        return elements.astype(E4M3 if self.elements == "e4m3" else np.int8)
+
+
+CASES: tuple[Case, ...] = (
+    Case("int8_by_channel", "int8", None, num_rows=33),
+    Case("int8_by_group", "int8", 64),
+    Case("e4m3_by_block", "e4m3", 128, num_rows=1),
+    Case("e4m3_by_channel", "e4m3", None),
+    Case("int4_by_channel", "int4", None),
+    Case("int4_by_group", num_rows=40, num_inputs=1024, result_dtype="bfloat16"),
+    Case("small_groups", group_size=32, num_inputs=768, num_outputs=384),
+    Case("many_groups", group_size=32, num_inputs=1024),
+    Case("large_groups", group_size=512, num_inputs=1024),
+    Case("zero_points", has_zero=True, group_size=64),
+    Case("zero_points_by_channel", has_zero=True, group_size=None),
+    Case("a_layer_among_others", num_layers=3, layer=1),
+    Case("rows_of_many_tiles", "int8", num_rows=200),
+    Case("few_outputs", "int8", num_outputs=128),
+)
+BY_NAME = {case.name: case for case in CASES}
+
+GPU_CASES = tuple(case for case in CASES if (case.group_size or case.num_inputs) % 64 == 0)

@@ -1,0 +1,115 @@
+"""Interface between the operation and its backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped, UInt8
+from numpy.typing import NDArray
+
+PACKED = ("int4", "e2m1")  # kinds of elements of which two share a byte
+INT4_ZERO = 8  # zero point of four bits where there are no others
+
+
+def packed(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return bytes of the first half of the columns in the low bits and of the second half in the high ones."""
+    low, high = np.split(codes, 2, axis=-1)
+    return (low | high << 4).astype(np.uint8, copy=False)
+
+
+def unpacked(pairs: UInt8[Array, "*rows in_bytes"]) -> UInt8[Array, "*rows in"]:
+    """Return the elements of bytes, from 0 to 15."""
+    return jnp.concatenate([pairs & 15, pairs >> 4], axis=-1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Static facts of a call, by which a backend decides if it can run it.
+
+    Attributes:
+        num_rows: number of rows of x, T.
+        num_outputs: rows of the matrix, N.
+        num_inputs: columns of the matrix, K.
+        num_groups: number of groups of columns; 1 if each row has one scale.
+        elements: kind of the elements, such as "int4".
+        has_zero: True if groups have zero points.
+        further: names of what else makes up the matrix, which no kernel knows.
+        dtype: dtype of the rows.
+        scale_dtype: dtype of the scales.
+        result_dtype: dtype of the results.
+        platform: platform that is compiled for.
+    """
+
+    num_rows: int
+    num_outputs: int
+    num_inputs: int
+    num_groups: int
+    elements: str
+    has_zero: bool
+    further: tuple[str, ...]
+    dtype: jnp.dtype
+    scale_dtype: jnp.dtype
+    result_dtype: jnp.dtype
+    platform: str
+
+    @property
+    def group_size(self) -> int:
+        """Number of consecutive columns that share a scale."""
+        return self.num_inputs // self.num_groups
+
+    @property
+    def per_byte(self) -> int:
+        """Number of elements in a byte, each of another part of the columns."""
+        return 2 if self.elements in PACKED else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of elements."""
+        return self.num_inputs // self.per_byte
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of elements, scales and zero points."""
+        grid_bytes = self.scale_dtype.itemsize + self.has_zero
+        return self.num_outputs * (self.row_bytes + self.num_groups * grid_bytes)
+
+
+class Quantized(NamedTuple):
+    """Matrices of all layers.
+
+    Attributes:
+        elements: elements, or bytes with two of them.
+        scale: scale of each row's groups of columns.
+        zero: zero points of the groups; None for those of the elements' kind.
+        kind: kind of the elements: "int8", "e4m3", "int4" or "e2m1".
+        further: names of what else makes up the matrix.
+    """
+
+    elements: Shaped[Array, "layers out in_bytes"]
+    scale: Float[Array, "layers groups out"]
+    zero: Shaped[Array, "layers groups out"] | None
+    kind: str
+    further: tuple[str, ...] = ()
+
+    def problem(self, x: Float[Array, "T in"], result_dtype: jnp.dtype, platform: str) -> Problem:
+        """Return the facts of the product with x."""
+        _, num_outputs, row_bytes = self.elements.shape
+        sizes = (x.shape[0], num_outputs, row_bytes * (2 if self.kind in PACKED else 1), self.scale.shape[1])
+        dtypes = (x.dtype, self.scale.dtype, result_dtype)
+        return Problem(*sizes, self.kind, self.zero is not None, self.further, *dtypes, platform)
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Module that multiplies quantised matrices in one particular way."""
+
+    def supports(self, problem: Problem) -> str | None:
+        """Return the reason why this backend cannot run the problem, or None if it can."""
+
+    def multiply(
+        self, problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer: Int[Array, ""]
+    ) -> Float[Array, "T N"]:
+        """Return the products in float32 or the dtype of the results."""

@@ -1,0 +1,81 @@
+"""Product with a quantised matrix for Hopper GPUs, in Pallas (Mosaic GPU).
+
+A tile of x with a tile of the rows of the matrix, and with a split of the columns where there would be too few of them,
+is a work item; the persistent thread blocks of all multiprocessors take the items in turn. In a thread block one
+warpgroup feeds a ring of shared memory by TMA: blocks of x, and of the elements and grids of the matrix as they are
+stored, in the arrays of all layers. Two multiply: each dequantises its own rows of the block to shared memory, once for
+all rows of x, from where wgmma multiplies them with float32 sums. Sums of splits are added after the kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import ModuleType
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxserve.pallas_kernels import hopper
+from jaxserve.pallas_kernels.dispatch import import_failure
+from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized
+from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import COLUMNS, WARPGROUPS, Call, Sizes, choose_tiles
+from jaxserve.pallas_kernels.quantized_matmul.settings import interpreter, sizes_of
+
+__all__ = ["call_for", "multiply", "supports"]
+
+DTYPES = ("bfloat16", "float16")
+ELEMENTS = ("int8", "int4", "e4m3")
+MIN_OUTPUTS = 64 * WARPGROUPS
+INTERPRETED_CORES = 3  # few, so that every thread block has some work
+_KERNEL = f"{__name__}.kernel"
+
+
+def supports(problem: Problem) -> str | None:
+    """Return the reason why this backend cannot run the problem, or None if it can."""
+    if problem.platform != "gpu" and interpreter() is None:
+        return "it runs on GPUs only"
+    if problem.elements not in ELEMENTS:
+        return f"elements must be one of {ELEMENTS}, not {problem.elements}"
+    if problem.further:
+        return f"it has no {', '.join(problem.further)}"
+    if problem.has_zero and problem.elements != "int4":
+        return f"zero points must be those of int4, not of {problem.elements}"
+    if problem.dtype.name not in DTYPES or problem.scale_dtype != jnp.float32:
+        return f"rows must be one of {DTYPES} and scales float32, not {problem.dtype} and {problem.scale_dtype}"
+    if problem.row_bytes % COLUMNS or problem.group_size % COLUMNS:
+        sizes = f"{problem.row_bytes} and {problem.group_size}"
+        return f"bytes of rows and columns of groups must be multiples of {COLUMNS}, not {sizes}"
+    if problem.num_outputs % MIN_OUTPUTS:
+        return f"rows of the matrix must be a multiple of {MIN_OUTPUTS}, not {problem.num_outputs}"
+    return import_failure(_KERNEL, "Pallas for GPUs") or (hopper.other_chip() if problem.platform == "gpu" else None)
+
+
+def call_for(problem: Problem) -> Call:
+    """Return the static facts of a call, with the sizes of its tiles.
+
+    Raises:
+      ValueError: sizes have unknown names.
+    """
+    params = interpreter()
+    given = sizes_of(problem, hopper.name() if params is None else "interpreter")
+    if unknown := sorted(given.keys() - {field.name for field in dataclasses.fields(Sizes)}):
+        raise ValueError(f"there are no sizes of blocks called {unknown} in this kernel")
+    num_cores = hopper.num_cores() if params is None else INTERPRETED_CORES
+    return Call(problem, choose_tiles(problem, Sizes(**given), num_cores), num_cores, params)
+
+
+def multiply(problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer: Int[Array, ""]) -> Float[Array, "T N"]:
+    """Return the products in float32."""
+    call, T = call_for(problem), problem.num_rows
+    num_rows = call.copied_rows if call.row_tiles == 1 else call.row_tiles * call.tiles.rows
+    x = jnp.pad(x, ((0, num_rows - T), (0, 0)))
+    y = _kernel().multiply(call, x, matrix, layer).sum(axis=0)[:T]
+    if call.has_groups:
+        return y
+    return y * jnp.take(matrix.scale, layer, axis=0)
+
+
+def _kernel() -> ModuleType:
+    """Import the kernel on first use: importing Pallas takes a third of a second."""
+    return importlib.import_module(_KERNEL)

@@ -1,0 +1,103 @@
+"""Product with a quantised matrix for TPUs, in Pallas (Mosaic).
+
+The grid has a step for each block of x with each block of rows of the matrix; the pipeline copies the blocks of the
+next step ahead, of the matrix as it is stored, in the array of all layers: the number of the layer is a prefetched
+scalar. A block of x is copied once, with all of its columns, and stays while the matrix passes.
+
+In vector memory a block of the matrix is dequantised some columns at a time, and multiplied in the dtype of x with
+float32 sums. The scales of a group are a row of their grid, as its minor dimension is that of the outputs: XLA lays out
+other grids that way anyway. The row is repeated for the columns of the group and transposed, so that each scale is
+where its elements are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxserve.pallas_kernels.dispatch import import_failure, target_platform
+from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized
+from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import (
+    LANES,
+    ROWS,
+    Call,
+    Sizes,
+    choose_tiles,
+    most_columns,
+)
+from jaxserve.pallas_kernels.quantized_matmul.settings import interpreter, sizes_of
+
+__all__ = ["call_for", "multiply", "supports"]
+
+ELEMENTS = ("int8", "int4", "e4m3")
+INTERPRETED_VMEM_BYTES = 16 * 2**20
+_KERNEL = f"{__name__}.kernel"
+
+
+def supports(problem: Problem) -> str | None:
+    """Return the reason why this backend cannot run the problem, or None if it can."""
+    if problem.platform != "tpu" and interpreter() is None:
+        return "it runs on TPUs only"
+    if problem.elements not in ELEMENTS:
+        return f"elements must be one of {ELEMENTS}, not {problem.elements}"
+    if problem.further:
+        return f"it has no {', '.join(problem.further)}"
+    if problem.dtype != jnp.bfloat16 or problem.scale_dtype != jnp.float32:
+        return f"rows must be bfloat16 and scales float32, not {problem.dtype} and {problem.scale_dtype}"
+    if problem.row_bytes % LANES:  # XLA lays out others transposed, and would copy the matrices of all layers
+        return f"rows of the matrix must have a multiple of {LANES} bytes, not {problem.row_bytes}"
+    if problem.num_outputs % LANES:
+        return f"rows of the matrix must be a multiple of {LANES}, not {problem.num_outputs}"
+    if most_columns(problem, Sizes().columns) is None:
+        return f"groups must be of {LANES} columns or of a multiple or a part of them, not of {problem.group_size}"
+    return import_failure(_KERNEL, "Pallas for TPUs") or _memory_failure(problem)
+
+
+def _memory_failure(problem: Problem) -> str | None:
+    """Return the reason why even the smallest blocks do not fit the chip, or None if they do."""
+    if target_platform() != "tpu" and interpreter() is None:
+        return None
+    try:
+        call_for(problem)
+    except ValueError as error:  # also raised for a chip that jax does not know
+        return str(error)
+    return None
+
+
+def call_for(problem: Problem) -> Call:
+    """Return the static facts of a call, with the sizes of its blocks.
+
+    Raises:
+      ValueError: sizes have unknown names, no blocks fit, or jax does not know the chip.
+    """
+    params = interpreter()
+    chip = None if params is not None else _chip()
+    given = sizes_of(problem, "interpreter" if chip is None else str(chip.chip_version.value))
+    if unknown := sorted(given.keys() - {field.name for field in dataclasses.fields(Sizes)}):
+        raise ValueError(f"there are no sizes of blocks called {unknown} in this kernel")
+    # The compiler prefetches weights of other operations into the rest.
+    vmem_bytes = INTERPRETED_VMEM_BYTES if chip is None else int(chip.vmem_capacity_bytes) // 4
+    return Call(problem, choose_tiles(problem, Sizes(**given), vmem_bytes), vmem_bytes, params)
+
+
+def multiply(problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer: Int[Array, ""]) -> Float[Array, "T N"]:
+    """Return the products in the dtype of the results."""
+    x = jnp.pad(x, ((0, -problem.num_rows % ROWS), (0, 0)))
+    return _kernel().multiply(call_for(problem), x, matrix, layer)[: problem.num_rows]
+
+
+def _kernel() -> ModuleType:
+    """Import the kernel on first use: importing Pallas takes a third of a second."""
+    return importlib.import_module(_KERNEL)
+
+
+def _chip() -> Any:
+    """Return facts of the chip that is compiled for, per core."""
+    from jax.experimental.pallas import tpu as pltpu  # noqa: PLC0415 (see `_kernel`)
+
+    return pltpu.get_tpu_info()

@@ -1,0 +1,34 @@
+"""Quantised matrices in the arrays of all layers, multiplied by the kernel for TPUs in the interpreter."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.layers.linear import LinearContext, StackedMatrix, linear
+from jaxserve.models.params import ParamSpec
+from jaxserve.pallas_kernels.quantized_matmul import BACKENDS, settings
+from jaxserve.quant import products, weight_format
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_layers_of_a_stack_reach_the_kernel(name, monkeypatch):
+    """Products are those of the layer's own matrix, rounded to the dtype of x."""
+    rng, spec = np.random.default_rng(0), ParamSpec(("w",), (128, 256), (None, None), ("w",), (128,))
+    form, dtype = weight_format(name), np.dtype("float32")
+    leaves = form.leaves(spec, spec.shape, dtype)
+    buffers = [np.zeros((2, *leaf.shape), leaf.dtype) for leaf in leaves]
+    for layer in range(2):
+        encoded = form.encode(rng.normal(size=spec.shape).astype(np.float32), leaves)
+        for leaf, buffer, rows in zip(leaves, buffers, encoded, strict=True):
+            leaf.write(buffer[layer], 0, rows)
+    x = jnp.asarray(rng.normal(size=(3, 256)), jnp.bfloat16)
+    own = form.weight(*(jnp.asarray(buffer[1]) for buffer in buffers))
+    matrix = own.dequantize(*own.rows_arrays()).astype(jnp.bfloat16)
+    expected = np.asarray(x, np.float32) @ np.asarray(matrix, np.float32).T
+    stack = form.weight(*map(jnp.asarray, buffers))
+    monkeypatch.delitem(BACKENDS, "mosaic_gpu")  # TPU kernels alone run in this interpreter
+    monkeypatch.setattr(products, "multiply", lambda *_: pytest.fail("XLA multiplies"))
+    with settings.interpreted(pltpu.InterpretParams()):
+        found = linear(x, StackedMatrix(stack, jnp.int32(1)), LinearContext(dtype=jnp.float32))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
