@@ -49,8 +49,8 @@ def _checked_at_calls(function: Callable[..., Any]) -> Callable[..., Any]:
             checks = _checks_of(function)
         if checks.have_arrays:
             with _jaxtyped("context"):  # sizes by name, which the result must have too
-                return checks.run(function, args, kwargs)
-        return checks.run(function, args, kwargs)
+                return checks.checked_call(function, args, kwargs)
+        return checks.checked_call(function, args, kwargs)
 
     return call
 
@@ -63,7 +63,7 @@ class _Checks(NamedTuple):
     parameters: Callable[..., None]
     result: Callable[[Any], Any]
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def checked_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function with checked arguments, and check its result."""
         __tracebackhide__ = True
         self.parameters(*args, **kwargs)
