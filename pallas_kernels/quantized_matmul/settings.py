@@ -1,45 +1,15 @@
-"""Settings of the calls that are traced inside a context: the interpreter, and block sizes."""
+"""What the Pallas kernels of quantised products have in common: settings, classes of shapes, conditions."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem
-from jaxserve.pallas_kernels.tuning import measured_sizes
+from jaxserve.pallas_kernels.tuning import Settings
 
-TUNED = Path(__file__).parent / "tuned"  # measured block sizes, by chip
-
-_given_sizes: ContextVar[dict[str, int] | None] = ContextVar("given_sizes", default=None)
-_interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
-
-
-@contextlib.contextmanager
-def interpreted(params: Any) -> Iterator[None]:
-    """Run calls traced inside in the interpreter, on any machine, with these parameters."""
-    token = _interpret_params.set(params)
-    try:
-        yield
-    finally:
-        _interpret_params.reset(token)
-
-
-def interpreter() -> Any:
-    """Return the parameters of the interpreter, or None to run on a chip."""
-    return _interpret_params.get()
-
-
-@contextlib.contextmanager
-def sized(**sizes: int) -> Iterator[None]:
-    """Make calls traced inside use these block sizes instead of those that measured best on their chip."""
-    token = _given_sizes.set(sizes)
-    try:
-        yield
-    finally:
-        _given_sizes.reset(token)
+SETTINGS = Settings(Path(__file__).parent / "tuned")
+ELEMENTS = ("int8", "int4", "e4m3")
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:
@@ -53,7 +23,20 @@ def shape_class(problem: Problem) -> dict[str, int | str]:
     }
 
 
-def sizes_of(problem: Problem, chip: str) -> dict[str, int]:
-    """Return the sizes that replace a backend's defaults: requested ones, else those that measured best."""
-    given = _given_sizes.get()
-    return measured_sizes(TUNED, chip, shape_class(problem)) if given is None else given
+def unsupported(problem: Problem, platform: str, dtypes: Collection[str]) -> str | None:
+    """Return the reason why a kernel cannot run the problem, whatever its sizes, or None if it can.
+
+    Args:
+        problem: facts of the call.
+        platform: platform of the kernel.
+        dtypes: dtypes of rows that it multiplies.
+    """
+    if problem.platform != platform and SETTINGS.interpreter is None:
+        return f"it runs on {platform.upper()}s only"
+    if problem.elements not in ELEMENTS:
+        return f"elements must be one of {ELEMENTS}, not {problem.elements}"
+    if problem.further:
+        return f"it has no {', '.join(problem.further)}"
+    if problem.dtype.name not in dtypes or problem.scale_dtype != "float32":
+        return f"rows must be one of {dtypes} and scales float32, not {problem.dtype} and {problem.scale_dtype}"
+    return None

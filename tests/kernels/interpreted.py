@@ -106,7 +106,8 @@ def run_groups(case, name):
 
 def run_quantized(case, name):
     """Run a case of the product with a quantised matrix; the scales of other layers are NaN."""
-    from jaxserve.pallas_kernels.quantized_matmul import BACKENDS, settings
+    from jaxserve.pallas_kernels.quantized_matmul import BACKENDS
+    from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
 
     problem, arguments = case.problem("cpu"), case.arguments(np.nan)
     backend, kind = BACKENDS[name.replace("quantized", "mosaic")], arguments.matrix.kind
@@ -115,8 +116,8 @@ def run_quantized(case, name):
         return backend.multiply(problem, x, arguments.matrix._replace(**arrays), layer)
 
     arrays = {key: array for key, array in arguments.matrix._asdict().items() if key not in ("kind", "further")}
-    here = settings.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
-    with here, settings.sized(**SMALL_TILES[name]), _watched(name, num_kernels=1) as has_races:
+    here = SETTINGS.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
+    with here, SETTINGS.sized(**SMALL_TILES[name]), _watched(name, num_kernels=1) as has_races:
         assert backend.supports(problem) is None, (backend.supports(problem), kind)
         options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
         y = jax.jit(multiply, compiler_options=options)(arguments.x, arrays, arguments.layer)

@@ -16,11 +16,11 @@ from jaxserve.pallas_kernels.quantized_matmul import (
     mosaic_gpu,
     mosaic_tpu,
     quantized_matmul,
-    settings,
 )
 from jaxserve.pallas_kernels.quantized_matmul.cases import BY_NAME, CASES, GPU_CASES
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import COLUMNS, WARPGROUPS
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import LANES, block_bytes
+from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
 
 needs_gpu_interpreter = pytest.mark.skipif(
     jax.default_backend() != "gpu" and jax.__version_info__ < (0, 11),
@@ -238,7 +238,7 @@ def test_refuses_with_a_reason(backend, changed, reason):
 @pytest.mark.parametrize(("backend", "chip"), [(mosaic_tpu, TPU_V6E), (mosaic_gpu, H200)])
 def test_sizes_must_be_known(backend, chip):
     mesh = jax.sharding.use_abstract_mesh(chip.mesh())
-    with settings.sized(heads=3), mesh, pytest.raises(ValueError, match="heads"):
+    with SETTINGS.sized(heads=3), mesh, pytest.raises(ValueError, match="heads"):
         backend.call_for(Problem(**FACTS))
 
 

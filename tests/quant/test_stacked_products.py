@@ -7,7 +7,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.layers.linear import LinearContext, StackedMatrix, linear
 from jaxserve.models.params import ParamSpec
-from jaxserve.pallas_kernels.quantized_matmul import BACKENDS, settings
+from jaxserve.pallas_kernels.quantized_matmul import BACKENDS
+from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
 from jaxserve.quant import products, weight_format
 
 
@@ -29,6 +30,6 @@ def test_layers_of_a_stack_reach_the_kernel(name, monkeypatch):
     stack = form.weight(*map(jnp.asarray, buffers))
     monkeypatch.delitem(BACKENDS, "mosaic_gpu")  # TPU kernels alone run in this interpreter
     monkeypatch.setattr(products, "multiply", lambda *_: pytest.fail("XLA multiplies"))
-    with settings.interpreted(pltpu.InterpretParams()):
+    with SETTINGS.interpreted(pltpu.InterpretParams()):
         found = linear(x, StackedMatrix(stack, jnp.int32(1)), LinearContext(dtype=jnp.float32))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)

@@ -9,7 +9,6 @@ all rows of x, from where wgmma multiplies them with float32 sums. Sums of split
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from types import ModuleType
 
@@ -20,12 +19,11 @@ from jaxserve.pallas_kernels import hopper
 from jaxserve.pallas_kernels.dispatch import import_failure
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import COLUMNS, WARPGROUPS, Call, Sizes, choose_tiles
-from jaxserve.pallas_kernels.quantized_matmul.settings import interpreter, sizes_of
+from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS, shape_class, unsupported
 
 __all__ = ["call_for", "multiply", "supports"]
 
 DTYPES = ("bfloat16", "float16")
-ELEMENTS = ("int8", "int4", "e4m3")
 MIN_OUTPUTS = 64 * WARPGROUPS
 INTERPRETED_CORES = 3  # few, so that every thread block has some work
 _KERNEL = f"{__name__}.kernel"
@@ -33,16 +31,10 @@ _KERNEL = f"{__name__}.kernel"
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
-    if problem.platform != "gpu" and interpreter() is None:
-        return "it runs on GPUs only"
-    if problem.elements not in ELEMENTS:
-        return f"elements must be one of {ELEMENTS}, not {problem.elements}"
-    if problem.further:
-        return f"it has no {', '.join(problem.further)}"
+    if (reason := unsupported(problem, "gpu", DTYPES)) is not None:
+        return reason
     if problem.has_zero and problem.elements != "int4":
         return f"zero points must be those of int4, not of {problem.elements}"
-    if problem.dtype.name not in DTYPES or problem.scale_dtype != jnp.float32:
-        return f"rows must be one of {DTYPES} and scales float32, not {problem.dtype} and {problem.scale_dtype}"
     if problem.row_bytes % COLUMNS or problem.group_size % COLUMNS:
         sizes = f"{problem.row_bytes} and {problem.group_size}"
         return f"bytes of rows and columns of groups must be multiples of {COLUMNS}, not {sizes}"
@@ -57,12 +49,11 @@ def call_for(problem: Problem) -> Call:
     Raises:
       ValueError: sizes have unknown names.
     """
-    params = interpreter()
-    given = sizes_of(problem, hopper.name() if params is None else "interpreter")
-    if unknown := sorted(given.keys() - {field.name for field in dataclasses.fields(Sizes)}):
-        raise ValueError(f"there are no sizes of blocks called {unknown} in this kernel")
+    params = SETTINGS.interpreter
+    chip = hopper.name() if params is None else "interpreter"
+    sizes = Sizes(**SETTINGS.sizes(Sizes, chip, shape_class(problem)))
     num_cores = hopper.num_cores() if params is None else INTERPRETED_CORES
-    return Call(problem, choose_tiles(problem, Sizes(**given), num_cores), num_cores, params)
+    return Call(problem, choose_tiles(problem, sizes, num_cores), num_cores, params)
 
 
 def multiply(problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer: Int[Array, ""]) -> Float[Array, "T N"]:

@@ -12,7 +12,6 @@ where its elements are.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 from types import ModuleType
 from typing import Any
@@ -30,25 +29,19 @@ from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import (
     choose_tiles,
     most_columns,
 )
-from jaxserve.pallas_kernels.quantized_matmul.settings import interpreter, sizes_of
+from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS, shape_class, unsupported
 
 __all__ = ["call_for", "multiply", "supports"]
 
-ELEMENTS = ("int8", "int4", "e4m3")
+DTYPES = ("bfloat16",)
 INTERPRETED_VMEM_BYTES = 16 * 2**20
 _KERNEL = f"{__name__}.kernel"
 
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
-    if problem.platform != "tpu" and interpreter() is None:
-        return "it runs on TPUs only"
-    if problem.elements not in ELEMENTS:
-        return f"elements must be one of {ELEMENTS}, not {problem.elements}"
-    if problem.further:
-        return f"it has no {', '.join(problem.further)}"
-    if problem.dtype != jnp.bfloat16 or problem.scale_dtype != jnp.float32:
-        return f"rows must be bfloat16 and scales float32, not {problem.dtype} and {problem.scale_dtype}"
+    if (reason := unsupported(problem, "tpu", DTYPES)) is not None:
+        return reason
     if problem.row_bytes % LANES:  # XLA lays out others transposed, and would copy the matrices of all layers
         return f"rows of the matrix must have a multiple of {LANES} bytes, not {problem.row_bytes}"
     if problem.num_outputs % LANES:
@@ -60,7 +53,7 @@ def supports(problem: Problem) -> str | None:
 
 def _memory_failure(problem: Problem) -> str | None:
     """Return the reason why even the smallest blocks do not fit the chip, or None if they do."""
-    if target_platform() != "tpu" and interpreter() is None:
+    if target_platform() != "tpu" and SETTINGS.interpreter is None:
         return None
     try:
         call_for(problem)
@@ -75,14 +68,13 @@ def call_for(problem: Problem) -> Call:
     Raises:
       ValueError: sizes have unknown names, no blocks fit, or jax does not know the chip.
     """
-    params = interpreter()
+    params = SETTINGS.interpreter
     chip = None if params is not None else _chip()
-    given = sizes_of(problem, "interpreter" if chip is None else str(chip.chip_version.value))
-    if unknown := sorted(given.keys() - {field.name for field in dataclasses.fields(Sizes)}):
-        raise ValueError(f"there are no sizes of blocks called {unknown} in this kernel")
+    name = "interpreter" if chip is None else str(chip.chip_version.value)
+    sizes = Sizes(**SETTINGS.sizes(Sizes, name, shape_class(problem)))
     # The compiler prefetches weights of other operations into the rest.
     vmem_bytes = INTERPRETED_VMEM_BYTES if chip is None else int(chip.vmem_capacity_bytes) // 4
-    return Call(problem, choose_tiles(problem, Sizes(**given), vmem_bytes), vmem_bytes, params)
+    return Call(problem, choose_tiles(problem, sizes, vmem_bytes), vmem_bytes, params)
 
 
 def multiply(problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer: Int[Array, ""]) -> Float[Array, "T N"]:
