@@ -14,7 +14,7 @@ from jaxserve.engine.checkpoint import build_arch
 from jaxserve.engine.memory import page_bytes, pool_dtype, select_backend
 from jaxserve.engine.parameters import build_params, compute_dtype
 from jaxserve.errors import ConfigError
-from jaxserve.execution.verification import Proposer
+from jaxserve.execution.proposer import Proposer
 from jaxserve.layers.kv_forms import MixedHeads
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.execution.batch import AdmissionLayout, BatchLayout, BlobLayout, CopyLayout, MaskLayout
 from jaxserve.execution.pooling import make_pooling_step
 from jaxserve.execution.program_store import ProgramStore
+from jaxserve.execution.proposer import Observer, Proposer
 from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state, copy_pages, new_state
 from jaxserve.execution.step import (
     Compute,
@@ -28,7 +29,7 @@ from jaxserve.execution.step import (
     make_split_step,
     step_options,
 )
-from jaxserve.execution.verification import Observer, Proposer, make_speculative_step
+from jaxserve.execution.verification import make_speculative_step
 from jaxserve.execution.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params

@@ -20,9 +20,9 @@ from jaxserve.execution.executor import RoundCounts, StepResult
 from jaxserve.execution.packer import BatchPacker
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.execution.programs import Programs
+from jaxserve.execution.proposer import Proposer
 from jaxserve.execution.round import StepOutput
 from jaxserve.execution.state import ServeState
-from jaxserve.execution.verification import Proposer
 from jaxserve.execution.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes

@@ -27,6 +27,7 @@ from jaxserve.execution.batch import (
     BatchLayout,
     MaskLayout,
 )
+from jaxserve.execution.proposer import Observer, Proposer
 from jaxserve.execution.round import (
     Model,
     StepOutput,
@@ -41,7 +42,6 @@ from jaxserve.execution.round import (
     without_counts,
 )
 from jaxserve.execution.state import ServeState, set_pages
-from jaxserve.execution.verification import Observer, Proposer
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.sampling import (

@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.round import Rows
 from jaxserve.execution.state import CLIPPED, ServeState
-from jaxserve.execution.verification import BothParams, Drafts
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig

@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
+from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.round import Rows
 from jaxserve.execution.state import CLIPPED, ServeState
-from jaxserve.execution.verification import BothParams, Drafts
 
 
 @dataclass(frozen=True)

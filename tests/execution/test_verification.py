@@ -13,9 +13,10 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.memory import activation_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.executor import RoundCounts
+from jaxserve.execution.proposer import Drafts
 from jaxserve.execution.round import Model, Rows, plain_round
 from jaxserve.execution.state import abstract_state, new_state
-from jaxserve.execution.verification import Drafts, _verify, make_speculative_step, round_words
+from jaxserve.execution.verification import _verify, make_speculative_step, round_words
 from jaxserve.models import decoder, registry
 from jaxserve.planner.program import abstract_params, temp_bytes
 from jaxserve.sampling import DRAFT, DraftedTokens, SamplingRows, draw_by_weight, pack_records

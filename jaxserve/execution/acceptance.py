@@ -1,0 +1,206 @@
+"""Acceptance of drafted tokens: the tokens of each row are sampled, and kept as long as they are what was drafted.
+
+All tokens are sampled at once where each depends on those before it through its logits alone. Else they are sampled one
+after the other, each exactly as in a plain round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, no_type_check
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxserve.execution.batch import SpeculativeBatch
+from jaxserve.execution.proposer import Drafts
+from jaxserve.execution.round import Model, Rows, StepOutput, advance, ends_sequence
+from jaxserve.execution.state import CLIPPED, ServeState
+from jaxserve.sampling import DraftedTokens, SamplingRows, count_sampled, sample
+
+
+def accept(
+    state: ServeState,
+    batch: SpeculativeBatch,
+    rows: Rows,
+    drafts: Drafts,
+    logits: Float[Array, "N1 R V"],
+    out: StepOutput,
+    model: Model,
+) -> tuple[ServeState, StepOutput, Int[Array, "R N1"], Int[Array, " R"]]:
+    """Sample the tokens of each row up to the first that was not drafted; return their nodes and the accepted drafts.
+
+    All are sampled at once if each depends on those before it through its logits alone, and one after the other if
+    penalties, masks or log probabilities are wanted.
+    """
+    at_once = _SampledAtOnce.of(state, batch, rows, drafts, logits, model)
+    state, out = at_once.write(state, rows, out)
+    live = rows.samples & ~at_once.is_done
+    state, out, path, num_accepted = _accept_in_turn(state, batch, rows, drafts, logits, out, model, live, at_once.path)
+    return state, out, path, at_once.num_accepted + num_accepted
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class _SampledAtOnce:
+    """Tokens of all nodes of a round, sampled independently of each other.
+
+    Attributes:
+        is_done: False if the tokens depend on each other; then none is kept.
+        token_ids: token that each row sampled at each depth.
+        num_kept: tokens that each row keeps.
+        path: node that each row took at each depth; the depth itself where it had ended.
+        ends: True for rows whose last token ends the sequence.
+        num_accepted: drafted tokens that each row keeps.
+    """
+
+    is_done: Bool[Array, ""]
+    token_ids: Int[Array, "R N1"]
+    num_kept: Int[Array, " R"]
+    path: Int[Array, "R N1"]
+    ends: Bool[Array, " R"]
+    num_accepted: Int[Array, " R"]
+
+    @staticmethod
+    def of(
+        state: ServeState,
+        batch: SpeculativeBatch,
+        rows: Rows,
+        drafts: Drafts,
+        logits: Float[Array, "N1 R V"],
+        model: Model,
+    ) -> _SampledAtOnce:
+        """Sample at all nodes; keep each row's path from node 0 as long as a child is what its parent sampled."""
+        R, N = drafts.token_ids.shape
+        draw = model.split.sample if model.split else sample
+
+        def flat(of_rows: Array) -> Array:
+            return jnp.broadcast_to(of_rows, (N + 1, *of_rows.shape)).reshape(-1, *of_rows.shape[1:])
+
+        depth = drafts.depth
+        position = (rows.start + rows.q_lens)[None] + depth.T
+        records = flat(state.sequences.records.at[rows.slot].get(**CLIPPED))
+        sampling = SamplingRows(records, position.reshape(-1), flat(rows.samples))
+        depends = sampling.is_masked | sampling.is_biased | sampling.is_penalised
+        is_done = ~(jnp.any(depends) | (batch.wants_logprobs > 0))
+        drawn = None
+        if drafts.weights is not None:
+            token_ids = jnp.pad(drafts.token_ids.T, ((0, 1), (0, 0))).reshape(-1)
+            is_there = (jnp.arange(N + 1)[:, None] < drafts.count[None]) & rows.samples[None]
+            weights = jnp.pad(drafts.weights, ((0, 1), (0, 0), (0, 0)))
+            drawn = DraftedTokens(token_ids, is_there.reshape(-1), weights.reshape(-1, weights.shape[2]))
+        sampled = lax.cond(
+            is_done,
+            lambda: draw(logits.reshape((N + 1) * R, -1), sampling, state.slots, batch.base_seed, drawn),
+            lambda: jnp.zeros((N + 1) * R, jnp.int32),
+        )
+        is_last = ends_sequence(
+            state.sequences, flat(rows.slot), sampling.position, sampling.min_position, state.slots, sampled
+        )
+        sampled, is_last = (x.reshape(N + 1, R).T for x in (sampled, is_last))
+        parent, words = drafts.parent, drafts.words
+        is_child = drafts.children(sampled)
+        goes_on = is_child & ~jnp.take_along_axis(is_last, parent, axis=1)
+        bits = jnp.asarray(1 << np.arange(N + 1), jnp.int32)  # N is 31 at most
+        reached = jnp.pad(goes_on, ((0, 0), (1, 0)), constant_values=True)
+        seen = jnp.sum(jnp.where(reached, bits[None], 0), axis=1, keepdims=True, dtype=jnp.int32)
+        live = reached & (words & ~seen == 0) & rows.samples[:, None] & is_done
+        level = jnp.arange(N + 1)[None]
+        at_level = live[:, None] & (depth[:, None] == level[:, :, None])  # [R, N1, N1], one node at most in a level
+        num_kept = jnp.sum(live, axis=1, dtype=jnp.int32)
+        path = jnp.sum(jnp.where(at_level, jnp.arange(N + 1)[None, None], 0), axis=2, dtype=jnp.int32)
+        path = jnp.where(level < num_kept[:, None], path, level)
+        return _SampledAtOnce(
+            is_done,
+            jnp.take_along_axis(sampled, path, axis=1),
+            num_kept,
+            path,
+            jnp.any(live & is_last, axis=1),
+            jnp.sum(is_child & jnp.take_along_axis(live, parent, axis=1), axis=1, dtype=jnp.int32),
+        )
+
+    def write(self, state: ServeState, rows: Rows, out: StepOutput) -> tuple[ServeState, StepOutput]:
+        """Return state and output with the tokens that rows keep."""
+        sequences, slots, S = state.sequences, state.slots, state.sequences.length.shape[0]
+        R, num_levels = self.token_ids.shape
+        index = jnp.arange(num_levels)[None]
+        is_kept = index < self.num_kept[:, None]
+        slot = jnp.where(is_kept, rows.slot[:, None], S)  # out of range, dropped
+        position = (rows.start + rows.q_lens)[:, None] + index
+        history = slots.token_history.at[slot, position].set(self.token_ids, mode="drop")
+        length = sequences.length.at[slot[:, 0]].set(rows.start + rows.q_lens + self.num_kept - 1, mode="drop")
+        stopped = sequences.stopped.at[jnp.where(self.ends, rows.slot, S)].set(True, mode="drop")
+        state = dataclasses.replace(
+            state,
+            sequences=dataclasses.replace(sequences, length=length, stopped=stopped),
+            slots=dataclasses.replace(slots, token_history=history),
+        )
+        row = jnp.where(is_kept, jnp.arange(R)[:, None], R)
+        sampled = out.sampled.at[row, 1 + out.sampled[:, :1] + index].set(self.token_ids, mode="drop")
+        return state, dataclasses.replace(out, sampled=sampled.at[:, 0].add(self.num_kept))
+
+
+def _accept_in_turn(
+    state: ServeState,
+    batch: SpeculativeBatch,
+    rows: Rows,
+    drafts: Drafts,
+    logits: Float[Array, "N1 R V"],
+    out: StepOutput,
+    model: Model,
+    live: Bool[Array, " R"],
+    path: Int[Array, "R N1"],
+) -> tuple[ServeState, StepOutput, Int[Array, "R N1"], Int[Array, " R"]]:
+    """Sample the tokens of the live rows one after the other."""
+    R, N = drafts.token_ids.shape
+    split = model.split
+    draw = split.sample if split else sample
+    records = state.sequences.records.at[rows.slot].get(**CLIPPED)
+    S = state.slots.token_history.shape[0]  # out of range, dropped
+    row = jnp.arange(R)
+
+    def goes_on(carry: tuple[Any, ...]) -> Bool[Array, ""]:
+        return jnp.any(carry[1])
+
+    def sample_next(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        index, live, state, out, path, num_accepted = carry
+        node = lax.dynamic_index_in_dim(path, index, axis=1, keepdims=False)
+        at = dataclasses.replace(rows, q_lens=jnp.where(live, rows.q_lens + index, 0), samples=live)
+        logits_at = logits[node, row]
+        drawn = None
+        if drafts.weights is not None:
+            following = jnp.minimum(index, N - 1)
+            weights = lax.dynamic_index_in_dim(drafts.weights, following, 0, keepdims=False)
+            drawn = DraftedTokens(drafts.token_ids[:, following], live & (index < drafts.count), weights)
+        sampling = SamplingRows(records, rows.start + rows.q_lens + index, live)
+        sampled = draw(logits_at, sampling, state.slots, batch.base_seed, drawn)
+        history = state.slots.token_history.at[jnp.where(live, rows.slot, S), sampling.position]
+        slots = dataclasses.replace(state.slots, token_history=history.set(sampled, mode="drop"))
+        counts = count_sampled(slots.token_counts, sampling, sampled, split.first_id if split else 0)
+        sequences = advance(state.sequences, at, sampling, slots, sampled)
+        state = dataclasses.replace(state, sequences=sequences, slots=dataclasses.replace(slots, token_counts=counts))
+        column = out.sampled[:, 0]
+        to_row = jnp.where(live, row, R)
+        words = lax.cond(
+            batch.wants_logprobs > 0,
+            lambda: model.read_logprobs(logits_at, sampled, model.logprobs.num_top).pack(),
+            lambda: jnp.zeros((R, model.logprobs.num_words), jnp.int32),
+        )
+        out = dataclasses.replace(
+            out,
+            sampled=out.sampled.at[to_row, 1 + column].set(sampled, mode="drop").at[:, 0].add(live.astype(jnp.int32)),
+            logprobs=out.logprobs.at[to_row, column].set(words, mode="drop"),
+        )
+        is_child = drafts.children(jnp.broadcast_to(sampled[:, None], (R, N + 1))) & (drafts.parent == node[:, None])
+        is_accepted = live & jnp.any(is_child, axis=1)
+        child = jnp.where(is_accepted, 1 + jnp.argmax(is_child, axis=1), index + 1)
+        path = path.at[:, index + 1].set(jnp.where(live, child, path.at[:, index + 1].get(**CLIPPED)), mode="drop")
+        stopped = sequences.stopped.at[rows.slot].get(**CLIPPED)
+        return index + 1, is_accepted & ~stopped, state, out, path, num_accepted + is_accepted
+
+    start = (jnp.int32(0), live, state, out, path, jnp.zeros(R, jnp.int32))
+    _, _, state, out, path, num_accepted = lax.while_loop(goes_on, sample_next, start)
+    return state, out, path, num_accepted
