@@ -179,7 +179,7 @@ class Sizes:
         name: name of the model.
         target: the chips.
         arch: sizes of the whole model.
-        local: those of one device's part.
+        local: sizes of one device's part.
         dtype: dtype of weights and activations.
         kv_dtype: dtype of the KV pool.
         backend: attention backend.

@@ -1,4 +1,4 @@
-"""What the Pallas kernels of quantised products have in common: settings, classes of shapes, conditions."""
+"""Settings, classes of shapes and conditions that the Pallas kernels of quantised products have in common."""
 
 from __future__ import annotations
 

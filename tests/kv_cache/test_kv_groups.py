@@ -100,7 +100,7 @@ def test_every_layer_has_a_place_of_its_own(windows: list[int | None], times: in
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8, 16])
 def test_pages_of_two_head_sizes_are_full_on_every_device(num_devices: int) -> None:
-    """Where several devices have a copy of each of the fewer heads, a layer's share of a page is another one."""
+    """A layer's share of a page is another one where several devices have a copy of each of the fewer heads."""
     arch = read_model("gemma-4-31b")[1].over(num_devices)
     local = arch.local(num_devices)
     assert (arch.kv_places, arch.period) == (local.kv_places, local.period)

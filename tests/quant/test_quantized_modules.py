@@ -1,4 +1,4 @@
-"""Which modules of a quantised checkpoint have which scheme; what is refused, and by which words."""
+"""Schemes of the modules of a quantised checkpoint; refusals, and their words."""
 
 import json
 import logging
