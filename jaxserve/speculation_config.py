@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.token_tree import MAX_NODES, TokenTree
@@ -132,7 +131,7 @@ class SpeculationConfig:
             raise ConfigError(f"{name} of speculative_config must be an integer in [1, {high}], got {value!r}")
 
     @classmethod
-    def of(cls, value: str | Mapping[str, Any] | SpeculationConfig | None) -> SpeculationConfig | None:
+    def of(cls, value: object) -> SpeculationConfig | None:
         """Return the configuration that a user gave; ConfigError for keys that are not supported."""
         if isinstance(value, str):
             try:

@@ -89,7 +89,8 @@ class Settings:
         if given is None:
             given = {} if self.folder is None else measured_sizes(self.folder, chip, shape)
         if unknown := sorted(given.keys() - {field.name for field in fields(kind)}):
-            raise ValueError(f"there are no sizes of blocks called {unknown}, which {self.folder} has for {chip}")
+            source = "`sized`" if self._sizes.get() is not None else f"{self.folder} for {chip}"
+            raise ValueError(f"there are no sizes of blocks called {unknown}, which come from {source}")
         return given
 
 

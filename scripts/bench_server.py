@@ -3,7 +3,7 @@
     python scripts/bench_server.py --concurrency 64 --rounds 5
 
 The three ways take turns, after one round of each that does not count; every round has prompts of its own. The client
-is a process of its own that keeps a connection for each request of a round and only counts bytes, so that it costs
+is a process of its own that opens a connection for each request before a round and only counts bytes, so that it costs
 little. Prints one JSON line: output tokens per second of each way, the ratio to `generate` of each round, the steps of
 the engine, and the processor time of the server for each streamed token: what the server's process takes beyond what
 `generate` takes for as many tokens, and what the thread of its event loop takes, which other work on the machine
@@ -59,16 +59,19 @@ async def fetch(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body
 
 
 def client(pipe: Connection) -> None:
-    """Run rounds of requests as they come through the pipe, each request over a connection that stays open."""
+    """Run rounds of requests as they come through the pipe, each over a connection that is open before its round."""
 
-    async def run(port: int, count: int) -> None:
-        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
-        while (bodies := pipe.recv()) is not None:
-            started = time.perf_counter()
-            await asyncio.gather(*(fetch(*each, body) for each, body in zip(connections, bodies, strict=True)))
-            pipe.send(time.perf_counter() - started)
+    async def run(port: int, bodies: list[bytes]) -> None:
+        connections = [await asyncio.open_connection("127.0.0.1", port) for _ in bodies]
+        pipe.send("ready")
+        pipe.recv()
+        await asyncio.gather(*(fetch(*each, body) for each, body in zip(connections, bodies, strict=True)))
+        pipe.send("done")
+        for _, writer in connections:
+            writer.close()
 
-    asyncio.run(run(*pipe.recv()))
+    while (job := pipe.recv()) is not None:
+        asyncio.run(run(*job))
 
 
 def cpu_s() -> float:
@@ -100,7 +103,7 @@ class Meter:
         return values
 
 
-def run_rounds(args: argparse.Namespace, llm: LLM, engine: Engine, meter: Meter, pipe: Connection) -> None:
+def run_rounds(args: argparse.Namespace, llm: LLM, engine: Engine, meter: Meter, port: int, pipe: Connection) -> None:
     """Run all rounds, of which the first does not count."""
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": args.output_tokens, "ignore_eos": True}
     for index in range(args.rounds + 1):
@@ -112,9 +115,11 @@ def run_rounds(args: argparse.Namespace, llm: LLM, engine: Engine, meter: Meter,
                 llm.generate(ids, SamplingParams(**sampling), use_tqdm=False)
             else:
                 body = sampling | {"stream": way == "streamed"}
-                pipe.send([json.dumps(body | {"prompt": each}).encode() for each in ids])
-                before[0] = time.perf_counter()
-                assert pipe.recv()
+                pipe.send((port, [json.dumps(body | {"prompt": each}).encode() for each in ids]))
+                pipe.recv()  # the connections are open
+                before = meter.read(used)
+                pipe.send("go")
+                pipe.recv()
             if index:
                 meter.rounds[way].append(meter.read(used) - before)
 
@@ -142,8 +147,7 @@ def main() -> None:
         thread.start()
         started.wait()
         meter = Meter(thread)
-        ours.send((sock.getsockname()[1], args.concurrency))
-        run_rounds(args, llm, engine, meter, ours)
+        run_rounds(args, llm, engine, meter, sock.getsockname()[1], ours)
         num_wakes = app.service.streams.num_wakes
         server.handle_exit(15, None)
         thread.join()

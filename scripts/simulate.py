@@ -14,6 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.core import Delta, EngineCore
 from jaxserve.engine.events import Submitted
 from jaxserve.engine.replica import Replica
+from jaxserve.errors import ConfigError
 from jaxserve.metrics import EngineStats
 from jaxserve.planner.modelled import ModelledExecutor
 from jaxserve.planner.plan import Sizes
@@ -25,6 +26,11 @@ from jaxserve.sampling_params import SamplingParams
 def modelled(model: str, target: str, **options: Any) -> tuple[Any, ModelledExecutor]:
     """The model on chips, in the sizes that the engine would choose with these options."""
     sizes = Sizes.of(EngineConfig(model=model, **options), parse_target(target))
+    if sizes.target.sheet is None:
+        raise ConfigError(f"the target must be chips with a data sheet, got {target!r}; name GPUs or TPUs")
+    if sizes.memory.missing:
+        gigabytes = sizes.memory.missing / 1e9
+        raise ConfigError(f"{model} must fit on {target}, and {gigabytes:.1f} GB are missing on each; take more chips")
     return sizes.local, ModelledExecutor(sizes.roofline())
 
 

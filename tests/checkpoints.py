@@ -52,7 +52,7 @@ CONFIGS = {
     "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig,
 }
 FAMILIES = tuple(CONFIGS)
-# Together they have every kind of layer; by default tests that are alike for all families take only these.
+# They differ most in their layers; by default tests that are alike for all families take only these.
 VARIED = ("llama", "gpt2", "gemma3", "gemma4", "olmoe", "deepseek_v3", "gpt_oss", "qwen3_5")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # families that attend over latents
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families with gated delta nets

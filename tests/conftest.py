@@ -92,7 +92,7 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_programs() -> Iterator[None]:
+def old_programs_forgotten() -> Iterator[None]:
     """Forget the programs of finished modules if there are many; the disk cache still has them."""
     yield
     if mappings.are_many():

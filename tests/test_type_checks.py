@@ -116,6 +116,20 @@ def test_functions_inside_others_are_prepared_once() -> None:
     assert len(type_checks._prepared) == before + 1
 
 
+def test_functions_of_one_definition_are_checked_by_their_own_annotations() -> None:
+    def make(kind: type) -> Callable[[Any], Any]:
+        @check
+        @check
+        def same(x: kind) -> kind:  # type: ignore[valid-type]
+            return x
+
+        return same
+
+    for kind, value, other in ((int, 1, "a"), (str, "a", 1)):
+        assert make(kind)(value) == value
+        refused(lambda kind=kind, other=other: make(kind)(other))
+
+
 @pytest.mark.usefixtures("no_type_checks")
 def test_checks_can_be_switched_off() -> None:
     assert Words("a", 3).y == 3

@@ -3,6 +3,8 @@
 `jaxtyping.jaxtyped` compiles two functions for each that it wraps, at import, and binds the signature at every call.
 Here a definition is prepared at its first call, and once for all functions that it makes inside an outer function; only
 calls of functions with arrays among their annotations remember sizes by name.
+
+Dimensions in braces and arrays inside a `PyTree`, of which jaxserve has none, are not checked.
 """
 
 import dataclasses
@@ -30,7 +32,7 @@ def jaxtyped(decorated: Any = None, *, typechecker: Any) -> Any:
     if decorated is None:
         return functools.partial(jaxtyped, typechecker=typechecker)
     if not inspect.isclass(decorated):
-        return _checked_at_calls(decorated)
+        return decorated if hasattr(decorated, "is_checked") else _checked_at_calls(decorated)
     if dataclasses.is_dataclass(decorated) and "__init__" in vars(decorated):
         decorated.__init__ = _checked_at_calls(decorated.__init__)
     return decorated
@@ -52,6 +54,7 @@ def _checked_at_calls(function: Callable[..., Any]) -> Callable[..., Any]:
                 return checks.checked_call(function, args, kwargs)
         return checks.checked_call(function, args, kwargs)
 
+    call.is_checked = True  # type: ignore[attr-defined]
     return call
 
 
@@ -59,6 +62,7 @@ class _Checks(NamedTuple):
     """Checks of all functions of one definition."""
 
     code: types.CodeType  # kept, so that no other has its id: equal ones may differ in types, as those of dataclasses
+    annotations: dict[str, Any]
     have_arrays: bool
     parameters: Callable[..., None]
     result: Callable[[Any], Any]
@@ -80,14 +84,16 @@ _prepared: dict[int, _Checks] = {}  # keys are ids of code
 
 
 def _checks_of(function: Callable[..., Any]) -> _Checks:
-    code = function.__code__
-    if id(code) not in _prepared:
-        hints = {name: _resolved(hint, function) for name, hint in function.__annotations__.items()}
+    code, annotations = function.__code__, function.__annotations__
+    found = _prepared.get(id(code))
+    if found is None or found.annotations != annotations:  # closures may differ in what their annotations stand for
+        hints = {name: _resolved(hint, function) for name, hint in annotations.items()}
         parts = [part for hint in hints.values() for part in _classes_in(hint)]
         have_arrays = any(issubclass(part, jaxtyping.AbstractArray) for part in parts)
         result = _check_of_result(hints.pop("return", Any))
-        _prepared[id(code)] = _Checks(code, have_arrays, _check_of_parameters(function, hints), result)
-    return _prepared[id(code)]
+        found = _Checks(code, dict(annotations), have_arrays, _check_of_parameters(function, hints), result)
+        _prepared[id(code)] = found
+    return found
 
 
 @functools.cache
@@ -123,7 +129,7 @@ def _resolved(hint: Any, function: Callable[..., Any]) -> Any:
     holder = types.SimpleNamespace(__annotations__={"hint": hint})
     try:
         return typing.get_type_hints(holder, function.__globals__, include_extras=True)["hint"]
-    except (NameError, TypeError):
+    except (AttributeError, NameError, TypeError):
         return Any
 
 

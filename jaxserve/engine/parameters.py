@@ -61,10 +61,10 @@ def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Scheme
         path = f"{num_native} are multiplied by the native kernels, the others {path}"
     if config.quantization is not None:
         path = f"quantised again to {config.quantization}"
-    kv = ""
+    parts = [found, others, *([path] if formats or config.quantization else ())]
     if schemes.kv_cache:
-        kv = "; its scales of keys and values are not used, as the pool has a scale for every token and head"
-    return f"{schemes.method} checkpoint: {found}; {others}; {path}{kv}"
+        parts.append("its scales of keys and values are not used, as the pool has a scale for every token and head")
+    return f"{schemes.method} checkpoint: {'; '.join(parts)}"
 
 
 def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, current: Params) -> Callable[[], Params]:
@@ -121,7 +121,7 @@ def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Par
     specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
     form, matrices = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
     if (reason := packed.unsupported(form, matrices)) is not None:
-        logger.info("matrices are multiplied by XLA: %s", reason)
+        logger.info("the native kernels do not multiply matrices: %s", reason)
     transform = matrix_transform(specs, form, native=reason is None, matrix_dtype=matrices)
     try:
         with scope_of(config)():  # quantising is compiled too

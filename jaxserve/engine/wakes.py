@@ -6,12 +6,15 @@ from queue import SimpleQueue
 from jaxserve.engine.frontend import Listener
 from jaxserve.engine.outputs import RequestGroup
 
-WAKE_S = 4e-3  # time between two wakes: each takes the interpreter for about 0.1 ms, so all take 3% of the time
+WAKE_S = 4e-3  # time between two wakes: each takes the interpreter for about 0.1 ms, so all take 2.5% of the time
+LONGEST_WAIT_S = 1.0  # time that a thread with news waits for its turn at most, about
 MAX_AT_ONCE = 8  # threads woken at once; more would keep the engine's own threads from the interpreter
 
 
 class Wakes:
     """Wakes streaming threads, one every WAKE_S on average, and at once for a request's first and last tokens.
+
+    Where so many threads stream that each would wait longer than LONGEST_WAIT_S, wakes come more often.
 
     Waking a thread for a token takes longer than all other host work for it, and the engine's threads cannot run Python
     meanwhile. So the more threads stream, the more tokens each gets at once.
@@ -45,11 +48,12 @@ class Wakes:
             A look for each single wake would cost about as much as the wake.
         """
         now_s = time.monotonic()
-        self._due_s = max(self._due_s, now_s - (MAX_AT_ONCE - 1) * WAKE_S)
+        wake_s = min(WAKE_S, LONGEST_WAIT_S / max(len(self._asleep), 1))
+        self._due_s = max(self._due_s, now_s - (MAX_AT_ONCE - 1) * wake_s)
         while self._asleep and (is_last or self._due_s <= now_s):
             news = next(iter(self._asleep))
             del self._asleep[news]
-            self._due_s += 0 if is_last else WAKE_S
+            self._due_s += 0 if is_last else wake_s
             if news.empty():
                 news.put(None)
-        return self._due_s + (MAX_AT_ONCE - 1) * WAKE_S - now_s if self._asleep else None
+        return self._due_s + (MAX_AT_ONCE - 1) * wake_s - now_s if self._asleep else None

@@ -109,6 +109,7 @@ class ArchConfig:
         """
         if num_devices == 1:
             return self
+        assert self.global_attention is None or self.num_devices == num_devices, "`over` chooses pages for the devices"
         sizes, experts = {"num_attention_heads": self.num_heads}, self.experts
         if experts is None or self.dense_layers or experts.beside_mlp:
             sizes["intermediate_size"] = self.ffn_size

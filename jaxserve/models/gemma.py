@@ -56,7 +56,9 @@ def gemma3_arch(config: Mapping[str, Any]) -> ArchConfig:
     config = {**_DEFAULTS, **sizes, "rope_theta": 1e6, "rope_local_base_freq": 1e4, **config}
     arch, local = _arch(config, period=6, qk_norm=True), _local_rope(config)
     ropes = (rope if window is None else local for rope, window in zip(arch.ropes, arch.windows, strict=True))
-    return dataclasses.replace(arch, ropes=tuple(ropes))
+    # The length of checkpoints is the extended one, as in vLLM: the factor of their linear RoPE is not applied again.
+    longest = min(arch.max_position, read_fields(config, {"max_position_embeddings": SIZE})["max_position_embeddings"])
+    return dataclasses.replace(arch, ropes=tuple(ropes), max_position=longest)
 
 
 def _arch(config: Mapping[str, Any], period: int, **overrides: Any) -> ArchConfig:

@@ -92,7 +92,7 @@ _FIELDS = {
     | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"}
     | {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "documents", "continue_final_message"},
 }
-_WAITING = {url: {"timeout"} for url in (COMPLETIONS, CHAT)}  # fields of clients that wait; the server reads them
+_WAITING = {"timeout"}  # fields of clients that wait; the server reads them
 _CHECKED = _TYPES | _LABELS | _PREFERENCES
 POOLING_PARAMETERS = {  # fields of requests for vectors that are parameters of their own
     EMBEDDINGS: {"dimensions", "normalize", "truncate_prompt_tokens"},
@@ -232,7 +232,7 @@ def check_fields(
     if not isinstance(body, dict):
         raise BadRequestError(f"body must be an object, got {brief(body)}", "body")
     given = {name: value for name, value in body.items() if value is not None}
-    refuse_unknown("body", given, _FIELDS[url] | (_WAITING.get(url, set()) if may_stream else set()))
+    refuse_unknown("body", given, _FIELDS[url] | (_WAITING if may_stream else set()))
     _refuse_features(given, _NEUTRAL.get(url, {}))
     for name, wanted in _CHECKED.items():
         if name in given:

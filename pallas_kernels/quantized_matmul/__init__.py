@@ -1,12 +1,13 @@
 """Products with quantised matrices: int8, int4 and fp8 elements with scales of channels or of groups of columns.
 
-Contract of the operation, the same for all backends:
+Contract of the operation:
 
 - A matrix `[N, K]` is held as elements and grids of scales and perhaps zero points, `[groups, N]`: an element is
   `(q - zero) * scale`, with the scale of its row and of its group of K / groups consecutive columns.
 - Two elements of four bits share a byte, q + 8 where there are no zero points: the first half of the columns in the low
   bits, the second half in the high ones.
-- Elements of groups are rounded to the dtype of x once they are scaled. A single scale of a row multiplies its sum.
+- In the kernels, elements of groups are rounded to the dtype of x once they are scaled, and a single scale of a row
+  multiplies its sum. Formats that multiply by XLA may scale before they round, or not round.
 - Sums are float32, whatever the dtypes; results may be rounded to another one.
 
 The arrays are those of all layers, of which the kernels read one in place: for them a slice would be a copy.

@@ -242,6 +242,18 @@ def test_sizes_must_be_known(backend, chip):
         backend.call_for(Problem(**FACTS))
 
 
+@pytest.mark.parametrize(
+    ("backend", "chip", "sizes"),
+    [(mosaic_tpu, TPU_V6E, {"columns": 64}), (mosaic_gpu, H200, {"rows": 512}), (mosaic_gpu, H200, {"outputs": 32})],
+)
+def test_impossible_sizes_are_refused(backend, chip, sizes):
+    facts = FACTS | {"platform": chip.platform, "num_rows": 4096}
+    with jax.sharding.use_abstract_mesh(chip.mesh()):
+        assert backend.supports(Problem(**facts)) is None
+        with SETTINGS.sized(**sizes):
+            assert backend.supports(Problem(**facts)) is not None
+
+
 def test_on_cpus_the_format_multiplies():
     x, matrix, layer = BY_NAME["int8_by_group"].arguments()
     y = quantized_matmul(x, matrix, layer, by_xla=lambda: x[:, :256], dtype=jnp.float32)

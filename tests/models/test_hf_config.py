@@ -222,6 +222,12 @@ def test_head_dim_must_follow_from_the_sizes():
         ("mistral", {"sliding_window": None}, "windows", (None, None)),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 0}, "windows", (None, None)),
         ("qwen2", {"use_sliding_window": True, "sliding_window": None}, "windows", (None, None)),
+        (
+            "gemma3",
+            {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "max_position",
+            512,
+        ),
         ("gpt2", {"n_inner": None}, "ffn_size", 256),
         ("gpt2", {"activation_function": "gelu_pytorch_tanh"}, "max_position", 512),
         ("gpt2", {"reorder_and_upcast_attn": True}, "query_scale", None),

@@ -35,8 +35,9 @@ def test_tokens_take_what_their_layers_store(model: str, target: str, token_elem
     assert executor.kv_token_bytes == 2 * token_elements
     assert executor.schedule.windows == arch.kv_windows
     assert (executor.schedule.num_snapshots is None) == (arch.state is None)
-    first = serve(arch, executor, [5000, 100], num_output=2)
-    assert len(first) == 2
+    (long_steps, long_s), (short_steps, short_s) = serve(arch, executor, [5000, 100], num_output=2)
+    assert 1 <= short_steps <= long_steps
+    assert 0 < short_s <= long_s
 
 
 def test_short_prompts_do_not_wait_for_a_long_one() -> None:

@@ -1,5 +1,6 @@
 """A process that is killed or stops ends the others soon, with its name, and the batch can be resumed."""
 
+import contextlib
 import json
 import os
 import signal
@@ -55,19 +56,24 @@ def test_a_lost_process_ends_all_others(end: signal.Signals, victim: int) -> Non
     command = [sys.executable, str(Path(__file__).with_name("peer.py")), "4"]
     options: dict[str, Any] = {"stdout": -1, "stderr": subprocess.STDOUT, "text": True}
     options["env"] = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    leader = subprocess.Popen([*command, "0", "0"], **options)
-    assert leader.stdout is not None
-    port = leader.stdout.readline().strip()
-    processes = [leader, *(subprocess.Popen([*command, str(index), port], **options) for index in (1, 2, 3))]
-    assert leader.stdout.readline() == "all have connected\n"
-    lost = processes.pop(victim)
-    lost.send_signal(end)
-    for code, output in join(processes, timeout_s=SLACK_S):
-        assert code == EXIT_CODE, output
-        assert f"lost process {victim} " in output
-        assert end == signal.SIGKILL or "it was silent for 3 s" in output
-    lost.kill()
-    lost.communicate()
+    with contextlib.ExitStack() as ends:
+
+        def launch(index: int, port: str) -> "subprocess.Popen[str]":
+            process = subprocess.Popen([*command, str(index), port], **options)
+            ends.callback(process.communicate)
+            ends.callback(process.kill)
+            return process
+
+        leader = launch(0, "0")
+        assert leader.stdout is not None
+        port = leader.stdout.readline().strip()
+        processes = [leader, *(launch(index, port) for index in (1, 2, 3))]
+        assert leader.stdout.readline() == "all have connected\n"
+        processes.pop(victim).send_signal(end)
+        for code, output in join(processes, timeout_s=SLACK_S):
+            assert code == EXIT_CODE, output
+            assert f"lost process {victim} " in output
+            assert end == signal.SIGKILL or "it was silent for 3 s" in output
 
 
 @pytest.mark.parametrize(

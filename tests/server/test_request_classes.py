@@ -25,11 +25,14 @@ def test_the_error_of_an_unknown_field_lists_that_of_who_waits(read):
         read(patience=1, timeout=2, max_tokens=3, messages=[], input="a")
 
 
-def test_lines_of_batch_files_and_vectors_have_no_timeout():
-    with pytest.raises(BadRequestError, match=r"unsupported fields \['timeout'\]"):
-        parsed(may_stream=False, timeout=1)
-    with pytest.raises(BadRequestError, match=r"unsupported fields \['timeout'\]"):
-        parse_pooling(EMBEDDINGS, {"input": "a", "timeout": 1}, "m", ["m"], may_stream=True)
+def test_clients_of_vectors_may_have_a_timeout_and_lines_of_batch_files_have_none():
+    def vector(may_stream=True, **fields):
+        return parse_pooling(EMBEDDINGS, {"input": "a", **fields}, "m", ["m"], may_stream=may_stream)
+
+    for read in (parsed, vector):
+        assert read(timeout=1) == read()
+        with pytest.raises(BadRequestError, match=r"unsupported fields \['timeout'\]"):
+            read(may_stream=False, timeout=1)
 
 
 @pytest.mark.parametrize("prefix", [b"x-llm-d-inference-", b"x-gateway-inference-"])

@@ -226,7 +226,7 @@ def _mxfp4(config: Mapping[str, Any]) -> Schemes:
 
 
 def _modelopt(config: Mapping[str, Any]) -> Schemes:
-    config = {**config, **config.get("quantization", {})}
+    config = {**config, **(config.get("quantization") or {})}
     names = [*(config.get("exclude_modules") or ()), *(config.get("ignore") or ())]
     ignored = [Rule(_glob(name), None) for name in names]
     algorithm, rules = config.get("quant_algo"), list[Rule]()

@@ -60,7 +60,7 @@ class Scheme:
         tensors: suffix of each tensor of the module, by its role; behind a dot unless it begins with `_`.
         group: number of consecutive columns that share a scale; None for all of them.
         block_rows: number of consecutive rows that share a scale, in the file.
-        scale_dtype: dtype of scales on devices: float32, or that of the file where it has 8 bits.
+        scale_dtype: dtype of scales on devices: float32, or that of the file where it has fewer bits.
         zero_offset: number that a file's zero points lack, added to whole words before they are unpacked.
         divides: True if `global_scale` divides the other scale.
         activation: quantisation of the activations; None if they stay as they are.

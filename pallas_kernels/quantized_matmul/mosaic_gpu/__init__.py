@@ -40,14 +40,21 @@ def supports(problem: Problem) -> str | None:
         return f"bytes of rows and columns of groups must be multiples of {COLUMNS}, not {sizes}"
     if problem.num_outputs % MIN_OUTPUTS:
         return f"rows of the matrix must be a multiple of {MIN_OUTPUTS}, not {problem.num_outputs}"
-    return import_failure(_KERNEL, "Pallas for GPUs") or (hopper.other_chip() if problem.platform == "gpu" else None)
+    reason = import_failure(_KERNEL, "Pallas for GPUs") or (hopper.other_chip() if problem.platform == "gpu" else None)
+    if reason is not None:
+        return reason
+    try:
+        call_for(problem)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def call_for(problem: Problem) -> Call:
     """Return the static facts of a call, with the sizes of its tiles.
 
     Raises:
-      ValueError: sizes have unknown names.
+      ValueError: sizes have unknown names, or no tiles are possible.
     """
     params = SETTINGS.interpreter
     chip = hopper.name() if params is None else "interpreter"

@@ -114,14 +114,23 @@ class Call:
 
 
 def choose_tiles(problem: Problem, sizes: Sizes, num_cores: int) -> Tiles:
-    """Return tiles with few rows where there are few, a ring that fills the memory, and work for all cores."""
+    """Return tiles with few rows where there are few, a ring that fills the memory, and work for all cores.
+
+    Raises:
+        ValueError: no tiles of these sizes are possible.
+    """
     row_blocks = max(1, min(sizes.rows, problem.num_rows + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS)
-    outputs = next(size for size in (128, 64) if size <= sizes.outputs and problem.num_outputs % (2 * size) == 0)
+    possible = [size for size in (128, 64) if size <= sizes.outputs and problem.num_outputs % (2 * size) == 0]
+    if not possible:
+        raise ValueError(f"outputs must be at least 64 for matrices of {problem.num_outputs} rows, not {sizes.outputs}")
+    outputs = possible[0]
     parts, rows = problem.per_byte, row_blocks * WARPGROUP_ROWS
     x_bytes, grid_bytes = rows * COLUMNS * problem.dtype.itemsize, WARPGROUPS * outputs * (4 + problem.has_zero)
     stage_bytes = parts * (x_bytes + grid_bytes) + WARPGROUPS * outputs * COLUMNS
     own_bytes = parts * outputs * COLUMNS * problem.dtype.itemsize + WARPGROUP_ROWS * outputs * 4
     stages = min(sizes.stages, (SHARED_BYTES - WARPGROUPS * own_bytes) // stage_bytes)
+    if stages < 2:
+        raise ValueError(f"stages must be at least 2, and memory holds {stages} for {rows} rows and {outputs} outputs")
     items = -(-problem.num_rows // rows) * (problem.num_outputs // (WARPGROUPS * outputs))
     blocks = problem.row_bytes // COLUMNS
     even = [splits for splits in range(1, blocks + 1) if blocks % splits == 0 and items * splits <= num_cores]

@@ -104,10 +104,11 @@ def choose_tiles(problem: Problem, sizes: Sizes, vmem_bytes: int) -> Tiles:
     """Return blocks with as many rows of x as fit, then as many of the matrix.
 
     Raises:
-        ValueError: not even the smallest blocks fit.
+        ValueError: not even the smallest blocks fit, or their columns cannot be chosen.
     """
     columns = most_columns(problem, sizes.columns)
-    assert columns is not None, "see `supports`"
+    if columns is None:
+        raise ValueError(f"no block of at most {sizes.columns} columns divides groups of {problem.group_size}")
     whole = _round_up(problem.num_rows, ROWS)
     num_tiles = -(-whole // sizes.max_rows)
     rows = _round_up(-(-whole // num_tiles), ROWS)  # tiles of about equal size
