@@ -183,7 +183,8 @@ class EngineConfig:
         ):
             object.__setattr__(self, name, aliases.get(getattr(self, name), getattr(self, name)))
             _check_choice(name, getattr(self, name), ("auto", *dtypes))
-        _check_choice("quantization", self.quantization, tuple(WEIGHT_FORMATS))
+        advice = "; quantised checkpoints are served without it"
+        _check_choice("quantization", self.quantization, tuple(WEIGHT_FORMATS), advice)
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _check_runner(self)
@@ -369,6 +370,6 @@ def _check_max_logprobs(value: object) -> None:
         )
 
 
-def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
+def _check_choice(name: str, value: object, choices: tuple[str | None, ...], advice: str = "") -> None:
     if value not in choices:
-        raise ConfigError(f"{name} must be one of {list(choices)}, got {value!r}")
+        raise ConfigError(f"{name} must be one of {list(choices)}, got {value!r}{advice}")

@@ -51,7 +51,7 @@ def tensor_mesh(
     if num_devices > len(devices):
         raise ConfigError(
             f"tensor_parallel_size must be at most the number of devices, got {num_devices} and {len(devices)}; "
-            f"lower it{_more_devices(devices)}"
+            f"lower it{_more_devices(devices, num_devices)}"
         )
     processes = sorted({device.process_index for device in devices})
     if num_devices % len(processes):
@@ -83,7 +83,7 @@ def replica_meshes(
     if size * data_parallel_size > len(devices):
         raise ConfigError(
             f"tensor_parallel_size x data_parallel_size must be at most the number of devices, got {size} x "
-            f"{data_parallel_size} and {len(devices)}; lower one{_more_devices(devices)}"
+            f"{data_parallel_size} and {len(devices)}; lower one{_more_devices(devices, size * data_parallel_size)}"
         )
     firsts = range(0, size * data_parallel_size, size)
     return [make_mesh(devices[first : first + size], expert_parallel_size) for first in firsts]
@@ -108,9 +108,9 @@ def num_parts(mesh: Mesh | AbstractMesh, axes: MeshAxes | None) -> int:
     return math.prod(mesh.shape[name] for name in names)
 
 
-def _more_devices(devices: Sequence[jax.Device]) -> str:
+def _more_devices(devices: Sequence[jax.Device], wanted: int) -> str:
     on_cpu = devices[0].platform == "cpu"
-    return ", or set XLA_FLAGS=--xla_force_host_platform_device_count for more virtual ones" if on_cpu else ""
+    return f", or set XLA_FLAGS=--xla_force_host_platform_device_count={wanted} for virtual ones" if on_cpu else ""
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, axes: Sequence[str | None]) -> NamedSharding:

@@ -64,7 +64,7 @@ VLLM_OPTIONS = (
     VllmOption("download_dir", "nothing is downloaded", None),
     VllmOption("hf_token", "nothing is downloaded", None),
     VllmOption("tokenizer_mode", "tokenizer.json is read where there is one", ("auto", "hf")),
-    VllmOption("load_format", "checkpoints are safetensors, whole or in shards", ("auto", "safetensors")),
+    VllmOption("load_format", "safetensors, Orbax and GGUF are told apart by their files", ("auto", "safetensors")),
     VllmOption("config_format", "config.json is read as Hugging Face writes it", ("auto", "hf")),
     VllmOption("hf_config_path", "config.json is that of the model's directory", (None,)),
     VllmOption("hf_overrides", "config.json counts as it is", _NONE_OR_EMPTY),

@@ -58,7 +58,7 @@ class Info:
 
     async def pool(self, call: Call) -> None:
         """Refuse what only a model that pools could answer, or what there is no answer to yet."""
-        if self._engine.arch.pooler is not None:
+        if self._engine.arch.pooler is not None or call.path.endswith(("score", "rerank")):
             message = f"{call.path} is not supported; pairs are scored by LLM.score, or by the cosine of embeddings"
             raise BadRequestError(message, None, "not_supported")
         message = f"{call.path} needs a model that pools, and {self._service.model_names[0]} generates text"
