@@ -57,7 +57,7 @@ def test_arguments_and_results_without_arrays() -> None:
 
     @check
     def wrong() -> None:
-        return 3  # type: ignore[return-value]
+        return 3
 
     @check
     def ends() -> NoReturn:
@@ -120,7 +120,7 @@ def test_functions_of_one_definition_are_checked_by_their_own_annotations() -> N
     def make(kind: type) -> Callable[[Any], Any]:
         @check
         @check
-        def same(x: kind) -> kind:  # type: ignore[valid-type]
+        def same(x: kind) -> kind:
             return x
 
         return same

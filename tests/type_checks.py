@@ -54,7 +54,7 @@ def _checked_at_calls(function: Callable[..., Any]) -> Callable[..., Any]:
                 return checks.checked_call(function, args, kwargs)
         return checks.checked_call(function, args, kwargs)
 
-    call.is_checked = True  # type: ignore[attr-defined]
+    call.is_checked = True
     return call
 
 

@@ -16,6 +16,7 @@ from device_report.attention import Bench, Shape
 from device_report.grid import FULL_TPU, TINY_TPU, WIDE
 from device_report.kernels import KERNELS
 from device_report.points import Figures, Latest, Point, UnavailableError
+from jaxserve.pallas_kernels import tpu
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size, mosaic_tpu
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 
@@ -99,7 +100,7 @@ class Tuner:
         decode = self._measure((1,) * self._steps.rows, self._steps.context, sizes)
         prefill = self._measure((self._steps.chunk,), self._steps.chunk_context, sizes)
         return {
-            "chip": mosaic_tpu.chip_name() if self._problem.platform == "tpu" else "none",
+            "chip": tpu.name() if self._problem.platform == "tpu" else "none",
             "shape": mosaic_tpu.shape_class(self._problem),
             "sizes": sizes,
             "decode_us": decode["us"],

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels import tpu, tuning
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, default_page_size, mosaic_tpu, select_backend
@@ -25,7 +25,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOp
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import storage
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS, chip_facts
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
 from tests.random_runs import examples
 
@@ -359,7 +359,7 @@ def test_what_does_not_fit_the_memory_is_told():
 def test_units_are_what_memory_moves_meanwhile(chip):
     """A work item is what memory moves while the next copies are issued, as far as memory holds it."""
     with jax.sharding.use_abstract_mesh(chip.mesh()):
-        sizes, facts = mosaic_tpu.sizes_for(PROBLEM), chip_facts()
+        sizes, facts = mosaic_tpu.sizes_for(PROBLEM), tpu.facts()
         moved = planning.FETCH_S * facts.num_cores * facts.mem_bw_bytes_per_second
         assert sizes.unit_bytes <= moved
         assert sizes.unit_bytes > moved / 2 or 8 * sizes.unit_bytes > facts.vmem_capacity_bytes // 4

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxserve.pallas_kernels.dispatch import import_failure, target_platform
+from jaxserve.pallas_kernels import tpu
+from jaxserve.pallas_kernels.dispatch import import_failure
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.plan import LANES, Call, Sizes, choose_tiles, sublanes
 from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS, shape_class, unsupported
@@ -28,7 +28,6 @@ from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS, shape_clas
 __all__ = ["call_for", "multiply", "supports"]
 
 DTYPES = ("bfloat16", "float32")
-INTERPRETED_VMEM_BYTES = 16 * 2**20
 _KERNEL = f"{__name__}.kernel"
 
 
@@ -38,18 +37,9 @@ def supports(problem: Problem) -> str | None:
     multiples = {"outputs": sublanes(problem.matrix_dtype), "inputs": LANES}
     if (reason := unsupported(problem, "tpu", DTYPES, **multiples)) is not None:
         return reason
-    return import_failure(_KERNEL, "Pallas for TPUs") or _memory_failure(problem)
-
-
-def _memory_failure(problem: Problem) -> str | None:
-    """Return the reason why even the smallest tiles do not fit the chip, or None if they do."""
-    if target_platform() != "tpu" and SETTINGS.interpreter is None:
-        return None
-    try:
-        call_for(problem)
-    except ValueError as error:  # also raised for a chip that jax does not know
-        return str(error)
-    return None
+    return import_failure(_KERNEL, "Pallas for TPUs") or tpu.refusal(
+        lambda: call_for(problem), is_interpreted=SETTINGS.interpreter is not None
+    )
 
 
 def call_for(problem: Problem) -> Call:
@@ -59,11 +49,9 @@ def call_for(problem: Problem) -> Call:
       ValueError: sizes have unknown names, no tiles fit, or jax does not know the chip.
     """
     params = SETTINGS.interpreter
-    chip = None if params is not None else _chip()
-    name = "interpreter" if chip is None else str(chip.chip_version.value)
+    name = tpu.name() if params is None else "interpreter"
+    vmem_bytes = tpu.vmem_bytes() if params is None else tpu.INTERPRETED_VMEM_BYTES
     sizes = Sizes(**SETTINGS.sizes(Sizes, name, shape_class(problem)))
-    # The compiler prefetches weights of other operations into the rest.
-    vmem_bytes = INTERPRETED_VMEM_BYTES if chip is None else int(chip.vmem_capacity_bytes) // 4
     return Call(problem, choose_tiles(problem, sizes, vmem_bytes), vmem_bytes, params)
 
 
@@ -83,10 +71,3 @@ def multiply(
 def _kernel() -> ModuleType:
     """Import the kernel on first use: importing Pallas takes a third of a second."""
     return importlib.import_module(_KERNEL)
-
-
-def _chip() -> Any:
-    """Return facts of the chip that is compiled for, per core."""
-    from jax.experimental.pallas import tpu as pltpu  # noqa: PLC0415 (see `_kernel`)
-
-    return pltpu.get_tpu_info()

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels.dispatch import import_failure, target_platform
+from jaxserve.pallas_kernels import tpu
+from jaxserve.pallas_kernels.dispatch import import_failure
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import (
     LANES,
@@ -34,7 +34,6 @@ from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS, shape_cl
 __all__ = ["call_for", "multiply", "supports"]
 
 DTYPES = ("bfloat16",)
-INTERPRETED_VMEM_BYTES = 16 * 2**20
 _KERNEL = f"{__name__}.kernel"
 
 
@@ -48,18 +47,9 @@ def supports(problem: Problem) -> str | None:
         return f"rows of the matrix must be a multiple of {LANES}, not {problem.num_outputs}"
     if most_columns(problem, Sizes().columns) is None:
         return f"groups must be of {LANES} columns or of a multiple or a part of them, not of {problem.group_size}"
-    return import_failure(_KERNEL, "Pallas for TPUs") or _memory_failure(problem)
-
-
-def _memory_failure(problem: Problem) -> str | None:
-    """Return the reason why even the smallest blocks do not fit the chip, or None if they do."""
-    if target_platform() != "tpu" and SETTINGS.interpreter is None:
-        return None
-    try:
-        call_for(problem)
-    except ValueError as error:  # also raised for a chip that jax does not know
-        return str(error)
-    return None
+    return import_failure(_KERNEL, "Pallas for TPUs") or tpu.refusal(
+        lambda: call_for(problem), is_interpreted=SETTINGS.interpreter is not None
+    )
 
 
 def call_for(problem: Problem) -> Call:
@@ -69,11 +59,9 @@ def call_for(problem: Problem) -> Call:
       ValueError: sizes have unknown names, no blocks fit, or jax does not know the chip.
     """
     params = SETTINGS.interpreter
-    chip = None if params is not None else _chip()
-    name = "interpreter" if chip is None else str(chip.chip_version.value)
+    name = tpu.name() if params is None else "interpreter"
+    vmem_bytes = tpu.vmem_bytes() if params is None else tpu.INTERPRETED_VMEM_BYTES
     sizes = Sizes(**SETTINGS.sizes(Sizes, name, shape_class(problem)))
-    # The compiler prefetches weights of other operations into the rest.
-    vmem_bytes = INTERPRETED_VMEM_BYTES if chip is None else int(chip.vmem_capacity_bytes) // 4
     return Call(problem, choose_tiles(problem, sizes, vmem_bytes), vmem_bytes, params)
 
 
@@ -86,10 +74,3 @@ def multiply(problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer:
 def _kernel() -> ModuleType:
     """Import the kernel on first use: importing Pallas takes a third of a second."""
     return importlib.import_module(_KERNEL)
-
-
-def _chip() -> Any:
-    """Return facts of the chip that is compiled for, per core."""
-    from jax.experimental.pallas import tpu as pltpu  # noqa: PLC0415 (see `_kernel`)
-
-    return pltpu.get_tpu_info()

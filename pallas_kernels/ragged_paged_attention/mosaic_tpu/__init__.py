@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import call, chip
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS, chip_name
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import HeadPairs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Tokens
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Sizes
@@ -43,7 +43,6 @@ __all__ = [
     "LAYOUT",
     "SPLITS_PAGES",
     "WANTS_OWN_TABLE",
-    "chip_name",
     "interpreted",
     "shape_class",
     "sized",

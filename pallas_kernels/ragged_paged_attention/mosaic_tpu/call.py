@@ -9,7 +9,8 @@ from types import ModuleType
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from jaxserve.pallas_kernels.dispatch import import_failure, target_platform
+from jaxserve.pallas_kernels import tpu
+from jaxserve.pallas_kernels.dispatch import import_failure
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS, vmem_bytes
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Tokens, make_operands, token_outputs
@@ -57,9 +58,10 @@ def refusal(
     page_bytes = page_size * token_bytes(num_kv_heads, columns.stored, kv_dtype)
     if page_bytes > MAX_PAGE_BYTES:
         return f"a page of a layer must have at most {MAX_PAGE_BYTES} bytes, not {page_bytes}; make page_size smaller"
-    if (reason := import_failure(_KERNEL, "Pallas for TPUs")) is not None or target_platform() != "tpu":
+    if (reason := import_failure(_KERNEL, "Pallas for TPUs")) is not None:
         return reason
-    try:
+
+    def make_call() -> None:
         choose_blocks(
             Call(
                 num_tokens=MANY_TOKENS,
@@ -78,9 +80,8 @@ def refusal(
                 interpret=None,
             )
         )
-    except ValueError as error:  # also raised for a chip that jax does not know
-        return str(error)
-    return None
+
+    return tpu.refusal(make_call, is_interpreted=False)
 
 
 def write_and_attend(

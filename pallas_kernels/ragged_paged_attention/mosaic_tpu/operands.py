@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
 
     q: Float[Array, "T Q key"]
     vectors: tuple[Float[Array, "T K _"], ...]
-    """What is stored of each token and KV head: key and value, or one vector that is both."""
+    """Vectors stored for each token and KV head: key and value, or one that is both."""
     rows: RaggedRows
     sinks: Float[Array, "Q"] | None = None
     tree_mask: Int32[Array, "T"] | None = None
