@@ -17,7 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.execution.batch import SpeculativeBatch
 from jaxserve.execution.proposer import Drafts
-from jaxserve.execution.round import Model, Rows, StepOutput, advance, ends_sequence
+from jaxserve.execution.round import Model, StepOutput
+from jaxserve.execution.rows import Rows, advance, ends_sequence
 from jaxserve.execution.state import CLIPPED, ServeState
 from jaxserve.sampling import DraftedTokens, SamplingRows, count_sampled, sample
 

@@ -14,18 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxserve.execution.round import (
-    Model,
-    Rows,
-    StepOutput,
-    Tokens,
-    place_tokens,
-    planned_rows,
-    run_model,
-    state_rows,
-    with_counts,
-    without_counts,
-)
+from jaxserve.execution.round import Model, StepOutput, run_model, with_counts, without_counts
+from jaxserve.execution.rows import Rows, Tokens, place_tokens, planned_rows, state_rows
 from jaxserve.execution.state import CLIPPED, ServeState, set_pages
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.models.pooling import HEAD

@@ -10,7 +10,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxserve.execution.round import Rows
+from jaxserve.execution.rows import Rows
 from jaxserve.execution.state import ServeState
 from jaxserve.models.params import Params
 

@@ -33,14 +33,12 @@ from jaxserve.execution.round import (
     StepOutput,
     compute_tokens,
     plain_round,
-    planned_rows,
     sample_rows,
-    takes_part,
-    tokens_of,
     vocab_split,
     with_counts,
     without_counts,
 )
+from jaxserve.execution.rows import planned_rows, takes_part, tokens_of
 from jaxserve.execution.state import ServeState, set_pages
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params

@@ -24,18 +24,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxserve.execution.acceptance import accept
 from jaxserve.execution.batch import BatchLayout, SpeculativeBatch
 from jaxserve.execution.proposer import BothParams, Drafts, Observer, Proposer
-from jaxserve.execution.round import (
-    Model,
-    Rows,
-    StepOutput,
-    Tokens,
-    place_tokens,
-    planned_rows,
-    run_model,
-    takes_part,
-    with_counts,
-    without_counts,
-)
+from jaxserve.execution.round import Model, StepOutput, run_model, with_counts, without_counts
+from jaxserve.execution.rows import Rows, Tokens, place_tokens, planned_rows, takes_part
 from jaxserve.execution.state import CLIPPED, ServeState, set_pages
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig

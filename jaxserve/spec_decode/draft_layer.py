@@ -30,7 +30,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxserve.execution.proposer import BothParams, Drafts
-from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens, ragged_rows
+from jaxserve.execution.round import AttentionCarry, paged_attend
+from jaxserve.execution.rows import Rows, place_tokens, ragged_rows
 from jaxserve.execution.state import CLIPPED, ServeState, new_pool
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.norm import rms_norm

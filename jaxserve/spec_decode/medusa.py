@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.execution.proposer import BothParams, Drafts
-from jaxserve.execution.round import Rows
+from jaxserve.execution.rows import Rows
 from jaxserve.execution.state import CLIPPED, ServeState
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.models import decoder

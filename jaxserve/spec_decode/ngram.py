@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt32
 
 from jaxserve.execution.proposer import BothParams, Drafts
-from jaxserve.execution.round import Rows
+from jaxserve.execution.rows import Rows
 from jaxserve.execution.state import CLIPPED, ServeState
 
 

@@ -14,7 +14,8 @@ from jaxserve.engine.memory import activation_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.executor import RoundCounts
 from jaxserve.execution.proposer import Drafts
-from jaxserve.execution.round import Model, Rows, plain_round
+from jaxserve.execution.round import Model, plain_round
+from jaxserve.execution.rows import Rows
 from jaxserve.execution.state import abstract_state, new_state
 from jaxserve.execution.verification import _verify, make_speculative_step, round_words
 from jaxserve.models import decoder, registry

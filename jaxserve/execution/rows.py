@@ -1,0 +1,169 @@
+"""Rows and tokens of a round: which rows compute, where their tokens lie, and what sequences keep of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import no_type_check
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from jaxserve.execution.batch import StateBatch, StepBatch
+from jaxserve.execution.state import CLIPPED, DROPPED, Sequences
+from jaxserve.layers.state_forms import StateRows
+from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
+from jaxserve.sampling import SamplingRows, SlotTable
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class Rows:
+    """The rows of one round, R of them, as the device finds them. A row that has stopped has no tokens.
+
+    Attributes:
+        slot: the slot of each row.
+        start: tokens computed before.
+        q_lens: tokens to compute.
+        cu_q_lens: the first token of each row, and the end of the last.
+        samples: True if the row's last token is the last of its sequence, so that a further one is sampled.
+    """
+
+    slot: Int[Array, " R"]
+    start: Int[Array, " R"]
+    q_lens: Int[Array, " R"]
+    cu_q_lens: Int[Array, " R1"]
+    samples: Bool[Array, " R"]
+
+    @staticmethod
+    def of(slot: Array, start: Array, q_lens: Array, samples: Array) -> Rows:
+        """Return rows one behind the other on the token axis."""
+        cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
+        return Rows(slot=slot, start=start, q_lens=q_lens, cu_q_lens=cu_q_lens, samples=samples)
+
+    @property
+    def kv_lens(self) -> Int[Array, " R"]:
+        """Tokens of each sequence once this round's are computed."""
+        return self.start + self.q_lens
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class Tokens:
+    """The token axis of one round, T long.
+
+    Attributes:
+        row: the row of each token; clipped to a valid one for padding.
+        position: the position of each token in its sequence; 0 or more for padding.
+        live: True if the token is not padding.
+        planned: position of the token on the token axis that the host packed, from which stopped rows are not missing.
+        token_ids: ids; any for padding.
+    """
+
+    row: Int[Array, " T"]
+    position: Int[Array, " T"]
+    live: Bool[Array, " T"]
+    planned: Int[Array, " T"]
+    token_ids: Int[Array, " T"]
+
+
+def ragged_rows(sequences: Sequences, rows: Rows, num_rows: Int[Array, ""]) -> list[RaggedRows]:
+    """Return the rows of a round as attention over each KV group sees them, with their places in the page table."""
+    page_table, kv_lens, cu_q_lens = sequences.page_table, rows.kv_lens, rows.cu_q_lens
+    return [RaggedRows(kv_lens, page_table, cu_q_lens, num_rows, row) for row in sequences.table_rows(rows.slot)]
+
+
+def state_rows(batch: StepBatch, rows: Rows, tokens: Tokens) -> StateRows | None:
+    """Return the rows of a round as layers with a state see them; None for a model without such layers.
+
+    In a plan of several rounds each row goes on in the entry of its slot, and none takes a snapshot.
+    """
+    if not isinstance(batch, StateBatch):
+        return None
+    return StateRows(
+        source=batch.source,
+        target=rows.slot,
+        start=rows.start,
+        cu_q_lens=rows.cu_q_lens,
+        row=tokens.row,
+        offset=jnp.arange(tokens.row.shape[0], dtype=jnp.int32) - rows.cu_q_lens[tokens.row],
+        kept_len=jnp.where(rows.q_lens > 0, batch.kept_len, 0),
+        kept=batch.kept,
+    )
+
+
+def takes_part(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Bool[Array, " R"]:
+    """Return the mask of rows that compute tokens in a round: in the first all that go on, then those that sample more.
+
+    Args:
+        sequences: sequences by slot.
+        batch: the plan.
+        index: number of tokens that the rows have sampled in rounds before, each or all of them.
+    """
+    goes_on = batch.is_row & ~sequences.stopped.at[batch.slot].get(**CLIPPED)
+    return goes_on & (index < jnp.maximum(batch.max_new, 1))
+
+
+def planned_rows(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Rows:
+    """Return the rows of a round; `index` as in `takes_part`."""
+    is_on = takes_part(sequences, batch, index)
+    planned = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
+    q_lens = jnp.where(is_on, jnp.where(index == 0, planned, 1), 0)
+    start = sequences.length.at[batch.slot].get(**CLIPPED)
+    return Rows.of(batch.slot, start, q_lens, samples=is_on & (batch.max_new > 0))
+
+
+def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Array, Array]:
+    """Return row, place in the row, position and liveness of each token on an axis of so many; see `Tokens`."""
+    R = rows.slot.shape[0]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.sum(token[:, None] >= rows.cu_q_lens[None, 1:], axis=1, dtype=jnp.int32)  # less to compile than a search
+    live, row = row < R, jnp.minimum(row, R - 1)
+    offset = token - rows.cu_q_lens[row]
+    return row, offset, jnp.where(live, rows.start[row] + offset, 0), live
+
+
+def tokens_of(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Array, ""]) -> Tokens:
+    """Return the tokens of a round: those that the host sends, and from the history those that were sampled."""
+    T = batch.token_ids.shape[0]
+    row, offset, position, live = place_tokens(rows, T)
+    planned = jnp.where(live, batch.cu_q_lens[row] + offset, T)
+    sent = jnp.where(index == 0, batch.token_ids.at[planned].get(**CLIPPED), -1)
+    sampled = slots.token_history.at[rows.slot[row], position].get(**CLIPPED)
+    return Tokens(row, position, live, planned, token_ids=jnp.where(sent < 0, sampled, sent))
+
+
+def remember(slots: SlotTable, rows: Rows, tokens: Tokens, sampled: Int[Array, " R"]) -> SlotTable:
+    """Write the tokens of a round, and those it sampled, to the history of their sequences."""
+    S = slots.token_history.shape[0]  # out of range, dropped
+    slot = [jnp.where(tokens.live, rows.slot[tokens.row], S), jnp.where(rows.samples, rows.slot, S)]
+    position, token_ids = [tokens.position, rows.kv_lens], [tokens.token_ids, sampled]
+    place = jnp.concatenate(slot), jnp.concatenate(position)
+    history = slots.token_history.at[place].set(jnp.concatenate(token_ids), **DROPPED)
+    return dataclasses.replace(slots, token_history=history)
+
+
+def advance(
+    sequences: Sequences, rows: Rows, sampling: SamplingRows, slots: SlotTable, sampled: Int[Array, " R"]
+) -> Sequences:
+    """Count what was computed, and stop the sequences that a token has ended or that are as long as they may be."""
+    S = sequences.length.shape[0]
+    is_last = ends_sequence(sequences, rows.slot, rows.kv_lens, sampling.min_position, slots, sampled)
+    length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.kv_lens, **DROPPED)
+    stopped = sequences.stopped.at[jnp.where(rows.samples & is_last, rows.slot, S)].set(True, **DROPPED)
+    return dataclasses.replace(sequences, length=length, stopped=stopped)
+
+
+def ends_sequence(
+    sequences: Sequences,
+    slot: Int[Array, " R"],
+    position: Int[Array, " R"],
+    min_position: Int[Array, " R"],
+    slots: SlotTable,
+    sampled: Int[Array, " R"],
+) -> Bool[Array, " R"]:
+    """Mask of tokens, sampled for some positions, that end the sequences in their slots."""
+    stop_ids = slots.stop_ids.at[slot].get(**CLIPPED)
+    is_stop = jnp.any(sampled[:, None] == stop_ids, axis=1) & (position >= min_position)
+    is_full = position + 1 >= sequences.max_len.at[slot].get(**CLIPPED)
+    return is_stop | is_full
