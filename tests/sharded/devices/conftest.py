@@ -7,7 +7,7 @@ import pytest
 
 from tests.checkpoints import write_checkpoint
 from tests.sharded.devices.sizes import MODEL
-from tests.soon_compiled import soon_compiled
+from tests.soon_compiled import few_programs, soon_compiled
 
 
 @pytest.fixture(scope="session")
@@ -19,5 +19,5 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def compile_soon() -> Iterator[None]:
-    with soon_compiled():
+    with soon_compiled(), few_programs():
         yield
