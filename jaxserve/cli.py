@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import json
 import os
 import re
 import sys
@@ -29,6 +30,7 @@ from jaxserve.quantize.flags import add_quantize, quantize_options
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.auth import Keys
 from jaxserve.server.config import ServerConfig
+from jaxserve.vllm_options import VLLM_OPTIONS, engine_options
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -54,8 +56,8 @@ _REPEATED_FLAGS = ("stop", "bad_words")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code."""
-    args = _parser().parse_args(argv)
+    """Run one command and return the exit code. Flags may have underscores, as vLLM's may."""
+    args = _parser().parse_args(_with_dashes(sys.argv[1:] if argv is None else argv))
     interrupts.set_hint(args.on_interrupt)
     try:
         with _unwinding_if_others_wait(args):
@@ -78,6 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"jaxserve: error: {error}{args.on_interrupt}", file=sys.stderr)
         return 2
+
+
+def _with_dashes(argv: Sequence[str]) -> list[str]:
+    """Return the command line with dashes for the underscores in names of flags."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), each) for each in argv[:end]] + [*argv[end:]]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -154,7 +162,8 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help=text, description=f"Compile for a target and tell {text}.")
     plan.set_defaults(run=_plan, on_interrupt="")
     add_plan(plan)
-    _add_engine_flags(plan, leave_out=sorted({field.name for field in dataclasses.fields(EngineConfig)} - PLANNED))
+    not_planned = {field.name for field in dataclasses.fields(EngineConfig)} - PLANNED
+    _add_config_flags(plan, "engine", EngineConfig, (*_NOT_FLAGS, *not_planned))
     return parser
 
 
@@ -181,6 +190,24 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
     _add_config_flags(parser, "engine", EngineConfig, (*_NOT_FLAGS, *leave_out))
+    _add_vllm_flags(parser)
+
+
+def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Add flags for vLLM's options, which help does not show: they have another name here, no effect, or a reason."""
+    for option in VLLM_OPTIONS:
+        options: dict[str, Any] = {"dest": f"engine.{option.name}", "default": argparse.SUPPRESS}
+        options |= {"action": argparse.BooleanOptionalAction} if option.is_switch else {"type": _literal}
+        with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of this name
+            parser.add_argument(_flag(option.name), help=argparse.SUPPRESS, **options)
+
+
+def _literal(text: str) -> Any:
+    """Return the value of a JSON literal, and other text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _add_config_flags(parser: argparse.ArgumentParser, title: str, config: type, leave_out: Sequence[str] = ()) -> None:
@@ -246,7 +273,7 @@ def _unwinding_if_others_wait(args: argparse.Namespace) -> contextlib.AbstractCo
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    return _options(args, "engine.")
+    return engine_options(_options(args, "engine."))
 
 
 def _options(args: argparse.Namespace, prefix: str) -> dict[str, Any]:

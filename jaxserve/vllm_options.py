@@ -42,6 +42,12 @@ class VllmOption:
             return f"{self.accepts.start} to {self.accepts.stop - 1}"
         return " or ".join(map(repr, self.accepts))
 
+    @property
+    def is_switch(self) -> bool:
+        """Whether the option is True or False."""
+        accepts = self.accepts or ()
+        return self.switch is not None or self.field == "step_ahead" or any(isinstance(one, bool) for one in accepts)
+
     def is_met_by(self, value: object) -> bool:
         """Return whether `value` asks for what jaxserve does; True is not 1 here, but 0.0 is 0."""
         if self.accepts is None:

@@ -99,6 +99,14 @@ def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == given
 
 
+def test_flags_of_vllm_mean_the_same() -> None:
+    flags = ["--block_size", "8", "--num-gpu-blocks-override=7", "--no-async-scheduling", "--max_num_seqs", "3"]
+    flags += ["--trust-remote-code", "--swap-space", "0", "--compilation-config", "{}", "--download_dir", "a_b"]
+    args = cli._parser().parse_args(cli._with_dashes(["generate", *flags, "--", "--an_option"]))
+    assert cli._engine_options(args) == {"page_size": 8, "num_pages": 7, "step_ahead": False, "max_num_seqs": 3}
+    assert args.prompt == "--an_option"
+
+
 def test_every_flag_has_a_help() -> None:
     commands = cli._parser()._subparsers._group_actions[0].choices
     kinds = commands["bench"]._subparsers._group_actions[0].choices
@@ -182,6 +190,9 @@ def test_served_model_names(model: str, tmp_path: Path) -> None:
             "quantization must be one of [None, 'int8', 'int4'], got 'int3'",
         ),
         (["generate", "x", "--model", "/no/such"], "the tokenizer must be a local directory"),
+        (["generate", "x", "--enforce-eager"], "enforce_eager must be False or None, got True: everything is compiled"),
+        (["generate", "x", "--swap_space", "4"], "swap_space must be 0, got 4: preempted requests are computed again"),
+        (["generate", "x", "--block_size=8", "--page-size", "8"], "block_size is called page_size; pass one of them"),
         (["batch", "/no/such", "out.jsonl"], "cannot read the batch input /no/such: No such file or directory"),
     ],
 )
