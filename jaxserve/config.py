@@ -25,6 +25,7 @@ WEIGHT_FORMATS: dict[str | None, str] = {
     None: "jaxserve.quant.plain",
     "int8": "jaxserve.quant.int8",
     "int4": "jaxserve.quant.int4",
+    "fp8": "jaxserve.quant.fp8",
 }
 KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn", "int4")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
@@ -58,8 +59,8 @@ class EngineConfig:
         dtype: dtype of weights and activations; "auto" is the checkpoint's on accelerators, where a float32 checkpoint
             is served in bfloat16. On CPU activations are then float32, and matrices stay as the checkpoint has them.
         quantization: "int8" and "int4" round matrices to 8 or 4 bits with a float32 scale per group of about 64
-            elements, 0.27 and 0.14 of the float32 memory; None stores them in `dtype`, those of a quantised
-            checkpoint as it has them.
+            elements, 0.27 and 0.14 of the float32 memory; "fp8" rounds matrices to e4m3 with a scale per row, and their
+            inputs with one per token. None stores them in `dtype`, those of a quantised checkpoint as it has them.
         kv_cache_dtype: dtype of keys and values in the pool; "auto" is that of activations. "int8" and "fp8" (e4m3)
             have a bfloat16 scale per token and head, "int4" 36 bytes for every 64 elements.
         tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide

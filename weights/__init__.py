@@ -7,7 +7,7 @@ from jaxserve.weights.convert import convert, derive
 from jaxserve.weights.dummy import dummy
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.load import OpenCheckpoint, assemble, check, load, open_checkpoint
-from jaxserve.weights.quantized import QuantizedPart, Scheme, Schemes, read_schemes
+from jaxserve.weights.quantized import Activation, QuantizedPart, Scheme, Schemes, read_schemes
 from jaxserve.weights.rows import TensorRow
 from jaxserve.weights.safetensors_store import read_generation_config
 from jaxserve.weights.save import save, save_orbax
@@ -16,6 +16,7 @@ from jaxserve.weights.stored_tensor import StoredTensor, host_buffer
 from jaxserve.weights.stores import has_config, read_config
 
 __all__ = [
+    "Activation",
     "CheckpointError",
     "EmbeddingModules",
     "OpenCheckpoint",

@@ -104,6 +104,7 @@ class StoredTensor:
         sharding: sharding of the result; None for the default device.
         readers: threads that read.
         padding_rows: number of rows of zeros after all others.
+        row_parts: the same rows of the stored tensors with all of their columns; None where `parts` have all.
     """
 
     parts: Sequence[Part]
@@ -111,15 +112,26 @@ class StoredTensor:
     sharding: Sharding | None
     readers: Executor
     padding_rows: int = 0
+    row_parts: Sequence[Part] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the concatenation."""
         return (sum(len(part) for part in self.parts) + self.padding_rows, *self.parts[0].shape[1:])
 
-    def with_parts(self, parts: Sequence[Part], sharding: Sharding, padding_rows: int = 0) -> "StoredTensor":
+    def with_parts(
+        self,
+        parts: Sequence[Part],
+        sharding: Sharding,
+        padding_rows: int = 0,
+        row_parts: Sequence[Part] | None = None,
+    ) -> "StoredTensor":
         """Return another tensor made of slices of these parts, still unread."""
-        return dataclasses.replace(self, parts=parts, sharding=sharding, padding_rows=padding_rows)
+        return dataclasses.replace(self, parts=parts, sharding=sharding, padding_rows=padding_rows, row_parts=row_parts)
+
+    def whole_rows(self) -> "StoredTensor":
+        """Return the same rows with all columns, if this tensor has some of them."""
+        return self if self.row_parts is None else dataclasses.replace(self, parts=self.row_parts, row_parts=None)
 
     def place(self) -> Array:
         """Return the whole tensor on its devices, each of which reads its own slices."""

@@ -233,7 +233,7 @@ def _rows_held(spec: ParamSpec, num_devices: int) -> NDArray[np.int64]:
     """Return the rows of a tensor that each device holds, device by device; the index `num_rows` is a row of zeros."""
     num_rows = spec.shape[0]
     parts = np.split(np.arange(num_rows), np.cumsum(spec.hf_rows)[:-1])
-    shares = [np.concatenate(_share(spec, parts, index, num_devices)) for index in range(num_devices)]
+    shares = [np.concatenate(_share(spec, parts, index, num_devices)[0]) for index in range(num_devices)]
     return np.concatenate([np.pad(s, (0, len(shares[0]) - len(s)), constant_values=num_rows) for s in shares])
 
 
@@ -241,29 +241,34 @@ def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> I
     """Yield the part of a tensor that each device of this process reads; the last parts are padded with zeros."""
     devices = list(sharding.mesh.devices.flat)
     shares = [_share(spec, tensor.parts, index, len(devices)) for index in range(len(devices))]
-    num_rows = sum(map(len, shares[0]))
-    for device, parts in zip(devices, shares, strict=True):
+    num_rows = sum(map(len, shares[0][0]))
+    for device, (parts, row_parts) in zip(devices, shares, strict=True):
         if device.process_index != jax.process_index():  # read by its own process
             continue
-        yield tensor.with_parts(parts, SingleDeviceSharding(device), num_rows - sum(map(len, parts)))
+        yield tensor.with_parts(parts, SingleDeviceSharding(device), num_rows - sum(map(len, parts)), row_parts)
 
 
-def _share(spec: ParamSpec, parts: Sequence[Part], index: int, num_devices: int) -> list[Part]:
-    """Return device `index`'s slices of the parts of a tensor; of the matrices of experts, those of its own experts."""
+def _share(
+    spec: ParamSpec, parts: Sequence[Part], index: int, num_devices: int
+) -> tuple[list[Part], Sequence[Part] | None]:
+    """Return device `index`'s slices of the parts of a tensor, and whole rows if the device has some columns of them.
+
+    Of the matrices of experts a device has those of its own experts.
+    """
     if spec.experts is not None:
         index, shard = divmod(index, spec.experts.num_shards)
         num_devices //= spec.experts.num_shards
         if spec.is_matrix:  # biases are one array of all experts
             parts = parts[_slice(len(parts) // spec.experts.num_shards, shard)]
     if spec.split_dimension == 1:
-        return [part[:, _slice(part.shape[1] // num_devices, index)] for part in parts]
+        return [part[:, _slice(part.shape[1] // num_devices, index)] for part in parts], parts
     if not spec.heads:
-        return [part[_slice(-(-len(part) // num_devices), index)] for part in parts]
+        return [part[_slice(-(-len(part) // num_devices), index)] for part in parts], None
     return [
         part[_slice(len(part) // num_heads, head)]
         for part, num_heads in zip(parts, spec.heads, strict=True)
         for head in held_heads(num_heads, index, num_devices)
-    ]
+    ], None
 
 
 def _slice(size: int, index: int) -> slice:

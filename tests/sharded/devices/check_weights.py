@@ -18,6 +18,7 @@ from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import ParamSpec, device_bytes, matrix_transform, split_array, unsplit
 from jaxserve.pallas_kernels import packed_linear
+from jaxserve.quant import fp8 as float8
 from jaxserve.quant import weight_format
 from jaxserve.quant.int8 import block_size, quantize
 from jaxserve.sharding import named_sharding, tensor_mesh
@@ -53,6 +54,7 @@ CONFIGS = pytest.mark.parametrize("config", [CONFIG, GPT2], ids=["llama", "gpt2"
 FORMS: dict[str, dict[str, Any]] = {"float": {}, "int8": {"form": weight_format("int8")}}
 if packed_linear.unsupported("float32", "cpu") is None:
     FORMS |= {f"packed {name}": {**form, "native": True} for name, form in FORMS.items()}
+FORMS["fp8"] = {"form": weight_format("fp8")}
 
 
 def build(path: Path, config: dict[str, Any] = CONFIG, **overrides: Any) -> tuple[ArchConfig, list[ParamSpec]]:
@@ -92,7 +94,7 @@ def rows_of(arch: ArchConfig, spec: ParamSpec, index: int, n: int) -> np.ndarray
 def part_of(array: np.ndarray, arch: ArchConfig, spec: ParamSpec, index: int, n: int) -> np.ndarray:
     """Return rows and columns of a tensor, or of its scales, that device `index` needs; zeros past the last row."""
     part = array[rows_of(arch, spec, index, n)]
-    if spec.path[-1] in ("o_proj", "down_proj"):
+    if spec.path[-1] in ("o_proj", "down_proj") and part.shape[1:] != (1,):  # else a scale of whole rows
         part = np.split(part, n, axis=1)[index]
     missing = -(-len(array) // n) - len(part) if spec.path[-1] in ("embed", "lm_head") else 0
     return np.pad(part, [(0, missing)] + [(0, 0)] * (part.ndim - 1))
@@ -105,12 +107,12 @@ def test_each_device_has_its_part_in_the_form_of_the_whole(
     tmp_path: Path, config: dict[str, Any], n: int, form: str
 ) -> None:
     arch, specs = build(tmp_path, config)
-    quantized, packed = "int8" in form, "packed" in form
+    quantized, packed = "form" in FORMS[form], "packed" in form
     whole, split = weights.dummy(specs, SEED, jnp.float32), load(tmp_path, specs, n, **FORMS[form])
     for spec in specs:
         arrays = [np.asarray(leaf_at(whole, spec.path))]
         if quantized and spec.is_matrix:
-            arrays = list(quantize(arrays[0]))
+            arrays = list(float8.FORMAT.encode(arrays[0], ()) if form == "fp8" else quantize(arrays[0]))
         for index in range(n):
             parts = [jnp.asarray(part_of(array, arch, spec, index, n)) for array in arrays]
             if packed and spec.is_matrix and spec.path != ("embed",):

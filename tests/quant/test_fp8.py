@@ -1,0 +1,63 @@
+"""Matrices rounded to float8 when they are loaded."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.quant.fp8 import FORMAT, rounded, scales
+from jaxserve.quant.stored import StoredMatrix
+from tests.checkpoints import write_checkpoint
+from tests.e2e.sizes import SIZES
+from tests.random_runs import examples
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["normal", "wide", "zeros", "one large"]))
+@settings(max_examples=examples(10))
+def test_elements_are_those_that_torch_rounds_to(seed: int, kind: str) -> None:
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((5, 48)).astype(np.float32)
+    if kind == "wide":
+        rows *= np.exp2(rng.integers(-20, 20, rows.shape)).astype(np.float32)
+    elif kind == "zeros":
+        rows[2] = 0
+    elif kind == "one large":
+        rows[1, 7] = 1e6
+    elements, scale = FORMAT.encode(rows, ())
+    assert elements.dtype == ml_dtypes.float8_e4m3fn
+    largest = np.abs(elements.astype(np.float32)).max(axis=1)
+    np.testing.assert_array_equal(largest, np.where(np.abs(rows).max(axis=1) == 0, 0, 448))
+    multiples = torch.from_numpy(rows) / torch.where(torch.from_numpy(scale) == 0, 1, torch.from_numpy(scale))
+    wanted = multiples.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    np.testing.assert_array_equal(elements.view(np.uint8), wanted)
+
+
+def test_columns_are_rounded_as_in_their_rows() -> None:
+    rows = np.random.default_rng(0).standard_normal((6, 32)).astype(np.float32)
+    whole = rounded(rows, scales(rows))
+    np.testing.assert_array_equal(rounded(rows[:, 8:16], scales(rows)).view(np.uint8), whole[:, 8:16].view(np.uint8))
+
+
+@pytest.mark.parametrize("family", ["llama", "olmoe"])
+def test_an_engine_serves_it(tmp_path: Path, family: str) -> None:
+    """Logits are near those of the float32 weights, and matrices take a byte per element."""
+    write_checkpoint(tmp_path, family)
+    found = []
+    for quantization in (None, "fp8"):
+        with LLM(str(tmp_path), skip_tokenizer_init=True, quantization=quantization, **SIZES) as llm:
+            params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+            (output,) = llm.generate([{"prompt_token_ids": list(range(3, 33))}], params)
+            found.append([max(x.logprob for x in each.values()) for each in output.prompt_logprobs[1:]])
+            is_matrix = lambda x: isinstance(x, StoredMatrix)  # noqa: E731
+            leaves = [x for x in jax.tree.leaves(llm.params, is_leaf=is_matrix) if is_matrix(x)]
+            assert bool(leaves) == (quantization == "fp8")
+            assert all(x.elements.dtype == jnp.float8_e4m3fn for x in leaves)
+    errors = np.abs(np.subtract(*found))
+    assert 0 < errors.mean() < 0.05
