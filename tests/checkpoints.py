@@ -25,6 +25,9 @@ CONFIGS = {
     "gpt_neo": transformers.GPTNeoConfig,
     "granite": transformers.GraniteConfig,
     "granite_swa": transformers.GraniteSWAConfig,
+    "granite_moe": transformers.GraniteMoeConfig,
+    "granite_moe_shared": transformers.GraniteMoeSharedConfig,
+    "granite_moe_hybrid": transformers.GraniteMoeHybridConfig,
     "mixtral": transformers.MixtralConfig,
     "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
@@ -58,6 +61,7 @@ LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # families that attend
 HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families with gated delta nets
 MIXTURES = (  # families with experts
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", *LATENT, "qwen3_next", "qwen3_5_moe", "gemma4_moe"),
+    *("granite_moe", "granite_moe_shared", "granite_moe_hybrid"),
 )
 PARTIAL = ("phi3", "glm", "glm4", "gpt_neox", "phi")  # families that may rotate the first dimensions of heads alone
 _NOT_IN_GPT = (
@@ -76,6 +80,7 @@ _LATENT_NAMES: dict[str, str | None] = {
     "num_key_value_heads": None,  # all heads read the same latents: `build_config` gives as many as heads
 }
 _GEMMA4_NAMES = {"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts", "mlp_bias": None}
+_GRANITE_MOE_NAMES = {"num_experts": "num_local_experts", "head_dim": None, "mlp_bias": None}
 # Names of fields in families that do not have Llama's; a family has none of those that it maps to None.
 FIELD_NAMES: dict[str, dict[str, str | None]] = {
     "gemma2": {"hidden_act": "hidden_activation"},
@@ -91,6 +96,7 @@ FIELD_NAMES: dict[str, dict[str, str | None]] = {
         "max_position_embeddings": "n_positions",
     },
     "gpt_neo": {**_GPT_NAMES, "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
+    **dict.fromkeys(("granite_moe", "granite_moe_shared", "granite_moe_hybrid"), _GRANITE_MOE_NAMES),
     "mixtral": {"num_experts": "num_local_experts", "attention_bias": None, "mlp_bias": None},
     "qwen2_moe": {"head_dim": None, "attention_bias": "qkv_bias", "mlp_bias": None},
     "qwen3_moe": {"mlp_bias": None},
@@ -218,6 +224,16 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["local", "global"], 1]], "window_size": 9},
     "granite": FACTORS,
     "granite_swa": {**FACTORS, "sliding_window": 9, "layer_types": LAYER_TYPES, "layer_rope_theta": [1e4, 0]},
+    "granite_moe": {**FACTORS, "num_experts": 5, "num_experts_per_tok": 2},
+    "granite_moe_shared": {**FACTORS, "num_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 56},
+    "granite_moe_hybrid": {
+        **FACTORS,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 56,
+        "position_embedding_type": "rope",
+        "layer_types": ["full_attention"] * 2,
+    },
     "mixtral": {"num_experts": 5, "sliding_window": 9},
     "qwen2_moe": {
         "num_experts": 5,

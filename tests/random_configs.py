@@ -170,6 +170,30 @@ def _latent(family: str, rng: random.Random, layers: int, rope: dict[str, Any]) 
     return {**overrides, "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(layers)]}
 
 
+def _granite(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
+    """Return random overrides of one of Granite's families."""
+    if not family.startswith("granite"):
+        return {}
+    factors = {name: value * rng.uniform(0.5, 1.5) for name, value in FACTORS.items()}
+    if family == "granite_swa":
+        types = [rng.choice(LAYER_TYPES) for _ in range(layers)]
+        thetas = [rng.choice([0, 1e4, 1e6]) for _ in range(layers)]
+        return {**factors, "sliding_window": rng.choice([3, 8]), "layer_types": types, "layer_rope_theta": thetas}
+    if family == "granite_moe_hybrid":
+        dense: dict[str, Any] = {"num_experts": 0} if rng.random() < 0.5 else {}
+        types = ["full_attention"] * layers
+        rotation = {"position_embedding_type": rng.choice(["rope", None])}
+        return {
+            **factors,
+            **dense,
+            **rotation,
+            "layer_types": types,
+            "mamba_n_heads": 1,
+            "shared_intermediate_size": 41,
+        }
+    return factors
+
+
 def _dense_layers(rng: random.Random, layers: int) -> dict[str, Any]:
     return {"first_k_dense_replace": rng.randint(0, layers)}
 
@@ -213,19 +237,13 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
         if family == "gpt_neo":
             kinds = [rng.choice(["global", "local"]) for _ in range(layers)]
             overrides |= {"attention_types": [[kinds, 1]], "window_size": rng.choice([3, 8])}
-        if family.startswith("granite"):
-            overrides |= {name: value * rng.uniform(0.5, 1.5) for name, value in FACTORS.items()}
-        if family == "granite_swa":
-            overrides |= {"sliding_window": rng.choice([3, 8])}
-            overrides |= {"layer_types": [rng.choice(LAYER_TYPES) for _ in range(layers)]}
-            overrides |= {"layer_rope_theta": [rng.choice([0, 1e4, 1e6]) for _ in range(layers)]}
         if family in MIXTURES:
             overrides |= (
                 _latent(family, rng, layers, overrides["rope_parameters"])
                 if family in LATENT
                 else _mixture(family, rng)
             )
-        overrides |= _dense(family, overrides, rng)
+        overrides |= _granite(family, layers, rng) | _dense(family, overrides, rng)
         if family == "gemma3":
             local = {"rope_type": "default", "rope_theta": 10 ** rng.uniform(3, 5)}
             overrides["rope_parameters"] = {LAYER_TYPES[0]: local, LAYER_TYPES[1]: overrides["rope_parameters"]}

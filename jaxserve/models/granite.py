@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (dense), and Granite with sliding windows: Llama's layers with factors on what they read and add."""
+"""Granite 3 and 4, dense or with experts, and with sliding windows: Llama's layers, with factors on what they add."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,11 +7,23 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+from jaxserve.errors import ConfigError
 from jaxserve.layers.norm import RmsNorm, rms_norm
-from jaxserve.models import llama
+from jaxserve.models import llama, mixtures
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, Kind, layer_windows, read_fields
+from jaxserve.models.hf_config import (
+    COUNT,
+    FULL,
+    POSITIVE,
+    SIZE,
+    SLIDING,
+    STRINGS,
+    Kind,
+    layer_windows,
+    one_of,
+    read_fields,
+)
 from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
@@ -41,12 +53,33 @@ _SWA_FIELDS = {
     "layer_rope_theta": Kind("a list of numbers, 0 for a layer without rotation", _is_thetas).or_null(),
 }
 
+_SHARED_DEFAULTS = {
+    "num_hidden_layers": 32,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 0,
+    "position_embedding_type": None,
+    "layer_types": None,
+}
+_SHARED_FIELDS = {"num_hidden_layers": SIZE, "num_local_experts": COUNT, "shared_intermediate_size": COUNT}
+_HYBRID_FIELDS = {"layer_types": STRINGS.or_null(), "position_embedding_type": one_of(["rope", "nope"]).or_null()}
+_ATTENTION = ("attention", FULL)  # the first is the name in published checkpoints
+_TENSORS = {  # tensors of a layer in checkpoints, by the name of the row
+    "router": "block_sparse_moe.router.layer",
+    "experts_gate_up": "block_sparse_moe.input_linear",
+    "experts_down": "block_sparse_moe.output_linear",
+    "shared_gate_up": "shared_mlp.input_linear",
+    "shared_down": "shared_mlp.output_linear",
+}
+_DENSE_TENSORS = {"gate_up_proj": "shared_mlp.input_linear", "down_proj": "shared_mlp.output_linear"}
 
-def granite_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of a dense Granite model."""
+
+def granite_arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
+    """Parse the config.json of a Granite model; `facts` are those of `llama.arch`."""
     values = read_fields({**dict.fromkeys(_FACTORS, 1.0), **config}, _FACTORS)
     return llama.arch(
         config,
+        **facts,
         embed_scale=float(values["embedding_multiplier"]),
         query_scale=float(values["attention_multiplier"]),
         residual_scale=float(values["residual_multiplier"]),
@@ -74,6 +107,57 @@ def granite_swa_arch(config: Mapping[str, Any]) -> ArchConfig:
     return dataclasses.replace(arch, windows=windows, ropes=ropes)
 
 
+def moe_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse the config.json of a Granite model with experts alone."""
+    return granite_arch(config, experts=mixtures.read_experts({**_SHARED_DEFAULTS, **config}), mlp_bias=False)
+
+
+def shared_moe_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse the config.json of a Granite model with an MLP of every token, beside experts or without any."""
+    config = {**_SHARED_DEFAULTS, **config}
+    values = read_fields(config, _SHARED_FIELDS)
+    shared_size = values["shared_intermediate_size"]
+    if not values["num_local_experts"]:
+        read_fields(config, {"shared_intermediate_size": SIZE})
+        return granite_arch({**config, "intermediate_size": shared_size}, mlp_bias=False)
+    experts = mixtures.read_experts(config, shared_ffn_size=shared_size)
+    return granite_arch(config, experts=experts, mlp_bias=False)
+
+
+def hybrid_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse the config.json of a Granite 4 model whose layers all have attention.
+
+    Raises:
+        ConfigError: some layers are Mamba's, or a field has a wrong value.
+    """
+    config = {**_SHARED_DEFAULTS, "shared_intermediate_size": 1024, **config}
+    values, arch = read_fields(config, _HYBRID_FIELDS), shared_moe_arch(config)
+    kinds = values["layer_types"] or ["mamba"] * arch.num_layers
+    others = [layer for layer, kind in enumerate(kinds) if kind not in _ATTENTION]
+    if others:
+        raise ConfigError(
+            f"layer_types must be {' or '.join(map(repr, _ATTENTION))} in every layer, as Mamba layers are not "
+            f"supported, got {kinds[others[0]]!r} in {len(others)} of {len(kinds)}"
+        )
+    layer_windows([FULL] * len(kinds), arch.num_layers, None)
+    has_rope = values["position_embedding_type"] == "rope"
+    return arch if has_rope else dataclasses.replace(arch, ropes=(None,) * arch.num_layers)
+
+
+def moe_param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return the rows of `mixtures`, each of them one tensor in a checkpoint; without experts an MLP of two tensors."""
+    if arch.experts is None:
+        return llama.fused_param_specs(arch, _DENSE_TENSORS)
+
+    def fused(spec: ParamSpec) -> ParamSpec:
+        if (own := _TENSORS.get(str(spec.path[-1]))) is None:
+            return spec
+        names = (f"model.layers.{spec.path[1]}.{own}.weight",) * len(spec.hf_names)
+        return dataclasses.replace(spec, hf_names=names, stacked=own.endswith("_linear") and "sparse" in own)
+
+    return [fused(spec) for spec in mixtures.param_specs(arch)]
+
+
 def swa_param_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return Llama's rows, and the sinks of every layer's query heads."""
     return llama.param_specs(arch) + llama.sink_specs(arch)
@@ -90,15 +174,22 @@ def block(
     options: LayerOptions,
     attend: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
-    """Apply one decoder layer: x + factor * attention, then + factor * SwiGLU. See `llama.block`."""
+    """Apply one decoder layer: x + factor * attention, then + factor * SwiGLU or mixture. See `llama.block`."""
     with jax.named_scope("attention"):
         q, k, v = llama.project_qkv(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
         out, carry = attend(q, k, v, rope, carry, layer, options, p.get("sinks"))
         x += arch.residual_scale * llama.project_out(p, out, arch)
     with jax.named_scope("mlp"):
-        out = llama.swiglu_mlp(p, x, arch, RmsNorm(p["mlp_norm"], arch.norm_eps))
+        if "router" in p:
+            out, carry = mixtures.mix(p, rms_norm(x, p["mlp_norm"], arch.norm_eps), arch, carry)
+        else:
+            out = llama.swiglu_mlp(p, x, arch, RmsNorm(p["mlp_norm"], arch.norm_eps))
         return x + arch.residual_scale * out, carry
 
 
 GRANITE = ModelFamily(granite_arch, llama.param_specs, block, rms_norm, llama.FOLDS)
+_FOLDS = llama.FOLDS[:2]  # the norm before the experts feeds the router too
+GRANITE_MOE = ModelFamily(moe_arch, moe_param_specs, block, rms_norm, _FOLDS)
+GRANITE_MOE_SHARED = ModelFamily(shared_moe_arch, moe_param_specs, block, rms_norm, _FOLDS)
+GRANITE_MOE_HYBRID = ModelFamily(hybrid_arch, moe_param_specs, block, rms_norm, _FOLDS)
 GRANITE_SWA = ModelFamily(granite_swa_arch, swa_param_specs, block, rms_norm, llama.FOLDS)

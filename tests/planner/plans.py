@@ -32,6 +32,8 @@ DENSE_PARAMS = {
     "gemma-4-31b": 30700,
     "gemma-4-26b-a4b": 25230,
     "afm-4.5b": 4619,
+    "granite-3.1-3b-a800m": 3299,
+    "granite-4.0-micro": 3403,
     "command-r": 34981,
     "command-r7b": 8028,
     "glm-4-9b": 9400,
