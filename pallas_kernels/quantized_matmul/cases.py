@@ -118,6 +118,7 @@ CASES: tuple[Case, ...] = (
     Case("a_layer_among_others", num_layers=3, layer=1),
     Case("rows_of_many_tiles", "int8", num_rows=200),
     Case("few_outputs", "int8", num_outputs=128),
+    Case("a_partial_block_of_outputs", has_zero=True, num_outputs=208, group_size=64, num_layers=2),
 )
 BY_NAME = {case.name: case for case in CASES}
 

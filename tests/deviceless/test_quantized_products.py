@@ -27,6 +27,7 @@ SHAPES = [  # rows, outputs, inputs, group size, elements, whether there are zer
     (256, 4096, 14336, None, "int8", False),
     (1, 28672, 4096, 128, "e4m3", False),
     (16, 6144, 3072, 128, "int4", False),
+    (64, 32064, 4096, 64, "int4", False),  # a share of a vocabulary
 ]
 
 

@@ -11,7 +11,9 @@ from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem
 
 COLUMNS = 64  # columns of a block, and bytes of a row of elements in it
+ALIGNED = 16  # rows of the matrix that it has a multiple of, as TMA reads lines of multiples of 16 bytes
 MIN_ROWS = 8  # rows of x that a copy to shared memory has a multiple of
+LEAST_OUTPUTS = 64  # rows of the matrix that a warpgroup multiplies at least
 WARPGROUPS = 2  # computing warpgroups of a thread block
 
 
@@ -95,7 +97,7 @@ class Call:
     @property
     def output_tiles(self) -> int:
         """Number of tiles of the rows of the matrix."""
-        return self.problem.num_outputs // self.tiles.item_outputs
+        return -(-self.problem.num_outputs // self.tiles.item_outputs)
 
     @property
     def num_items(self) -> int:
@@ -120,10 +122,11 @@ def choose_tiles(problem: Problem, sizes: Sizes, num_cores: int) -> Tiles:
         ValueError: no tiles of these sizes are possible.
     """
     row_blocks = max(1, min(sizes.rows, problem.num_rows + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS)
-    possible = [size for size in (128, 64) if size <= sizes.outputs and problem.num_outputs % (2 * size) == 0]
-    if not possible:
-        raise ValueError(f"outputs must be at least 64 for matrices of {problem.num_outputs} rows, not {sizes.outputs}")
-    outputs = possible[0]
+    if sizes.outputs < LEAST_OUTPUTS:
+        raise ValueError(f"outputs must be at least {LEAST_OUTPUTS}, not {sizes.outputs}")
+    larger = 2 * LEAST_OUTPUTS
+    is_even = sizes.outputs >= larger and problem.num_outputs % (WARPGROUPS * larger) == 0
+    outputs = larger if is_even else LEAST_OUTPUTS
     parts, rows = problem.per_byte, row_blocks * WARPGROUP_ROWS
     x_bytes, grid_bytes = rows * COLUMNS * problem.dtype.itemsize, WARPGROUPS * outputs * (4 + problem.has_zero)
     stage_bytes = parts * (x_bytes + grid_bytes) + WARPGROUPS * outputs * COLUMNS
@@ -131,7 +134,7 @@ def choose_tiles(problem: Problem, sizes: Sizes, num_cores: int) -> Tiles:
     stages = min(sizes.stages, (SHARED_BYTES - WARPGROUPS * own_bytes) // stage_bytes)
     if stages < 2:
         raise ValueError(f"stages must be at least 2, and memory holds {stages} for {rows} rows and {outputs} outputs")
-    items = -(-problem.num_rows // rows) * (problem.num_outputs // (WARPGROUPS * outputs))
+    items = -(-problem.num_rows // rows) * -(-problem.num_outputs // (WARPGROUPS * outputs))
     blocks = problem.row_bytes // COLUMNS
     even = [splits for splits in range(1, blocks + 1) if blocks % splits == 0 and items * splits <= num_cores]
     return Tiles(row_blocks, outputs, stages, max(even, default=1))
