@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
+from jaxserve.pallas_kernels.dispatch import AUTO, XLA, product_backend, select, target_platform
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu
 from jaxserve.pallas_kernels.quantized_matmul.interface import (
     INT4_ZERO,
@@ -36,8 +36,6 @@ __all__ = ["BACKENDS", "INT4_ZERO", "Backend", "Problem", "Quantized", "packed",
 
 BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 """All kernels, best first."""
-
-XLA = "xla"
 
 
 def quantized_matmul(
@@ -72,6 +70,7 @@ def quantized_matmul(
     def supports(kernel: Backend | None) -> str | None:
         return None if kernel is None else kernel.supports(problem)
 
+    backend = product_backend(backend, XLA)
     chosen = select("quantized_matmul", {**BACKENDS, XLA: None}, backend, supports)
     if chosen == XLA:
         return by_xla().astype(dtype)

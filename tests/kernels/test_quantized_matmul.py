@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
-from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
+from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError, products_by
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
 from jaxserve.pallas_kernels.quantized_matmul import (
     BACKENDS,
@@ -260,6 +260,8 @@ def test_on_cpus_the_format_multiplies():
     x, matrix, layer = BY_NAME["int8_by_group"].arguments()
     y = quantized_matmul(x, matrix, layer, by_xla=lambda: x[:, :256], dtype=jnp.float32)
     assert (y == x[:, :256]).all()
+    with SETTINGS.interpreted("any"), products_by("xla"):
+        assert (quantized_matmul(x, matrix, layer, by_xla=lambda: x[:, :256], dtype=jnp.float32) == y).all()
     for backend in BACKENDS:
         with pytest.raises(UnsupportedBackendError, match=r"runs on .PUs only; use one of \['xla'\]"):
             quantized_matmul(x, matrix, layer, by_xla=lambda: x, backend=backend)
