@@ -257,7 +257,13 @@ def _modelopt_scheme(algorithm: str, config: Mapping[str, Any], where: str) -> S
         second: tuple[tuple[Role, str], ...] = (("global_scale", "weight_scale_2"),)
         tensors = (*_PLAIN_SCALED, *second, *(_INPUT if activation else ()))
         return Scheme(name, "e2m1", "nibbles", tensors, group, scale_dtype=E4M3, activation=activation)
-    raise _refuse("the quant_algo of ModelOpt must be FP8, NVFP4, W4A16_NVFP4 or MIXED_PRECISION", algorithm, where)
+    if algorithm in ("W4A16_AWQ", "INT4_AWQ"):
+        if config.get("has_zero_point"):
+            raise _refuse("weights of W4A16_AWQ must come without zero points", "has_zero_point", where)
+        tensors = (*_PLAIN_SCALED, ("input_factor", "pre_quant_scale"))
+        return Scheme(name, "int4", "row_nibbles", tensors, int(config.get("group_size") or 128))
+    known = "FP8, NVFP4, W4A16_NVFP4, W4A16_AWQ or MIXED_PRECISION"
+    raise _refuse(f"the quant_algo of ModelOpt must be {known}", algorithm, where)
 
 
 # GPTQ and AWQ
