@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Int, Shaped
 from numpy.typing import NDArray
 
 from jaxserve.layers.linear import LinearContext
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
-from jaxserve.pallas_kernels.quantized_matmul import INT4_ZERO, Quantized, packed, unpacked
+from jaxserve.pallas_kernels.quantized_matmul import INT4_ZERO, Quantized, e2m1_floats, packed, unpacked
 from jaxserve.quant import activations
 from jaxserve.quant.products import ScaledMatrix
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
@@ -71,9 +71,14 @@ class StoredMatrix(ScaledMatrix):
     def quantized(self) -> Quantized:
         """Return what kernels multiply, if this holds the matrices of all layers."""
         order = None if self.is_sorted else self.order
-        further = {"scales of tensors": self.row_scale, "minima": self.minimum, "order of columns": order}
-        names = tuple(name for name, array in further.items() if array is not None)
-        return Quantized(self.elements, self.scale, self.zero, self.scheme.elements, names)
+        further = () if order is None else ("order of columns",)
+        return Quantized(self.elements, self.scale, self.zero, self.scheme.elements, further, self.minimum)
+
+    def row_factor(self) -> Float32[Array, " out"] | None:
+        """Return the further scales of rows."""
+        if self.row_scale is None:
+            return None
+        return (1 / self.row_scale if self.scheme.divides else self.row_scale)[:, 0]
 
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
@@ -88,7 +93,7 @@ class StoredMatrix(ScaledMatrix):
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
         """Return x as columns take it, and no factor; or that quantised as the scheme says."""
         if self.is_sorted:
-            x = jnp.take(x, self.order, axis=1)
+            x = x.at[:, self.order].get(mode="promise_in_bounds", unique_indices=True)
         if self.input_factor is not None:
             x = (x * self.input_factor[None]).astype(x.dtype)
         if self.scheme.activation is None:
@@ -414,15 +419,7 @@ def _floats(scheme: Scheme, elements: Shaped[Array, "rows in_bytes"]) -> Float32
     if not scheme.is_packed:
         return elements.astype(jnp.float32)
     codes = unpacked(elements)
-    return _e2m1_floats(codes) if scheme.elements == "e2m1" else codes.astype(jnp.float32)
-
-
-def _e2m1_floats(codes: UInt8[Array, "rows in"]) -> Float32[Array, "rows in"]:
-    """Return the value of each code: sign, two bits of exponent, one of mantissa."""
-    exponent, mantissa = codes >> 1 & 3, codes & 1
-    halves = jnp.where(exponent == 0, mantissa, (2 | mantissa) << jnp.maximum(exponent, 1) - 1)
-    size = halves.astype(jnp.float32) * 0.5
-    return jnp.where(codes & 8, -size, size)
+    return e2m1_floats(codes.astype(jnp.int32)) if scheme.elements == "e2m1" else codes.astype(jnp.float32)
 
 
 def _spread(

@@ -98,8 +98,8 @@ def read_scale(scheme: Scheme, tensor: Any, rows: Bounds) -> NDArray[Any]:
         whole = np.asarray(tensor)
         whole = whole.reshape(shape[0], -1)
         scale = whole[np.arange(*rows) // scheme.block_rows]
-    if scheme.scale_dtype == "float8_e8m0fnu" and scale.dtype == np.uint8:
-        return scale.view(ml_dtypes.float8_e8m0fnu)
+    if scale.dtype == np.uint8:  # exponents
+        scale = scale.view(ml_dtypes.float8_e8m0fnu)
     return scale.astype(np.dtype(scheme.scale_dtype), copy=False)
 
 

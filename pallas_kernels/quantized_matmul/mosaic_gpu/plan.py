@@ -11,7 +11,6 @@ from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem
 
 COLUMNS = 64  # columns of a block, and bytes of a row of elements in it
-ALIGNED = 16  # rows of the matrix that it has a multiple of, as TMA reads lines of multiples of 16 bytes
 MIN_ROWS = 8  # rows of x that a copy to shared memory has a multiple of
 LEAST_OUTPUTS = 64  # rows of the matrix that a warpgroup multiplies at least
 WARPGROUPS = 2  # computing warpgroups of a thread block
@@ -80,11 +79,6 @@ class Call:
     interpret: Any
 
     @property
-    def has_groups(self) -> bool:
-        """True if scales are those of groups of columns."""
-        return self.problem.num_groups > 1
-
-    @property
     def element_dtype(self) -> jnp.dtype:
         """Dtype of the bytes of elements."""
         return jnp.dtype({"int8": jnp.int8, "e4m3": jnp.float8_e4m3fn}.get(self.problem.elements, jnp.uint8))
@@ -128,7 +122,8 @@ def choose_tiles(problem: Problem, sizes: Sizes, num_cores: int) -> Tiles:
     is_even = sizes.outputs >= larger and problem.num_outputs % (WARPGROUPS * larger) == 0
     outputs = larger if is_even else LEAST_OUTPUTS
     parts, rows = problem.per_byte, row_blocks * WARPGROUP_ROWS
-    x_bytes, grid_bytes = rows * COLUMNS * problem.dtype.itemsize, WARPGROUPS * outputs * (4 + problem.has_zero)
+    x_bytes, group_bytes = rows * COLUMNS * problem.dtype.itemsize, problem.scale_dtype.itemsize + problem.offset_bytes
+    grid_bytes = problem.block_groups(COLUMNS) * WARPGROUPS * outputs * group_bytes
     stage_bytes = parts * (x_bytes + grid_bytes) + WARPGROUPS * outputs * COLUMNS
     own_bytes = parts * outputs * COLUMNS * problem.dtype.itemsize + WARPGROUP_ROWS * outputs * 4
     stages = min(sizes.stages, (SHARED_BYTES - WARPGROUPS * own_bytes) // stage_bytes)
