@@ -26,7 +26,7 @@ class Sizes:
         stages: blocks in flight.
     """
 
-    rows: int = 128
+    rows: int = 256
     outputs: int = 64
     stages: int = 8
 
@@ -115,7 +115,8 @@ def choose_tiles(problem: Problem, sizes: Sizes, num_cores: int) -> Tiles:
     Raises:
         ValueError: no tiles of these sizes are possible.
     """
-    row_blocks = max(1, min(sizes.rows, problem.num_rows + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS)
+    num_tiles = -(-problem.num_rows // max(sizes.rows, WARPGROUP_ROWS))
+    row_blocks = -(-problem.num_rows // (num_tiles * WARPGROUP_ROWS))  # tiles of about equal size
     if sizes.outputs < LEAST_OUTPUTS:
         raise ValueError(f"outputs must be at least {LEAST_OUTPUTS}, not {sizes.outputs}")
     larger = 2 * LEAST_OUTPUTS
