@@ -104,6 +104,8 @@ class EngineConfig:
         enable_prefix_caching: share pages between requests with a common prefix.
         seed: seed of random weights, and of requests without a seed; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
+        linear_backend: "auto", or "xla" to have XLA compute all products with matrices, instead of the Pallas kernels
+            of GPUs and TPUs (for quantised matrices and for experts) and the native kernels of CPUs.
         step_ahead: plan and dispatch a step before the tokens of the previous step are read.
         count_expert_tokens: count the tokens of each expert of a mixture, by layer, in the statistics of steps.
         multi_step: most decode steps in one dispatch while no waiting request could join; 1 is off. "auto" measures
@@ -156,6 +158,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     seed: int = 0
     attention_backend: str = "auto"
+    linear_backend: str = "auto"
     step_ahead: bool = True
     count_expert_tokens: bool = False
     multi_step: str | int = "auto"
@@ -186,6 +189,7 @@ class EngineConfig:
             _check_choice(name, getattr(self, name), ("auto", *dtypes))
         advice = "; quantised checkpoints are served without it"
         _check_choice("quantization", self.quantization, tuple(WEIGHT_FORMATS), advice)
+        _check_choice("linear_backend", self.linear_backend, ("auto", "xla"))
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _check_runner(self)

@@ -2,23 +2,30 @@
 
 An operation keeps one mapping from backend name to backend, best first. "auto" takes the first that supports the call
 and logs the choice once; a named backend runs, or the caller is told why it cannot.
+
+Products with matrices that ask for "auto" may be left to XLA all together, see `products_by`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import TypeVar
 
 import jax
 
 AUTO = "auto"
+XLA = "xla"
 
 logger = logging.getLogger(__name__)
 
 B = TypeVar("B")
+
+_products: ContextVar[str] = ContextVar("products", default=AUTO)
 
 
 class UnsupportedBackendError(ValueError):
@@ -46,6 +53,30 @@ def select(op: str, backends: Mapping[str, B], requested: str, supports: Callabl
         able = [name for name, backend in backends.items() if supports(backend) is None]
         raise UnsupportedBackendError(f"{op}: backend {requested!r} cannot run this call: {reason}; use one of {able}")
     return requested
+
+
+@contextlib.contextmanager
+def products_by(backend: str) -> Iterator[None]:
+    """Make the products with matrices that are traced inside take a backend, unless they name one themselves.
+
+    Args:
+        backend: "auto", or "xla" for XLA instead of any kernel.
+    """
+    token = _products.set(backend)
+    try:
+        yield
+    finally:
+        _products.reset(token)
+
+
+def product_backend(requested: str, of_xla: str) -> str:
+    """Return the backend that a product asks for: the requested one, or that of XLA inside of `products_by("xla")`.
+
+    Args:
+        requested: "auto" or the name of a backend.
+        of_xla: name of the operation's backend that is XLA's own.
+    """
+    return of_xla if requested == AUTO and _products.get() == XLA else requested
 
 
 def target_platform() -> str:

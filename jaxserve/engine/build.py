@@ -81,6 +81,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
             schedule,
             kv_dtype=kv_dtype,
             backend=backend,
+            linear_backend=config.linear_backend,
             seed=config.seed,
             max_steps=config.max_steps,
             programs_dir=directory,

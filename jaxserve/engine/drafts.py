@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jaxserve.config import DEFAULT_DRAFTS, EngineConfig, embedded_model
 from jaxserve.engine.checkpoint import build_arch
 from jaxserve.engine.memory import page_bytes, pool_dtype, select_backend
-from jaxserve.engine.parameters import build_params, compute_dtype
+from jaxserve.engine.parameters import build_params, compute_dtype, not_packed
 from jaxserve.errors import ConfigError
 from jaxserve.execution.proposer import Proposer
 from jaxserve.layers.kv_forms import MixedHeads
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform
-from jaxserve.quant import packed, weight_format
+from jaxserve.quant import weight_format
 from jaxserve.schedule_config import FREE_TOKENS, SPECULATIVE_ROWS, ScheduleConfig
 from jaxserve.spec_decode.draft_layer import DraftLayer, LayerHead
 from jaxserve.spec_decode.draft_model import DraftModel
@@ -120,7 +120,7 @@ def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: Arch
     dtype = compute_dtype(config, arch)
     if speculation.method != "medusa":
         method: Literal["eagle3", "mtp"] = "eagle3" if speculation.method == "eagle3" else "mtp"
-        native = packed.unsupported(weight_format(None), dtype) is None
+        native = not_packed(config, weight_format(None), dtype) is None
         params, head = load_draft_layer(directory, method, arch, dtype, partial(matrix_transform, native=native))
         head = dataclasses.replace(head, arch=_within_pages(head.arch, arch))
         plain = dataclasses.replace(config, attention_backend="auto")

@@ -20,6 +20,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
 from jaxserve.quant import packed, weight_format
 from jaxserve.quant.stored import StoredFormat
+from jaxserve.quant.weight_format import FormatChoice
 from jaxserve.sharding import named_sharding, replica_meshes, replicated
 from jaxserve.weights.rows import Shardings
 
@@ -49,12 +50,13 @@ def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Scheme
     counts, plain = Counter(str(own.scheme) for own in formats), len(matrices) - len(formats)
     found = "; ".join(f"{count} matrices {scheme}" for scheme, count in counts.items()) or "no quantised matrices"
     dtype = matrix_dtype(config, arch)
-    num_native = sum(packed.unsupported(own, dtype) is None for own in formats)
+    num_native = sum(not_packed(config, own, dtype) is None for own in formats)
     num_dequantised = sum(map(form.is_dequantised, matrices))
     others = f"{plain} matrices are not quantised"
     if num_dequantised:
         others = f"{num_dequantised} matrices are dequantised as they are read, {plain - num_dequantised} not quantised"
-    path = f"dequantised in products by {'a Pallas kernel or ' * (jax.default_backend() != 'cpu')}XLA"
+    has_kernels = jax.default_backend() != "cpu" and config.linear_backend == "auto"
+    path = f"dequantised in products by {'a Pallas kernel or ' * has_kernels}XLA"
     if num_native == len(formats):
         path = "multiplied by the native kernels"
     elif num_native:
@@ -120,7 +122,7 @@ def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
 def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Params]) -> Params:
     specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
     form, matrices = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
-    if (reason := packed.unsupported(form, matrices)) is not None:
+    if (reason := not_packed(config, form, matrices)) is not None:
         logger.info("the native kernels do not multiply matrices: %s", reason)
     transform = matrix_transform(specs, form, native=reason is None, matrix_dtype=matrices)
     try:
@@ -175,8 +177,17 @@ def matrix_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None 
     on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
     if config.dtype != "auto" or not on_cpu:
         return dtype
-    reason = packed.unsupported(weight_format(config.quantization), arch.dtype, "cpu")
+    reason = not_packed(config, weight_format(config.quantization), arch.dtype, "cpu")
     return jnp.dtype(arch.dtype) if reason is None else dtype  # XLA would convert whole matrices at every step
+
+
+def not_packed(
+    config: EngineConfig, form: FormatChoice, dtype: jax.typing.DTypeLike, platform: str | None = None
+) -> str | None:
+    """Return the reason why matrices are not packed for the native kernels, or None; see `packed.unsupported`."""
+    if config.linear_backend != "auto":
+        return f"linear_backend={config.linear_backend!r} leaves them to XLA"
+    return packed.unsupported(form, dtype, platform)
 
 
 def meshes_of(config: EngineConfig) -> list[Mesh | None]:

@@ -33,6 +33,7 @@ from jaxserve.execution.verification import make_speculative_step
 from jaxserve.execution.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
+from jaxserve.pallas_kernels.dispatch import products_by
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import PlanKind
 from jaxserve.sharding import TENSOR, over_devices, replicated, specs_of, tensor_size
@@ -68,6 +69,7 @@ class Programs:
         schedule: sizes of steps and pool.
         kv_dtype: dtype of the pool.
         backend: backend of attention.
+        linear_backend: backend of products with matrices, see `EngineConfig.linear_backend`.
         max_steps: rounds that one dispatch may go.
         directory: directory of compiled programs; None keeps none.
         cache_scope: context entered while a program is compiled: XLA's cache, where whole programs are not kept.
@@ -96,6 +98,7 @@ class Programs:
         *,
         kv_dtype: jax.typing.DTypeLike,
         backend: str,
+        linear_backend: str,
         max_steps: int,
         directory: Path | None,
         cache_scope: Scope,
@@ -106,7 +109,7 @@ class Programs:
         self.proposer, self._draft_shapes = proposer, draft_shapes or {}
         self.observer = proposer if isinstance(proposer, Observer) else None  # asking takes 20 us
         self.arch, self.param_shapes, self.schedule, self.mesh = arch, param_shapes, schedule, mesh
-        self._backend = backend
+        self._backend, self._linear_backend = backend, linear_backend
         self._kv_dtype = jnp.dtype(kv_dtype)
         self._max_steps = max_steps if arch.pooler is None else 1
         self.num_devices = tensor_size(mesh)
@@ -129,7 +132,8 @@ class Programs:
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), arrays)
         devices = None if mesh is None else list(mesh.devices.flat)
         self._cache_scope = cache_scope
-        self._store = ProgramStore(directory, (arch, schedule, backend, max_steps, proposer, shapes), devices)
+        facts = (arch, schedule, backend, linear_backend, max_steps, proposer, shapes)
+        self._store = ProgramStore(directory, facts, devices)
 
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
@@ -232,7 +236,9 @@ class Programs:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         device = self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
         compiler_options = _known_options(device)
-        return jax.jit(program, donate_argnums=1, compiler_options=compiler_options).lower(params, state, *blobs)
+        jitted = jax.jit(program, donate_argnums=1, compiler_options=compiler_options)
+        with products_by(self._linear_backend):
+            return jitted.lower(params, state, *blobs)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         """Return the shape of an array of the host on every device."""

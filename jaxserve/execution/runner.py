@@ -105,6 +105,7 @@ class Runner:
         schedule: sizes of steps and pool.
         kv_dtype: dtype of the pool.
         backend: backend of attention.
+        linear_backend: backend of products with matrices, see `EngineConfig.linear_backend`.
         seed: seed of requests, with which each one's own is mixed.
         max_steps: rounds that one dispatch may go.
         programs_dir: directory of compiled programs; None keeps none.
@@ -129,6 +130,7 @@ class Runner:
         *,
         kv_dtype: jax.typing.DTypeLike,
         backend: str,
+        linear_backend: str = "auto",
         seed: int = 0,
         max_steps: int = 1,
         programs_dir: Path | None = None,
@@ -149,6 +151,7 @@ class Runner:
             schedule,
             kv_dtype=kv_dtype,
             backend=backend,
+            linear_backend=linear_backend,
             max_steps=max_steps,
             directory=programs_dir,
             cache_scope=cache_scope,

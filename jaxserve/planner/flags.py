@@ -8,6 +8,7 @@ from jaxserve.environment import user_cache_dir
 
 PLANNED = {  # engine options that change what is planned
     "attention_backend",
+    "linear_backend",
     "multi_step",
     "dtype",
     "expert_parallel_size",

@@ -308,7 +308,8 @@ def make_plan(
     # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
     small = dataclasses.replace(schedule, num_pages=schedule.kv_groups.num_pages(schedule.max_model_len))
     started = time.perf_counter()
-    compiler = StepCompiler(target, small, sizes.dtype, sizes.kv_dtype, sizes.backend, config.quantization)
+    kinds = sizes.dtype, sizes.kv_dtype, sizes.backend, config.quantization, config.linear_backend
+    compiler = StepCompiler(target, small, *kinds)
     buckets = (schedule.max_num_batched_tokens, decode_bucket(schedule))
     compiled = {program.num_tokens: program for program in compiler.step_programs(arch, list(dict.fromkeys(buckets)))}
     largest, decode = (compiled[bucket] for bucket in buckets)

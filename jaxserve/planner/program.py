@@ -23,6 +23,7 @@ from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, build_tree, stack_layers
 from jaxserve.pallas_kernels.deviceless import Chip, UnknownTopologyError
+from jaxserve.pallas_kernels.dispatch import products_by
 from jaxserve.planner.targets import Target
 from jaxserve.quant import plain, weight_format
 from jaxserve.schedule_config import ScheduleConfig
@@ -73,6 +74,7 @@ class StepCompiler:
         kv_dtype: dtype of the KV pool.
         backend: attention backend.
         quantization: quantisation of the weights.
+        linear_backend: backend of products with matrices, see `EngineConfig.linear_backend`.
     """
 
     target: Target
@@ -81,6 +83,7 @@ class StepCompiler:
     kv_dtype: jnp.dtype
     backend: str
     quantization: str | None = None
+    linear_backend: str = "auto"
 
     def step_programs(self, arch: ArchConfig, buckets: Sequence[int]) -> list[StepProgram]:
         """Compile the steps of `buckets` and return what each needs.
@@ -146,7 +149,8 @@ class StepCompiler:
         if mesh is not None:
             program = over_devices(program, mesh, (params, state, blob), (specs_of(state), PartitionSpec()))
         compiler_options = step_options(chip.device_kind)
-        return chip.lower(program, (params, state, blob), (1,), mesh, compiler_options)
+        with products_by(self.linear_backend):
+            return chip.lower(program, (params, state, blob), (1,), mesh, compiler_options)
 
     def _lower_admit(self, arch: ArchConfig) -> jax.stages.Lowered:
         mesh, layout = self._mesh(arch), AdmissionLayout.of(self.schedule)

@@ -35,6 +35,10 @@ class ScaledMatrix(Matrix):
     def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
         """Return the rows that some rows of each of `rows_arrays` make."""
 
+    def row_factor(self) -> Float32[Array, " out"] | None:
+        """Return a factor of each row that `quantized` lacks; None where there is none, as by default."""
+        return None
+
     def quantize_inputs(
         self, x: Float[Array, "T in"], context: LinearContext
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
@@ -53,7 +57,7 @@ class ScaledMatrix(Matrix):
         x, factor = self.quantize_inputs(x, context)
         dtype = jnp.float32 if factor is not None or context.dtype is None else context.dtype
         by_xla = partial(multiply, self.dequantize, self.rows_arrays(), x)
-        y = quantized_matmul(x, stack.quantized(), layer, dtype=dtype, by_xla=by_xla)
+        y = quantized_matmul(x, stack.quantized(), layer, row_factor=self.row_factor(), dtype=dtype, by_xla=by_xla)
         return y if factor is None else y * factor
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Int, Shaped
 from numpy.typing import NDArray
 
 from jaxserve.layers.linear import LinearContext
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
-from jaxserve.pallas_kernels.quantized_matmul import INT4_ZERO, Quantized, packed, unpacked
+from jaxserve.pallas_kernels.quantized_matmul import INT4_ZERO, Quantized, e2m1_floats, packed, unpacked
 from jaxserve.quant import activations
 from jaxserve.quant.products import ScaledMatrix
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
@@ -40,7 +40,9 @@ class StoredMatrix(ScaledMatrix):
         row_scale: further scale of each row, of schemes with a scale of the whole tensor.
         zero: zero points of the groups.
         minimum: minima of the groups, subtracted from elements times scales, where there are no zero points.
-        order: group of each column, where groups are not consecutive columns.
+        order: input of each column, where groups of the checkpoint are not consecutive columns: they are sorted by
+            group. Group of each column on devices that have some columns of each group.
+        input_factor: factor of each input.
         input_scale: scale of activations.
         scheme: scheme of the checkpoint.
     """
@@ -51,6 +53,7 @@ class StoredMatrix(ScaledMatrix):
     zero: Shaped[Array, "*stack groups out"] | None
     minimum: Float32[Array, "*stack groups out"] | None
     order: Int[Array, "*stack in"] | None
+    input_factor: Float32[Array, "*stack in"] | None
     input_scale: Float32[Array, "*stack"] | None
     scheme: Scheme = struct.field(pytree_node=False)
 
@@ -60,11 +63,22 @@ class StoredMatrix(ScaledMatrix):
         *outer, in_bytes = self.elements.shape
         return (*outer, in_bytes * (2 if self.scheme.is_packed else 1))
 
+    @property
+    def is_sorted(self) -> bool:
+        """True if columns are sorted by group, and groups are consecutive columns."""
+        return self.order is not None and _can_sort(self.scheme, self.shape[-1], self.scale.shape[-2])
+
     def quantized(self) -> Quantized:
         """Return what kernels multiply, if this holds the matrices of all layers."""
-        further = {"scales of tensors": self.row_scale, "minima": self.minimum, "order of columns": self.order}
-        names = tuple(name for name, array in further.items() if array is not None)
-        return Quantized(self.elements, self.scale, self.zero, self.scheme.elements, names)
+        order = None if self.is_sorted else self.order
+        further = () if order is None else ("order of columns",)
+        return Quantized(self.elements, self.scale, self.zero, self.scheme.elements, further, self.minimum)
+
+    def row_factor(self) -> Float32[Array, " out"] | None:
+        """Return the further scales of rows."""
+        if self.row_scale is None:
+            return None
+        return (1 / self.row_scale if self.scheme.divides else self.row_scale)[:, 0]
 
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
@@ -77,7 +91,11 @@ class StoredMatrix(ScaledMatrix):
     def quantize_inputs(
         self, x: Float[Array, "T in"], context: LinearContext
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
-        """Return x and no factor, or x quantised as the scheme says."""
+        """Return x as columns take it, and no factor; or that quantised as the scheme says."""
+        if self.is_sorted:
+            x = x.at[:, self.order].get(mode="promise_in_bounds", unique_indices=True)
+        if self.input_factor is not None:
+            x = (x * self.input_factor[None]).astype(x.dtype)
         if self.scheme.activation is None:
             return x, None
         return activations.quantize(x, self.scheme.activation, self.input_scale, context.axis)
@@ -88,8 +106,15 @@ class StoredMatrix(ScaledMatrix):
         return (self.elements, self.scale.T, *(x for x in (self.row_scale, zero, minimum) if x is not None))
 
     def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
-        """Return rows of the matrix."""
-        return _dequantize(self.scheme, self.order, *arrays)
+        """Return rows of the matrix that multiplies what `quantize_inputs` returns."""
+        return _dequantize(self.scheme, None if self.is_sorted else self.order, *arrays)
+
+    def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
+        """Return the rows `ids`, clipped to valid ones."""
+        rows = super().rows(ids)
+        if self.is_sorted:
+            rows = jnp.zeros_like(rows).at[:, self.order].set(rows)
+        return rows if self.input_factor is None else rows * self.input_factor[None]
 
 
 class StoredFormat:
@@ -188,6 +213,8 @@ class SchemeFormat(WeightFormat):
             leaves.append(Leaf.grid(*size, np.dtype(np.float32), (out_axis, group_axis)))
         if scheme.has("order"):
             leaves.append(Leaf((in_size,), np.dtype(np.int32), (in_axis,)))
+        if scheme.has("input_factor"):
+            leaves.append(Leaf((in_size,), np.dtype(np.float32), (in_axis,)))
         if scheme.has("input_scale"):
             leaves.append(Leaf((), np.dtype(np.float32), ()))
         return tuple(leaves)
@@ -207,6 +234,7 @@ class SchemeFormat(WeightFormat):
             next(rest) if has("zero") else None,
             next(rest) if has("minimum") else None,
             next(rest) if has("order") else None,
+            next(rest) if has("input_factor") else None,
             next(rest) if has("input_scale") else None,
             self.scheme,
         )
@@ -217,10 +245,17 @@ class SchemeFormat(WeightFormat):
         leaves = self.leaves(row, tensor.shape, tensor.dtype)
         buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves]
         matrix = self.weight(*buffers)
+        if matrix.order is not None:
+            group_of = _common_order(row, parts, matrix.scale.shape[0])
+            matrix.order[:] = _sorted_columns(row, group_of, self.scheme) if matrix.is_sorted else group_of
+        if matrix.input_factor is not None:
+            matrix.input_factor[:] = _common(row, [part.input_factor() for part in parts], "pre_quant_scale")
 
         def add(start: int, part: Any) -> None:
             rows, elements = slice(start, start + len(part)), part.elements()
-            matrix.elements[rows] = packed(nibbles(elements)) if self.scheme.is_packed else elements
+            elements = nibbles(elements) if self.scheme.is_packed else elements
+            elements = elements[:, matrix.order] if matrix.is_sorted else elements
+            matrix.elements[rows] = packed(elements) if self.scheme.is_packed else elements
             grids = self._grids(row, part)
             matrix.scale[:, rows] = grids.scale.T
             if matrix.zero is not None and grids.zero is not None:
@@ -231,8 +266,6 @@ class SchemeFormat(WeightFormat):
                 matrix.row_scale[rows] = part.global_scale()
 
         tensor.each_slice(_slab_rows(tensor.shape[1]), add)
-        if matrix.order is not None:
-            matrix.order[:] = _common_order(row, parts, -(-row.shape[1] // (self.scheme.group or row.shape[1])))
         if matrix.input_scale is not None:
             matrix.input_scale[...] = self._input_scale(parts)
         return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
@@ -324,17 +357,38 @@ def _with_zeros(
 
 
 def _common_order(row: Row, parts: Sequence[QuantizedPart], num_groups: int) -> NDArray[np.int32]:
-    orders = [part.group_of() for part in parts]
-    if any(not np.array_equal(order, orders[0]) for order in orders):
+    order = _common(row, [part.group_of() for part in parts], "order of columns (g_idx)")
+    if order.size and not 0 <= order.min() <= order.max() < num_groups:
         raise CheckpointError(
-            f"{', '.join(dict.fromkeys(row.hf_names))} must have the same order of columns (g_idx), as they are one "
-            f"product, got different ones; quantise the model without desc_act"
+            f"g_idx of {row.hf_names[0]} must name {num_groups} groups, got {order.min()} to {order.max()}"
         )
-    if orders[0].size and not 0 <= orders[0].min() <= orders[0].max() < num_groups:
+    return order
+
+
+def _common(row: Row, arrays: Sequence[NDArray[Any]], what: str) -> NDArray[Any]:
+    """Return the array that all parts of a tensor have, of a value for each column."""
+    if any(not np.array_equal(array, arrays[0]) for array in arrays):
         raise CheckpointError(
-            f"g_idx of {row.hf_names[0]} must name {num_groups} groups, got {orders[0].min()} to {orders[0].max()}"
+            f"{', '.join(dict.fromkeys(row.hf_names))} must have the same {what}, as they are one product, got "
+            f"different ones; quantise the model without it"
         )
-    return orders[0]
+    return arrays[0]
+
+
+def _can_sort(scheme: Scheme, in_size: int, num_groups: int) -> bool:
+    """Return whether a device has all columns of each group, and groups are equally large."""
+    return num_groups * (scheme.group or in_size) == in_size
+
+
+def _sorted_columns(row: Row, group_of: NDArray[np.int32], scheme: Scheme) -> NDArray[np.int32]:
+    """Return the columns of each group after those of the group before."""
+    size = scheme.group or len(group_of)
+    counts = np.bincount(group_of)
+    if (counts != size).any():
+        raise CheckpointError(
+            f"g_idx of {row.hf_names[0]} must name each group {size} times, got {counts.min()} to {counts.max()}"
+        )
+    return np.argsort(group_of, kind="stable").astype(np.int32)
 
 
 def _dequantize(
@@ -365,15 +419,7 @@ def _floats(scheme: Scheme, elements: Shaped[Array, "rows in_bytes"]) -> Float32
     if not scheme.is_packed:
         return elements.astype(jnp.float32)
     codes = unpacked(elements)
-    return _e2m1_floats(codes) if scheme.elements == "e2m1" else codes.astype(jnp.float32)
-
-
-def _e2m1_floats(codes: UInt8[Array, "rows in"]) -> Float32[Array, "rows in"]:
-    """Return the value of each code: sign, two bits of exponent, one of mantissa."""
-    exponent, mantissa = codes >> 1 & 3, codes & 1
-    halves = jnp.where(exponent == 0, mantissa, (2 | mantissa) << jnp.maximum(exponent, 1) - 1)
-    size = halves.astype(jnp.float32) * 0.5
-    return jnp.where(codes & 8, -size, size)
+    return e2m1_floats(codes.astype(jnp.int32)) if scheme.elements == "e2m1" else codes.astype(jnp.float32)
 
 
 def _spread(

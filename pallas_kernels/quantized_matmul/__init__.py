@@ -2,10 +2,11 @@
 
 Contract of the operation:
 
-- A matrix `[N, K]` is held as elements and grids of scales and perhaps zero points, `[groups, N]`: an element is
-  `(q - zero) * scale`, with the scale of its row and of its group of K / groups consecutive columns.
-- Two elements of four bits share a byte, q + 8 where there are no zero points: the first half of the columns in the low
-  bits, the second half in the high ones.
+- A matrix `[N, K]` is held as elements and grids of scales and perhaps zero points or minima, `[groups, N]`: an element
+  is `(q - zero) * scale` or `q * scale - minimum`, with those of its row and of its group of K / groups consecutive
+  columns.
+- Two elements of four bits share a byte: the first half of the columns in the low bits, the second half in the high
+  ones. Integers are q + 8 where there are neither zero points nor minima.
 - In the kernels, elements of groups are rounded to the dtype of x once they are scaled, and a single scale of a row
   multiplies its sum. Formats that multiply by XLA may scale before they round, or not round.
 - Sums are float32, whatever the dtypes; results may be rounded to another one.
@@ -21,23 +22,32 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
+from jaxserve.pallas_kernels.dispatch import AUTO, XLA, product_backend, select, target_platform
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu
 from jaxserve.pallas_kernels.quantized_matmul.interface import (
     INT4_ZERO,
     Backend,
     Problem,
     Quantized,
+    e2m1_floats,
     packed,
     unpacked,
 )
 
-__all__ = ["BACKENDS", "INT4_ZERO", "Backend", "Problem", "Quantized", "packed", "quantized_matmul", "unpacked"]
+__all__ = [
+    "BACKENDS",
+    "INT4_ZERO",
+    "Backend",
+    "Problem",
+    "Quantized",
+    "e2m1_floats",
+    "packed",
+    "quantized_matmul",
+    "unpacked",
+]
 
 BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
 """All kernels, best first."""
-
-XLA = "xla"
 
 
 def quantized_matmul(
@@ -46,6 +56,7 @@ def quantized_matmul(
     layer: int | Int[Array, ""],
     *,
     by_xla: Callable[[], Float[Array, "T out"]],
+    row_factor: Float[Array, " out"] | None = None,
     dtype: DTypeLike = jnp.float32,
     backend: str = AUTO,
 ) -> Float[Array, "T out"]:
@@ -56,6 +67,7 @@ def quantized_matmul(
       matrix: matrices of all layers.
       layer: number of the layer.
       by_xla: function that returns the product where no kernel runs, as only a format knows all of its own forms.
+      row_factor: factor of each row of the matrix, with which a kernel's product is multiplied; `by_xla` has its own.
       dtype: dtype of the results.
       backend: "auto", "xla" or a name in `BACKENDS`.
 
@@ -63,7 +75,7 @@ def quantized_matmul(
       ValueError: shapes do not fit together.
       UnsupportedBackendError: the requested backend cannot run this call.
     """
-    problem = matrix.problem(x, jnp.dtype(dtype), target_platform())
+    problem = matrix.problem(x, jnp.dtype(dtype if row_factor is None else jnp.float32), target_platform())
     if x.ndim != 2 or x.shape[1] != problem.num_inputs:
         raise ValueError(f"x must be [T, {problem.num_inputs}], as the matrix has these columns, got {x.shape}")
     if matrix.scale.shape[2] != problem.num_outputs:
@@ -72,7 +84,9 @@ def quantized_matmul(
     def supports(kernel: Backend | None) -> str | None:
         return None if kernel is None else kernel.supports(problem)
 
+    backend = product_backend(backend, XLA)
     chosen = select("quantized_matmul", {**BACKENDS, XLA: None}, backend, supports)
     if chosen == XLA:
         return by_xla().astype(dtype)
-    return BACKENDS[chosen].multiply(problem, x, matrix, jnp.asarray(layer, jnp.int32)).astype(dtype)
+    y = BACKENDS[chosen].multiply(problem, x, matrix, jnp.asarray(layer, jnp.int32))
+    return (y if row_factor is None else y * row_factor[None]).astype(dtype)

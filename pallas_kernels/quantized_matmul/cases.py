@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from jaxserve.pallas_kernels.quantized_matmul import reference
 from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, PACKED, Problem, Quantized, packed
 
-E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+E4M3, E2M1 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float4_e2m1fn)
 
 
 class Arguments(NamedTuple):
@@ -32,6 +32,7 @@ class _Values(NamedTuple):
     elements: NDArray[np.float32]
     scale: NDArray[np.float32]
     zero: NDArray[np.float32] | None
+    minimum: NDArray[np.float32] | None
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class Case:
         elements: kind of the elements.
         group_size: columns of a group; None if each row has one scale.
         has_zero: True if groups have zero points.
+        has_minimum: True if groups have minima.
+        scale_dtype: dtype of the scales.
         num_rows: number of rows of x.
         num_outputs: rows of the matrix.
         num_inputs: columns of the matrix.
@@ -55,6 +58,8 @@ class Case:
     elements: str = "int4"
     group_size: int | None = 128
     has_zero: bool = False
+    has_minimum: bool = False
+    scale_dtype: str = "float32"
     num_rows: int = 5
     num_outputs: int = 256
     num_inputs: int = 512
@@ -72,16 +77,23 @@ class Case:
         layers = [self._values(layer) for layer in range(self.num_layers)]
         elements = np.stack([self._stored(values.elements) for values in layers])
         scale = np.stack([values.scale if i == self.layer else values.scale * stale for i, values in enumerate(layers)])
+        scale = scale.astype(jnp.dtype(self.scale_dtype))
         zeros = [values.zero.astype(np.uint8) for values in layers if values.zero is not None]
-        elements, scale, zero = map(jax.device_put, (elements, scale, np.stack(zeros) if zeros else None))
-        matrix = Quantized(elements, scale, zero, self.elements)
+        minima = [values.minimum for values in layers if values.minimum is not None]
+        grids = (scale, *(np.stack(grid) if grid else None for grid in (zeros, minima)))
+        elements, scale, zero, minimum = map(jax.device_put, (elements, *grids))
+        matrix = Quantized(elements, scale, zero, self.elements, minimum=minimum)
         return Arguments(jax.device_put(self._x()), matrix, jax.device_put(np.int32(self.layer)))
 
     def expected(self) -> NDArray[np.float32]:
         """Return what the reference makes of the arguments."""
-        elements, scale, zero = self._values(self.layer)
-        elements = elements - INT4_ZERO if self.elements == "int4" and zero is None else elements
-        return reference.multiply(self._x().astype(np.float32), elements, scale, zero, np.dtype(ml_dtypes.bfloat16))
+        elements, scale, zero, minimum = self._values(self.layer)
+        if self.elements == "e2m1":
+            elements = elements.astype(np.uint8).view(E2M1).astype(np.float32)
+        elif self.elements == "int4" and zero is None and minimum is None:
+            elements = elements - INT4_ZERO
+        rounded = np.dtype(ml_dtypes.bfloat16)
+        return reference.multiply(self._x().astype(np.float32), elements, scale, zero, minimum, rounded)
 
     def _x(self) -> NDArray[ml_dtypes.bfloat16]:
         return np.random.default_rng(0).normal(size=(self.num_rows, self.num_inputs)).astype(ml_dtypes.bfloat16)
@@ -94,8 +106,12 @@ class Case:
         else:
             low, high = (0, 16) if self.elements in PACKED else (-128, 128)
             elements = rng.integers(low, high, shape).astype(np.float32)
-        scale = rng.uniform(0.01, 0.02, grid).astype(np.float32)
-        return _Values(elements, scale, rng.integers(0, 16, grid).astype(np.float32) if self.has_zero else None)
+        # With few bits products are exact, and minima subtracted with or without rounding them first.
+        dtype = jnp.dtype("bfloat16" if self.has_minimum else self.scale_dtype)
+        scale = rng.uniform(0.01, 0.02, grid).astype(dtype).astype(np.float32)
+        zero = rng.integers(0, 16, grid).astype(np.float32) if self.has_zero else None
+        minimum = rng.uniform(0, 0.2, grid).astype(np.float32) if self.has_minimum else None
+        return _Values(elements, scale, zero, minimum)
 
     def _stored(self, elements: NDArray[np.float32]) -> NDArray[np.generic]:
         if self.elements in PACKED:
@@ -118,7 +134,11 @@ CASES: tuple[Case, ...] = (
     Case("a_layer_among_others", num_layers=3, layer=1),
     Case("rows_of_many_tiles", "int8", num_rows=200),
     Case("few_outputs", "int8", num_outputs=128),
+    Case("minima", group_size=32, num_inputs=1024, has_minimum=True),
+    Case("e2m1_and_e4m3", "e2m1", group_size=16, scale_dtype="float8_e4m3fn"),
+    Case("e2m1_and_bfloat16", "e2m1", group_size=32, num_rows=40, scale_dtype="bfloat16"),
+    Case("a_partial_block_of_outputs", has_zero=True, num_outputs=208, group_size=64, num_layers=2),
 )
 BY_NAME = {case.name: case for case in CASES}
 
-GPU_CASES = tuple(case for case in CASES if (case.group_size or case.num_inputs) % 64 == 0)
+GPU_CASES = CASES

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Int, Int32, Shaped, UInt8
 from numpy.typing import NDArray
 
 PACKED = ("int4", "e2m1")  # kinds of elements of which two share a byte
@@ -25,6 +25,13 @@ def unpacked(pairs: UInt8[Array, "*rows in_bytes"]) -> UInt8[Array, "*rows in"]:
     return jnp.concatenate([pairs & 15, pairs >> 4], axis=-1)
 
 
+def e2m1_floats(codes: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Return the values of codes with a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    size = (codes & 7).astype(jnp.float32)
+    size = jnp.maximum(size * 0.5, jnp.maximum(size - 2, size * 2 - 8))
+    return size * (1 - (codes & 8).astype(jnp.float32) * 0.25)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Static facts of a call, by which a backend decides if it can run it.
@@ -36,6 +43,7 @@ class Problem:
         num_groups: number of groups of columns; 1 if each row has one scale.
         elements: kind of the elements, such as "int4".
         has_zero: True if groups have zero points.
+        has_minimum: True if groups have minima.
         further: names of what else makes up the matrix, which no kernel knows.
         dtype: dtype of the rows.
         scale_dtype: dtype of the scales.
@@ -49,6 +57,7 @@ class Problem:
     num_groups: int
     elements: str
     has_zero: bool
+    has_minimum: bool
     further: tuple[str, ...]
     dtype: jnp.dtype
     scale_dtype: jnp.dtype
@@ -65,15 +74,29 @@ class Problem:
         """Number of elements in a byte, each of another part of the columns."""
         return 2 if self.elements in PACKED else 1
 
+    def block_groups(self, columns: int) -> int:
+        """Return the number of groups that a block of so many columns has a part of."""
+        return max(1, columns // self.group_size)
+
     @property
     def row_bytes(self) -> int:
         """Bytes of a row of elements."""
         return self.num_inputs // self.per_byte
 
     @property
+    def is_scaled(self) -> bool:
+        """True if elements are scaled before they are multiplied, and not their sums, by the one scale of each row."""
+        return self.num_groups > 1 or self.has_minimum
+
+    @property
+    def offset_bytes(self) -> int:
+        """Bytes of a zero point or a minimum; 0 if there are none."""
+        return 1 if self.has_zero else 4 * self.has_minimum
+
+    @property
     def matrix_bytes(self) -> int:
-        """Bytes of elements, scales and zero points."""
-        grid_bytes = self.scale_dtype.itemsize + self.has_zero
+        """Bytes of elements and grids."""
+        grid_bytes = self.scale_dtype.itemsize + self.offset_bytes
         return self.num_outputs * (self.row_bytes + self.num_groups * grid_bytes)
 
 
@@ -86,6 +109,7 @@ class Quantized(NamedTuple):
         zero: zero points of the groups; None for those of the elements' kind.
         kind: kind of the elements: "int8", "e4m3", "int4" or "e2m1".
         further: names of what else makes up the matrix.
+        minimum: minima of the groups, where there are no zero points.
     """
 
     elements: Shaped[Array, "layers out in_bytes"]
@@ -93,13 +117,19 @@ class Quantized(NamedTuple):
     zero: Shaped[Array, "layers groups out"] | None
     kind: str
     further: tuple[str, ...] = ()
+    minimum: Float[Array, "layers groups out"] | None = None
+
+    @property
+    def offset(self) -> Shaped[Array, "layers groups out"] | None:
+        """Zero points or minima."""
+        return self.minimum if self.zero is None else self.zero
 
     def problem(self, x: Float[Array, "T in"], result_dtype: jnp.dtype, platform: str) -> Problem:
         """Return the facts of the product with x."""
         _, num_outputs, row_bytes = self.elements.shape
         sizes = (x.shape[0], num_outputs, row_bytes * (2 if self.kind in PACKED else 1), self.scale.shape[1])
-        dtypes = (x.dtype, self.scale.dtype, result_dtype)
-        return Problem(*sizes, self.kind, self.zero is not None, self.further, *dtypes, platform)
+        dtypes, has = (x.dtype, self.scale.dtype, result_dtype), (self.zero is not None, self.minimum is not None)
+        return Problem(*sizes, self.kind, *has, self.further, *dtypes, platform)
 
 
 @runtime_checkable

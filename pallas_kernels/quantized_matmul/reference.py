@@ -8,7 +8,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 
-def multiply(x: Floats, elements: Floats, scale: Floats, zero: Floats | None, rounded: np.dtype) -> Floats:
+def multiply(
+    x: Floats, elements: Floats, scale: Floats, zero: Floats | None, minimum: Floats | None, rounded: np.dtype
+) -> Floats:
     """Return the product of x with the transposed matrix.
 
     Args:
@@ -16,6 +18,7 @@ def multiply(x: Floats, elements: Floats, scale: Floats, zero: Floats | None, ro
         elements: values of the elements [N, K], before zero points are subtracted.
         scale: scales [groups, N].
         zero: zero points [groups, N].
+        minimum: minima [groups, N].
         rounded: dtype to which scaled elements of groups are rounded.
     """
     size = elements.shape[1] // len(scale)
@@ -23,4 +26,6 @@ def multiply(x: Floats, elements: Floats, scale: Floats, zero: Floats | None, ro
     if len(scale) == 1:
         return (x @ q.T) * scale
     matrix = q * np.repeat(scale.T, size, axis=1)
+    if minimum is not None:
+        matrix = matrix - np.repeat(minimum.T, size, axis=1)
     return x @ matrix.astype(rounded).astype(np.float32).T

@@ -9,7 +9,9 @@ from jaxserve.pallas_kernels.quantized_matmul.interface import Problem
 from jaxserve.pallas_kernels.tuning import Settings
 
 SETTINGS = Settings(Path(__file__).parent / "tuned")
-ELEMENTS = ("int8", "int4", "e4m3")
+ALIGNED = 16  # rows of a matrix: for others, lines of grids are not whole for TMA, and XLA lays out TPU's transposed
+ELEMENTS = ("int8", "int4", "e4m3", "e2m1")
+SCALES = ("float32", "bfloat16", "float8_e4m3fn")
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:
@@ -20,6 +22,7 @@ def shape_class(problem: Problem) -> dict[str, int | str]:
         "num_inputs": problem.num_inputs,
         "num_groups": problem.num_groups,
         "elements": problem.elements,
+        "scale_dtype": problem.scale_dtype.name,
     }
 
 
@@ -35,8 +38,11 @@ def unsupported(problem: Problem, platform: str, dtypes: Collection[str]) -> str
         return f"it runs on {platform.upper()}s only"
     if problem.elements not in ELEMENTS:
         return f"elements must be one of {ELEMENTS}, not {problem.elements}"
+    if problem.num_outputs % ALIGNED:
+        return f"rows of the matrix must be a multiple of {ALIGNED}, not {problem.num_outputs}"
     if problem.further:
         return f"it has no {', '.join(problem.further)}"
-    if problem.dtype.name not in dtypes or problem.scale_dtype != "float32":
-        return f"rows must be one of {dtypes} and scales float32, not {problem.dtype} and {problem.scale_dtype}"
+    if problem.dtype.name not in dtypes or problem.scale_dtype.name not in SCALES:
+        names = f"{problem.dtype} and {problem.scale_dtype}"
+        return f"rows must be one of {tuple(dtypes)} and scales one of {SCALES}, not {names}"
     return None

@@ -10,6 +10,7 @@ import pytest
 from jaxserve.engine.memory import tree_bytes
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.quantized_matmul import Quantized, quantized_matmul
+from jaxserve.pallas_kernels.quantized_matmul.interface import PACKED
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.planner.plan import read_model
 from jaxserve.planner.program import StepCompiler, abstract_params, temp_bytes
@@ -20,25 +21,30 @@ pytestmark = pytest.mark.deviceless
 
 BFLOAT16 = jnp.dtype("bfloat16")
 BACKENDS = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
-DTYPES = {"int4": "uint8", "int8": "int8", "e4m3": "float8_e4m3fn"}
-SHAPES = [  # rows, outputs, inputs, group size, elements, whether there are zero points
-    (64, 6144, 4096, 64, "int4", False),
-    (64, 4096, 14336, 128, "int4", True),
-    (256, 4096, 14336, None, "int8", False),
-    (1, 28672, 4096, 128, "e4m3", False),
-    (16, 6144, 3072, 128, "int4", False),
+DTYPES = {"int4": "uint8", "e2m1": "uint8", "int8": "int8", "e4m3": "float8_e4m3fn"}
+SCALES = {"e2m1": "float8_e4m3fn"}  # dtypes of scales other than float32
+OFFSETS = {"zero": "uint8", "minimum": "float32"}
+SHAPES = [  # rows, outputs, inputs, group size, elements, what else groups have
+    (64, 6144, 4096, 64, "int4", None),
+    (64, 4096, 14336, 128, "int4", "zero"),
+    (256, 4096, 14336, None, "int8", None),
+    (1, 28672, 4096, 128, "e4m3", None),
+    (16, 6144, 3072, 128, "int4", None),
+    (64, 32064, 4096, 64, "int4", None),  # a share of a vocabulary
+    (64, 4096, 14336, 32, "int4", "minimum"),
+    (16, 6144, 4096, 16, "e2m1", None),
 ]
 
 
-def lower(chip, rows, outputs, inputs, group, kind, has_zero, num_layers=32):
+def lower(chip, rows, outputs, inputs, group, kind, offset, num_layers=32):
     """Lower the product with the matrix of one of several layers."""
     grid = (num_layers, inputs // (group or inputs), outputs)
-    row_bytes = inputs // 2 if kind == "int4" else inputs
-    shapes = [((rows, inputs), "bfloat16"), ((num_layers, outputs, row_bytes), DTYPES[kind]), (grid, "float32")]
-    shapes += [((), "int32"), *([(grid, "uint8")] if has_zero else [])]
+    row_bytes = inputs // 2 if kind in PACKED else inputs
+    shapes = [((rows, inputs), "bfloat16"), ((num_layers, outputs, row_bytes), DTYPES[kind])]
+    shapes += [(grid, SCALES.get(kind, "float32")), ((), "int32"), *([(grid, OFFSETS[offset])] if offset else [])]
 
-    def multiply(x, elements, scale, layer, zero=None):
-        matrix = Quantized(elements, scale, zero, kind)
+    def multiply(x, elements, scale, layer, values=None):
+        matrix = Quantized(elements, scale, None, kind)._replace(**({offset: values} if offset else {}))
         return quantized_matmul(x, matrix, layer, by_xla=lambda: x, dtype=BFLOAT16, backend=BACKENDS[chip.platform])
 
     return chip.lower(multiply, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes])
@@ -51,10 +57,11 @@ def lower(chip, rows, outputs, inputs, group, kind, has_zero, num_layers=32):
 )
 def test_products_compile_for_tpus(tpu, chip, shape):
     (compiled,) = chip.compile_all([lower(chip, *shape)])
-    rows, outputs, inputs, group, kind, has_zero = shape
+    rows, outputs, inputs, group, kind, offset = shape
     assert compiled.memory_analysis().temp_size_in_bytes <= 2**20 + 2 * 16 * inputs  # perhaps x padded to 16 rows
-    elements = outputs * inputs // (2 if kind == "int4" else 1)
-    grid = outputs * inputs // (group or inputs) * (4 + has_zero)
+    elements = outputs * inputs // (2 if kind in PACKED else 1)
+    num_bytes = jnp.dtype(SCALES.get(kind, "float32")).itemsize + (jnp.dtype(OFFSETS[offset]).itemsize if offset else 0)
+    grid = outputs * inputs // (group or inputs) * num_bytes
     x_bytes = 2 * rows * inputs
     by_hand, accessed = elements + grid + x_bytes + 2 * rows * outputs, compiled.cost_analysis()["bytes accessed"]
     copies = 4 * x_bytes  # XLA may copy x to vector memory, and counts both ends of a copy where it starts and ends
@@ -63,7 +70,7 @@ def test_products_compile_for_tpus(tpu, chip, shape):
 
 def test_products_compile_for_gpus_without_spills(h200, capfd, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    shapes = [*SHAPES, (2048, 4096, 14336, 128, "int4", True), (8, 128256, 4096, 64, "int4", False)]
+    shapes = [*SHAPES, (2048, 4096, 14336, 128, "int4", "zero"), (8, 128256, 4096, 64, "int4", None)]
     programs = h200.compile_all([lower(h200, *shape) for shape in shapes])
     report = capfd.readouterr()
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report.out + report.err)
@@ -77,27 +84,34 @@ def test_products_compile_for_gpus_without_spills(h200, capfd, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_layers", "megabytes", "num_kernels"), [("v6e:1x1", None, 64, 4), ("h200", 1, 110, 5)]
+    ("name", "num_layers", "megabytes", "num_kernels"),
+    [
+        ("v6e:1x1", None, 64, 4),
+        ("v6e:2x2", None, 64, 4),
+        ("h200", 1, 110, 5),
+        ("h200x4", 1, 110, 5),
+        pytest.param("h200", None, 110, 32 * 4 + 1, marks=[pytest.mark.full, pytest.mark.exhaustive]),
+    ],
 )
 def test_a_step_makes_no_floats_of_a_matrix(targets, name, num_layers, megabytes, num_kernels):
     """Temporaries are small beside the logits of all rows, and no array of floats has the size of a matrix."""
     target, arch, num_rows = targets(name), first_layers(read_model("llama-3.1-8b")[1], num_layers), 64
-    backend = BACKENDS[target.sheet.chip.platform]
-    page_size = default_page_size(backend, num_kv_heads=8, head_dim=128, kv_dtype=BFLOAT16)
+    local, backend = arch.local(target.num_devices), BACKENDS[target.sheet.chip.platform]
+    page_size = default_page_size(backend, num_kv_heads=local.num_kv_heads, head_dim=128, kv_dtype=BFLOAT16)
     schedule = ScheduleConfig(num_rows, 2048, 8192, page_size, 20_000 // page_size)
     (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend, "int4").compile(arch, (num_rows,))
     assert temp_bytes(program) <= num_rows * arch.vocab_size * 4 + megabytes * 1e6
-    planned = tree_bytes(abstract_params(arch, BFLOAT16, "int4"))
+    planned = tree_bytes(abstract_params(arch, BFLOAT16, "int4", target.num_devices))
     assert planned <= program.memory_analysis().argument_size_in_bytes <= planned + 3e9, "weights and a pool of 2.6 GB"
     text = program.as_text()
-    sizes_of_matrices = {arch.hidden_size, arch.ffn_size, 2 * arch.ffn_size, arch.vocab_size}
-    sizes_of_matrices.add((arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim)
+    sizes_of_matrices = {local.hidden_size, local.ffn_size, 2 * local.ffn_size, local.vocab_size}
+    sizes_of_matrices |= {num * local.head_dim for num in (local.num_heads, local.num_heads + 2 * local.num_kv_heads)}
     wide = {
         (dtype, shape)
         for dtype, shape in re.findall(r"= (bf16|f16|f32)\[([\d,]+)\]", text)
         if len(sizes := [int(size) for size in shape.split(",")]) >= 2
         and set(sizes[-2:]) <= sizes_of_matrices
-        and math.prod(sizes) >= arch.hidden_size**2
+        and math.prod(sizes) >= arch.hidden_size**2 // target.num_devices
     }
     assert not wide
     assert len(re.findall(r"custom-call\(.*quantized_matmul", text)) >= num_kernels

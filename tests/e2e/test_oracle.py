@@ -145,10 +145,7 @@ def pair(
         model = checkpoints.write_checkpoint(path, family, **overrides)
         options = {"model": str(path), "num_pages": 2 * SIZES["num_pages"]}  # some have two KV groups
     if kernels == "xla":
-        options["attention_backend"] = "xla"
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "unavailable", lambda: "switched off")
-            start(**options)  # the matrices stay as they were loaded here
+        options |= {"attention_backend": "xla", "linear_backend": "xla"}
     return lambda **more: start(**options | more), Oracle(model)
 
 

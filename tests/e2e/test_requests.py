@@ -156,6 +156,7 @@ class TestRefusals:
             {"max_num_seqs": 8, "max_num_batched_tokens": 4},
             {"max_model_len": 100_000},
             {"attention_backend": "flash"},
+            {"linear_backend": "mosaic_gpu"},
             {"model": "/no/such/model"},
             {"tokenizer": "/no/such/tokenizer", "skip_tokenizer_init": False},
         ],

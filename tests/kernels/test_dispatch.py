@@ -4,7 +4,13 @@ import jax
 import pytest
 
 from jaxserve.pallas_kernels import deviceless, dispatch
-from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError, select, target_platform
+from jaxserve.pallas_kernels.dispatch import (
+    UnsupportedBackendError,
+    product_backend,
+    products_by,
+    select,
+    target_platform,
+)
 
 REASONS = {"fast": "needs a GPU", "plain": None, "slow": None}
 
@@ -40,6 +46,14 @@ def test_unknown_name():
 def test_auto_with_no_backend_lists_every_reason():
     with pytest.raises(UnsupportedBackendError, match="fast: broken; plain: broken; slow: broken"):
         select("op", REASONS, "auto", lambda _: "broken")
+
+
+def test_products_may_be_left_to_xla():
+    assert product_backend("auto", "ragged_dot") == "auto"
+    with products_by("xla"):
+        assert product_backend("auto", "ragged_dot") == "ragged_dot"
+        assert product_backend("mosaic_gpu", "ragged_dot") == "mosaic_gpu"
+    assert product_backend("auto", "ragged_dot") == "auto"
 
 
 @pytest.mark.parametrize("name", ["H200", "TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU7X"])

@@ -183,6 +183,22 @@ def write_awq(group: int) -> Writer:
     return write
 
 
+def write_row_nibbles(group: int) -> Writer:
+    """Return ModelOpt's writer of W4A16_AWQ, whose factors of inputs are in the norm before but in down projections."""
+
+    def write(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        factor = np.random.default_rng(w.shape[1]).uniform(0.5, 2, w.shape[1]).astype(np.float32)
+        factor = np.ones_like(factor) if w.shape[1] == SIZES["hidden_size"] else factor
+        scale = (largest(w / factor, group) / 7).astype(np.float32)
+        signed = np.clip(np.round(w / factor / spread(scale, w, group)), -8, 7).astype(np.int8)
+        codes = signed.view(np.uint8) & 15
+        tensors = {"weight": codes[::2] | codes[1::2] << 4, "weight_scale": scale}
+        tensors |= {} if (factor == 1).all() else {"pre_quant_scale": factor}
+        return tensors, signed * spread(scale, w, group) * factor
+
+    return write
+
+
 # Activations
 
 
@@ -281,6 +297,10 @@ CASES: dict[str, Case] = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]},
         write_fp4("modelopt"),
         fake_fp4,
+    ),
+    "modelopt-int4-awq": Case(
+        {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": 32, "ignore": ["lm_head"]},
+        write_row_nibbles(32),
     ),
     "ct-mxfp4-weights": Case(
         compressed("mxfp4-pack-quantized", {**FP4, **GROUP, "scale_dtype": "torch.uint8"}),

@@ -10,6 +10,9 @@ from jaxserve.models.params import ParamSpec
 from jaxserve.pallas_kernels.quantized_matmul import BACKENDS
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
 from jaxserve.quant import products, weight_format
+from jaxserve.weights.rows import leaf_at
+from tests.quant.loaded import ONE_LAYER, loaded
+from tests.quant.quantized_checkpoints import CASES, write_quantized
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -33,3 +36,25 @@ def test_layers_of_a_stack_reach_the_kernel(name, monkeypatch):
     with SETTINGS.interpreted(pltpu.InterpretParams()):
         found = linear(x, StackedMatrix(stack, jnp.int32(1)), LinearContext(dtype=jnp.float32))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "gptq-order" else pytest.mark.interpreter)
+        for name in ("gptq-order", "modelopt-int4-awq", "ct-nvfp4-weights", "ct-mxfp4-weights", "awq")
+    ],
+)
+def test_matrices_of_checkpoints_reach_the_kernel(name, monkeypatch, tmp_path):
+    """Scales of tensors, factors of inputs and orders of columns go around the kernel."""
+    write_quantized(tmp_path, CASES[name], **ONE_LAYER, hidden_size=128, head_dim=32, intermediate_size=256)
+    _, specs, params = loaded(tmp_path, jnp.bfloat16)
+    (spec,) = [spec for spec in specs if spec.path[-1] == "down_proj"]
+    matrix = leaf_at(params, spec.path)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 256)), jnp.bfloat16)
+    expected = np.asarray(x, np.float32) @ np.asarray(matrix.rows(jnp.arange(128))).T
+    monkeypatch.delitem(BACKENDS, "mosaic_gpu")  # TPU kernels alone run in this interpreter
+    monkeypatch.setattr(products, "multiply", lambda *_: pytest.fail("XLA multiplies"))
+    with SETTINGS.interpreted(pltpu.InterpretParams()):
+        found = linear(x, matrix, LinearContext(dtype=jnp.float32))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=0.01 * np.abs(expected).max())

@@ -155,7 +155,7 @@ def _compressed_scheme(group: Mapping[str, Any], form: str | None) -> Scheme:
         tensors,
         columns,
         block_rows,
-        scale_dtype=E8M0 if is_mx else E4M3 if is_nv else "float32",
+        scale_dtype="bfloat16" if is_mx else E4M3 if is_nv else "float32",
         divides=is_nv,
         activation=activation,
     )
@@ -257,7 +257,13 @@ def _modelopt_scheme(algorithm: str, config: Mapping[str, Any], where: str) -> S
         second: tuple[tuple[Role, str], ...] = (("global_scale", "weight_scale_2"),)
         tensors = (*_PLAIN_SCALED, *second, *(_INPUT if activation else ()))
         return Scheme(name, "e2m1", "nibbles", tensors, group, scale_dtype=E4M3, activation=activation)
-    raise _refuse("the quant_algo of ModelOpt must be FP8, NVFP4, W4A16_NVFP4 or MIXED_PRECISION", algorithm, where)
+    if algorithm in ("W4A16_AWQ", "INT4_AWQ"):
+        if config.get("has_zero_point"):
+            raise _refuse("weights of W4A16_AWQ must come without zero points", "has_zero_point", where)
+        tensors = (*_PLAIN_SCALED, ("input_factor", "pre_quant_scale"))
+        return Scheme(name, "int4", "row_nibbles", tensors, int(config.get("group_size") or 128))
+    known = "FP8, NVFP4, W4A16_NVFP4, W4A16_AWQ or MIXED_PRECISION"
+    raise _refuse(f"the quant_algo of ModelOpt must be {known}", algorithm, where)
 
 
 # GPTQ and AWQ
@@ -321,9 +327,9 @@ def _group(config: Mapping[str, Any]) -> int | None:
 
 _MINIMUM: tuple[tuple[Role, str], ...] = (("minimum", "weight_minimum"),)
 GGUF_SCHEMES: Mapping[str, Scheme] = {
-    "Q8_0": Scheme("gguf Q8_0", "int8", "plain", _PLAIN_SCALED, 32, scale_dtype="float16"),
-    "Q4_0": Scheme("gguf Q4_0", "int4", "nibbles", _PACKED_SCALED, 32, scale_dtype="float16"),
-    "Q5_0": Scheme("gguf Q5_0", "int8", "plain", _PLAIN_SCALED, 32, scale_dtype="float16"),
+    "Q8_0": Scheme("gguf Q8_0", "int8", "plain", _PLAIN_SCALED, 32),
+    "Q4_0": Scheme("gguf Q4_0", "int4", "nibbles", _PACKED_SCALED, 32),
+    "Q5_0": Scheme("gguf Q5_0", "int8", "plain", _PLAIN_SCALED, 32),
     "Q4_K": Scheme("gguf Q4_K", "int4", "nibbles", (*_PACKED_SCALED, *_MINIMUM), 32),
     "Q6_K": Scheme("gguf Q6_K", "int8", "plain", _PLAIN_SCALED, 16),
 }

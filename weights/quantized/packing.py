@@ -26,7 +26,7 @@ def element_bytes(scheme: Scheme) -> tuple[np.dtype, ...]:
     """Return the dtypes that the elements of a scheme may have in a file."""
     if scheme.packing == "plain":
         return (E4M3,) if scheme.elements == "e4m3" else (np.dtype(np.int8),)
-    return (np.dtype(np.uint8),) if scheme.packing == "nibbles" else _INT32
+    return (np.dtype(np.uint8),) if scheme.packing in ("nibbles", "row_nibbles") else _INT32
 
 
 def matrix_shape(scheme: Scheme, tensors: Mapping[Role, Any]) -> tuple[int, int]:
@@ -37,6 +37,8 @@ def matrix_shape(scheme: Scheme, tensors: Mapping[Role, Any]) -> tuple[int, int]
         return rows, columns
     if scheme.packing == "nibbles":
         return rows, 2 * columns
+    if scheme.packing == "row_nibbles":
+        return 2 * rows, columns
     if scheme.packing == "words":
         return rows, per_word * columns
     if scheme.packing == "gptq":
@@ -55,7 +57,8 @@ def other_shapes(scheme: Scheme, whole: tuple[int, int]) -> dict[Role, list[tupl
     scale: list[tuple[int, ...]] = [(blocks, groups), (blocks, 1, groups, 1)]
     scale += [(blocks,)] if groups == 1 else []
     scale += [(), (1,), (1, 1)] if scheme.group is None or blocks * groups == 1 else []
-    return {"scale": scale, "minimum": scale, "zero": [(rows if scheme.packing == "plain" else words, groups)]}
+    zero: list[tuple[int, ...]] = [(rows if scheme.packing == "plain" else words, groups)]
+    return {"scale": scale, "minimum": scale, "zero": zero, "input_factor": [(columns,)]}
 
 
 def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) -> NDArray[Any]:
@@ -66,6 +69,11 @@ def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) ->
     per_byte, per_word = 8 // _bits(scheme), 8 * _WORD_BYTES // _bits(scheme)
     if scheme.packing == "nibbles":
         return _read(tensor, rows, _covering(columns, per_byte))
+    if scheme.packing == "row_nibbles":
+        pairs = _covering(rows, per_byte)
+        stored, first = _read(tensor, pairs, columns), rows[0] - per_byte * pairs[0]
+        signed = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=1).reshape(-1, stored.shape[1])
+        return _packed_pairs(signed[first : first + rows[1] - rows[0]] ^ np.uint8(8))
     words = _covering(columns, per_word)
     if scheme.packing == "awq":
         return _packed_pairs(_awq_nibbles(tensor, rows, columns).T)
@@ -90,8 +98,8 @@ def read_scale(scheme: Scheme, tensor: Any, rows: Bounds) -> NDArray[Any]:
         whole = np.asarray(tensor)
         whole = whole.reshape(shape[0], -1)
         scale = whole[np.arange(*rows) // scheme.block_rows]
-    if scheme.scale_dtype == "float8_e8m0fnu" and scale.dtype == np.uint8:
-        return scale.view(ml_dtypes.float8_e8m0fnu)
+    if scale.dtype == np.uint8:  # exponents
+        scale = scale.view(ml_dtypes.float8_e8m0fnu)
     return scale.astype(np.dtype(scheme.scale_dtype), copy=False)
 
 

@@ -19,7 +19,7 @@ from jaxserve.weights.quantized.packing import (
     read_scale,
     read_zero,
 )
-from jaxserve.weights.quantized.scheme import NIBBLES, Role, Scheme, Schemes
+from jaxserve.weights.quantized.scheme import NIBBLES, OPTIONAL, Role, Scheme, Schemes
 from jaxserve.weights.rows import TensorRow, hf_shapes
 from jaxserve.weights.stored_tensor import HeldTensor, Tensor
 
@@ -106,6 +106,8 @@ class QuantizedPart:
         w = q * scale[:, group_of]
         if self.scheme.has("minimum"):
             w -= self.minimum()[:, group_of]
+        if self.scheme.has("input_factor"):
+            w *= self.input_factor()
         return w.astype(dtype or np.float32, copy=False)
 
     def elements(self) -> NDArray[Any]:
@@ -131,6 +133,10 @@ class QuantizedPart:
     def input_scale(self) -> np.float32:
         """Return the scale of activations."""
         return np.float32(np.asarray(self.tensors["input_scale"]).astype(np.float32).max())
+
+    def input_factor(self) -> NDArray[np.float32]:
+        """Return the factor of the activations that each of these columns is multiplied with."""
+        return np.asarray(self.tensors["input_factor"]).astype(np.float32)[slice(*self.columns)]
 
     def group_of(self) -> NDArray[np.int32]:
         """Return the group of each column."""
@@ -169,10 +175,12 @@ def quantized_view(
             continue
         module = name.removesuffix(".weight")
         names = scheme.names(module)
-        if absent := [full for full in names.values() if full not in tensors]:
+        if absent := [full for role, full in names.items() if full not in tensors and role not in OPTIONAL]:
             missing.append(f"{', '.join(absent)} ({scheme.name})")
             continue
-        own = {role: tensors[full] for role, full in names.items()}
+        own = {role: tensors[full] for role, full in names.items() if full in tensors}
+        if scheme.has("input_factor") and "input_factor" not in own:
+            own["input_factor"] = HeldTensor(np.ones(matrix_shape(scheme, own)[1], np.float32))
         parts[name] = part = _part(name, scheme, _unstacked(name, own) if scheme.stacked else own)
         if part.whole == shape:  # others are named with the tensors of other shapes
             _check_shapes(part, names)

@@ -13,10 +13,11 @@ from typing import Literal
 from jaxserve.weights.rows import TEXT_PART
 
 Elements = Literal["int4", "int8", "e4m3", "e2m1"]
-# How elements lie in a file: as they are; two in a byte, the low nibble first; in words of 32 bits along the rows of
-# [O, I], or of [I, O] by GPTQ and by AWQ.
-Packing = Literal["plain", "nibbles", "words", "gptq", "awq"]
-Role = Literal["elements", "scale", "zero", "minimum", "order", "global_scale", "input_scale"]
+# How elements lie in a file: as they are; two in a byte, the low nibble first, of consecutive columns, or of
+# consecutive rows by ModelOpt; in words of 32 bits along the rows of [O, I], or of [I, O] by GPTQ and by AWQ.
+Packing = Literal["plain", "nibbles", "row_nibbles", "words", "gptq", "awq"]
+Role = Literal["elements", "scale", "zero", "minimum", "order", "global_scale", "input_factor", "input_scale"]
+OPTIONAL: tuple[Role, ...] = ("input_factor",)  # modules lack factors that are in the norm before them
 NIBBLES = ("int4", "e2m1")  # kinds of elements of four bits
 _CLASSES = dict.fromkeys(
     ("embed_tokens", "embed_tokens_per_layer", "embed_in", "wte", "wpe"), "Embedding"
@@ -57,10 +58,12 @@ class Scheme:
         name: name of the format in messages.
         elements: kind of the elements.
         packing: their place in the file.
-        tensors: suffix of each tensor of the module, by its role; behind a dot unless it begins with `_`.
+        tensors: suffix of each tensor of the module, by its role; behind a dot unless it begins with `_`. An
+            `input_factor` of each column multiplies activations before they are quantised.
         group: number of consecutive columns that share a scale; None for all of them.
         block_rows: number of consecutive rows that share a scale, in the file.
-        scale_dtype: dtype of scales on devices: float32, or that of the file where it has fewer bits.
+        scale_dtype: dtype of scales on devices, which has all values of that in the file: float32, e4m3 as in the file,
+            bfloat16 for powers of two, or those themselves for experts. Kernels do not know float16.
         zero_offset: number that a file's zero points lack, added to whole words before they are unpacked.
         divides: True if `global_scale` divides the other scale.
         activation: quantisation of the activations; None if they stay as they are.

@@ -4,7 +4,8 @@ A tile of x with a tile of the rows of the matrix, and with a split of the colum
 is a work item; the persistent thread blocks of all multiprocessors take the items in turn. In a thread block one
 warpgroup feeds a ring of shared memory by TMA: blocks of x, and of the elements and grids of the matrix as they are
 stored, in the arrays of all layers. Two multiply: each dequantises its own rows of the block to shared memory, once for
-all rows of x, from where wgmma multiplies them with float32 sums. Sums of splits are added after the kernel.
+all rows of x, from where wgmma multiplies them with float32 sums. Sums of splits are added after the kernel. Where
+tiles do not divide the rows of the matrix, TMA fills the last tile with zeros, and stores of it what there is.
 """
 
 from __future__ import annotations
@@ -18,13 +19,12 @@ from jaxtyping import Array, Float, Int
 from jaxserve.pallas_kernels import hopper
 from jaxserve.pallas_kernels.dispatch import import_failure
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized
-from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import COLUMNS, WARPGROUPS, Call, Sizes, choose_tiles
+from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import COLUMNS, Call, Sizes, choose_tiles
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS, shape_class, unsupported
 
 __all__ = ["call_for", "multiply", "supports"]
 
 DTYPES = ("bfloat16", "float16")
-MIN_OUTPUTS = 64 * WARPGROUPS
 INTERPRETED_CORES = 3  # few, so that every thread block has some work
 _KERNEL = f"{__name__}.kernel"
 
@@ -35,11 +35,10 @@ def supports(problem: Problem) -> str | None:
         return reason
     if problem.has_zero and problem.elements != "int4":
         return f"zero points must be those of int4, not of {problem.elements}"
-    if problem.row_bytes % COLUMNS or problem.group_size % COLUMNS:
-        sizes = f"{problem.row_bytes} and {problem.group_size}"
-        return f"bytes of rows and columns of groups must be multiples of {COLUMNS}, not {sizes}"
-    if problem.num_outputs % MIN_OUTPUTS:
-        return f"rows of the matrix must be a multiple of {MIN_OUTPUTS}, not {problem.num_outputs}"
+    if problem.row_bytes % COLUMNS:
+        return f"rows of the matrix must have a multiple of {COLUMNS} bytes, not {problem.row_bytes}"
+    if problem.group_size % COLUMNS and COLUMNS % problem.group_size:
+        return f"groups must be of {COLUMNS} columns or of a multiple or a part of them, not of {problem.group_size}"
     reason = import_failure(_KERNEL, "Pallas for GPUs") or (hopper.other_chip() if problem.platform == "gpu" else None)
     if reason is not None:
         return reason
@@ -69,9 +68,9 @@ def multiply(problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer:
     num_rows = call.copied_rows if call.row_tiles == 1 else call.row_tiles * call.tiles.rows
     x = jnp.pad(x, ((0, num_rows - T), (0, 0)))
     y = _kernel().multiply(call, x, matrix, layer).sum(axis=0)[:T]
-    if call.has_groups:
+    if problem.is_scaled:
         return y
-    return y * jnp.take(matrix.scale, layer, axis=0)
+    return y * jnp.take(matrix.scale, layer, axis=0).astype(jnp.float32)
 
 
 def _kernel() -> ModuleType:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
-from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quantized
+from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quantized, e2m1_floats
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import COLUMNS, WARPGROUPS, Call
 
 REGISTERS = (40, 232)  # registers of a loading and of a computing thread
@@ -27,8 +27,8 @@ class Shared(NamedTuple):
 
     x: Any  # [stages, parts, rows, columns]
     elements: Any  # [stages, outputs, columns]
-    scale: Any  # [stages, parts, outputs]
-    zero: Any  # [stages, parts, outputs]
+    scale: Any  # [stages, parts, groups, outputs]
+    offset: Any  # [stages, parts, groups, outputs], zero points or minima
     weight: Any  # [warpgroups, parts, outputs, columns], dequantised
     out: Any  # [warpgroups, 64, outputs], sums that wait to be stored
     ready: Any
@@ -53,8 +53,8 @@ def multiply(
         name="quantized_matmul",
         **interpret,
     )
-    zero = matrix.scale if matrix.zero is None else matrix.zero
-    y: Array = launch(layer[None], x, matrix.elements, matrix.scale, zero)
+    offset = matrix.scale if matrix.offset is None else matrix.offset
+    y: Array = launch(layer[None], x, matrix.elements, matrix.scale, offset)
     return y
 
 
@@ -67,23 +67,24 @@ def _shared_memory(call: Call) -> Shared:
         return plgpu.SMEM((*shape, COLUMNS), dtype, transforms=transforms)
 
     unused = plgpu.SMEM((8,), jnp.float32)
-    grid = (stages, parts, tiles.item_outputs)
+    grid = (stages, parts, problem.block_groups(COLUMNS), tiles.item_outputs)
+    has_offset, offset_dtype = bool(problem.offset_bytes), jnp.uint8 if problem.has_zero else jnp.float32
     return Shared(
         x=lines((stages, parts, tiles.rows), dtype),
         elements=lines((stages, tiles.item_outputs), call.element_dtype),
-        scale=plgpu.SMEM(grid, jnp.float32) if call.has_groups else unused,
-        zero=plgpu.SMEM(grid, jnp.uint8) if problem.has_zero else unused,
+        scale=plgpu.SMEM(grid, problem.scale_dtype) if problem.is_scaled else unused,
+        offset=plgpu.SMEM(grid, offset_dtype) if has_offset else unused,
         weight=lines((WARPGROUPS, parts, tiles.outputs), dtype),
         out=plgpu.SMEM((WARPGROUPS, WARPGROUP_ROWS, tiles.outputs), jnp.float32),
-        ready=plgpu.Barrier(num_arrivals=1 + parts * (1 + call.has_groups + problem.has_zero), num_barriers=stages),
+        ready=plgpu.Barrier(num_arrivals=1 + parts * (1 + problem.is_scaled + has_offset), num_barriers=stages),
         free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
     )
 
 
 def _kernel(call: Call, *refs: Any) -> None:
     """Run one thread block: a loading warpgroup and the computing ones."""
-    layer, x, elements, scale, zero, out, *scratch = refs
-    block = ThreadBlock(call, layer[0], x, elements, scale, zero, out, Shared(*scratch))
+    layer, x, elements, scale, offset, out, *scratch = refs
+    block = ThreadBlock(call, layer[0], x, elements, scale, offset, out, Shared(*scratch))
     thread = lax.axis_index("thread")
 
     @pl.when(thread == WARPGROUPS)
@@ -101,10 +102,10 @@ class ThreadBlock:
     """Thread block that works on every `num_cores`-th item: a tile of x, one of the matrix, and a split of columns."""
 
     def __init__(
-        self, call: Call, layer: Any, x: Any, elements: Any, scale: Any, zero: Any, out: Any, shared: Shared
+        self, call: Call, layer: Any, x: Any, elements: Any, scale: Any, offset: Any, out: Any, shared: Shared
     ) -> None:
         self.call, self.layer, self.out, self.shared = call, layer, out, shared
-        self.x, self.elements, self.scale, self.zero = x, elements, scale, zero
+        self.x, self.elements, self.scale, self.offset = x, elements, scale, offset
         self.index = lax.axis_index("block")
         rest = call.num_items - self.index
         self.num_items = lax.div(jnp.maximum(rest, 0) + (call.num_cores - 1), _i32(call.num_cores))
@@ -136,11 +137,12 @@ class ThreadBlock:
                     first = part * problem.row_bytes + start
                     x = shared.x.at[slot, part, pl.ds(0, call.copied_rows)]
                     plgpu.copy_gmem_to_smem(self.x.at[rows, pl.ds(first, COLUMNS)], x, ready)
-                    place = self.layer, lax.div(first, _i32(problem.group_size)), outputs
-                    if call.has_groups:
+                    groups = pl.ds(lax.div(first, _i32(problem.group_size)), problem.block_groups(COLUMNS))
+                    place = self.layer, groups, outputs
+                    if problem.is_scaled:
                         plgpu.copy_gmem_to_smem(self.scale.at[place], shared.scale.at[slot, part], ready)
-                    if problem.has_zero:
-                        plgpu.copy_gmem_to_smem(self.zero.at[place], shared.zero.at[slot, part], ready)
+                    if problem.offset_bytes:
+                        plgpu.copy_gmem_to_smem(self.offset.at[place], shared.offset.at[slot, part], ready)
 
         # Wait for loads that are still in flight.
         total = self.num_items * blocks
@@ -199,13 +201,26 @@ class ThreadBlock:
         else:
             codes = stored.astype(jnp.int32)
             codes = codes & 15 if part == 0 else lax.shift_right_logical(codes, jnp.full_like(codes, 4)) & 15
-            values = codes.astype(jnp.float32)
-            values = values if problem.has_zero else values - INT4_ZERO
+            values = e2m1_floats(codes) if problem.elements == "e2m1" else codes.astype(jnp.float32)
+            values = values if problem.elements == "e2m1" or problem.offset_bytes else values - INT4_ZERO
         if problem.has_zero:
-            values -= _spread(shared.zero.at[slot, part, outputs], values.shape)
-        if self.call.has_groups:
-            values *= _spread(shared.scale.at[slot, part, outputs], values.shape)
+            values -= self._spread(shared.offset.at[slot, part], outputs)
+        if problem.is_scaled:
+            values *= self._spread(shared.scale.at[slot, part], outputs)
+        if problem.has_minimum:
+            values -= self._spread(shared.offset.at[slot, part], outputs)
         weight[...] = values.astype(problem.dtype)
+
+    def _spread(self, grid: Any, outputs: Any) -> Any:
+        """Return the value of each element's group, of a grid [groups, outputs] of a block."""
+        problem, shape = self.call.problem, (self.call.tiles.outputs, COLUMNS)
+        values = _spread(grid.at[0, outputs], shape)
+        if (num_groups := problem.block_groups(COLUMNS)) > 1:
+            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
+            for group in range(1, num_groups):
+                others = _spread(grid.at[group, outputs], shape)
+                values = jnp.where(column >= group * problem.group_size, others, values)
+        return values
 
     def _store(self, products: list[Any], number: Any, warpgroup: Any) -> None:
         """Copy sums to the output, by way of shared memory."""
@@ -232,7 +247,7 @@ def _load(ref: Any, layout: Any = _LAYOUT) -> Any:
 def _spread(row: Any, shape: tuple[int, int]) -> Any:
     """Return one value for each row of a matrix, for all of its columns."""
     values = _load(row, _LAYOUT.reduce(1))
-    values = values if values.dtype == jnp.float32 else values.astype(jnp.int32).astype(jnp.float32)
+    values = (values.astype(jnp.int32) if values.dtype == jnp.uint8 else values).astype(jnp.float32)
     return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), _LAYOUT)
 
 

@@ -12,6 +12,7 @@ from jaxserve.pallas_kernels.quantized_matmul.interface import Problem
 
 COLUMNS = 64  # columns of a block, and bytes of a row of elements in it
 MIN_ROWS = 8  # rows of x that a copy to shared memory has a multiple of
+LEAST_OUTPUTS = 64  # rows of the matrix that a warpgroup multiplies at least
 WARPGROUPS = 2  # computing warpgroups of a thread block
 
 
@@ -25,7 +26,7 @@ class Sizes:
         stages: blocks in flight.
     """
 
-    rows: int = 128
+    rows: int = 256
     outputs: int = 64
     stages: int = 8
 
@@ -78,11 +79,6 @@ class Call:
     interpret: Any
 
     @property
-    def has_groups(self) -> bool:
-        """True if scales are those of groups of columns."""
-        return self.problem.num_groups > 1
-
-    @property
     def element_dtype(self) -> jnp.dtype:
         """Dtype of the bytes of elements."""
         return jnp.dtype({"int8": jnp.int8, "e4m3": jnp.float8_e4m3fn}.get(self.problem.elements, jnp.uint8))
@@ -95,7 +91,7 @@ class Call:
     @property
     def output_tiles(self) -> int:
         """Number of tiles of the rows of the matrix."""
-        return self.problem.num_outputs // self.tiles.item_outputs
+        return -(-self.problem.num_outputs // self.tiles.item_outputs)
 
     @property
     def num_items(self) -> int:
@@ -119,19 +115,22 @@ def choose_tiles(problem: Problem, sizes: Sizes, num_cores: int) -> Tiles:
     Raises:
         ValueError: no tiles of these sizes are possible.
     """
-    row_blocks = max(1, min(sizes.rows, problem.num_rows + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS)
-    possible = [size for size in (128, 64) if size <= sizes.outputs and problem.num_outputs % (2 * size) == 0]
-    if not possible:
-        raise ValueError(f"outputs must be at least 64 for matrices of {problem.num_outputs} rows, not {sizes.outputs}")
-    outputs = possible[0]
+    num_tiles = -(-problem.num_rows // max(sizes.rows, WARPGROUP_ROWS))
+    row_blocks = -(-problem.num_rows // (num_tiles * WARPGROUP_ROWS))  # tiles of about equal size
+    if sizes.outputs < LEAST_OUTPUTS:
+        raise ValueError(f"outputs must be at least {LEAST_OUTPUTS}, not {sizes.outputs}")
+    larger = 2 * LEAST_OUTPUTS
+    is_even = sizes.outputs >= larger and problem.num_outputs % (WARPGROUPS * larger) == 0
+    outputs = larger if is_even else LEAST_OUTPUTS
     parts, rows = problem.per_byte, row_blocks * WARPGROUP_ROWS
-    x_bytes, grid_bytes = rows * COLUMNS * problem.dtype.itemsize, WARPGROUPS * outputs * (4 + problem.has_zero)
+    x_bytes, group_bytes = rows * COLUMNS * problem.dtype.itemsize, problem.scale_dtype.itemsize + problem.offset_bytes
+    grid_bytes = problem.block_groups(COLUMNS) * WARPGROUPS * outputs * group_bytes
     stage_bytes = parts * (x_bytes + grid_bytes) + WARPGROUPS * outputs * COLUMNS
     own_bytes = parts * outputs * COLUMNS * problem.dtype.itemsize + WARPGROUP_ROWS * outputs * 4
     stages = min(sizes.stages, (SHARED_BYTES - WARPGROUPS * own_bytes) // stage_bytes)
     if stages < 2:
         raise ValueError(f"stages must be at least 2, and memory holds {stages} for {rows} rows and {outputs} outputs")
-    items = -(-problem.num_rows // rows) * (problem.num_outputs // (WARPGROUPS * outputs))
+    items = -(-problem.num_rows // rows) * -(-problem.num_outputs // (WARPGROUPS * outputs))
     blocks = problem.row_bytes // COLUMNS
     even = [splits for splits in range(1, blocks + 1) if blocks % splits == 0 and items * splits <= num_cores]
     return Tiles(row_blocks, outputs, stages, max(even, default=1))

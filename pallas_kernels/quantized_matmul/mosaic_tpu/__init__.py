@@ -2,7 +2,8 @@
 
 The grid has a step for each block of x with each block of rows of the matrix; the pipeline copies the blocks of the
 next step ahead, of the matrix as it is stored, in the array of all layers: the number of the layer is a prefetched
-scalar. A block of x is copied once, with all of its columns, and stays while the matrix passes.
+scalar. A block of x is copied once, with all of its columns, and stays while the matrix passes. Where blocks do not
+divide the rows of the matrix, the last one is filled with anything, and of its products those that exist are stored.
 
 In vector memory a block of the matrix is dequantised some columns at a time, and multiplied in the dtype of x with
 float32 sums. The scales of a group are a row of their grid, as its minor dimension is that of the outputs: XLA lays out
@@ -43,8 +44,8 @@ def supports(problem: Problem) -> str | None:
         return reason
     if problem.row_bytes % LANES:  # XLA lays out others transposed, and would copy the matrices of all layers
         return f"rows of the matrix must have a multiple of {LANES} bytes, not {problem.row_bytes}"
-    if problem.num_outputs % LANES:
-        return f"rows of the matrix must be a multiple of {LANES}, not {problem.num_outputs}"
+    if problem.num_outputs < LANES:
+        return f"rows of the matrix must be {LANES} or more, not {problem.num_outputs}"
     if most_columns(problem, Sizes().columns) is None:
         return f"groups must be of {LANES} columns or of a multiple or a part of them, not of {problem.group_size}"
     return import_failure(_KERNEL, "Pallas for TPUs") or tpu.refusal(

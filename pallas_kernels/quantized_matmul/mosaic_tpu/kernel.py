@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quantized
+from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quantized, e2m1_floats
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import GRID_ROWS, LANES, Call
 
 
@@ -29,11 +29,12 @@ def multiply(
         pl.BlockSpec((None, tiles.outputs, problem.row_bytes), lambda t, n, layer: (layer[0], n, 0)),
         pl.BlockSpec(grid, lambda t, n, layer: (layer[0], 0, n)),
     ]
-    arrays, scratch = [matrix.elements, matrix.scale], [pltpu.VMEM((tiles.rows, tiles.outputs), jnp.float32)]
-    if matrix.zero is not None:
+    arrays = [matrix.elements, matrix.scale]
+    if matrix.offset is not None:
         in_specs.append(in_specs[-1])
-        arrays.append(matrix.zero)
-        scratch.append(pltpu.VMEM(grid[1:], jnp.float32))
+        arrays.append(matrix.offset)
+    scratch = [pltpu.VMEM((tiles.rows, tiles.outputs), jnp.float32)]
+    scratch += [pltpu.VMEM(grid[1:], jnp.float32) for _ in range(call.num_narrow)]
     interpret = {} if call.interpret is None else {"interpret": call.interpret}
     if call.interpret is None:  # XLA would copy small stacks to vector memory, those of all layers
         arrays = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
@@ -71,10 +72,18 @@ def _cost(call: Call) -> pl.CostEstimate:
 def _kernel(call: Call, layer: Any, x: Any, elements: Any, scale: Any, *rest: Any) -> None:
     del layer
     problem, tiles = call.problem, call.tiles
-    zero, (out, sums, *zeros) = (rest[0], rest[1:]) if problem.has_zero else (None, rest)
+    offset, (out, sums, *scratch) = (rest[0], rest[1:]) if problem.offset_bytes else (None, rest)
     sums[...] = jnp.zeros_like(sums)
-    if zero is not None:  # rows of bytes can be read only some at a time
-        zeros[0][...] = zero[...].astype(jnp.int32).astype(jnp.float32)
+
+    def wide(grid: Any) -> Any:
+        """Return a grid of float32: of narrower ones, rows can be read only some at a time."""
+        if grid is None or grid.dtype == jnp.float32:
+            return grid
+        values, copy = grid[...], scratch.pop()
+        copy[...] = (values.astype(jnp.int32) if grid.dtype == jnp.uint8 else values).astype(jnp.float32)
+        return copy
+
+    scale, offset = wide(scale), wide(offset)
 
     @pl.loop(0, tiles.outputs // LANES)
     def multiply_outputs(block: Any) -> None:
@@ -85,10 +94,12 @@ def _kernel(call: Call, layer: Any, x: Any, elements: Any, scale: Any, *rest: An
             for part, start in itertools.product(range(problem.per_byte), range(0, call.turn_columns, tiles.columns)):
                 begin = _at(turn, call.turn_columns, start)
                 weight = _floats(call, elements[outputs, pl.ds(begin, tiles.columns)], part)
-                if zeros:
-                    weight -= _spread(call, zeros[0], part, turn, start, outputs)
-                if problem.num_groups > 1:
+                if problem.has_zero:
+                    weight -= _spread(call, offset, part, turn, start, outputs)
+                if problem.is_scaled:
                     weight *= _spread(call, scale, part, turn, start, outputs)
+                if problem.has_minimum:
+                    weight -= _spread(call, offset, part, turn, start, outputs)
                 sums[:, outputs] += lax.dot_general(
                     x[:, pl.ds(_at(turn, call.turn_columns, part * problem.row_bytes + start), tiles.columns)],
                     weight.astype(x.dtype),
@@ -98,16 +109,18 @@ def _kernel(call: Call, layer: Any, x: Any, elements: Any, scale: Any, *rest: An
                 )
 
     y = sums[...]
-    out[...] = (y * scale[...] if problem.num_groups == 1 else y).astype(out.dtype)
+    out[...] = (y if problem.is_scaled else y * scale[...]).astype(out.dtype)
 
 
 def _floats(call: Call, stored: Any, part: int) -> Any:
-    """Return the values of elements, before zero points of groups are subtracted."""
+    """Return the values of elements, before anything of groups is applied."""
     if call.problem.per_byte == 1:
         return stored.astype(jnp.float32)
     codes = stored.astype(jnp.int32)
     codes = codes & 15 if part == 0 else codes >> 4
-    return (codes if call.problem.has_zero else codes - INT4_ZERO).astype(jnp.float32)
+    if call.problem.elements == "e2m1":
+        return e2m1_floats(codes)
+    return (codes if call.problem.offset_bytes else codes - INT4_ZERO).astype(jnp.float32)
 
 
 def _spread(call: Call, grid: Any, part: int, turn: Any, start: int, outputs: Any) -> Any:

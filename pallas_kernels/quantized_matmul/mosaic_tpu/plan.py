@@ -59,6 +59,11 @@ class Call:
     interpret: Any
 
     @property
+    def num_narrow(self) -> int:
+        """Number of grids that are not float32, of which there are copies that are."""
+        return num_narrow(self.problem)
+
+    @property
     def is_looped(self) -> bool:
         """True if a turn has as many groups as a memory tile of their grid has rows."""
         return self.turn_columns == GRID_ROWS * self.problem.group_size
@@ -123,12 +128,17 @@ def choose_tiles(problem: Problem, sizes: Sizes, vmem_bytes: int) -> Tiles:
 
 
 def block_bytes(problem: Problem, tiles: Tiles) -> int:
-    """Return the bytes of two blocks of everything that is copied, of the sums, and of zero points as floats."""
+    """Return the bytes of two blocks of everything that is copied, of the sums, and of narrow grids as floats."""
     groups = _round_up(problem.num_groups, 32) * tiles.outputs
-    grids = groups * (problem.scale_dtype.itemsize + problem.has_zero)
+    grids = groups * (problem.scale_dtype.itemsize + problem.offset_bytes)
     x, elements = tiles.rows * problem.num_inputs * problem.dtype.itemsize, tiles.outputs * problem.row_bytes
     out = tiles.rows * tiles.outputs * problem.result_dtype.itemsize
-    return 2 * (x + elements + grids + out) + tiles.rows * tiles.outputs * 4 + problem.has_zero * groups * 4
+    return 2 * (x + elements + grids + out) + tiles.rows * tiles.outputs * 4 + num_narrow(problem) * groups * 4
+
+
+def num_narrow(problem: Problem) -> int:
+    """Return the number of grids that are not float32."""
+    return (problem.scale_dtype.itemsize < 4) + problem.has_zero
 
 
 def _round_up(x: int, multiple: int) -> int:

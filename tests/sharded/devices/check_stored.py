@@ -54,8 +54,8 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, native: bool = Fa
 
 # Each device has 80 or 40 columns of the output projection, and 112 or 56 of the down projection.
 NAMES = ["ct-fp8-tensor", "ct-fp8-channel", "fp8-block", "ct-nvfp4", "ct-mxfp4-weights"]
-NAMES += ["ct-int4-zeros", "ct-int8-zeros", "ct-w8a8", "gptq-order", "awq"]
-SOME = ("ct-int4-zeros over 2", "gptq-order over 2", "ct-nvfp4 over 4", "fp8-block over 4")
+NAMES += ["ct-int4-zeros", "ct-int8-zeros", "ct-w8a8", "gptq-order", "modelopt-int4-awq", "awq"]
+SOME = ("ct-int4-zeros over 2", "gptq-order over 2", "modelopt-int4-awq over 4", "ct-nvfp4 over 4", "fp8-block over 4")
 
 CASES_OVER = [f"{name} over {n}" for name in NAMES for n in (2, 4)]
 if packed_linear.unsupported("int4", "cpu") is None:
