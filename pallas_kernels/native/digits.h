@@ -1,11 +1,12 @@
 // Products by integer arithmetic, for processors that multiply bytes: 64 products and their sums are one instruction
 // (VNNI), where float arithmetic has three instructions for 16 products.
 //
-// A block of up to 128 columns of a token becomes integers of 24 bits times a power of two, and an integer three digits,
-// signed bytes: x = (d[0] + 2^8 d[1] + 2^16 d[2]) * factor. An input's error is at most 2^-23 of the largest in its block.
-// Elements of a matrix, shifted to unsigned bytes, are multiplied with each digit. These sums are exact, so that they are
-// the same however tokens are cut into tiles; as floats they are scaled and added to the output, block after block. A block
-// with an input that is not finite makes all outputs of its token NaN.
+// A block of up to 128 columns of a token becomes integers of 24 bits times a power of two, and an integer three signed
+// bytes, its digits: x = (d[0] + 2^8 d[1] + 2^16 d[2]) * factor. The largest integer is about 2^22 or more, so that an
+// input's error is at most about 2^-23 of the largest in its block. Elements of a matrix, shifted to unsigned bytes, are
+// multiplied with each digit. These sums are exact; as floats they are scaled and added to the output, block after block,
+// in the same order however tokens are cut into tiles. A block with an input that is not finite makes all outputs of its
+// token NaN.
 
 #pragma once
 
@@ -21,8 +22,10 @@
 namespace NATIVE_ISA {
 
 constexpr int kDigits = 3;
-constexpr int kChunkColumns = 4, kChunkWords = 4;  // columns of which a lane sums products; a word per digit and an empty one
+constexpr int kChunkColumns = 4;  // columns whose products one instruction adds to a lane
+constexpr int kChunkWords = 4;  // a word of these columns' digits for each, and an empty one
 constexpr int64_t kDigitColumns = 128;  // most columns of a block: 128 * 2^23 fits an int32
+constexpr int64_t kScalesAhead = 512;  // bytes of scales that are fetched ahead
 constexpr int kMaxDigitTokens = 8;  // tokens of a tile, as many as the registers hold three sums of
 
 // What else is known of a block of one token. Sums start from what the shift of elements would add to them.
@@ -215,6 +218,26 @@ inline NATIVE_INLINE void add_products(__m512i (&sums)[Panels], const __m512i (&
   }
 }
 
+// Return how many elements ahead to fetch, with `left` of them to the end of a panel. Behind it are panels that are
+// read at once with it: what follows them all is fetched.
+template <int Panels>
+inline int64_t ahead(int64_t left, int64_t stride, int64_t bytes) {
+  const int64_t size = bytes / int64_t{sizeof(uint32_t)};
+  return left <= size ? size + (Panels - 1) * stride : size;
+}
+
+// Fetch scales and zero points that are needed some groups later.
+template <int Panels>
+inline NATIVE_INLINE void fetch_scales(const LinearProblem& p, int64_t panel, int64_t group, int64_t num_groups) {
+  const int64_t stride = num_groups * kPanelRows;
+  const int64_t done = group * kPanelRows;
+  const int64_t at = panel * stride + done + ahead<Panels>(stride - done, stride, kScalesAhead);
+  for (int v = 0; v < Panels; ++v) {
+    __builtin_prefetch(p.scales + at + v * stride);
+    if (p.zeros) __builtin_prefetch(p.zeros + at + v * stride);
+  }
+}
+
 // Add the products of some blocks to a tile's sums [Tokens, Panels] in `kept`, and write y after the last block.
 template <typename Format, int Tokens, int Panels, bool FromMemory>
 void multiply_digits(const LinearProblem& p, const DigitTile& tile, int64_t panel, DigitRange range, float* kept) {
@@ -225,7 +248,6 @@ void multiply_digits(const LinearProblem& p, const DigitTile& tile, int64_t pane
   const int64_t first_word = group * groups.words + index * groups.kBlockWords;
   const auto* from = static_cast<const uint32_t*>(p.weight) + panel * stride + first_word * kPanelRows;
   const uint32_t* end = static_cast<const uint32_t*>(p.weight) + (panel + 1) * stride;
-  constexpr int64_t kAhead = kPrefetchBytes / sizeof(uint32_t);
   const int32_t* digits = tile.digits + first_word * Format::kChunks * Tokens * kChunkWords;
   F<W> sums[Tokens][Panels] = {};
   if (range.first > 0) {
@@ -241,8 +263,8 @@ void multiply_digits(const LinearProblem& p, const DigitTile& tile, int64_t pane
         for (int v = 0; v < Panels; ++v) parts[d][t][v] = _mm512_set1_epi32(block[t].starts[d]);
       }
     });
-    // Behind a panel's end are panels that are read at once with it: fetch what follows them all.
-    const uint32_t* fetched = from + (end - from <= kAhead ? kAhead + (Panels - 1) * stride : kAhead);
+    const uint32_t* fetched = from + ahead<Panels>(end - from, stride, kPrefetchBytes);
+    if constexpr (FromMemory) fetch_scales<Panels>(p, panel, group, groups.num_groups);
     for (int64_t left = groups.words_of(index); left > 0; --left, from += kPanelRows, fetched += kPanelRows) {
       I<W> words[Panels];
       for (int v = 0; v < Panels; ++v) words[v] = load_words<W>(from + v * stride);
@@ -306,8 +328,8 @@ void multiply_panels(const LinearProblem& p, const DigitTokens<Format>& tokens, 
   for (; panel < end_panel; ++panel) single[tile.num_tokens - 1](p, tile, panel, all_blocks, nullptr);
 }
 
-// Multiply some tiles with a range of panels. A block of some panels stays in the first-level cache while all tiles pass,
-// and the sums wait in the second-level cache between blocks.
+// Multiply some tiles with a range of panels. A block of some panels stays in the first-level cache while all tiles
+// pass, and the sums wait in the second-level cache between blocks.
 template <typename Format>
 void multiply_blocks(const LinearProblem& p, const DigitTokens<Format>& tokens, int64_t first_tile, int64_t end_tile,
                      int64_t first_panel, int64_t end_panel) {

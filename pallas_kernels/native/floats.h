@@ -1,5 +1,5 @@
-// Products by float arithmetic. Each output is one sum over the inputs in their order, or over the groups of a quantised
-// matrix in theirs.
+// Products by float arithmetic. Each output is one sum over the inputs in their order, or over the groups of a
+// quantised matrix in theirs.
 //
 // Few tokens are one tile, whose sums stay in registers while weights are converted on the way. With more tokens a
 // block of columns of some panels is converted to floats once, stays in the first-level cache while all tiles pass, and
