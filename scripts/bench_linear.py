@@ -38,7 +38,12 @@ GROUP_SIZE = 64
 STREAM_BYTES = 160 << 20  # bytes of weights per program, above what caches hold
 MAX_PRODUCTS = 64
 MIN_SECONDS = 0.02  # least time of one measurement
-BLAS_CORES = {"avx512": "SKYLAKEX", "avx2": "HASWELL", "generic": "HASWELL"}  # OpenBLAS has no kernels without AVX2
+BLAS_CORES = {
+    "avx512vnni": "SKYLAKEX",
+    "avx512": "SKYLAKEX",
+    "avx2": "HASWELL",
+    "generic": "HASWELL",
+}  # OpenBLAS has no kernels without AVX2
 
 
 def main() -> None:

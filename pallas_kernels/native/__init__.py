@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs: vectorised for AVX-512, AVX2 or NEON, run as custom calls on XLA's own threads.
+"""C++ kernels for CPUs: vectorised for AVX-512 (with VNNI), AVX2 or NEON, run as custom calls on XLA's own threads.
 
 They are built when the package is installed, if there is a C++ compiler (`build.py`), and registered with jax at first
 use. Without them everything runs on XLA's own code.
@@ -19,7 +19,7 @@ import jax
 ATTENTION = "jaxserve_attention"
 LINEAR = "jaxserve_linear"
 GROUPED_LINEAR = "jaxserve_grouped_linear"
-ABI = 10  # version of the calls' signatures; ffi.cc has the same number
+ABI = 11  # version of the calls' signatures and of packed weights; ffi.cc has the same number
 
 _DIRECTORY = Path(__file__).parent
 _LIBRARY = _DIRECTORY / f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"

@@ -13,11 +13,14 @@ from setuptools.errors import BaseError, CCompilerError, ExecError
 FLAGS = ["-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-pthread"]
 FAILURE_NOTE = "build_failure.txt"
 
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
+
 # The source is compiled once per instruction set; the best one is chosen when the library is loaded.
 INSTRUCTION_SETS = {
     "generic": (4, []),
     "avx2": (8, ["-mavx2", "-mfma", "-mf16c"]),
-    "avx512": (16, ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]),
+    "avx512": (16, AVX512),
+    "avx512vnni": (16, [*AVX512, "-mavx512vnni"]),
 }
 X86 = ("x86_64", "AMD64")
 

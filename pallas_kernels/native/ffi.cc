@@ -36,6 +36,7 @@ const std::vector<InstructionSet>& instruction_sets() {
 #ifdef __x86_64__
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq")) {
+      if (__builtin_cpu_supports("avx512vnni")) found.push_back({"avx512vnni", &native::avx512vnni::kernels});
       found.push_back({"avx512", &native::avx512::kernels});
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
@@ -64,13 +65,13 @@ const float* data_or_null(const ffi::Buffer<ffi::F32>& optional) {
   return optional.element_count() > 0 ? optional.typed_data() : nullptr;
 }
 
-// Return the format of packed weights by the dtype of their array, or kInt4 for words.
+// Return the format of packed weights by the dtype of their array; words are of int8 if signed, else of int4.
 std::optional<native::WeightFormat> weight_format(ffi::DataType dtype) {
   switch (dtype) {
     case ffi::F32: return native::WeightFormat::kFloat32;
     case ffi::BF16: return native::WeightFormat::kBFloat16;
     case ffi::F16: return native::WeightFormat::kFloat16;
-    case ffi::S8: return native::WeightFormat::kInt8;
+    case ffi::S32: return native::WeightFormat::kInt8;
     case ffi::U32: return native::WeightFormat::kInt4;
     default: return std::nullopt;
   }
@@ -101,16 +102,17 @@ ffi::Error read_product(const ffi::Buffer<ffi::F32>& x, const ffi::AnyBuffer& we
   }
   const auto format = weight_format(weight.element_type());
   if (!format) {
-    return ffi::Error::InvalidArgument("weights must be float32, bfloat16, float16, int8, or int4 in words of uint32");
+    return ffi::Error::InvalidArgument("weights must be float32, bfloat16, float16, int8 in words of int32, or int4 in words of uint32");
   }
-  const bool is_int4 = format == native::WeightFormat::kInt4, is_grouped = is_int4 || weight.element_type() == ffi::S8;
+  const bool is_int4 = format == native::WeightFormat::kInt4, is_grouped = is_int4 || format == native::WeightFormat::kInt8;
   const int64_t T = dims[0], K = dims[1], N = out[1], num_groups = is_grouped ? s[1] : 1;
   if (is_grouped && (s[0] != w[0] || s[2] != w[2] || s[3] != w[3] || num_groups < 1 || K % num_groups != 0)) {
     return ffi::Error::InvalidArgument("int8 and int4 weights need scales as they are packed, of groups dividing K");
   }
   const int64_t group_size = K / num_groups;
-  if (w[1] != (is_int4 ? num_groups * ((group_size + 7) / 8) : K)) {
-    return ffi::Error::InvalidArgument("packed weights must have K columns as x has, or the words of int4 for each group");
+  const int64_t word_columns = is_int4 ? 8 : is_grouped ? 4 : 1;
+  if (w[1] != num_groups * ((group_size + word_columns - 1) / word_columns)) {
+    return ffi::Error::InvalidArgument("packed weights must have K columns as x has, or the words of each group");
   }
   if (misfits(zeros, is_int4 ? static_cast<int64_t>(scales.element_count()) : 0)) {
     return ffi::Error::InvalidArgument("zero points must be shaped as scales, for int4 weights");
@@ -278,8 +280,8 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 
 }  // namespace
 
-// Version of the calls' signatures; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 10; }
+// Version of the calls' signatures and of packed weights; pallas_kernels/native/__init__.py has the same number.
+extern "C" int jaxserve_native_abi() { return 11; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {

@@ -16,7 +16,8 @@ enum class WeightFormat { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
 // A gated matrix stores each 8 rows of the gate beside the 8 rows that they gate, [N / 8, K, 2, 8], and has a bias
 // [2, N]: y = silu(x * gate^T + bias[0]) * (x * up^T + bias[1]) + residual.
 // In int8 and int4 each `group_size` columns have a scale per row, and in int4 a zero point: a weight stands for
-// (element - zero) * scale. 8 elements of int4, unsigned, are a word, the first in its lowest bits; groups begin words.
+// (element - zero) * scale. 4 elements of int8, or 8 of int4, unsigned, are a word, the first in its lowest bits; groups
+// begin words.
 struct LinearProblem {
   const float* x;
   const float* norm;  // [K]: x is replaced by x / sqrt(mean(x^2) + eps) * norm; null for no norm
@@ -85,6 +86,9 @@ struct Kernels {
   void (*attention)(Executor&, const AttentionProblem&);
 };
 
+namespace avx512vnni {
+extern const Kernels kernels;
+}
 namespace avx512 {
 extern const Kernels kernels;
 }

@@ -210,6 +210,24 @@ inline F<W> to_floats(const I<W>& from) {
   return __builtin_convertvector(from, F<W>);
 }
 
+// Move a byte of each word to its highest; the others become zeros.
+template <int W, int Byte>
+inline I<W> byte_on_top(const I<W>& words) {
+  constexpr int32_t kTop = -(1 << 24);
+  if constexpr (Byte == 3) return words & kTop;
+#ifdef __AVX2__
+  constexpr int k0 = static_cast<int>(0x00808080u | static_cast<unsigned>(Byte) << 24);  // 0x80 is a zero
+  const __m128i bytes = _mm_setr_epi32(k0, k0 + (4 << 24), k0 + (8 << 24), k0 + (12 << 24));
+#endif
+#ifdef __AVX512BW__
+  if constexpr (W == 16) return (I<W>)_mm512_shuffle_epi8((__m512i)words, _mm512_broadcast_i32x4(bytes));
+#endif
+#ifdef __AVX2__
+  if constexpr (W == 8) return (I<W>)_mm256_shuffle_epi8((__m256i)words, _mm256_broadcastsi128_si256(bytes));
+#endif
+  return words << 8 * (3 - Byte) & kTop;
+}
+
 // Return lanes of two vectors of 4: lanes 0 to 3 are those of `a`, 4 to 7 those of `b`.
 template <int I0, int I1, int I2, int I3>
 inline F<4> shuffle(const F<4>& a, const F<4>& b) {

@@ -7,8 +7,8 @@ are done. A token's result is bit-identical whatever other tokens there are. Sev
 packed one after the other, each in panels of its own, for `grouped_matmul`.
 
 In int8 and int4 each group of consecutive columns has a scale per row. int4 may have zero points too: an element q
-stands for `(q - zero) * scale`. 8 elements of a row, shifted to 0 to 15, are a word of uint32, the first in its lowest
-bits; each group begins a word.
+stands for `(q - zero) * scale`. Consecutive elements of a row are a word, the first in its lowest bits: 4 of int8 in an
+int32, or 8 of int4, shifted to 0 to 15, in a uint32. Each group begins a word.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Int, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Shaped
 from numpy.typing import NDArray
 
 from jaxserve.pallas_kernels import native
@@ -34,7 +34,12 @@ PANEL_ROWS = 16
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "uint4")
 _GROUPED = ("int8", "int4", "uint4")  # dtypes with scales
 _LOWEST = {"int4": -8, "uint4": 0}  # elements that are stored as 0 in words
-_WORD_COLUMNS = 8  # elements of 4 bits in a word
+_WORD_DTYPES: dict[str, np.dtype[Any]] = {
+    "int8": np.dtype(np.int32),
+    "int4": np.dtype(np.uint32),
+    "uint4": np.dtype(np.uint32),
+}
+_WORD_COLUMNS: dict[np.dtype[Any], int] = {np.dtype(np.int32): 4, np.dtype(np.uint32): 8}  # elements of a word
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -43,7 +48,7 @@ _WORD_COLUMNS = 8  # elements of 4 bits in a word
 class PackedMatrix:
     """A packed matrix `[N, K]`, see `pack`."""
 
-    weights: Shaped[Array, "panels K parts rows"]  # two parts if it is gated, else one; int4 has words in place of K
+    weights: Shaped[Array, "panels K parts rows"]  # two parts if it is gated, else one; integers have words for K
     scales: Float[Array, "panels groups parts rows"]  # no groups unless weights are int8 or int4
     zeros: Float[Array, "panels zeros parts rows"]  # zero points of elements from 0 to 15, or none
     num_outputs: int = field(metadata={"static": True})  # outputs of the product: N, or N / 2 if it is gated
@@ -61,9 +66,9 @@ class PackedMatrix:
         return bool(self.weights.shape[2] == 2)
 
     @property
-    def is_int4(self) -> bool:
-        """Return whether the weights are words of 4-bit elements."""
-        return bool(self.weights.dtype == jnp.uint32)
+    def word_columns(self) -> int | None:
+        """Elements in a word of the weights, 4 of int8 or 8 of int4; None if they are floats."""
+        return _WORD_COLUMNS.get(self.weights.dtype)
 
 
 def unsupported(dtype: DTypeLike, platform: str) -> str | None:
@@ -134,9 +139,9 @@ class Packer:
         self._num_inputs, self._num_outputs, self._num_groups = K, N // num_matrices // num_parts, num_groups
         self._num_matrices = num_matrices
         self._lowest = _LOWEST.get(name)
-        columns, stored = K, jnp.dtype(dtype)
-        if self._lowest is not None:
-            columns, stored = num_groups * -(-K // num_groups // _WORD_COLUMNS), jnp.dtype(jnp.uint32)
+        columns, stored = K, _WORD_DTYPES.get(name, jnp.dtype(dtype))
+        if num_groups:
+            columns = num_groups * -(-K // num_groups // _WORD_COLUMNS[stored])
         has_zeros = has_zeros or name == "uint4"  # the kernel's own zero point is that of int4
         self._weights, self._scales, self._zeros = (
             _empty_panels(num_matrices, self._num_outputs, num_parts, size, dtype)
@@ -152,21 +157,21 @@ class Packer:
     ) -> None:
         """Write rows from `start` on, best whole panels. Threads may write different rows."""
         elements = np.asarray(weight)
-        self._write(self._weights, start, elements if self._lowest is None else self._words(elements))
+        self._write(self._weights, start, self._words(elements) if self._num_groups else elements)
         if scales is not None:
             self._write(self._scales, start, np.asarray(scales))
         if zeros is not None and self._lowest is not None:
             self._write(self._zeros, start, np.asarray(zeros, np.float32) - self._lowest)
 
-    def _words(self, elements: NDArray[Any]) -> NDArray[np.uint32]:
+    def _words(self, elements: NDArray[Any]) -> NDArray[Any]:
         """Return rows of elements as words, each group padded to whole ones."""
+        dtype = self._weights.dtype
         shifted = (elements.astype(np.int8) - np.int8(self._lowest or 0)).view(np.uint8)
         groups = shifted.reshape(len(elements), self._num_groups, -1)
-        padding = -groups.shape[2] % _WORD_COLUMNS
+        padding = -groups.shape[2] % _WORD_COLUMNS[dtype]
         padded = np.pad(groups, ((0, 0), (0, 0), (0, padding))) if padding else groups
-        pairs = padded[..., ::2] | padded[..., 1::2] << 4
-        words: NDArray[np.uint32] = np.ascontiguousarray(pairs).view("<u4").reshape(len(elements), -1)
-        return words
+        bytes_of_words = padded if self._lowest is None else padded[..., ::2] | padded[..., 1::2] << 4
+        return np.ascontiguousarray(bytes_of_words).view(dtype.newbyteorder("<")).reshape(len(elements), -1)
 
     def _write(self, panels: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
         num_parts, end = panels.shape[2], start + len(rows)
@@ -201,10 +206,11 @@ def unpack(matrix: PackedMatrix) -> Unpacked:
     weight, scales, zeros = (
         _from_panels(panels, matrix.num_outputs) for panels in (matrix.weights, matrix.scales, matrix.zeros)
     )
-    if not matrix.is_int4:
-        return Unpacked(weight, scales, zeros)
-    zeros = zeros if zeros.size else jnp.full_like(scales, -_LOWEST["int4"])
-    return Unpacked(_from_words(weight, scales.shape[1], matrix.num_inputs), scales, zeros)
+    if matrix.word_columns is not None:
+        weight = _from_words(weight, scales.shape[1], matrix)
+    if matrix.weights.dtype == jnp.uint32 and not zeros.size:
+        zeros = jnp.full_like(scales, -_LOWEST["int4"])
+    return Unpacked(weight, scales, zeros)
 
 
 def multiply(
@@ -266,14 +272,13 @@ def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]
     row_ids = jnp.clip(row_ids, 0, matrix.num_outputs - 1)
     panel, lane = row_ids // PANEL_ROWS, row_ids % PANEL_ROWS
     found = matrix.weights[panel, :, 0, lane]  # [T, K]
-    if not matrix.scales.size:
+    if matrix.word_columns is None:
         return found
     scales = matrix.scales[panel, :, 0, lane]  # [T, groups]
-    if matrix.is_int4:
-        elements = _from_words(found, scales.shape[1], matrix.num_inputs)
-        zeros = matrix.zeros[panel, :, 0, lane] if matrix.zeros.size else jnp.full_like(scales, -_LOWEST["int4"])
-        return _scaled(elements, scales, zeros)
-    return _scaled(found, scales, jnp.zeros_like(scales))
+    zeros = jnp.full_like(scales, -_LOWEST["int4"] if matrix.weights.dtype == jnp.uint32 else 0)
+    if matrix.zeros.size:
+        zeros = matrix.zeros[panel, :, 0, lane]
+    return _scaled(_from_words(found, scales.shape[1], matrix), scales, zeros)
 
 
 def _scaled(
@@ -283,10 +288,14 @@ def _scaled(
     return ((groups - zeros[:, :, None]) * scales[:, :, None]).reshape(elements.shape)
 
 
-def _from_words(words: Shaped[Array, "T words"], num_groups: int, K: int) -> UInt8[Array, "T K"]:
+def _from_words(words: Shaped[Array, "T words"], num_groups: int, matrix: PackedMatrix) -> Shaped[Array, "T K"]:
     """Return the elements of words without the padding of groups."""
-    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32)
-    elements = (words[:, :, None] >> shifts[None, None, :] & 15).astype(jnp.uint8)
+    K = matrix.num_inputs
+    if matrix.word_columns == 4:
+        elements = jax.lax.bitcast_convert_type(words, jnp.int8)
+    else:
+        shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32)
+        elements = (words[:, :, None] >> shifts[None, None, :] & 15).astype(jnp.uint8)
     return elements.reshape(len(words), num_groups, -1)[:, :, : K // num_groups].reshape(len(words), K)
 
 

@@ -65,7 +65,14 @@ def dequantized(elements, scales, zeros=0.0):
     return ((groups - np.asarray(zeros, np.float64)[..., None]) * scales[..., None]).reshape(elements.shape)
 
 
-GROUPED = [((40, 64), 2), ((17, 33), 1), ((33, 66), 2), ((50, 520), 40), ((24, 384), 3)]  # odd sizes, too
+GROUPED = [
+    ((40, 64), 2),
+    ((17, 33), 1),
+    ((33, 66), 2),
+    ((50, 520), 40),
+    ((24, 384), 3),
+    ((35, 602), 2),
+]  # odd sizes, too
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
@@ -108,20 +115,74 @@ def test_every_float16_is_read_exactly(instruction_set):
     np.testing.assert_array_equal(y, weight[:, 0].astype(np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+EXTREMES = {
+    "zeros": lambda x: x * 0,
+    "outlier": lambda x: np.where(np.arange(x.shape[1]) % 150 == 7, 3e4 * x, x),
+    "huge": lambda x: x * np.float32(1e30),
+    "tiny": lambda x: x * np.float32(1e-25),
+    "both": lambda x: x * np.logspace(-25, 30, x.shape[1], dtype=np.float32),
+    "one": lambda x: np.where(np.arange(x.shape[1]) == 3, np.float32(1e36), x),
+    "nearly 2": lambda x: np.sign(x) * np.float32(1.9921874),  # the largest digits, of both signs
+    "below normal": lambda x: x * np.float32(1e-39),
+}
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", ["int8", "int4", "uint4"])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_errors_are_small_beside_the_largest_input_of_a_block(name, dtype, instruction_set):
+    """Blocks are up to 128 columns of a group; numbers below 2^-126 may become zeros."""
+    (N, K), num_groups = (24, 600), 3
+    elements, scales = quantized((N, K), num_groups, dtype)
+    zeros = np.random.default_rng(1).integers(0, 16, scales.shape) if dtype == "uint4" else None
+    real = dequantized(elements, scales, np.zeros(scales.shape) if zeros is None else zeros) * 1e-3
+    packed = packed_linear.pack(elements, scales * np.float32(1e-3), zeros)
+    for num_tokens in (1, 11):
+        x = EXTREMES[name](matrix((num_tokens, K), 1))
+        with native.using(instruction_set):
+            y = multiply(packed, jnp.asarray(x))
+        errors = np.abs(y - x.astype(np.float64) @ real.T)
+        starts = [start for group in range(0, K, 200) for start in (group, group + 128)]
+        largest = np.maximum.reduceat(np.abs(x).astype(np.float64), starts, axis=1)
+        stretch = 1 if zeros is None else 4  # zero points are subtracted as floats
+        bounds = 2.0**-23 * stretch * largest @ np.add.reduceat(np.abs(real), starts, axis=1).T
+        assert (errors <= bounds + 1e-35).all()
+        assert (errors.mean() < bounds.mean() / 4) or name in ("zeros", "below normal")
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", ["int8", "int4", "uint4"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_inputs_that_are_not_finite_are_seen_in_their_token_alone(value, dtype, instruction_set):
+    packed = packed_linear.pack(*quantized((40, 300), 2, dtype))
+    x = matrix((20, 300), 1)
+    broken = x.copy()
+    broken[[0, 13], [299, 4]] = value
+    with native.using(instruction_set):
+        whole, y = (np.asarray(multiply(packed, jnp.asarray(inputs))) for inputs in (x, broken))
+        alone = np.asarray(multiply(packed, jnp.asarray(broken[13:14])))
+    rest = np.setdiff1d(np.arange(20), [0, 13])
+    np.testing.assert_array_equal(y[rest], whole[rest])
+    assert not np.isfinite(y[[0, 13]]).any()
+    assert not np.isfinite(alone).any()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "uint4"])
 @pytest.mark.parametrize(("shape", "num_groups"), GROUPED)
-def test_elements_of_4_bits_are_unpacked_and_looked_up(shape, num_groups, dtype):
+def test_elements_in_words_are_unpacked_and_looked_up(shape, num_groups, dtype):
     elements, scales = quantized(shape, num_groups, dtype)
-    zeros = np.random.default_rng(1).integers(0, 8, scales.shape)
+    zeros = None if dtype == "int8" else np.random.default_rng(1).integers(0, 8, scales.shape)
     packed = packed_linear.pack(elements, scales, zeros)
     unpacked = packed_linear.unpack(packed)
     lowest = -8 if dtype == "int4" else 0
     np.testing.assert_array_equal(unpacked.weight, elements.astype(np.int32) - lowest)
-    np.testing.assert_array_equal(unpacked.zeros, zeros - lowest)
     np.testing.assert_array_equal(unpacked.scales, scales)
+    if zeros is not None:
+        np.testing.assert_array_equal(unpacked.zeros, zeros - lowest)
     ids = np.asarray([shape[0] - 1, 0, 7])
     found = packed_linear.rows(packed, jnp.asarray(ids))
-    np.testing.assert_allclose(found, dequantized(elements, scales, zeros)[ids], rtol=1e-6)
+    real = dequantized(elements, scales, np.zeros(scales.shape) if zeros is None else zeros)
+    np.testing.assert_allclose(found, real[ids], rtol=1e-6)
 
 
 def rms_normed(x, weight, eps):
@@ -211,12 +272,12 @@ def test_x_that_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "uint4"])
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_token_is_the_same_whatever_its_neighbours(gated, dtype, instruction_set):
+@pytest.mark.parametrize(("gated", "num_groups"), [(False, 15), (True, 15), (True, 2)])
+def test_a_token_is_the_same_whatever_its_neighbours(gated, num_groups, dtype, instruction_set):
     scales = None
     weight = jnp.asarray(matrix((90, 600)) / 10, None if "int" in dtype else dtype)
     if "int" in dtype:
-        weight, scales = quantized((90, 600), 15, dtype)
+        weight, scales = quantized((90, 600), num_groups, dtype)
     packed = packed_linear.pack(weight, scales, gated=gated)
     x, residual = jnp.asarray(matrix((150, 600), 1)), jnp.asarray(matrix((150, packed.num_outputs), 2))
     with native.using(instruction_set):

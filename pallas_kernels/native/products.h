@@ -1,0 +1,151 @@
+// What products with packed weights share: the panels of a matrix, inputs, and outputs from finished sums.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace NATIVE_ISA {
+
+using native::Executor;
+using native::kPanelRows;
+using native::LinearProblem;
+using native::parallel_for;
+
+constexpr int kPanels = NATIVE_WIDTH == 16 ? 2 : 1;  // panels that a full tile works on at once
+constexpr int kVectors = kPanelRows / NATIVE_WIDTH;  // vectors per panel
+constexpr int64_t kGroupPanels = 8;  // panels that pass the same columns of tokens, which stay in the second-level cache
+constexpr int64_t kTaskTokens = 264;  // tokens whose columns and sums stay there
+constexpr int64_t kLineBytes = 64, kPrefetchBytes = 2048;
+constexpr int64_t kSerialProducts = 32 << 10;  // below, waking a thread costs more than it saves
+constexpr int64_t kTasksPerThread = 6;
+
+#define NATIVE_INLINE __attribute__((always_inline))
+
+// Fetch the lines of V vectors' panels that are needed some time later. A core's own prefetcher stops at each page.
+template <int V, typename Element>
+inline NATIVE_INLINE void prefetch(const Element* from, int64_t stride) {
+  for (int v = 0; v < V; v += kVectors) {
+    __builtin_prefetch(reinterpret_cast<const char*>(from + v / kVectors * stride) + kPrefetchBytes);
+  }
+}
+
+// Return how many elements of memory a group of columns takes in one row of a panel.
+template <typename Format>
+int64_t group_elements(int64_t size) {
+  return (size + Format::kElementColumns - 1) / Format::kElementColumns;
+}
+
+// Scales and zero points of one group of some panels.
+template <int V>
+struct GroupScales {
+  F<NATIVE_WIDTH> scales[V], zeros[V];
+
+  GroupScales(const LinearProblem& p, bool has_zeros, int64_t panel, int64_t group) {
+    constexpr int W = NATIVE_WIDTH;
+    const int64_t num_groups = p.num_inputs / p.group_size;
+    for (int v = 0; v < V; ++v) {
+      const int64_t at = ((panel + v / kVectors) * num_groups + group) * kPanelRows + v % kVectors * W;
+      scales[v] = load<W>(p.scales + at);
+      if (has_zeros) zeros[v] = p.zeros ? load<W>(p.zeros + at) : all<W>(8.0f);
+    }
+  }
+};
+
+// Write outputs of a gated matrix from a token's sums for one panel: those of the gate, then as many that it gates.
+inline void write_gated(const LinearProblem& p, int64_t token, int64_t panel, const float* sums) {
+  constexpr int kOutputs = kPanelRows / 2, W = std::min(NATIVE_WIDTH, kOutputs);
+  const auto bias = [&](int64_t n, int64_t size) { return p.bias ? load_some<W>(p.bias + n, size) : F<W>{}; };
+  for (int i = 0; i < kOutputs; i += W) {
+    const int64_t n = panel * kOutputs + i, size = p.num_outputs - n, at = token * p.num_outputs + n;
+    const F<W> gate = load<W>(sums + i) + bias(n, size);
+    const F<W> up = load<W>(sums + kOutputs + i) + bias(p.num_outputs + n, size);
+    const F<W> residual = p.residual ? load_some<W>(p.residual + at, size) : F<W>{};
+    store_some<W>(p.y + at, silu<W>(gate) * up + residual, size);
+  }
+}
+
+// Write y of `Tokens` tokens from their finished sums for the panels from `panel` on.
+template <int Tokens, int Panels>
+inline NATIVE_INLINE void finish(const LinearProblem& p, int64_t first_token, int64_t panel,
+                                 const F<NATIVE_WIDTH> (&sums)[Tokens][Panels * kVectors]) {
+  constexpr int W = NATIVE_WIDTH, V = Panels * kVectors;
+  if (p.gated) {
+    for (int t = 0; t < Tokens; ++t) {
+      float lanes[Panels * kPanelRows];
+      for (int v = 0; v < V; ++v) store<W>(lanes + v * W, sums[t][v]);
+      for (int i = 0; i < Panels; ++i) write_gated(p, first_token + t, panel + i, lanes + i * kPanelRows);
+    }
+    return;
+  }
+  for (int v = 0; v < V; ++v) {
+    const int64_t n = panel * kPanelRows + v * W, size = p.num_outputs - n;
+    const F<W> bias = p.bias ? load_some<W>(p.bias + n, size) : F<W>{};
+    for (int t = 0; t < Tokens; ++t) {
+      const int64_t at = (first_token + t) * p.num_outputs + n;
+      const F<W> residual = p.residual ? load_some<W>(p.residual + at, size) : F<W>{};
+      store_some<W>(p.y + at, sums[t][v] + bias + residual, size);
+    }
+  }
+}
+
+inline float sum_of_squares(const float* x, int64_t size) {
+  constexpr int W = NATIVE_WIDTH;
+  F<W> sums = {};
+  for (int64_t i = 0; i < size; i += W) {
+    const F<W> some = load_some<W>(x + i, size - i);
+    sums += some * some;
+  }
+  return sum_lanes<W>(sums);
+}
+
+// Return one token's input to the product; a normalised one is computed in `buffer` [K].
+inline const float* prepare(const LinearProblem& p, int64_t token, float* buffer) {
+  constexpr int W = NATIVE_WIDTH;
+  const int64_t K = p.num_inputs;
+  const float* x = p.x + token * K;
+  if (!p.norm) return x;
+  const float factor = 1.0f / std::sqrt(sum_of_squares(x, K) / static_cast<float>(K) + p.eps);
+  for (int64_t k = 0; k < K; k += W) {
+    const F<W> normed = load_some<W>(x + k, K - k) * factor * load_some<W>(p.norm + k, K - k);
+    store_some<W>(buffer + k, normed, K - k);
+  }
+  return buffer;
+}
+
+// Return a buffer of the calling thread, kept: a fresh one would be page-faulted in at every step. Each `Use` has one.
+template <typename Use>
+float* scratch(size_t size) {
+  static thread_local std::vector<float> buffer;
+  if (buffer.size() < size) buffer.resize(size);
+  return buffer.data();
+}
+
+// Tokens of a product, cut into tiles of nearly equal size.
+class Tiles {
+ public:
+  Tiles(int64_t num_tokens, int64_t most) : num_tokens_(num_tokens), size_((num_tokens + most - 1) / most) {}
+
+  int64_t size() const { return size_; }
+  int64_t start(int64_t index) const { return index * num_tokens_ / size_; }
+
+  // Call pack(index) for all tiles, on several threads if there are many inputs.
+  template <typename Pack>
+  void pack_all(Executor& executor, int64_t num_inputs, const Pack& pack) const {
+    const bool serial = num_tokens_ * num_inputs < kSerialProducts;
+    parallel_for(executor, serial ? 1 : size_, [&](int64_t task) {
+      for (int64_t i = task; i < (serial ? size_ : task + 1); ++i) pack(i);
+    });
+  }
+
+ private:
+  int64_t num_tokens_, size_;
+};
+
+}  // namespace NATIVE_ISA
