@@ -43,7 +43,8 @@ class SpeculationConfig:
             tokens where they occurred before, "medusa" for heads on the model's hidden states, "eagle3" and "mtp" for a
             layer over them; None is "draft_model" where a model is given.
         model: directory of the draft model's checkpoint, or of the heads; None is what is embedded with the default
-            model: a draft, Medusa heads, an EAGLE-3 layer.
+            model (a draft, Medusa heads, an EAGLE-3 layer), and for "mtp" the layer in the checkpoint of a model that
+            attends over latents.
         num_speculative_tokens: most tokens proposed for a request at a time; None is 4, or the depth of a tree.
         prompt_lookup_max: most tokens that "ngram" matches; None is `prompt_lookup_min`, or 5.
         prompt_lookup_min: fewest tokens that "ngram" matches; None is `prompt_lookup_max`.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
@@ -53,7 +53,7 @@ class Head:
         norms_output: True if the next feature is the output after the norm.
     """
 
-    model: transformers.LlamaForCausalLM
+    model: transformers.PreTrainedModel
     layer: torch.nn.Module
     fc: torch.nn.Linear | None
     feature_layers: tuple[int, ...]
@@ -184,6 +184,38 @@ def write_mtp(directory: Path, model: transformers.LlamaForCausalLM, layout: str
     _write(directory, tensors, nested if layout == "speculators" else sizes)
     ids = torch.arange(config.vocab_size)
     return Head(model, layer, None, (), torch.nn.Identity(), model.lm_head.weight, ids, norms_output=True)
+
+
+def add_mtp(directory: Path, model: transformers.PreTrainedModel) -> Head:
+    """Add a random MTP layer to the checkpoint of a model that attends over latents, and return it."""
+    config, last = model.config, model.model.layers[-1]
+    D, prefix = config.hidden_size, f"model.layers.{config.num_hidden_layers}."
+    layer = MtpLayer(config, type(last), type(last.input_layernorm), config.num_hidden_layers - 1)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=NOISE / D**0.5)
+            else:
+                parameter.uniform_(0.5, 1.5)
+        layer.eh_proj.weight[:, D:] += torch.eye(D)
+        for name, buffer in layer.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.1, 0.1)
+    tensors = {f"{prefix}shared_head.head.weight": model.lm_head.weight}
+    tensors[f"{prefix}embed_tokens.weight"] = model.model.embed_tokens.weight
+    for own_name, value in layer.state_dict().items():
+        name = own_name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        if name.startswith("mlp.experts."):  # one tensor of all experts
+            parts = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+            for expert, matrices in enumerate(value):
+                for part, matrix in zip(parts, matrices.chunk(len(parts)), strict=True):
+                    tensors[f"{prefix}mlp.experts.{expert}.{part}.weight"] = matrix
+        else:
+            tensors[prefix + name] = value
+    [file] = directory.glob("*.safetensors")
+    save_file({**load_file(file), **{name: value.detach().clone() for name, value in tensors.items()}}, file)
+    ids = torch.arange(config.vocab_size)
+    return Head(model, layer.eval(), None, (), torch.nn.Identity(), model.lm_head.weight, ids, norms_output=True)
 
 
 def _write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, object]) -> None:

@@ -6,7 +6,7 @@ Orbax is imported only to write Orbax checkpoints, because its import is slow.
 from jaxserve.weights.convert import convert, derive
 from jaxserve.weights.dummy import dummy
 from jaxserve.weights.errors import CheckpointError
-from jaxserve.weights.load import OpenCheckpoint, assemble, check, load, open_checkpoint
+from jaxserve.weights.load import OpenCheckpoint, assemble, check, draft_layers, load, open_checkpoint
 from jaxserve.weights.quantized import Activation, QuantizedPart, Scheme, Schemes, read_schemes
 from jaxserve.weights.rows import TensorRow
 from jaxserve.weights.safetensors_store import read_generation_config
@@ -29,6 +29,7 @@ __all__ = [
     "check",
     "convert",
     "derive",
+    "draft_layers",
     "dummy",
     "has_config",
     "host_buffer",

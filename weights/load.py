@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -59,6 +59,7 @@ def load(
     transform: Transform | None = None,
     *,
     schemes: Schemes | None = None,
+    prefix: str = "",
     use_tqdm: bool = False,
 ) -> Params:
     """Read a checkpoint directory into the parameter tree that `specs` describe.
@@ -76,13 +77,14 @@ def load(
         shardings: function of a row's path, or tree of shardings; each device reads only its own slices.
         transform: function of a row and its tensor that returns the leaf of the tree; by default it places the tensor.
         schemes: schemes of a quantised checkpoint; without a transform, its matrices are dequantised.
+        prefix: beginning of the names of `specs`; tensors of other names are not read.
         use_tqdm: show progress in bytes where stderr is a terminal.
 
     Raises:
         CheckpointError: files are absent or damaged; tensors are missing, unexpected, of another shape or dtype (all
             named).
     """
-    tensors = open_checkpoint(path, specs, schemes).tensors
+    tensors = open_checkpoint(path, specs, schemes, prefix).tensors
     return _build(specs, tensors.__getitem__, dtype, shardings, transform, use_tqdm=use_tqdm)
 
 
@@ -102,14 +104,16 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str], specs: Sequence[TensorRow], schemes: Schemes | None = None
+    path: str | os.PathLike[str], specs: Sequence[TensorRow], schemes: Schemes | None = None, prefix: str = ""
 ) -> OpenCheckpoint:
     """Open a checkpoint directory that has the tensors of `specs`; those of a quantised one by its `schemes`.
+
+    All names of `specs` begin with `prefix`; tensors of other names are left out.
 
     Raises:
         CheckpointError: see `load`.
     """
-    return OpenCheckpoint(_with_full_names(specs, open_tensors(FilePath(path), specs, schemes)))
+    return OpenCheckpoint(_with_full_names(specs, open_tensors(FilePath(path), specs, schemes, prefix)))
 
 
 def assemble(
@@ -207,12 +211,17 @@ def check(path: str | os.PathLike[str], specs: Sequence[TensorRow], schemes: Sch
     open_tensors(FilePath(path), specs, schemes)
 
 
-def open_tensors(directory: FilePath, specs: Sequence[TensorRow], schemes: Schemes | None = None) -> Tensors:
+def open_tensors(
+    directory: FilePath, specs: Sequence[TensorRow], schemes: Schemes | None = None, prefix: str = ""
+) -> Tensors:
     """Return every tensor of a checkpoint by name, still unread; CheckpointError unless they are those of `specs`.
 
-    Quantised matrices come under the names that they have unquantised.
+    Quantised matrices come under the names that they have unquantised. Tensors are those whose names begin with
+    `prefix`.
     """
-    tensors = quantized_view(schemes, _with_full_names(specs, stored_tensors(directory)), specs, directory)
+    stored = _with_full_names(specs, stored_tensors(directory))
+    wanted = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    tensors = quantized_view(schemes, wanted, specs, directory)
     advice = "check that config.json belongs to these weights, and has their quantization_config if they are quantised"
     _check(directory, specs, tensors, advice)
     return tensors
@@ -221,6 +230,15 @@ def open_tensors(directory: FilePath, specs: Sequence[TensorRow], schemes: Schem
 def stored_tensors(directory: FilePath) -> Tensors:
     """Return every tensor of a checkpoint by the name that it has there, still unread."""
     return store_of(directory).open_tensors(directory)
+
+
+def draft_layers(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the beginnings of the names of layers for multi-token prediction in a checkpoint directory.
+
+    Raises:
+        CheckpointError: files are absent or damaged.
+    """
+    return _draft_layers(_with_full_names([], stored_tensors(FilePath(path))))
 
 
 def _all_hf_shapes(specs: Sequence[TensorRow]) -> dict[str, tuple[int, ...]]:
@@ -260,9 +278,10 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
     tensors = _with_full_names(specs, tensors)
     expected = _all_hf_shapes(specs)
     shared = [name for name in expected if name in tensors]
-    drafting, unread = _draft_layers(tensors), {name for row in specs for name in row.unread}
+    drafting = _draft_layers([name for name in tensors if name not in expected])
+    unread = {name for row in specs for name in row.unread}
     if drafting:
-        logger.info("%s: layers that draft tokens are not read: %s", where, ", ".join(drafting))
+        logger.info("%s: layers that draft tokens are not part of the model: %s", where, ", ".join(drafting))
     if others := sorted({part for name in tensors if (part := _other_part(name)) is not None}):
         logger.info("%s: the text part alone is served; these parts are not read: %s", where, ", ".join(others))
     Mismatch(
@@ -279,13 +298,14 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
     ).raise_if_any(where, advice)
 
 
-def _draft_layers(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _draft_layers(names: Iterable[str]) -> tuple[str, ...]:
     """Return the prefixes of layers for multi-token prediction: they have a projection, or names of their own.
 
     Transformers ignores them too.
     """
-    numbered = {name.removesuffix(_DRAFT_PROJECTION) for name in tensors if name.endswith(_DRAFT_PROJECTION)}
-    return tuple(sorted(numbered | {_DRAFTING for name in tensors if name.startswith(_DRAFTING)}))
+    names = list(names)
+    numbered = {name.removesuffix(_DRAFT_PROJECTION) for name in names if name.endswith(_DRAFT_PROJECTION)}
+    return tuple(sorted(numbered | {_DRAFTING for name in names if name.startswith(_DRAFTING)}))
 
 
 def _other_part(name: str) -> str | None:

@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.engine.drafts import build_proposer, load_draft
 from jaxserve.engine.memory import build_schedule, pool_dtype, select_backend, state_bytes
-from jaxserve.engine.parameters import build_params, compute_dtype, copies, meshes_of, on_every_device
+from jaxserve.engine.parameters import build_params, compute_dtype, copies, meshes_of
 from jaxserve.errors import ConfigError
 from jaxserve.execution.runner import Runner
 from jaxserve.execution.xla_cache import programs_dir, scope_of
@@ -59,7 +59,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     warn_without_native_kernels()
     params, meshes = build_params(config, arch), meshes_of(config)
     draft = load_draft(config, arch)
-    replicas = copies(params, meshes)
+    replicas, draft_replicas = copies(params, meshes), draft.replicas(meshes)
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
     kv_dtype = pool_dtype(config, dtype)
     backend = select_backend(config, local_arch, kv_dtype)
@@ -88,9 +88,9 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
             cache_scope=scope_of(config) if directory is None else contextlib.nullcontext,
             mesh=mesh,
             proposer=build_proposer(config, arch, schedule, kv_dtype, draft),
-            draft_params=on_every_device(draft.params, mesh),
+            draft_params=draft_params,
         )
-        for replica, mesh in zip(replicas, meshes, strict=True)
+        for replica, draft_params, mesh in zip(replicas, draft_replicas, meshes, strict=True)
     ]
     programs = [runner.programs for runner in runners]
     for own, before in zip(programs, [None, *programs], strict=False):

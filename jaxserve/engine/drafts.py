@@ -3,19 +3,30 @@
 import dataclasses
 import logging
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from jaxserve import weights
 from jaxserve.config import DEFAULT_DRAFTS, EngineConfig, embedded_model
 from jaxserve.engine.checkpoint import build_arch
 from jaxserve.engine.memory import page_bytes, pool_dtype, select_backend
-from jaxserve.engine.parameters import build_params, compute_dtype, not_packed
+from jaxserve.engine.parameters import (
+    build_layer_params,
+    build_params,
+    compute_dtype,
+    copies,
+    not_packed,
+    on_every_device,
+)
 from jaxserve.errors import ConfigError
 from jaxserve.execution.proposer import Proposer
 from jaxserve.layers.kv_forms import MixedHeads
+from jaxserve.models import draft_head
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.quant import weight_format
@@ -39,16 +50,24 @@ class Draft:
     """Weights and sizes of a proposer.
 
     Attributes:
-        params: its weights, on one device; empty for look-ups.
+        params: its weights, on one device or, if they are split, on those of the first replica; empty for look-ups.
         arch: sizes of a draft model or layer; None for look-ups and Medusa heads.
         backend: backend of its attention.
         head: kind and sizes of a draft layer; None without one.
+        is_split: True if its weights are split over devices as those of the model are.
     """
 
     params: Params
     arch: ArchConfig | None = None
     backend: str = ""
     head: LayerHead | None = None
+    is_split: bool = False
+
+    def replicas(self, meshes: Sequence[Mesh | None]) -> list[Params]:
+        """Return its weights on the devices of each replica."""
+        if self.is_split:
+            return copies(self.params, meshes)
+        return [on_every_device(self.params, mesh) for mesh in meshes]
 
     def page_bytes(self, kv_dtype: jnp.dtype, page_size: int) -> int:
         """Return the bytes of one page of its pool."""
@@ -60,6 +79,8 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
     speculation = config.speculation
     if speculation is None or speculation.method == "ngram":
         return Draft({})
+    if speculation.method == "mtp" and arch.latent is not None:
+        return _load_following_layer(config, arch, Path(speculation.model or config.model_path))
     directory = _draft_directory(config, speculation)
     if speculation.method != "draft_model":
         return _load_heads(config, speculation, arch, directory)
@@ -133,6 +154,27 @@ def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: Arch
             f"{speculation.max_drafts} and {num_heads}"
         )
     return Draft(params)
+
+
+def _load_following_layer(config: EngineConfig, arch: ArchConfig, directory: Path) -> Draft:
+    """Load the MTP layer behind the layers of a checkpoint; ConfigError if there is none, or it does not fit."""
+    try:
+        found = weights.draft_layers(directory)
+        schemes = weights.read_schemes(weights.read_config(directory))
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    if len(found) != 1:
+        raise ConfigError(
+            f'method "mtp" of speculative_config needs a checkpoint with one layer for multi-token prediction, whose '
+            f"eh_proj and norms follow the model's layers, got {list(found) or 'none'} in {directory}; set model in it "
+            f"to a directory with the layer, or take another method"
+        )
+    layer = dataclasses.replace(_within_pages(draft_head.following_arch(arch), arch), schemes=schemes)
+    params = build_layer_params(config, layer, draft_head.following_specs(layer, found[0]), directory, found[0])
+    local = layer.local(config.tensor_parallel_size)
+    plain = dataclasses.replace(config, attention_backend="auto")
+    backend = select_backend(plain, local, pool_dtype(config, compute_dtype(config, arch)))
+    return Draft(params, local, backend, LayerHead("mtp", local), is_split=True)
 
 
 def _narrower(window: int | None, other: int | None) -> int | None:

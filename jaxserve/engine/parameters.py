@@ -119,8 +119,25 @@ def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
     return placed
 
 
-def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Params]) -> Params:
-    specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
+def build_layer_params(
+    config: EngineConfig, arch: ArchConfig, specs: Sequence[ParamSpec], directory: str | os.PathLike[str], prefix: str
+) -> Params:
+    """Load the weights of a further layer of the model for the first replica, in the form of the other layers.
+
+    Args:
+        config: options of the engine.
+        arch: sizes of a model with this layer alone.
+        specs: rows of the layer's tensors.
+        directory: checkpoint that has the layer among others.
+        prefix: beginning of the names of its tensors.
+    """
+    return _make_params(config, arch, partial(weights.load, directory, prefix=prefix), specs)
+
+
+def _make_params(
+    config: EngineConfig, arch: ArchConfig, make: Callable[..., Params], specs: Sequence[ParamSpec] | None = None
+) -> Params:
+    specs, dtype = registry.param_specs(arch) if specs is None else specs, compute_dtype(config, arch)
     form, matrices = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
     if (reason := not_packed(config, form, matrices)) is not None:
         logger.info("the native kernels do not multiply matrices: %s", reason)

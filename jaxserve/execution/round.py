@@ -24,6 +24,7 @@ from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params
+from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
 from jaxserve.sampling import (
     LogprobLayout,
@@ -81,8 +82,8 @@ class AttentionCarry:
 
 def paged_attend(
     q: Float[Array, "T Q W"] | tuple[Array, ...],
-    k: Float[Array, "T K W"] | None,
-    v: Float[Array, "T K H"] | None,
+    k: Float[Array, "T K S"] | None,
+    v: Float[Array, "T K H"] | HeadMatrices | None,
     rope: Float[Array, "2 T half"] | None,
     carry: AttentionCarry,
     layer: Int[Array, ""],

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Float32, Int, Int32
 
 from jaxserve.pallas_kernels import mla_attention, ragged_paged_attention
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
-from jaxserve.pallas_kernels.mla_attention import LatentInputs, LatentOptions
+from jaxserve.pallas_kernels.mla_attention import HeadInputs, HeadMatrices, LatentOptions
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     QUANTIZED,
     AttentionInputs,
@@ -25,17 +25,17 @@ class NewTokens(NamedTuple):
     """Queries of a step and what it stores, as a block makes them.
 
     Attributes:
-        q: queries, in the form's own size W.
+        q: queries.
         k: keys of each KV head; latents as those of one head.
-        v: values; None where they are in the keys.
+        v: values; of latents, the matrices that make keys and values of them.
         rope: cosines and sines that rotate queries and keys; None where nothing is rotated.
         sinks: logits that take part in the softmax without values, or None.
         tree_mask: trees of drafts, or None.
     """
 
     q: Float[Array, "T Q W"]
-    k: Float[Array, "T K W"]
-    v: Float[Array, "T K H"] | None = None
+    k: Float[Array, "T K S"]
+    v: Float[Array, "T K H"] | HeadMatrices
     rope: Float32[Array, "2 T half"] | None = None
     sinks: Float[Array, " Q"] | None = None
     tree_mask: Int32[Array, " T"] | None = None
@@ -167,7 +167,7 @@ class HeadVectors:
         backend: str,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
         """Run `ragged_paged_attention`."""
-        assert new.v is not None, "keys and values differ"
+        assert isinstance(new.v, Array), "values are no matrices"
         inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope, new.sinks, new.tree_mask)
         return ragged_paged_attention.ragged_paged_attention(inputs, kv_pages, layer, options, backend=backend)
 
@@ -241,7 +241,7 @@ class PartOfPages(HeadVectors):
         backend: str,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
         """Run `ragged_paged_attention` over the part of each page that a layer has."""
-        assert new.v is not None, "keys and values differ"
+        assert isinstance(new.v, Array), "values are no matrices"
         rows = rows.with_own_table()
         rows = rows._replace(page_table=rows.page_table * self.num_parts + layer % self.num_parts)
         inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope, new.sinks, new.tree_mask)
@@ -330,8 +330,9 @@ class Latents:
         *,
         backend: str,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Run `mla_attention`."""
+        """Run `mla_attention.head_attention`."""
         assert (new.sinks, options.window, options.soft_cap) == (None,) * 3, "no family with latents has these"
-        inputs = LatentInputs(new.q, new.k[:, 0], rows, new.rope, new.tree_mask)
+        assert isinstance(new.v, HeadMatrices), "latents are expanded by matrices"
+        inputs = HeadInputs(new.q, new.k[:, 0], new.v, rows, new.rope, new.tree_mask)
         own = LatentOptions(self.rank, options.scale)
-        return mla_attention.mla_attention(inputs, kv_pages, layer, own, backend=backend)
+        return mla_attention.head_attention(inputs, kv_pages, layer, own, backend=backend)

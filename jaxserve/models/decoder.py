@@ -25,7 +25,7 @@ from jaxserve.models.params import EXPERT_MATRICES, POSITION_EMBED, Params, Scan
 # attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2] or None, carry, layer, options, sinks=[Q] or None)
 # -> (out[T,Q,H], carry); it rotates q and k first, by `rope` if that is given. `layer` is the layer's number in its KV
 # group, `sinks` the logits that take part in the softmax without values. Hashable, closes over no arrays.
-# Over latents: attend(q[T,Q,W], latents[T,1,W], None, ...) -> (out[T,Q,r], carry); it rotates the elements behind r.
+# Over latents: attend(q[T,Q,n+d], latents[T,1,r+d], HeadMatrices, ...) -> (out[T,Q,v], carry); it rotates the last d.
 # In a layer that reads the keys and values of another: attend(q[T,Q,H], None, None, rope, carry, layer, options);
 # keys and values of this step's tokens are those that the other has made: see `LayerOptions.share`.
 # In a layer with a state: attend(inputs, None, None, None, carry, layer, options) -> (out[T,heads,size], carry), by

@@ -1,4 +1,8 @@
-"""The decoder layer of draft heads, which are published as layers of Llama, whatever the family of the model."""
+"""The decoder layer of draft heads.
+
+Most are published as layers of Llama, whatever the family of the model. Models that attend over latents have MTP layers
+of their own kind, which follow the others in their checkpoints.
+"""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -8,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import linear
-from jaxserve.layers.rope import rope_table
-from jaxserve.models import llama
+from jaxserve.layers.rope import rotation
+from jaxserve.models import llama, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.decoder import Attend
 from jaxserve.models.hf_config import TABLE, read_fields
@@ -65,6 +69,39 @@ def param_specs(arch: ArchConfig, *, wide: bool) -> list[ParamSpec]:
     ]
 
 
+def following_arch(target: ArchConfig) -> ArchConfig:
+    """Return the sizes of the layer that follows those of a model, as a model of this layer alone."""
+    return dataclasses.replace(
+        target, num_layers=1, ropes=target.ropes[-1:], windows=target.windows[-1:], dense_layers=frozenset()
+    )
+
+
+def following_specs(arch: ArchConfig, prefix: str) -> list[ParamSpec]:
+    """Return one row per tensor of an MTP layer in the checkpoint of a model, which is split as the model's layers are.
+
+    Args:
+        arch: sizes of a model of this layer alone.
+        prefix: beginning of the names of its tensors.
+    """
+    D = arch.hidden_size
+
+    def renamed(spec: ParamSpec) -> ParamSpec:
+        names = tuple(prefix + name.removeprefix("model.layers.0.") for name in spec.hf_names)
+        return dataclasses.replace(spec, hf_names=names)
+
+    def norm(name: str, hf_name: str) -> ParamSpec:
+        return ParamSpec((name,), (D,), (None,), (f"{prefix}{hf_name}.weight",), (D,), "ones")
+
+    copies = (f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight")  # of the model's
+    return [
+        *(renamed(spec) for spec in registry.param_specs(arch) if spec.path[0] == "layers"),
+        norm("embedding_norm", "enorm"),
+        norm("feature_norm", "hnorm"),
+        norm("final_norm", "shared_head.norm"),
+        ParamSpec(("proj",), (D, 2 * D), (None, None), (f"{prefix}eh_proj.weight",), (D,), unread=copies),
+    ]
+
+
 def block(
     p: Params,
     x: Float[Array, "T inner"],
@@ -75,7 +112,7 @@ def block(
     attend: Attend,
     residual: Float[Array, "T D"] | None = None,
 ) -> tuple[Float[Array, "T D"], Any]:
-    """Apply the layer to tokens at these positions; see `llama.block`.
+    """Apply the layer to tokens at these positions; see `decoder.forward`.
 
     Args:
         p: parameters of the layer.
@@ -87,9 +124,9 @@ def block(
         residual: residual stream before attention; None where it is `x`.
     """
     (config,), options, layer = arch.ropes, arch.layer_options(0), jnp.int32(0)
-    rope = None if config is None else rope_table(position, config, arch.head_dim)
+    rope = rotation(position, config, arch.head_dim)
     if residual is None:
-        return llama.block(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
+        return registry.family(arch).block(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
     q, k, v = llama.project_qkv(p, x, arch, None)
     out, carry = attend(q, k, v, rope, carry, layer, options)
     y = linear(out.reshape(out.shape[0], -1), p["o_proj"], bias=p.get("o_bias"), residual=residual)

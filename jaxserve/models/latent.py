@@ -1,13 +1,12 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) of a block: its tensors, and its computation.
 
-The matrix that expands latents to keys is multiplied with the queries instead, the one that expands them to values with
-what attention returns: all heads attend over the latents themselves.
+Attention gets the matrices that expand latents to keys and values. It multiplies them with queries and outputs instead,
+so that all heads attend over the latents themselves, unless so many tokens are new that expanding is cheaper.
 """
 
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear
@@ -16,6 +15,7 @@ from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.layer_facts import LatentAttention, LayerOptions
 from jaxserve.models.params import Params, ParamSpec
+from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 
 _INNER_EPS = 1e-6  # epsilon of the norms between two matrices, whatever that of the model
 
@@ -69,12 +69,12 @@ def attention(
     to_keys, to_values = jnp.split(p["kv_b_proj"].reshape(Q, -1, latent.rank), [latent.nope_dim], axis=1)
     normed = rms_norm(x, p["input_norm"], arch.norm_eps)
     own, shared = jnp.split(_queries(p, normed, arch), [latent.nope_dim], axis=-1)
-    q = jnp.concatenate([_per_head("tqn,qnr->tqr", own, to_keys), _halves(shared, latent)], axis=-1)
+    q = jnp.concatenate([own, _halves(shared, latent)], axis=-1)
     value, key = jnp.split(linear(normed, p["kv_a_proj"], bias=p.get("kv_a_bias")), [latent.rank], axis=-1)
     value = rms_norm(value, p["kv_a_norm"], _INNER_EPS)
     latents = jnp.concatenate([value, _halves(key, latent)], axis=-1)[:, None]
-    out, carry = attend(q, latents, None, rope, carry, layer, options)
-    return llama.project_out(p, _per_head("tqr,qvr->tqv", out, to_values), arch, x), carry
+    out, carry = attend(q, latents, HeadMatrices(to_keys, to_values), rope, carry, layer, options)
+    return llama.project_out(p, out, arch, x), carry
 
 
 def _queries(p: Params, normed: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T Q H"]:
@@ -84,13 +84,6 @@ def _queries(p: Params, normed: Float[Array, "T D"], arch: ArchConfig) -> Float[
         small = linear(normed, p["q_a_proj"], bias=p.get("q_a_bias"))
         q = linear(small, p["q_proj"], norm=RmsNorm(p["q_a_norm"], _INNER_EPS))
     return q.reshape(q.shape[0], arch.num_heads, -1)
-
-
-def _per_head(products: str, x: Float[Array, "T Q a"], matrices: Float[Array, "Q b c"]) -> Float[Array, "T Q d"]:
-    """Return the product of each head with its own matrix; exact float32 as in `FloatMatrix`."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    y = jnp.einsum(products, x, matrices.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype)
 
 
 def _halves(x: Float[Array, "*B d"], latent: LatentAttention) -> Float[Array, "*B d"]:

@@ -7,6 +7,7 @@ from jax import Array
 
 from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents
 from jaxserve.layers.state_forms import StateForm
+from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
 from jaxserve.sharding import held_heads
 
@@ -90,19 +91,20 @@ class LayerOptions(NamedTuple):
     kv_source: int | None = None
 
     def share(
-        self, k: Array | None, v: Array | None, shared: Mapping[int, tuple[Array, Array]]
-    ) -> tuple[Array, Array | None, Mapping[int, tuple[Array, Array]]]:
+        self, k: Array | None, v: Array | HeadMatrices | None, shared: Mapping[int, tuple[Array, Array]]
+    ) -> tuple[Array, Array | HeadMatrices, Mapping[int, tuple[Array, Array]]]:
         """Return the keys and values of a step's tokens in this layer, and those that later layers share.
 
         Args:
             k: keys that the layer makes; None if it reads another's.
-            v: its values, if any.
+            v: its values, or the matrices that make them of latents; None if it reads another's.
             shared: keys and values of earlier layers, by layer.
         """
         if k is None:
             assert self.kv_source is not None, "a layer has keys, its own or those of another"
             return *shared[self.kv_source], shared
+        assert v is not None, "keys have values"
         if self.kv_source is None:
             return k, v, shared
-        assert v is not None, "keys that layers share have values"
+        assert isinstance(v, Array), "layers share no latents"
         return k, v, {**shared, self.kv_source: (k, v)}

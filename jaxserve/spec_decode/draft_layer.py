@@ -14,7 +14,8 @@ the accepted ones of rounds with drafts.
 A request that begins behind a cached prefix finds at the prefix's last position the keys and values of the request that
 computed it, whose next token may differ. That can cost an accepted draft, and no more.
 
-Over several devices each has the whole layer; embedding and logits that it shares are the model's.
+Over several devices each has the whole layer, but for one that follows the model's own, which is split as they are.
+Embedding and logits that it shares are the model's.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.round import AttentionCarry, paged_attend
 from jaxserve.execution.rows import Rows, place_tokens, ragged_rows
 from jaxserve.execution.state import CLIPPED, ServeState, new_pool
+from jaxserve.layers.experts import RoutedTokens
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import draft_head
@@ -52,7 +54,7 @@ class LayerHead:
 
     Attributes:
         method: way in which embedding and feature enter.
-        arch: sizes of its one layer.
+        arch: sizes of its one layer, on one device where the layer is split.
         feature_layers: layers of the model whose inputs make the feature; none for the hidden state after the final
             norm.
         norms_residual: True if the residual stream of EAGLE-3 begins behind the norm of the feature.
@@ -97,7 +99,7 @@ class _Drafting:
 class DraftLayer:
     """Proposer with one decoder layer.
 
-    Parameters: those of a Llama layer under `layers`, of `embedding_norm`, `feature_norm`, `final_norm` and either `fc`
+    Parameters: those of the layer under `layers`, of `embedding_norm`, `feature_norm`, `final_norm` and either `fc`
     (EAGLE-3, the projection of the layers' inputs, with its norms `fc_norm` if there are any) or `proj` (MTP); `embed`,
     `lm_head` and `outputs`, the ids of the model's tokens in `lm_head`, where it does not share those of the model.
 
@@ -166,7 +168,7 @@ class DraftLayer:
         at = Rows.of(
             rows.slot, jnp.maximum(rows.start - 1 + first, 0), jnp.maximum(rows.q_lens - first, 0), rows.samples
         )
-        row, offset, position, _ = place_tokens(at, token_ids.shape[0])
+        row, offset, position, live = place_tokens(at, token_ids.shape[0])
         offset = offset + first[row]
         token = rows.cu_q_lens[row] + offset
         before = jnp.where(
@@ -175,7 +177,7 @@ class DraftLayer:
             draft.feature.at[rows.slot[row]].get(**CLIPPED),
         )
         ids = token_ids.at[token].get(**CLIPPED)
-        _, kv_pages = self._forward(params, state, at, ids, before, position, draft.kv_pages)
+        _, kv_pages = self._forward(params, state, at, ids, before, position, live, draft.kv_pages)
         slot = jnp.where(rows.q_lens > 0, rows.slot, draft.is_known.shape[0])  # out of range, dropped
         last = feature.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED)
         return DraftLayerState(
@@ -202,10 +204,11 @@ class DraftLayer:
         def draft(index: Int[Array, ""], so_far: _Drafting) -> _Drafting:
             live = index < num_drafts
             at = Rows.of(rows.slot, jnp.maximum(rows.start - 1 + index, 0), live.astype(jnp.int32), live)
-            row, _, position, _ = place_tokens(at, R)
+            row, _, position, is_token = place_tokens(at, R)
             drafted = so_far.token_ids.at[:, index - 1].get(**CLIPPED)
             ids = jnp.where(index == 0, known, drafted)[row]
-            hidden, kv_pages = self._forward(params, state, at, ids, so_far.feature[row], position, so_far.kv_pages)
+            feature = so_far.feature[row]
+            hidden, kv_pages = self._forward(params, state, at, ids, feature, position, is_token, so_far.kv_pages)
             hidden = hidden.at[at.cu_q_lens[1:] - 1].get(**CLIPPED)
             normed = rms_norm(hidden, params[1]["final_norm"], self.head.arch.norm_eps)
             sampling = SamplingRows(records, rows.start + 1 + index, live)
@@ -236,6 +239,7 @@ class DraftLayer:
         token_ids: Int[Array, " T"],
         feature: Float[Array, "T D"],
         position: Int[Array, " T"],
+        live: Bool[Array, " T"],
         kv_pages: Pages,
     ) -> tuple[Float[Array, "T D"], Pages]:
         """Return the layer's outputs for features and the tokens behind them, and the pool."""
@@ -245,7 +249,9 @@ class DraftLayer:
         attend = partial(paged_attend, backend=self.backend)
         num_rows = jnp.int32(rows.slot.shape[0])
         group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
-        carry: Any = AttentionCarry(kv_pages, (self.head.arch.kv.step_rows(self.backend, group),))
+        arch = self.head.arch
+        routed = None if arch.experts is None else RoutedTokens.of(live, counts=None)
+        carry: Any = AttentionCarry(kv_pages, (arch.kv.step_rows(self.backend, group),), routed=routed)
         x, carry = apply_layer(own, self.head, embedding, feature, position, attend, carry)
         return x, carry.kv_pages
 

@@ -5,6 +5,9 @@ score of a query is its product with the whole latent, the value is the latent's
 expand a latent to keys and values of heads are multiplied with queries and outputs instead, by the caller (absorbed).
 The last d elements carry the position: the operation rotates them in queries and latents.
 
+`head_attention` takes the matrices too, and chooses: rows of many new tokens attend over keys and values that are
+expanded from latents, block by block (`expanded.py`), where that is fewer operations.
+
 Rows, padding, sharing of pages and the order of writes are those of `ragged_paged_attention`: all new latents of a step
 are written before any row attends. Code that moves pages elsewhere converts them by `to_canonical` and `from_canonical`
 (`[L, N, P, W]`). A backend may store latents with columns of padding behind them.
@@ -12,15 +15,25 @@ are written before any row attends. Code that moves pages elsewhere converts the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
-from jaxserve.pallas_kernels.mla_attention import mosaic_tpu, native, xla
-from jaxserve.pallas_kernels.mla_attention.interface import Backend, LatentInputs, LatentOptions, Problem
+from jaxserve.pallas_kernels.mla_attention import expanded, mosaic_tpu, native, xla
+from jaxserve.pallas_kernels.mla_attention.interface import (
+    Backend,
+    HeadInputs,
+    HeadMatrices,
+    LatentInputs,
+    LatentOptions,
+    Problem,
+)
 from jaxserve.pallas_kernels.mla_attention.layout import Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows, check_rows, check_scales, check_tree_mask
 from jaxserve.pallas_kernels.ragged_paged_attention.moves import move_tokens as _move_tokens
@@ -34,12 +47,15 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
 
 __all__ = [
     "BACKENDS",
+    "HeadInputs",
+    "HeadMatrices",
     "LatentInputs",
     "LatentOptions",
     "PoolDims",
     "Problem",
     "default_page_size",
     "from_canonical",
+    "head_attention",
     "mla_attention",
     "move_tokens",
     "new_pages",
@@ -50,6 +66,7 @@ __all__ = [
 
 BACKENDS: Mapping[str, Backend] = {"mosaic_tpu": mosaic_tpu, "native": native, "xla": xla}
 """All backends, best first."""
+_BLOCK_TOKENS = 32  # tokens of rows in decode, which follow each other, are seldom beside those of prompts
 
 
 def mla_attention(
@@ -76,9 +93,58 @@ def mla_attention(
     _check_tokens(inputs, options)
     check_rows(inputs.rows)
     check_tree_mask(inputs.tree_mask, inputs.q.shape[0])
-    chosen = BACKENDS[_select_for_pool(backend, inputs, kv_pages, options)]
+    chosen = BACKENDS[_select_for_pool(backend, inputs.q.shape[1], inputs.latents, kv_pages, options)]
     _check_pool(chosen.LAYOUT, inputs.latents, kv_pages, layer)
     return chosen.write_and_attend(inputs, kv_pages, layer, options)
+
+
+def head_attention(
+    inputs: HeadInputs,
+    kv_pages: Pages,
+    layer: int | Int32[Array, ""],
+    options: LatentOptions,
+    *,
+    backend: str = AUTO,
+) -> tuple[Float[Array, "T Q v"], Pages]:
+    """Attend with the queries of heads, by the matrices that make their keys and values; see `mla_attention`.
+
+    Steps that have room for rows of `expanded.fewest_queries` tokens expand latents for such rows. Queries and outputs
+    are multiplied for the tokens of the other rows alone, a block of tokens at a time.
+    """
+    (T, Q, _), matrices, rows = inputs.q.shape, inputs.matrices, inputs.rows
+    name = _select_for_pool(backend, Q, inputs.latents, kv_pages, options)
+    fewest = expanded.fewest_queries(matrices) if BACKENDS[name].EXPANDS and inputs.tree_mask is None else None
+    if fewest is None or fewest > T:
+        absorbed = inputs.absorbed(matrices.latent_q(inputs.q))
+        out, kv_pages = mla_attention(absorbed, kv_pages, layer, options, backend=name)
+        return matrices.values(out), kv_pages
+    token_id = jnp.arange(T, dtype=jnp.int32)
+    is_short = (rows.live_q_lens() < fewest)[rows.row_ids(token_id)] & (token_id < rows.cu_q_lens[rows.num_rows])
+    q = _of_some(is_short, matrices.latent_q, inputs.q)
+    of_short = dataclasses.replace(options, max_queries=fewest - 1)
+    of_latents, kv_pages = mla_attention(inputs.absorbed(q), kv_pages, layer, of_short, backend=name)
+    out = _of_some(is_short, matrices.values, of_latents)
+    pages = xla.LatentPages(kv_pages, layer, options.rank)
+    return expanded.attend(inputs.rotated_q(), matrices, pages, rows, options.scale, fewest, out), kv_pages
+
+
+def _of_some(
+    is_wanted: Bool[Array, "T"], multiply: Callable[[Array], Array], x: Float[Array, "T Q a"]
+) -> Float[Array, "T Q b"]:
+    """Return the products of tokens in blocks that have wanted ones, zeros of the others."""
+    T = x.shape[0]
+    block = min(_BLOCK_TOKENS, T)
+
+    def fill(number: Int32[Array, ""], out: Float[Array, "T Q b"]) -> Float[Array, "T Q b"]:
+        start = jnp.minimum(number * block, T - block)  # the last block may repeat tokens of the one before
+
+        def compute() -> Float[Array, "T Q b"]:
+            return lax.dynamic_update_slice_in_dim(out, multiply(lax.dynamic_slice_in_dim(x, start, block)), start, 0)
+
+        return lax.cond(jnp.any(lax.dynamic_slice_in_dim(is_wanted, start, block)), compute, lambda: out)
+
+    shape = jax.eval_shape(multiply, x)
+    return lax.fori_loop(0, -(-T // block), fill, jnp.zeros(shape.shape, shape.dtype))
 
 
 def select_backend(
@@ -157,9 +223,11 @@ def step_rows(backend: str, rows: RaggedRows) -> RaggedRows:
     return rows.with_own_table() if BACKENDS[backend].WANTS_OWN_TABLE else rows
 
 
-def _select_for_pool(backend: str, inputs: LatentInputs, kv_pages: Pages, options: LatentOptions) -> str:
+def _select_for_pool(
+    backend: str, num_query_heads: int, latents: Float[Array, "T W"], kv_pages: Pages, options: LatentOptions
+) -> str:
     """Select a backend if only the pool's shape is known: the page size depends on the layout."""
-    _, Q, W = inputs.q.shape
+    Q, rope_dim = num_query_heads, latents.shape[1] - options.rank
     platform, values = target_platform(), values_of(kv_pages)
 
     def supports(candidate: Backend) -> str | None:
@@ -167,7 +235,7 @@ def _select_for_pool(backend: str, inputs: LatentInputs, kv_pages: Pages, option
             page_size = candidate.LAYOUT.pool_dims(values.shape).page_size
         except ValueError as error:
             return str(error)
-        return candidate.supports(Problem(Q, options.rank, W - options.rank, page_size, values.dtype, platform))
+        return candidate.supports(Problem(Q, options.rank, rope_dim, page_size, values.dtype, platform))
 
     return select("mla_attention", BACKENDS, backend, supports)
 

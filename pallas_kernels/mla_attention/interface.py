@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.pallas_kernels.mla_attention.layout import Layout
@@ -21,6 +22,8 @@ class LatentOptions:
     Attributes:
         rank: leading elements of a latent that are its value, r.
         scale: factor on the scores.
+        max_queries: most new tokens of a row that attends: rows with more are written only, and their outputs have no
+            meaning. None for all rows. Only of backends that expand.
 
     Raises:
         ValueError: an option has no meaning.
@@ -28,6 +31,7 @@ class LatentOptions:
 
     rank: int
     scale: float
+    max_queries: int | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -59,6 +63,53 @@ class LatentInputs(NamedTuple):
         return self._replace(q=q, latents=latents[:, 0], rope=None)
 
 
+class HeadMatrices(NamedTuple):
+    """Matrices that expand the first r elements of a latent to the keys, but for their rotated part, and the values."""
+
+    to_keys: Float[Array, "Q n r"]
+    to_values: Float[Array, "Q v r"]
+
+    def latent_q(self, q: Float[Array, "T Q H"]) -> Float[Array, "T Q W"]:
+        """Return queries of latents."""
+        nope_dim = self.to_keys.shape[1]
+        own = per_head("tqn,qnr->tqr", q[..., :nope_dim], self.to_keys)
+        return jnp.concatenate([own, q[..., nope_dim:]], axis=-1)
+
+    def values(self, out: Float[Array, "T Q rank"]) -> Float[Array, "T Q v"]:
+        """Return the values of heads, of outputs in latents."""
+        return per_head("tqr,qvr->tqv", out, self.to_values)
+
+
+class HeadInputs(NamedTuple):
+    """Arrays of one call of `head_attention`, except the pool; see `LatentInputs`."""
+
+    q: Float[Array, "T Q H"]
+    """Queries of heads, of n elements and d that are rotated."""
+    latents: Float[Array, "T W"]
+    matrices: HeadMatrices
+    rows: RaggedRows
+    rope: Float32[Array, "2 T half"] | None = None
+    tree_mask: Int32[Array, "T"] | None = None
+
+    def absorbed(self, q: Float[Array, "T Q W"]) -> LatentInputs:
+        """Return the inputs with these queries of latents."""
+        return LatentInputs(q, self.latents, self.rows, self.rope, self.tree_mask)
+
+    def rotated_q(self) -> Float[Array, "T Q H"]:
+        """Return the queries with their last elements rotated."""
+        if self.rope is None:
+            return self.q
+        nope_dim = self.matrices.to_keys.shape[1]
+        turned = apply_rope(self.q[..., nope_dim:], self.rope)
+        return jnp.concatenate([self.q[..., :nope_dim].astype(jnp.float32), turned], axis=-1)
+
+
+def per_head(products: str, x: Float[Array, "T Q a"], matrices: Float[Array, "Q b c"]) -> Float[Array, "T Q d"]:
+    """Return the product of each head with its own matrix in the dtype of x; exact where that is float32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(products, x, matrices.astype(x.dtype), precision=precision)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Static facts of a call, by which a backend decides if it can run it."""
@@ -82,6 +133,10 @@ class Backend(Protocol):
     @property
     def WANTS_OWN_TABLE(self) -> bool:  # noqa: N802
         """True if all layers read the pages of a step's rows faster from a table of their own."""
+
+    @property
+    def EXPANDS(self) -> bool:  # noqa: N802
+        """True if rows of many new tokens should attend over the keys and values of heads instead; see `expanded`."""
 
     def supports(self, problem: Problem) -> str | None:
         """Return the reason why this backend cannot run the problem, or None if it can."""

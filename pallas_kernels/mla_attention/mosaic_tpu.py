@@ -34,6 +34,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 
 __all__ = [
+    "EXPANDS",
     "LAYOUT",
     "WANTS_OWN_TABLE",
     "interpreted",
@@ -90,6 +91,7 @@ class PaddedLatents:
 LAYOUT = PaddedLatents()
 interpreted, sized = SETTINGS.interpreted, SETTINGS.sized
 WANTS_OWN_TABLE = True
+EXPANDS = False  # its kernel reads a layout of its own, at the rate of the memory
 POOL_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 
 

@@ -21,6 +21,7 @@ POOL_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 
 LAYOUT = TokenMajor()
 WANTS_OWN_TABLE = False
+EXPANDS = True
 
 
 def supports(problem: Problem) -> str | None:
@@ -55,5 +56,6 @@ def write_and_attend(
         soft_cap=np.float32(0),
         window=np.int64(0),
         rank=np.int64(options.rank),
+        max_queries=np.int64(options.max_queries or 0),
     )
     return out.astype(q.dtype), kv_pages

@@ -22,6 +22,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.xla import refused_dtype
 
 LAYOUT = TokenMajor()
 WANTS_OWN_TABLE = True
+EXPANDS = True
 
 
 def supports(problem: Problem) -> str | None:
@@ -44,10 +45,9 @@ def write_and_attend(
     kv_pages = _write(kv_pages, inputs.latents, layer, inputs.rows)
     mask, rows = inputs.tree_mask, inputs.rows
     nodes = None if mask is None else seen_nodes(mask, rows, None)
-    pages = _LatentPages(kv_pages, layer, options.rank)
-    return attend(Attention(pages, AttentionOptions(options.scale), nodes=nodes), inputs.q, rows).astype(
-        dtype
-    ), kv_pages
+    pages = LatentPages(kv_pages, layer, options.rank)
+    attention = Attention(pages, AttentionOptions(options.scale), nodes=nodes, max_queries=options.max_queries)
+    return attend(attention, inputs.q, rows).astype(dtype), kv_pages
 
 
 def _write(kv_pages: Pages, latents: Float[Array, "T W"], layer: int | Int32[Array, ""], rows: RaggedRows) -> Pages:
@@ -62,8 +62,8 @@ def _write(kv_pages: Pages, latents: Float[Array, "T W"], layer: int | Int32[Arr
 
 
 @dataclass(frozen=True)
-class _LatentPages:
-    """Pages of a layer: one KV head."""
+class LatentPages:
+    """Pages of a layer in the layout `TokenMajor`: one KV head."""
 
     kv_pages: Pages
     layer: int | Int32[Array, ""]
@@ -72,9 +72,11 @@ class _LatentPages:
 
     @property
     def page_size(self) -> int:
+        """Tokens per page."""
         return int(values_of(self.kv_pages).shape[2])
 
     def read(self, page_id: Int32[Array, "B b"]) -> tuple[Float32[Array, "B 1 S W"], Float32[Array, "B 1 S rank"]]:
+        """Return the latents of some pages, as keys and as values."""
         (B, b), num_pages = page_id.shape, values_of(self.kv_pages).shape[1]
 
         def gather(pages: Shaped[Array, "L N P *W"]) -> Shaped[Array, "B 1 S *W"]:

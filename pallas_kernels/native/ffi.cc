@@ -173,9 +173,9 @@ ffi::Error run_grouped_linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
 
 // `scales`, `table_row`, `sinks` and `rope` are empty if left out; `tree_mask` is an operand only of calls with trees,
 // `updated_scales` a result only of those with scales. `rank` is the size of the values in latents, 0 for keys and values
-// of heads. A page of a pool for other heads is as many pages of these heads as it has room for.
+// of heads. Rows of more than `max_queries` new tokens are only written, unless it is 0. A page of a pool for other heads is as many pages of these heads as it has room for.
 ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, int64_t rank,
-                         ffi::Buffer<ffi::F32> qkv,
+                         int64_t max_queries, ffi::Buffer<ffi::F32> qkv,
                          ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::BF16> scales, ffi::Buffer<ffi::S32> layer,
                          ffi::Buffer<ffi::S32> kv_lens,
                          ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> table_row,
@@ -273,6 +273,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   p.scale = scale;
   p.soft_cap = soft_cap;
   p.window = window;
+  p.max_queries = max_queries;
   XlaThreads threads(pool);
   kernels().attention(threads, p);
   return ffi::Error::Success();
@@ -281,7 +282,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Version of the calls' signatures and of packed weights; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 11; }
+extern "C" int jaxserve_native_abi() { return 12; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -299,6 +300,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                                   .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("rank")
+                                  .Attr<int64_t>("max_queries")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()

@@ -78,6 +78,7 @@ struct AttentionProblem {
   int64_t num_query_heads, num_kv_heads, head_dim, value_dim;  // value_dim is head_dim without latents
   float scale, soft_cap;  // soft_cap 0 for none
   int64_t window;         // 0 for none
+  int64_t max_queries;    // most new tokens of a row that attends, others have no outputs; 0 for all
 };
 
 struct Kernels {

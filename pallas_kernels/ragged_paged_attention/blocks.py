@@ -62,12 +62,14 @@ class Attention(NamedTuple):
         options: options of the call.
         sinks: logit per query head without a value, or None.
         nodes: nodes of a tree that each token sees, as `seen_nodes` returns them, or None.
+        max_queries: most new tokens of a row that attends; None for all rows.
     """
 
     pages: LayerPages
     options: AttentionOptions
     sinks: Float[Array, "Q"] | None = None
     nodes: Int32[Array, "T columns"] | None = None
+    max_queries: int | None = None
 
 
 class _Tree(NamedTuple):
@@ -85,12 +87,30 @@ class _Tree(NamedTuple):
         return jnp.where(node < 0, in_window, lax.shift_right_logical(word, bit) & 1 == 1)
 
 
-class _Softmax(NamedTuple):
+class Softmax(NamedTuple):
     """State of an online softmax over keys, for B sequences of X queries."""
 
     max_score: Float32[Array, "B K G X"]
     denominator: Float32[Array, "B K G X"]
     weighted_sum: Float32[Array, "B K G X V"]
+
+    @staticmethod
+    def empty(shape: tuple[int, ...]) -> Softmax:
+        """Return the softmax before any key, of `[B, K, G, X, V]`."""
+        return Softmax(jnp.full(shape[:-1], _LOWEST), jnp.zeros(shape[:-1]), jnp.zeros(shape))
+
+    def result(self) -> Float32[Array, "B K G X V"]:
+        """Return the outputs; zeros of queries that have seen no key."""
+        return self.weighted_sum / jnp.where(self.denominator > 0, self.denominator, 1)[..., None]
+
+    def part(self, start: Int32[Array, ""], num_queries: int) -> Softmax:
+        """Return the state of some queries that follow each other."""
+        return Softmax(*(lax.dynamic_slice_in_dim(x, start, num_queries, 3) for x in self))
+
+    def with_part(self, start: Int32[Array, ""], part: Softmax) -> Softmax:
+        """Return the state with another one of the queries from `start` on."""
+        pairs = zip(self, part, strict=True)
+        return Softmax(*(lax.dynamic_update_slice_in_dim(x, new, start, 3) for x, new in pairs))
 
 
 def _attend_decode_rows(
@@ -125,7 +145,8 @@ def _attend_prefill_rows(
     T = q.shape[0]
     tile_size = min(PREFILL_TILE_QUERIES, T)
     q_lens = rows.live_q_lens()
-    num_tiles = jnp.where(q_lens > 1, (q_lens + tile_size - 1) // tile_size, 0)
+    attends = q_lens > 1 if attention.max_queries is None else (q_lens > 1) & (q_lens <= attention.max_queries)
+    num_tiles = jnp.where(attends, (q_lens + tile_size - 1) // tile_size, 0)
     tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
 
     def attend_tile(tile: Int32[Array, ""], out: Float[Array, "T Q V"]) -> Float[Array, "T Q V"]:
@@ -172,7 +193,7 @@ def _attend_blocks(
     first_page = first_key // page_size
     num_blocks = _ceil_div(jnp.max(_ceil_div(end_key, page_size) - first_page), block_pages)
 
-    def absorb_block(block: Int32[Array, ""], state: _Softmax) -> _Softmax:
+    def absorb_block(block: Int32[Array, ""], state: Softmax) -> Softmax:
         column = (first_page + block * block_pages)[:, None] + jnp.arange(block_pages, dtype=jnp.int32)[None, :]
         is_used = column * page_size < end_key[:, None]
         page_id = jnp.where(is_used, jnp.take_along_axis(page_table, column, axis=1, mode="clip"), 0)
@@ -184,11 +205,10 @@ def _attend_blocks(
         visible = _visible(position, key_position, window if tree is None else None)
         if tree is not None:
             visible &= tree.shows(key_position, window)
-        return _absorb(attention, state, heads_q, k, v, visible)
+        return absorb(state, heads_q, k, v, visible, attention.options.soft_cap)
 
     state = lax.fori_loop(0, num_blocks, absorb_block, _start(attention.sinks, (*heads_q.shape[:-1], V)))
-    out = state.weighted_sum / jnp.where(state.denominator > 0, state.denominator, 1)[..., None]
-    return out.transpose(0, 3, 1, 2, 4).reshape(B, X, Q, V).astype(q.dtype)
+    return state.result().transpose(0, 3, 1, 2, 4).reshape(B, X, Q, V).astype(q.dtype)
 
 
 def _key_range(
@@ -209,36 +229,34 @@ def _visible(
     return distance >= 0 if window is None else (distance >= 0) & (distance < window)
 
 
-def _start(sinks: Float[Array, "Q"] | None, shape: tuple[int, ...]) -> _Softmax:
+def _start(sinks: Float[Array, "Q"] | None, shape: tuple[int, ...]) -> Softmax:
     """Return the softmax before any key: empty, or holding one sink per query head."""
-    B, K, G, X, _ = shape
     if sinks is None:
-        max_score, denominator = jnp.full((B, K, G, X), _LOWEST), jnp.zeros((B, K, G, X))
-    else:
-        per_head = sinks.astype(jnp.float32).reshape(1, K, G, 1)
-        max_score, denominator = jnp.broadcast_to(per_head, (B, K, G, X)), jnp.ones((B, K, G, X))
-    return _Softmax(max_score, denominator, jnp.zeros(shape))
+        return Softmax.empty(shape)
+    B, K, G, X, _ = shape
+    per_head = sinks.astype(jnp.float32).reshape(1, K, G, 1)
+    return Softmax(jnp.broadcast_to(per_head, (B, K, G, X)), jnp.ones((B, K, G, X)), jnp.zeros(shape))
 
 
-def _absorb(
-    attention: Attention,
-    state: _Softmax,
+def absorb(
+    state: Softmax,
     q: Float32[Array, "B K G X H"],
     k: Float32[Array, "B K S H"],
     v: Float32[Array, "B K S V"],
     visible: Bool[Array, "B X S"],
-) -> _Softmax:
-    """Return the softmax after one more block of keys."""
+    soft_cap: float | None = None,
+) -> Softmax:
+    """Return the softmax after one more block of keys; queries that see none of them keep their state."""
     visible = visible[:, None, None]  # [B, 1, 1, X, S]
     scores = jnp.einsum("bkgxh,bksh->bkgxs", q, k, precision=lax.Precision.HIGHEST)
-    if (soft_cap := attention.options.soft_cap) is not None:
+    if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, _LOWEST)
     max_score = jnp.maximum(state.max_score, jnp.max(scores, axis=-1))
     weights = jnp.where(visible, jnp.exp(scores - max_score[..., None]), 0)
     rescale = jnp.exp(state.max_score - max_score)
     values = jnp.einsum("bkgxs,bksv->bkgxv", weights, v, precision=lax.Precision.HIGHEST)
-    return _Softmax(
+    return Softmax(
         max_score=max_score,
         denominator=state.denominator * rescale + jnp.sum(weights, axis=-1),
         weighted_sum=state.weighted_sum * rescale[..., None] + values,

@@ -73,6 +73,7 @@ def write_and_attend(
         soft_cap=np.float32(options.soft_cap or 0),
         window=np.int64(options.window or 0),
         rank=np.int64(0),
+        max_queries=np.int64(0),
     )
     return out.astype(q.dtype), kv_pages
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import draft_layers
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ from jaxserve.models.registry import from_hf_config
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
 from jaxserve.speculation_config import SpeculationConfig
+from tests.e2e.sizes import EOS, VOCAB_SIZE
 from tests.e2e.workloads import assert_same, generate, tokens
 from tests.parameters import some_by_default
 
@@ -41,14 +43,19 @@ def model(llama: Path) -> transformers.LlamaForCausalLM:
 @pytest.fixture(scope="module")
 def target(model: transformers.LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write that model."""
-    with torch.no_grad():
-        unlikely = torch.ones(model.config.vocab_size, dtype=torch.bool)
-        unlikely[list(LIKELY)] = False
-        model.lm_head.weight[unlikely] *= 0.01
+    make_others_unlikely(model)
     path = tmp_path_factory.mktemp("target")
     model.config.tie_word_embeddings = False
     model.save_pretrained(path)
     return path
+
+
+def make_others_unlikely(model: transformers.PreTrainedModel) -> None:
+    """Make the logits of tokens that are not LIKELY small."""
+    with torch.no_grad():
+        unlikely = torch.ones(model.config.vocab_size, dtype=torch.bool)
+        unlikely[list(LIKELY)] = False
+        model.lm_head.weight[unlikely] *= 0.01
 
 
 HEADS = {
@@ -73,7 +80,36 @@ def test_what_is_accepted_is_what_torch_drafts(
     write = draft_layers.write_eagle3 if method == "eagle3" else draft_layers.write_mtp
     head = write(tmp_path, model, **HEADS[kind])
     heads = SpeculationConfig(method, str(tmp_path), num_speculative_tokens=num_tokens, adaptive=False)
+    assert_accepted(start, target, head, heads)
+
+
+@pytest.mark.parametrize("family", some_by_default(checkpoints.LATENT, "deepseek_v3"))
+def test_a_layer_behind_those_of_the_model_drafts(start: Start, tmp_path: Path, family: str) -> None:
+    """MTP layers of models that attend over latents: in the same checkpoint, with latents and experts of their own."""
+    model = checkpoints.build_model(family, vocab_size=VOCAB_SIZE, tie_word_embeddings=False, eos_token_id=EOS)
+    make_others_unlikely(model)
+    model.save_pretrained(tmp_path)
+    head = draft_layers.add_mtp(tmp_path, model)
+    layer = SpeculationConfig("mtp", num_speculative_tokens=3, adaptive=False)
+    assert_accepted(start, tmp_path, head, layer)
+    # Prefixes that are cached, rows that are preempted.
+    prompts = [tokens(20, n) for n in range(4)]
+    expected = generate(start(model=str(tmp_path)), prompts, replace(GREEDY, max_tokens=20))
+    engine = start(model=str(tmp_path), speculative_config=layer)
+    before = replace(engine.stats)
+    for _ in range(2):
+        for output, wanted in zip(generate(engine, prompts, replace(GREEDY, max_tokens=20)), expected, strict=True):
+            assert_same(output, wanted)
+    stats = engine.stats.since(before)
+    assert stats.num_preemptions > 0 < stats.num_accepted_tokens
+    assert stats.num_cached_tokens > 0
+    engine.check_integrity()
+
+
+def assert_accepted(start: Start, target: Path, head: Head, heads: SpeculationConfig) -> None:
+    """Check that drafts are those of torch: as many as follow from its drafts are accepted."""
     engine = start(model=str(target), speculative_config=heads, step_ahead=False, max_num_seqs=1)
+    num_tokens = heads.max_drafts
     num_accepted = num_rejected = 0
     for index in range(5):
         prompt = tokens(5 + 5 * index, f"layer {index}")  # computed in several chunks

@@ -13,11 +13,15 @@ from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.mla_attention import (
     BACKENDS,
+    HeadInputs,
+    HeadMatrices,
     LatentInputs,
     LatentOptions,
     PoolDims,
     Problem,
+    expanded,
     from_canonical,
+    head_attention,
     mla_attention,
     move_tokens,
     new_pages,
@@ -29,6 +33,7 @@ from jaxserve.pallas_kernels.mla_attention.cases import CASES
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
+from tests.parameters import some_by_default
 
 PLAIN = Problem(4, 32, 16, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
@@ -129,6 +134,51 @@ def test_reference_is_multi_head_attention_over_expanded_latents():
         start += q_len
 
 
+def head_inputs(case, rng):
+    """Return the inputs of a case with random queries and matrices of heads, and its pool and layer."""
+    (inputs, kv_pages, layer), Q, nope_dim, value_dim = case.arguments(), case.rows.num_query_heads, 8, 12
+    dtype = inputs.q.dtype
+    matrices = HeadMatrices(
+        *(jnp.asarray(rng.normal(size=(Q, n, case.rank)) / n**0.5, dtype) for n in (nope_dim, value_dim))
+    )
+    q = jnp.asarray(rng.normal(size=(*inputs.q.shape[:2], nope_dim + case.rows.head_dim - case.rank)), dtype)
+    return HeadInputs(q, inputs.latents, matrices, inputs.rows, inputs.rope, inputs.tree_mask), kv_pages, layer
+
+
+@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize(
+    "name",
+    some_by_default(
+        ("shared_prefix_written_now", "two_prompts_of_many_tiles", "ragged", "stale_nan", "float8", "bfloat16", "tree"),
+        "shared_prefix_written_now",
+        "float8",
+    ),
+)
+def test_expanded_attention_is_that_over_latents(name, backend):
+    """Rows of many tokens, of few and of one, beside each other."""
+    case = BY_NAME[name]
+    inputs, kv_pages, layer = head_inputs(case, np.random.default_rng(2))
+    assert 1 < expanded.fewest_queries(inputs.matrices) <= max(case.rows.q_lens)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, inputs)
+    wanted, wanted_pool = reference.write_and_attend(
+        exact.absorbed(exact.matrices.latent_q(exact.q)), kv_pages, layer, case.options
+    )
+    attend = jax.jit(head_attention, static_argnames=("options", "backend"), donate_argnames="kv_pages")
+    pool = from_canonical(backend, jax.tree.map(jnp.copy, kv_pages))
+    out, pool = attend(inputs, pool, layer, case.options, backend=backend)
+    pool = to_canonical(backend, pool, width=case.rows.head_dim)
+    tolerance = 2e-2 if case.rows.dtype == "bfloat16" else 1e-5
+    found, wanted = (np.asarray(x).astype(np.float32) for x in (out, exact.matrices.values(wanted)))
+    np.testing.assert_allclose(live(case, found), live(case, wanted), rtol=tolerance, atol=tolerance)
+    assert np.isfinite(found).all()
+    if case.rows.kv_dtype in QUANTIZED_MAX:
+        assert pool_error(pool, wanted_pool) <= case.rows.pool_tolerance
+    else:
+        step = float(jnp.finfo(case.rows.kv_dtype).eps)
+        stored, expected = (np.asarray(x, np.float32) for x in (pool, wanted_pool))
+        np.testing.assert_allclose(stored, expected, rtol=step, atol=1e-6)
+
+
 @pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
 def test_a_decode_row_does_not_depend_on_its_neighbours(backend):
     case = BY_NAME["all_decode_ragged"]
@@ -149,16 +199,22 @@ def test_a_decode_row_does_not_depend_on_its_neighbours(backend):
         np.testing.assert_array_equal(alone[0], out[row])
 
 
+@pytest.mark.parametrize("has_matrices", [False, True])
 @pytest.mark.parametrize("backend", SERVING)
-def test_donated_pool_is_updated_in_place(backend):
+def test_donated_pool_is_updated_in_place(backend, has_matrices):
     T, R, M, Q, rank, W, P, N, L = 32, 8, 64, 4, 32, 48, 16, 512, 3
+    matrices = HeadMatrices(jnp.zeros((Q, 8, rank)), jnp.zeros((Q, 8, rank)))
     pool = jax.ShapeDtypeStruct(BACKENDS[backend].LAYOUT.kv_shape(PoolDims(L, N, P, W)), jnp.float32)
 
     def step(q, pool, rows):
         for layer in range(L):
-            inputs = LatentInputs(q, q[:, 0], rows)
-            out, pool = mla_attention(inputs, pool, layer, LatentOptions(rank, 0.1), backend=backend)
-            q = q.at[..., :rank].add(out)
+            options = LatentOptions(rank, 0.1)
+            if has_matrices:
+                inputs = HeadInputs(q[..., rank - 8 :], q[:, 0], matrices, rows)
+                out, pool = head_attention(inputs, pool, layer, options, backend=backend)
+            else:
+                out, pool = mla_attention(LatentInputs(q, q[:, 0], rows), pool, layer, options, backend=backend)
+            q = q.at[..., : out.shape[2]].add(out)
         return q, pool
 
     def ints(*shape):

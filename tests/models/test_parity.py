@@ -13,6 +13,7 @@ from jaxserve.layers.state_forms import StateRows
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
 from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 from jaxserve.quant import weight_format
 from tests.checkpoints import FAMILIES, ROPES, VARIED, hf_dict, reference_logits, write_checkpoint
@@ -40,10 +41,12 @@ def attend(q, k, v, rope, carry, layer, options, sinks=None):
     T, Q, _ = q.shape
     count, shared = carry
     k, v, shared = options.share(k, v, shared)
-    if v is None:  # latents, whose rotated elements are the last
-        v = k[..., : options.kv.rank]
-        q, k = (jnp.concatenate([x[..., : v.shape[2]], apply_rope(x[..., v.shape[2] :], rope)], -1) for x in (q, k))
-        rope = None
+    if isinstance(v, HeadMatrices):  # latents, whose rotated elements are the last
+        latents, (_, nope_dim, rank) = k[:, 0], v.to_keys.shape
+        q = jnp.concatenate([q[..., :nope_dim], apply_rope(q[..., nope_dim:], rope)], -1)
+        rotated = jnp.repeat(apply_rope(k[..., rank:], rope), Q, axis=1)
+        k = jnp.concatenate([jnp.einsum("tr,qnr->tqn", latents[:, :rank], v.to_keys), rotated], -1)
+        v, rope = jnp.einsum("tr,qvr->tqv", latents[:, :rank], v.to_values), None
     q, k = (x if rope is None else apply_rope(x, rope) for x in (q, k))
     k, v = (jnp.repeat(x, Q // k.shape[1], axis=1) for x in (k, v))
     distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]

@@ -13,12 +13,12 @@ from checkpoints import FAMILIES, LATENT, MIXTURES, VARIED, hf_dict
 from jax import Array
 
 from jaxserve import weights
-from jaxserve.layers.kv_forms import Latents
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, build_tree, device_bytes, lookup_bytes, stack_layers, step_bytes
 from jaxserve.models.weight_reads import WeightReads
+from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 from tests.parameters import some_by_default
 
@@ -41,13 +41,18 @@ def dense_attend(
     if options.state is not None:
         return jnp.zeros((len(q[0]), options.state.num_value_heads, options.state.value_dim)), carry
     k, v, carry = options.share(k, v, carry)
+    expand = None
+    if isinstance(v, HeadMatrices):  # absorbed
+        expand, nope_dim = v.to_values, v.to_keys.shape[1]
+        q = jnp.concatenate([jnp.einsum("tqn,qnr->tqr", q[..., :nope_dim], v.to_keys), q[..., nope_dim:]], axis=-1)
+        v = k[..., : v.to_keys.shape[2]]
     T, K, H = k.shape
-    v = k[..., : options.kv.rank] if isinstance(options.kv, Latents) else v
     q, k = (x if rope is None else _rotate(x, rope) for x in (q, k))
     grouped = q.reshape(T, K, -1, H)
     scores = jnp.einsum("tkgh,skh->kgts", grouped, k) * options.attention.scale
     weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool)[None, None], scores, -1e30))
-    return jnp.einsum("kgts,skh->tkgh", weights, v).reshape(T, q.shape[1], -1), carry
+    out = jnp.einsum("kgts,skh->tkgh", weights, v).reshape(T, q.shape[1], -1)
+    return out if expand is None else jnp.einsum("tqr,qvr->tqv", out, expand), carry
 
 
 def _rotate(x: Array, rope: Array) -> Array:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import draft_layers
+import jax
 import numpy as np
 import pytest
 import transformers
@@ -13,6 +14,8 @@ from safetensors.numpy import save_file
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.metrics import EngineStats
+from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculation_config import SpeculationConfig
 from tests.checkpoints import write_checkpoint
@@ -75,6 +78,27 @@ def test_tokens_are_those_of_one_device(start: Start, draft: str, num_devices: i
     assert engine.stats.num_drafted_tokens > 0
     if draft in ("same", "tree"):
         assert engine.stats.acceptance_rate > (0.5 if draft == "same" else 0.3), "penalties are not the draft's"
+
+
+def test_the_mtp_layer_of_a_model_is_split_as_the_others(tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path, "deepseek_v3", tie_word_embeddings=False)
+    draft_layers.add_mtp(tmp_path, target)
+    layer = SpeculationConfig("mtp", num_speculative_tokens=3, adaptive=False)
+
+    def run(num_devices: int, **options: Any) -> tuple[list[RequestOutput], EngineStats]:
+        engine = Engine(EngineConfig(str(tmp_path), **SIZES, tensor_parallel_size=num_devices, **options))
+        if options:
+            matrix = jax.tree.leaves(engine.replicas[0].executor.draft_params["layers"][0]["q_proj"])[0]
+            assert matrix.sharding.shard_shape(matrix.shape)[0] == matrix.shape[0] // num_devices
+        return generate(engine, PROMPTS, GREEDY), engine.stats
+
+    expected, _ = run(1)
+    _, alone = run(1, speculative_config=layer)
+    outputs, stats = run(2, speculative_config=layer)
+    for output, each in zip(outputs, expected, strict=True):
+        assert_same(output, each)
+    counts = [(each.num_drafted_tokens, each.num_accepted_tokens) for each in (stats, alone)]
+    assert counts[0] == counts[1]
 
 
 def test_replicas_draft_for_their_own_rows(start: Start) -> None:
