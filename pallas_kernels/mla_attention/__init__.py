@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
-from jaxserve.pallas_kernels.mla_attention import mosaic_tpu, native, xla
+from jaxserve.pallas_kernels.mla_attention import mosaic_gpu, mosaic_tpu, native, xla
 from jaxserve.pallas_kernels.mla_attention.interface import Backend, LatentInputs, LatentOptions, Problem
 from jaxserve.pallas_kernels.mla_attention.layout import Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows, check_rows, check_scales, check_tree_mask
@@ -48,7 +48,12 @@ __all__ = [
     "to_canonical",
 ]
 
-BACKENDS: Mapping[str, Backend] = {"mosaic_tpu": mosaic_tpu, "native": native, "xla": xla}
+BACKENDS: Mapping[str, Backend] = {
+    "mosaic_gpu": mosaic_gpu,
+    "mosaic_tpu": mosaic_tpu,
+    "native": native,
+    "xla": xla,
+}
 """All backends, best first."""
 
 
