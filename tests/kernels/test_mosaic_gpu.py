@@ -157,11 +157,6 @@ PLANTED = {  # bug: (case, old code, new code)
         "jnp.where(row < 64, elements",
     ),
     "none in latents": ("half_latents", "", ""),
-    "latents are cleared while others read them": (
-        "half_latents",
-        "self.tiles.row_parts > 1 or self.call.values_in_keys",
-        "self.tiles.row_parts > 1",
-    ),
     "latents are loaded over values still in use": (
         "half_latents",
         "        if not self.call.values_in_keys:\n            self._give_back(self.shared.k_free",
