@@ -244,6 +244,11 @@ class Sizes:
         )
 
 
+def known_models() -> list[str]:
+    """Return the names of the planner's own configs."""
+    return sorted(file.stem for file in _CONFIGS.glob("*.json"))
+
+
 def read_model(name: str | None) -> tuple[str, ArchConfig]:
     """Read a checkpoint, a config.json, or one of the planner's own configs; return its name and ArchConfig.
 
@@ -251,7 +256,7 @@ def read_model(name: str | None) -> tuple[str, ArchConfig]:
         ConfigError: `name` is none of these, or the model is not supported.
     """
     path = EngineConfig(model=name).model_path
-    known = sorted(file.stem for file in _CONFIGS.glob("*.json"))
+    known = known_models()
     if name is not None and not path.exists() and name in known:
         path = _CONFIGS / f"{name}.json"
     if not path.exists():

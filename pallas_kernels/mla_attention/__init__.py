@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
 from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
-from jaxserve.pallas_kernels.mla_attention import expanded, mosaic_tpu, native, xla
+from jaxserve.pallas_kernels.mla_attention import expanded, mosaic_gpu, mosaic_tpu, native, xla
 from jaxserve.pallas_kernels.mla_attention.interface import (
     Backend,
     HeadInputs,
@@ -64,7 +64,12 @@ __all__ = [
     "to_canonical",
 ]
 
-BACKENDS: Mapping[str, Backend] = {"mosaic_tpu": mosaic_tpu, "native": native, "xla": xla}
+BACKENDS: Mapping[str, Backend] = {
+    "mosaic_gpu": mosaic_gpu,
+    "mosaic_tpu": mosaic_tpu,
+    "native": native,
+    "xla": xla,
+}
 """All backends, best first."""
 _BLOCK_TOKENS = 32  # tokens of rows in decode, which follow each other, are seldom beside those of prompts
 

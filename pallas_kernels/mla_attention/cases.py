@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -78,3 +78,38 @@ CASES: tuple[Case, ...] = (
     _case("float8", *_RAGGED, page_size=32, has_rope=True, kv_dtype="float8_e4m3fn", stale=_NAN),
     _case("tree", (32, 1, 33, 150, 5, 2), (77, 90, 33, 210, 300, 2), has_rope=True, tree="random", padding_tokens=3),
 )
+
+
+def halved(case: Case, head_dim: int, rank: int) -> Case:
+    """Return the case with other latents, in half precision, as the GPU kernel takes them."""
+    return Case(replace(case.rows, head_dim=head_dim, dtype="bfloat16", kv_dtype="bfloat16"), rank)
+
+
+_HALF: dict[str, Any] = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+_MIXED = ((1, 3, 1, 20), (700, 20, 1, 90))
+
+GPU_CASES: tuple[Case, ...] = (
+    *(
+        halved(case, 96 if case.rank < case.rows.head_dim else 64, 64)
+        for case in CASES
+        if case.rows.kv_dtype == "float32" and case.rank < 512
+    ),
+    _case("float16", *_RAGGED, 128, head_dim=192, has_rope=True, dtype="float16", kv_dtype="float16"),
+    _case("rank_of_256", *_RAGGED, 256, num_query_heads=40, head_dim=288, has_rope=True, **_HALF),
+    _case("published", *_MIXED, 512, num_query_heads=16, head_dim=576, page_size=64, has_rope=True, **_HALF),
+    _case("published_20_heads", *_MIXED, 512, num_query_heads=20, head_dim=576, has_rope=True, stale=_NAN, **_HALF),
+    _case("published_128_heads", (1, 2), (70, 200), 512, num_query_heads=128, head_dim=576, has_rope=True, **_HALF),
+    _case(
+        "published_tree",
+        (5, 1, 33),
+        (90, 70, 210),
+        512,
+        num_query_heads=12,
+        head_dim=576,
+        has_rope=True,
+        tree="random",
+        padding_tokens=3,
+        **_HALF,
+    ),
+)
+"""Cases in half precision, as the GPU kernel takes them, and cases of published sizes."""

@@ -196,9 +196,19 @@ def new_pages(
     return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), SCALE_DTYPE)) if has_scales(dtype) else values
 
 
-def to_canonical(backend: str, kv_pages: Pages) -> Pages:
-    """Convert the pool, or any pages of it `[L, N, ...]`, from the layout of a named backend to `[L, N, P, 2K, H]`."""
-    return _layout_of(backend).to_canonical(kv_pages)
+def to_canonical(backend: str, kv_pages: Pages, *, head_dim: int | None = None) -> Pages:
+    """Convert the pool, or any pages of it `[L, N, ...]`, from the layout of a named backend to `[L, N, P, 2K, H]`.
+
+    Args:
+      backend: name of the backend.
+      kv_pages: pool of that backend, or pages of it.
+      head_dim: size of a head, H, of a pool without scales; None to read it from the pool, which may tell a head as
+        several smaller ones.
+    """
+    pages = _layout_of(backend).to_canonical(kv_pages)
+    if head_dim is None or isinstance(pages, QuantizedPages):
+        return pages
+    return pages.reshape(*pages.shape[:3], -1, head_dim)
 
 
 def from_canonical(backend: str, kv_pages: Pages) -> Pages:
@@ -321,12 +331,13 @@ def _check_pool(layout: Layout, k: Array, kv_pages: Pages, layer: int | Array) -
     values = values_of(kv_pages)
     dims = layout.pool_dims(values.shape)
     size = stored_size(k.shape[2], pool_dtype(kv_pages))
-    if (dims.num_kv_heads, dims.head_dim) != (k.shape[1], size):
+    own = dims._replace(num_kv_heads=k.shape[1], head_dim=size)
+    if layout.kv_shape(own) != values.shape:
         raise ValueError(
             f"kv_pages holds {dims.num_kv_heads} kv heads of {dims.head_dim}, k has {k.shape[1]} of {size} "
             f"(pool shape {values.shape}); make the pool with new_pages of the same backend"
         )
-    check_scales(kv_pages, lambda: layout.scale_shape(dims))
+    check_scales(kv_pages, lambda: layout.scale_shape(own))
     if isinstance(layer, int) and not 0 <= layer < dims.num_layers:
         raise ValueError(f"layer must be in [0, {dims.num_layers}), got {layer}")
 

@@ -234,6 +234,7 @@ def _numbers(kv_pages: Pages) -> tuple[np.ndarray, np.ndarray]:
     return np.where(finite, x, 0), np.where(finite, 0, x)
 
 
+_NAN = float("nan")
 _RAGGED = ((1, 7, 1, 20, 1), (50, 7, 1, 61, 16))
 _SHARING = ((1,) * 9 + (7, 1, 20, 1), (129, 130, 191, 192, 193, 144, 160, 200, 140, 150, 135, 170, 131))
 
@@ -338,7 +339,10 @@ GPU_CASES: tuple[Case, ...] = (
     Case("group_of_16", *_RAGGED, num_query_heads=16, num_kv_heads=1, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("pages_of_64", *_RAGGED, page_size=64, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("pages_of_128", (1, 1, 90), (63, 200, 270), page_size=128, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("head_dim_512", *_RAGGED, head_dim=512, has_rope=True, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("head_dim_512_group_of_8", *_RAGGED, 8, 1, 512, 64, stale=_NAN, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("parts_of_wide_heads", (1, 3, 1), (1500, 20, 1), 4, 2, 256, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("parts_of_heads_of_512", (1, 3, 1), (700, 20, 1), 4, 2, 512, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("int8_group_of_16", *_RAGGED, 16, 1, page_size=32, dtype="bfloat16", kv_dtype="int8"),
     Case("int8_pages_of_64", *_RAGGED, 14, 2, 96, 64, dtype="bfloat16", kv_dtype="int8"),
     Case("int8_tall_tiles", (1, 300, 1, 230), (70, 300, 17, 260), padding_tokens=9, dtype="bfloat16", kv_dtype="int8"),
@@ -366,6 +370,7 @@ def widened(case: Case) -> Case:
 
 
 TPU_CASES: tuple[Case, ...] = (
+    Case("head_dim_512", *_RAGGED, num_query_heads=8, num_kv_heads=1, head_dim=512, has_rope=True, stale=_NAN),
     Case(
         "int8_pages_of_256",
         (1, 20),
@@ -390,4 +395,4 @@ TPU_CASES: tuple[Case, ...] = (
         stale=float("nan"),
     ),
 )
-"""Quantised pools with pages as large as the TPU kernel takes them, of several slabs and of one slab."""
+"""The largest heads, and quantised pools with the largest pages of the TPU kernel, of several slabs and of one."""

@@ -39,6 +39,8 @@ WIDE = [
         (7, 2, 96, 128, "bfloat16", {}),
         (16, 1, 128, 16, "bfloat16", {"window": 300, "has_sinks": True}),
         (2, 2, 256, 16, "bfloat16", {"window": 300, "soft_cap": 30.0, "has_sinks": True}),
+        (8, 4, 512, 16, "bfloat16", {}),
+        (8, 1, 512, 32, "float16", {"tree": "random", "window": 300, "soft_cap": 30.0, "has_sinks": True}),
         (4, 8, 128, 16, "bfloat16", {"kv_dtype": "float8_e4m3fn"}),
         (4, 8, 128, 64, "bfloat16", {"kv_dtype": "int8"}),
         (8, 3, 64, 8, "float16", {"kv_dtype": "float8_e4m3fn", "window": 300}),

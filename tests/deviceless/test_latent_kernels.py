@@ -1,4 +1,4 @@
-"""Attention over latents compiles for TPUs, in place, with the sizes of published models."""
+"""Attention over latents compiles for TPUs and H200s, in place, with the sizes of published models."""
 
 import re
 
@@ -9,10 +9,10 @@ import pytest
 from jaxserve.engine.memory import tree_bytes
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V6E
 from jaxserve.pallas_kernels.mla_attention import default_page_size, mla_attention, new_pages, select_backend
-from jaxserve.pallas_kernels.mla_attention.cases import Case
+from jaxserve.pallas_kernels.mla_attention.cases import GPU_CASES, Case
 from jaxserve.pallas_kernels.ragged_paged_attention import cases
 
-pytestmark = [pytest.mark.deviceless, pytest.mark.usefixtures("tpu")]
+pytestmark = pytest.mark.deviceless
 
 CHIPS = {"v5e": TPU_V5E, "v6e": TPU_V6E, "tpu7x": TPU7X}
 DECODE = ((1,) * 64, (100,) * 64)
@@ -53,6 +53,7 @@ OTHERS = [
     ],
     ids=lambda value: getattr(value, "name", value),
 )
+@pytest.mark.usefixtures("tpu")
 def test_compiles_in_place(chip, case):
     inputs, *_ = jax.eval_shape(case.arguments)
     pool = {"num_pages": 20_000, "page_size": case.rows.page_size, "width": 576, "dtype": case.rows.kv_dtype}
@@ -80,3 +81,45 @@ def test_compiles_in_place(chip, case):
     keys = case.rows.q_lens.count(1) * inputs.rows.page_table.shape[1] * case.rows.page_size
     assert cost["bytes accessed"] >= keys * 576 * jnp.dtype(case.rows.kv_dtype).itemsize
     assert cost["flops"] >= 2 * keys * case.rows.num_query_heads * (576 + 512)
+
+
+def _program(case):
+    """Return what distinguishes the kernels of two cases, so that equal kernels are assembled once."""
+    rows = case.rows
+    sizes = (rows.num_query_heads, rows.head_dim, case.rank, rows.page_size, rows.dtype)
+    return min(rows.num_tokens, 2), sizes, rows.tree is None, rows.has_rope
+
+
+ON_GPU = list({_program(case): case for case in reversed(GPU_CASES)}.values())
+
+
+def lower_for_h200(h200, case):
+    inputs, kv_pages, _ = jax.eval_shape(case.arguments)
+
+    def attend(inputs, kv_pages, layer):
+        return mla_attention(inputs, kv_pages, layer, case.options, backend="mosaic_gpu")
+
+    pool = jax.ShapeDtypeStruct((4, 20_000, *kv_pages.shape[2:]), kv_pages.dtype)
+    args = (inputs, pool, jax.ShapeDtypeStruct((), jnp.int32))
+    return pool, h200.lower(attend, args, donate_argnums=(1,))
+
+
+@pytest.mark.parametrize("cases", [ON_GPU[:6], ON_GPU[6:]], ids=lambda cases: f"{cases[0].name}_and_{len(cases) - 1}")
+def test_compiles_for_h200_without_spills_in_place(h200, cases, capfd, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    pools, lowered = zip(*(lower_for_h200(h200, case) for case in cases), strict=True)
+    programs = h200.compile_all(lowered)
+    report = capfd.readouterr()
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report.out + report.err)
+    assert len(spills) >= len(cases), "the assembler reported nothing of some"
+    assert set(spills) == {("0", "0")}, [case.name for case in cases]
+    for case, pool, program in zip(cases, pools, programs, strict=True):
+        memory = program.memory_analysis()
+        assert memory.alias_size_in_bytes >= tree_bytes(pool), case.name
+        elements = jax.eval_shape(case.arguments).inputs.q.size
+        splits = 132 * 2 * 2 * 2 * 64 * (case.rank + 2) * 4  # two workers, two splits of each, two kinds of tiles
+        assert memory.temp_size_in_bytes <= splits + 24 * elements + 2**21, case.name
+        shape = ",".join(map(str, pool.shape))
+        makers = re.findall(rf"= [a-z0-9]+\[{shape}\]\S* ([a-z-]+)\(", program.as_text())
+        assert makers, "the pool is in the program"
+        assert not {"copy", "copy-start", "transpose", "concatenate", "pad", "convert"} & set(makers)

@@ -59,6 +59,7 @@ WIDE = [
         (_MANY, 7, 2, 96, 256, {}),
         (_MANY, 2, 2, 256, 16, {"window": 300, "soft_cap": 30.0, "has_sinks": True}),
         (_MANY, 1, 32, 128, 64, {}),
+        (_MANY, 8, 4, 512, 16, {"has_rope": True}),
         (_MANY, 4, 8, 128, 16, {"dtype": "float32", "kv_dtype": "float32"}),
     ]
 ]
@@ -101,7 +102,7 @@ BFLOAT16 = jnp.dtype("bfloat16")
         *[
             pytest.param(chip, case, marks=pytest.mark.full)
             for chip in ("v5e", "v5p", "tpu7x")
-            for case in (*WIDE[1:5], *NARROW)
+            for case in (*WIDE[1:5], WIDE[7], *NARROW)
         ],
     ],
     ids=lambda value: getattr(value, "name", value),

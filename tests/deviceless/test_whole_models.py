@@ -1,5 +1,6 @@
 """Large models, compiled for chips: their steps work in place and exchange twice a layer."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,9 +9,10 @@ import pytest
 
 from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.state import abstract_state
+from jaxserve.models import registry
 from jaxserve.pallas_kernels.dispatch import AUTO
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
-from jaxserve.planner.plan import decode_bucket, read_model
+from jaxserve.planner.plan import decode_bucket, known_models, read_model
 from jaxserve.planner.program import (
     StepCompiler,
     abstract_params,
@@ -19,7 +21,7 @@ from jaxserve.planner.program import (
     temp_bytes,
 )
 from jaxserve.schedule_config import ScheduleConfig
-from tests.deviceless.layers import first_layers
+from tests.deviceless.layers import first_layers, layers_of_each_kind
 
 pytestmark = pytest.mark.deviceless
 
@@ -34,6 +36,14 @@ def check_exchanges(arch, num_tokens, text, num_copies):
     assert (sums.kind, sums.count, sums.num_bytes) == ("all-reduce", 2, 2 * num_tokens * arch.hidden_size * 2)
     lines = [line for line in text.splitlines() if f"bf16[{num_tokens},{arch.hidden_size}]" in line]
     assert sum(x.count for x in collectives("\n".join(lines))) == 2 * num_copies + 1
+
+
+def check_makers(kv_pages, text):
+    """Check that nothing makes an array of the shape of the pool by copying."""
+    shape = ",".join(map(str, jax.tree.leaves(kv_pages)[0].shape))
+    makers = re.findall(rf"= bf16\[{shape}\]\S* ([a-z-]+)\(", text)
+    assert makers, "the pool is in the program"
+    assert not {"copy", "copy-start", "transpose", "concatenate", "pad", "convert"} & set(makers)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +86,42 @@ def test_steps_work_in_place(targets, name, target, num_layers, decode_megabytes
         assert memory.argument_size_in_bytes == pytest.approx(planned, rel=0.001)
         assert memory.alias_size_in_bytes >= tree_bytes(state.kv_pages)
         assert temp_bytes(program) <= limit * 1e6
-        shape = ",".join(map(str, jax.tree.leaves(state.kv_pages)[0].shape))
-        makers = re.findall(rf"= bf16\[{shape}\]\S* ([a-z-]+)\(", text)
-        assert makers, "the pool is in the program"
-        assert not {"copy", "copy-start", "transpose", "concatenate", "pad", "convert"} & set(makers)
+        check_makers(state.kv_pages, text)
         if target.num_devices > 1:
             num_scanned = arch.period + arch.num_layers % arch.period
             check_exchanges(arch, num_tokens, text, num_copies=num_scanned if platform == "tpu" else arch.num_layers)
+
+
+def smallest_sizes():
+    """Return the planner's config of the smallest published size of each architecture without states of layers."""
+    by_size = sorted((registry.num_params(arch), name, arch) for name, arch in map(read_model, known_models()))
+    return {arch.architecture: name for _, name, arch in reversed(by_size) if arch.state is None}
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        pytest.param(name, target, marks=[] if name in ("gpt2", "gemma-4-e2b") else pytest.mark.full)
+        for name in smallest_sizes().values()
+        for target in ("h200", "v6e:1x1")
+    ],
+)
+def test_first_layers_work_in_place(targets, name, target):
+    """The decode step over a layer of each kind: the pool is updated in place, and temporaries are small beside it."""
+    target, arch = targets(target), layers_of_each_kind(read_model(name)[1])
+    arch = dataclasses.replace(arch, schemes=None)
+    sizes = {"num_query_heads": arch.num_heads, "page_size": None, "kv_dtype": BFLOAT16}
+    with jax.sharding.use_abstract_mesh(target.sheet.chip.mesh()):
+        backend = arch.kv.select_backend(AUTO, **sizes, platform=None)
+    page_size = arch.kv.default_page_size(backend, BFLOAT16)
+    num_pages = 16 * POOL_TOKENS // page_size * len(arch.kv_windows)
+    schedule = ScheduleConfig(64, 64, 8192, page_size, num_pages, windows=arch.kv_windows)
+    state = abstract_state(arch, schedule, kv_dtype=BFLOAT16, backend=backend)
+    (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend).compile(arch, (64,))
+    memory, pool_bytes = program.memory_analysis(), tree_bytes(state.kv_pages)
+    assert memory.alias_size_in_bytes >= pool_bytes
+    check_makers(state.kv_pages, program.as_text())
+    assert temp_bytes(program) <= pool_bytes / 2
 
 
 @pytest.mark.full

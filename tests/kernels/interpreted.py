@@ -53,7 +53,7 @@ def run(case, name):
     """Run a case of attention."""
     from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, reference, to_canonical
 
-    canonical = functools.partial(to_canonical, name)
+    canonical = functools.partial(to_canonical, name, head_dim=case.head_dim)
     return _compared(case, name, BACKENDS[name], reference, canonical, num_live=sum(case.q_lens))
 
 
@@ -224,8 +224,8 @@ if __name__ == "__main__":
         "tpu_narrow": Case("tpu_narrow", *tpu_lengths, 4, 1, page_size=32, kv_dtype="float8_e4m3fn", **sizes),
     }
     of_latents = {
-        f"{name}_latents": LatentCase(dataclasses.replace(cases[name], num_kv_heads=1, head_dim=160), 128)
-        for name in ("tpu", "tpu_narrow")
+        f"{name}_latents": LatentCase(dataclasses.replace(cases[name], num_kv_heads=1, head_dim=rank + 32), rank)
+        for name, rank in {"tpu": 128, "tpu_narrow": 128, "half": 256}.items()
     }
     found = run_latents(of_latents[name], kernels) if name in of_latents else run(cases[name], kernels)
     print(json.dumps(dataclasses.asdict(found)))

@@ -1,5 +1,6 @@
 """Hopper GPU kernels: their plans on any jax, their values and races in the interpreter of newer versions."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -16,11 +17,12 @@ import pytest
 from hypothesis import given, settings
 
 from jaxserve.pallas_kernels.deviceless import Chip
+from jaxserve.pallas_kernels.mla_attention import mosaic_gpu as latents_on_gpu
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import GPU_CASES
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.call import plans
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
-    BLOCK_KV,
     MIN_SPAN,
     MIN_TILE_TOKENS,
     SHARED_BYTES,
@@ -58,6 +60,7 @@ ALIKE = [
     "group_of_5",
     "group_of_8",
     "head_dim_64",
+    "head_dim_512",
     "pages_of_32",
     "pages_of_64",
     "pages_of_128",
@@ -114,7 +117,7 @@ PLANTED = {  # bug: (case, old code, new code)
     ),
     "keys are never given back": ("half", "self.ring.give_back_keys(slot)", "pass"),
     "a query sees the key after its own": ("half", "visible = key <= query\n", "visible = key <= query + 1\n"),
-    "stale values are not cleared": ("half", "@pl.when(end < BLOCK_KV)", "@pl.when(end < 0)"),
+    "stale values are not cleared": ("half", "@pl.when(end < block_kv)", "@pl.when(end < 0)"),
     "the last part is not merged": ("half", "lax.div(item_end + span - 1, span)", "lax.div(item_end - 1, span)"),
     "output leaves before it is written": (
         "half",
@@ -152,6 +155,22 @@ PLANTED = {  # bug: (case, old code, new code)
         "narrow",
         "jnp.where(row < end, elements",
         "jnp.where(row < 64, elements",
+    ),
+    "none in latents": ("half_latents", "", ""),
+    "latents are loaded over values still in use": (
+        "half_latents",
+        "        if not self.call.values_in_keys:\n            self._give_back(self.shared.k_free",
+        "        if True:\n            self._give_back(self.shared.k_free",
+    ),
+    "values are other columns of the latents": (
+        "half_latents",
+        "pl.ds(self.part.column * columns, columns)",
+        "pl.ds((1 - self.part.column) * columns, columns)",
+    ),
+    "a head sees the keys of later tokens": (
+        "half_latents",
+        "lax.div(token, jnp.full_like(token, self.call.token_heads))",
+        "token",
     ),
 }
 
@@ -194,7 +213,8 @@ CALLS = [  # each is compiled; windows and cores cycle through their values at d
         num_tokens=num_tokens,
         num_kv_heads=1 + i % 8,
         group=group,
-        head_dim=head_dim,
+        key_dim=head_dim,
+        value_dim=head_dim,
         page_size=16,
         dtype=BF16,
         kv_dtype=BF16,
@@ -204,7 +224,22 @@ CALLS = [  # each is compiled; windows and cores cycle through their values at d
         num_cores=(3, 132, 132)[i % 3],
         interpret=None,
     )
-    for i, (group, num_tokens, head_dim) in enumerate(itertools.product((1, 4, 7), STEP_TOKENS, (64, 256)))
+    for i, (group, num_tokens, head_dim) in enumerate(itertools.product((1, 4, 7), STEP_TOKENS, (64, 256, 512)))
+]
+CALLS += [  # of latents: the heads of a token follow each other, as tokens
+    dataclasses.replace(
+        CALLS[0],
+        num_tokens=STEP_TOKENS[0] * heads,
+        num_kv_heads=1,
+        group=1,
+        key_dim=rank + 64,
+        value_dim=rank,
+        options=OPTIONS,
+        has_tree=heads == 24,
+        values_in_keys=True,
+        token_heads=heads,
+    )
+    for heads, rank in ((16, 512), (24, 512), (128, 512), (8, 64))
 ]
 
 
@@ -215,13 +250,13 @@ def steps(draw):
     past = draw(st.lists(st.integers(0, 700), min_size=len(q_lens), max_size=len(q_lens)))
     missing = STEP_ROWS - len(q_lens)
     garbage = draw(st.lists(st.integers(-99, 99), min_size=missing, max_size=missing))
-    call = draw(st.sampled_from([call for call in CALLS if call.num_tokens >= sum(q_lens)]))
+    call = draw(st.sampled_from([call for call in CALLS if call.num_tokens // call.token_heads >= sum(q_lens)]))
     return call, np.array(q_lens, int), np.array(past, int), garbage
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
 def compiled_plans(call, rows):
-    return [plan for _, plan in mosaic_gpu._plans(call, rows)]
+    return [plan for _, plan in plans(call, rows)]
 
 
 @settings(max_examples=examples(20))
@@ -232,31 +267,32 @@ def test_plan_does_all_work_once(step):
     as_rows = [np.concatenate([x, garbage]) for x in (q_lens + past, cu_q_lens)]
     kv_lens, starts = (jnp.asarray(x, jnp.int32) for x in as_rows)
     rows = RaggedRows(kv_lens, jnp.zeros((len(kv_lens), 1), jnp.int32), starts, jnp.int32(len(q_lens)))
-    seen = np.zeros(call.num_tokens, int)
+    seen, n = np.zeros(call.num_tokens, int), call.token_heads
     for tiles, plan in zip(call.kinds(), compiled_plans(call, rows), strict=True):
         columns = np.asarray(plan.tiles).T
-        row, base_token, lead, num_tokens, position, first_block, num_blocks, first_unit, tree_start = columns
+        row, base_token, lead, num_tokens, position, key_end, first_head, *blocks, tree_start = columns
+        first_block, num_blocks, first_unit = blocks
         assert not (base_token[num_tokens > 0] % 8).any(), "where memory is filled from"
         for i in np.flatnonzero(num_tokens):
             tokens = base_token[i] + lead[i] + np.arange(num_tokens[i])
             seen[tokens] += 1
             assert lead[i] + num_tokens[i] <= tiles.tokens
-            assert cu_q_lens[row[i]] <= tokens[0]
-            assert tokens[-1] < cu_q_lens[row[i] + 1]
+            assert cu_q_lens[row[i]] * n <= tokens[0]
+            assert tokens[-1] < cu_q_lens[row[i] + 1] * n
             assert tree_start[i] == past[row[i]] + (max(q_lens[row[i]] - 32, 0) if call.has_tree else 0)
-            assert position[i] == past[row[i]] + tokens[0] - cu_q_lens[row[i]]
+            positions = past[row[i]] + tokens // n - cu_q_lens[row[i]]
+            assert (position[i], key_end[i], first_head[i]) == (positions[0], positions[-1] + 1, tokens[0] % n)
             # Siblings of later tokens may begin their windows where the first of the nodes does.
             shallowest = min(position[i], tree_start[i]) if call.has_tree else position[i]
             first_key = 0 if call.options.window is None else max(0, shallowest - call.options.window + 1)
-            end_key = position[i] + num_tokens[i]
-            assert first_block[i] == first_key // BLOCK_KV
-            assert first_block[i] + num_blocks[i] == -(-end_key // BLOCK_KV)
+            assert first_block[i] == first_key // call.block_kv
+            assert first_block[i] + num_blocks[i] == -(-key_end[i] // call.block_kv)
         assert not num_blocks[num_tokens == 0].any()
         units = np.concatenate([[0], np.cumsum(num_blocks * call.num_kv_heads)])
         np.testing.assert_array_equal(first_unit, units[:-1])
         _check_spans(call, np.asarray(plan.workers).T, first_unit, num_blocks, units[-1])
-    assert (seen[: cu_q_lens[-1]] == 1).all()
-    assert not seen[cu_q_lens[-1] :].any()
+    assert (seen[: cu_q_lens[-1] * n] == 1).all()
+    assert not seen[cu_q_lens[-1] * n :].any()
 
 
 def _check_spans(call, workers, first_unit, num_blocks, num_units):
@@ -305,6 +341,7 @@ def test_serves_hopper_gpus_alone(kind, chosen):
         ({"page_size": 24}, "24"),
         ({"num_query_heads": 136}, "136/8"),
         ({"num_query_heads": 72, "head_dim": 256}, "at most 8"),
+        ({"num_query_heads": 72, "head_dim": 512}, "at most 8"),
         ({"kv_dtype": "int8", "head_dim": 256}, "heads of 256 leave no registers"),
     ],
 )
@@ -315,27 +352,42 @@ def test_refuses_with_a_reason(changed, reason):
     assert select_backend(platform="gpu", **sizes) == "xla"
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
-def test_every_stage_of_memory_fits(kv_dtype):
-    """The shared memory of a multiprocessor holds at least two blocks of keys in flight."""
-    kv_dtype = jnp.dtype(kv_dtype)
+def heads_of(kv_dtype):
+    """Return calls with heads of every size and group that the kernel takes."""
     for head_dim in mosaic_gpu.HEAD_DIMS if kv_dtype == BF16 else (32, 64, 96, 128):
         for group in range(1, 17 if head_dim <= 128 else 9):
-            call = Call(4096, 8, group, head_dim, 16, BF16, kv_dtype, OPTIONS, False, False, 132, None)
-            for tiles in call.kinds():
-                assert tiles.stages >= 2
-                ring = 2 * tiles.stages * BLOCK_KV * head_dim * kv_dtype.itemsize
-                dequantised = 0 if kv_dtype == BF16 else 2 * BLOCK_KV * head_dim * 2 + tiles.stages * BLOCK_KV * 16
-                q_and_out = (2 * tiles.rows + 8 * tiles.row_parts) * head_dim * 2
-                assert tiles.workers * (ring + dequantised + q_and_out) <= SHARED_BYTES
-                assert tiles.tokens * group <= tiles.rows
-                assert tiles.tokens % MIN_TILE_TOKENS == 0
+            yield Call(4096, 8, group, head_dim, head_dim, 16, BF16, kv_dtype, OPTIONS, False, False, 132, None)
+
+
+def latents():
+    """Return calls with latents of every size that the kernel takes."""
+    for rank, rope_dim, heads in itertools.product(latents_on_gpu.RANKS, (0, 32, 64), (8, 24, 128)):
+        sizes = (4096 * heads, 1, 1, rank + rope_dim, rank, 16, BF16, BF16)
+        yield Call(*sizes, OPTIONS, False, False, 132, None, values_in_keys=True, token_heads=heads)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "latents"])
+def test_every_stage_of_memory_fits(kind):
+    """The shared memory of a multiprocessor holds at least two blocks of keys in flight."""
+    for call in latents() if kind == "latents" else heads_of(jnp.dtype(kind)):
+        for tiles in call.kinds():
+            assert tiles.stages >= 2
+            value_dim = 0 if call.values_in_keys else call.value_dim
+            ring = tiles.stages * call.block_kv * (call.key_dim + value_dim) * call.kv_dtype.itemsize
+            dequantised = 0
+            if call.is_quantized:
+                dequantised = 4 * call.block_kv * call.key_dim + tiles.stages * call.block_kv * 16
+            out = tiles.warpgroups * (64 + call.out_shift) * call.out_columns * 2
+            assert tiles.workers * (ring + dequantised + tiles.rows * call.key_dim * 2 + out) <= SHARED_BYTES
+            assert call.part_columns % call.out_columns == 0
+            assert tiles.tokens * call.group <= tiles.rows
+            assert tiles.tokens % MIN_TILE_TOKENS == 0
 
 
 def test_registers_are_there_for_all():
     """The warpgroups request no more registers than a thread block starts with: otherwise they would wait forever."""
     kernel = pytest.importorskip(interpreted.KERNELS["mosaic_gpu"][0])
-    for num_warpgroups, (to_load, to_compute) in kernel.REGISTERS.items():
+    for num_warpgroups, (to_load, to_compute) in (*kernel.REGISTERS.items(), *kernel.WIDE_REGISTERS.items()):
         at_start = 65536 // (128 * num_warpgroups) // 8 * 8
         num_loading = 2 if num_warpgroups == 4 else 1
         asked_for = num_loading * to_load + (num_warpgroups - num_loading) * to_compute

@@ -15,11 +15,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels import tpu, tuning
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
-from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, default_page_size, mosaic_tpu, select_backend
+from jaxserve.pallas_kernels.ragged_paged_attention import (
+    BACKENDS,
+    AttentionInputs,
+    default_page_size,
+    mosaic_tpu,
+    ragged_paged_attention,
+    reference,
+    select_backend,
+    to_canonical,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
@@ -64,6 +74,30 @@ def test_matches_reference_without_races(name):
     assert found.pool_error <= (1e-3 if case.has_rope and is_wide else case.pool_tolerance)
     assert found.is_finite
     assert not found.races
+
+
+@pytest.mark.interpreter
+def test_heads_of_two_sizes_share_pages():
+    """A page of one head of 512 is two pages of one of 256: each kind reads and writes the pool as it is."""
+    rng, T, options = np.random.default_rng(0), 6, AttentionOptions(0.1)
+    table = jnp.array([[4, 1], [2, 0]], jnp.int32)
+    rows = RaggedRows(jnp.array([20, 2]), table, jnp.array([0, 4, 6]), jnp.int32(2))
+    canonical = jnp.asarray(rng.normal(size=(1, 5, 16, 2, 512)), jnp.float32)
+    pool = mosaic_tpu.LAYOUT.from_canonical(canonical)
+    assert pool.shape == (1, 5, 2, 16, 512)
+    for head_dim, part in ((256, 0), (512, None), (256, 1)):
+        q, k, v = (jnp.asarray(rng.normal(size=(T, n, head_dim)), jnp.float32) for n in (2, 1, 1))
+        own_rows = rows if part is None else rows._replace(page_table=2 * table + part)
+        inputs = AttentionInputs(q, k, v, own_rows)
+        num_parts = None if part is None else 2
+        seen = canonical if part is None else canonical.swapaxes(2, 3).reshape(1, 10, 16, 2, 256)
+        expected, seen = reference.write_and_attend(inputs, seen, 0, options)
+        canonical = seen if part is None else jnp.asarray(seen).reshape(1, 5, 2, 16, 512).swapaxes(2, 3)
+        with mosaic_tpu.interpreted(pltpu.InterpretParams(detect_races=True)):
+            attend = functools.partial(ragged_paged_attention, options=options, layer=0, backend="mosaic_tpu")
+            out, pool = jax.jit(functools.partial(attend, num_parts=num_parts))(inputs, pool)
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(to_canonical("mosaic_tpu", pool, head_dim=512), canonical)
 
 
 PLANTED = {  # case: {bug: (old code, new code)}
@@ -286,7 +320,9 @@ def test_serves_tpus():
     [
         ({"kv_dtype": "float16"}, "float16"),
         ({"head_dim": 260}, "head_dim must be"),
-        ({"head_dim": 56}, "from 64 to 256, not 56"),
+        ({"head_dim": 56}, "from 64 to 512, not 56"),
+        ({"head_dim": 520}, "from 64 to 512, not 520"),
+        ({"head_dim": 512, "page_size": 32, "kv_dtype": "int8"}, "which heads of 512 have apart"),
         ({"page_size": 8}, "from 16 to 256"),
         ({"kv_dtype": "int8"}, "from 32 to 256 in a pool of int8, not 16"),
         ({"kv_dtype": "float8_e4m3fn"}, "from 32 to 256 in a pool of float8_e4m3fn, not 16"),
@@ -334,7 +370,7 @@ def test_refuses_what_does_not_fit_a_chip():
 def test_blocks_fit_the_memory(vmem_bytes, wanted):
     """Blocks fit a quarter of the memory of the smallest chip and of others; one copy fetches a block's page ids."""
     for num_kv_heads, group, head_dim, page_size, dtype in itertools.product(
-        (1, 3, 8, 32), (1, 4, 8), (64, 128, 256), (16, 32, 256), ("bfloat16", "float32", "int8")
+        (1, 3, 8, 32), (1, 4, 8), (64, 128, 256, 512), (16, 32, 256), ("bfloat16", "float32", "int8")
     ):
         problem = Problem(num_kv_heads * group, num_kv_heads, head_dim, page_size, jnp.dtype(dtype), "tpu")
         if num_kv_heads * group * head_dim > 64 * 128 or mosaic_tpu.supports(problem) is not None:
@@ -411,5 +447,5 @@ def test_pages_are_those_of_the_backend_that_serves():
     """XLA's page size is the default on TPUs where the kernel cannot run."""
     sizes = {"num_query_heads": 8, "num_kv_heads": 1, "head_dim": 32, "kv_dtype": "bfloat16"}
     assert select_backend(page_size=None, **sizes, platform="tpu") == "xla"
-    with pytest.raises(UnsupportedBackendError, match="from 64 to 256, not 32"):
+    with pytest.raises(UnsupportedBackendError, match="from 64 to 512, not 32"):
         select_backend("mosaic_tpu", page_size=None, **sizes, platform="tpu")

@@ -23,8 +23,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
-    BLOCK_KV,
-    MIN_TILE_TOKENS,
     Call,
     Tiles,
 )
@@ -73,11 +71,12 @@ class ComputingWarpgroup(Warpgroup):
         state = self._start(item)
         # Blocks before full_end are seen in full by all tokens of the tile.
         num_seen = jnp.minimum(item.position + 1, item.tree_start) if call.has_tree else item.position + 1
-        full_end = jnp.clip(lax.div(num_seen, i32(BLOCK_KV)), item.begin, item.end)
+        block_kv = i32(call.block_kv)
+        full_end = jnp.clip(lax.div(num_seen, block_kv), item.begin, item.end)
         full_begin = item.begin
         if call.options.window is not None:
-            last = item.position + item.num_tokens - 1
-            first_full = lax.div(jnp.maximum(last - call.options.window + 1, 0) + (BLOCK_KV - 1), i32(BLOCK_KV))
+            first_key = jnp.maximum(item.key_end - call.options.window, 0)  # the first that the last token sees
+            first_full = lax.div(first_key + (call.block_kv - 1), block_kv)
             full_begin = jnp.clip(first_full, item.begin, full_end)
 
         def absorb(block: Any, state: Softmax, masked: bool) -> Softmax:
@@ -97,14 +96,16 @@ class ComputingWarpgroup(Warpgroup):
             sinks = load(self.inputs.sink_rows.at[item.head, self.part.rows], _ROWS)
             max_score = jnp.where(item.is_first, sinks, max_score)
             denominator = jnp.where(item.is_first, jnp.full_like(denominator, 1), denominator)
-        shape = (WARPGROUP_ROWS, self.call.head_dim // self.tiles.column_parts)
-        values = cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        values = cast(jnp.zeros((WARPGROUP_ROWS, self.call.part_columns), jnp.float32), plgpu.Layout.WGMMA)
         return Softmax(values, max_score, denominator)
 
     def _absorb_block(self, item: Item, block: Any, slot: Any, state: Softmax, masked: bool) -> Softmax:
         """Return the softmax after one more block of keys."""
         k = self.ring.keys(item, block, slot, masked)
-        scores = _scores(self.shared.q.at[self.local_worker, self.part.rows], k)
+        # Zero, as the compiler cannot know: else it keeps the addresses of all parts of a query, for which a wide head
+        # leaves no registers, from one block to the next.
+        zero = jnp.minimum(block, 0) if self.call.is_wide else 0
+        scores = _scores(self.shared.q.at[self.local_worker + zero, self.part.rows], k)
         self.ring.give_back_keys(slot)
         scores = self._scale_and_mask(scores, item, block, masked)
         max_score = jnp.maximum(state.max_score, scores.max(axis=1))
@@ -129,9 +130,13 @@ class ComputingWarpgroup(Warpgroup):
             scores = (soft_cap * LOG2E) * (1 - 2 / (growth + 1))
         if not masked:
             return scores
-        key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * BLOCK_KV
+        key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+        key += block * self.call.block_kv
         row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=_ROWS) + self.part.row
-        query = lax.broadcast_in_dim(item.position - item.lead + (row & (self.tiles.tokens - 1)), scores.shape, [0])
+        token = (row & (self.tiles.tokens - 1)) - item.lead + item.first_head
+        if self.call.token_heads > 1:
+            token = lax.div(token, jnp.full_like(token, self.call.token_heads))
+        query = lax.broadcast_in_dim(item.position + token, scores.shape, [0])
         visible = key <= query
         if self.call.has_tree:
             word, *by_depth = (self._tree_column(item, i, key.shape) for i in range(1 if window is None else 2))
@@ -164,10 +169,19 @@ class ComputingWarpgroup(Warpgroup):
 
     def _store(self, item: Item, state: Softmax) -> None:
         """Write this part of the tile to the output, by way of shared memory; live tokens only."""
+        width = self.call.out_columns
+        num_chunks = self.call.part_columns // width
+        for chunk in range(num_chunks):
+            values = lax.slice(state.values, (0, chunk * width), (WARPGROUP_ROWS, (chunk + 1) * width))
+            columns = state._replace(values=values).result(plgpu.Layout.WGMMA, self.call.dtype)
+            self._store_columns(item, columns, self.part.column * num_chunks + chunk)
+
+    def _store_columns(self, item: Item, columns: Any, index: Any) -> None:
+        """Write the index-th group of columns of the tile to the output."""
         call, tiles, part = self.call, self.tiles, self.part
         out = self.shared.out.at[self.local_worker * tiles.warpgroups + part.index]
-        shift = MIN_TILE_TOKENS - item.lead  # the first stored token lies at a multiple of eight
-        out[pl.ds(shift, WARPGROUP_ROWS)] = state.result(plgpu.Layout.WGMMA, call.dtype)
+        shift = call.out_shift - item.lead  # the first stored token lies at a multiple of eight
+        out[pl.ds(shift, WARPGROUP_ROWS)] = columns
         plgpu.commit_smem()
         tokens = min(tiles.tokens, WARPGROUP_ROWS)  # tokens of one head in one part
 
@@ -179,9 +193,7 @@ class ComputingWarpgroup(Warpgroup):
             end = jnp.clip(item.lead + item.num_tokens - first, begin, tokens)
             num_tokens = jnp.where(g < call.group, end - begin, 0)
             token, head = item.base_token + first + begin, item.head * call.group + g
-            copy_tokens(
-                out, shift + segment * tokens + begin, self.inputs.out, token, head, part.column, num_tokens, tokens
-            )
+            copy_tokens(out, shift + segment * tokens + begin, self.inputs.out, token, head, index, num_tokens, tokens)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -15,7 +15,9 @@ from jaxtyping import Array
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BASE_TOKEN,
     FIRST_BLOCK,
+    FIRST_HEAD,
     FIRST_UNIT,
+    KEY_END,
     LEAD,
     NUM_BLOCKS,
     NUM_TOKENS,
@@ -26,6 +28,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a row that has seen no key yet does not turn into NaN
+
+# Layout of registers for eights of rows; a warp has eight of every 32 columns.
+EIGHTS = plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (8, 8), (2,))), (-4,), (-3, -2), -1)
 
 _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
 
@@ -40,6 +45,8 @@ class Item(NamedTuple):
     lead: Any
     num_tokens: Any
     position: Any
+    key_end: Any  # end of the keys that the tile sees
+    first_head: Any  # head of the tile's first token, where heads are tokens of their own
     tree_start: Any  # position of the first node of the row's tree
     begin: Any  # first block of the split
     end: Any  # end of the split's blocks
@@ -65,6 +72,8 @@ def read_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: A
         lead=column(LEAD),
         num_tokens=column(NUM_TOKENS),
         position=column(POSITION),
+        key_end=column(KEY_END),
+        first_head=column(FIRST_HEAD),
         tree_start=column(TREE_START),
         begin=first_block + begin,
         end=first_block + end,
@@ -89,7 +98,7 @@ class Softmax(NamedTuple):
 class Unmerged(NamedTuple):
     """Splits of each worker: index 0 for a work item that another worker began, 1 for one that it began itself."""
 
-    values: Any  # f32[workers, 2, column_parts, rows, H / column_parts], weighted sums
+    values: Any  # f32[workers, 2, column_parts, rows, part_columns], weighted sums
     max_score: Any  # f32[workers, 2, column_parts, rows]
     denominator: Any  # f32[workers, 2, column_parts, rows]
 

@@ -13,39 +13,46 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import merge
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.computing import ComputingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import LOG2E, Unmerged
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.loading import LoadingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared, shared_memory
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BASE_TOKEN, SCALES, Call, Tiles, WorkPlan
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+    BASE_TOKEN,
+    SCALES,
+    Call,
+    Queries,
+    Tiles,
+    WorkPlan,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, Pages, QuantizedPages, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 
 # Registers of a loading and of a computing thread, by the number of warpgroups; with two each has enough anyway. A
 # thread block starts with as many registers as divide evenly, in eights, and waits forever for more.
 REGISTERS = {3: (72, 216), 4: (64, 192)}
+WIDE_REGISTERS = {3: (40, 232)}  # registers where sums of many columns fill most of them
 
 
 def attend(
     call: Call,
     plans: Sequence[tuple[Tiles, WorkPlan]],
-    inputs: AttentionInputs,
+    queries: Queries,
     kv_pages: Pages,
     layer: int | Int32[Array, ""],
-) -> Float[Array, "padded Q H"]:
+) -> Float[Array, "padded Q value"]:
     """Return the outputs of all tiles of all plans, zeros for padding tokens; queries are padded to eight tokens."""
-    q, rows = inputs.q, inputs.rows
-    out_ref = jax.empty_ref(jax.ShapeDtypeStruct(q.shape, q.dtype))
+    q, rows = queries.q, queries.rows
+    out_ref = jax.empty_ref(jax.ShapeDtypeStruct((*q.shape[:2], call.value_dim), q.dtype))
     # An array, not a constant: otherwise each layer would compile its own program.
     layer = jnp.asarray(layer, jnp.int32)[None]
-    mask = inputs.tree_mask
+    mask = queries.tree_mask
     nodes = None if mask is None else seen_nodes(mask, rows, call.options.window)
-    num_live_tokens = rows.cu_q_lens[rows.num_rows][None]
+    num_live_tokens = rows.cu_q_lens[rows.num_rows][None] * call.token_heads
     for number, (tiles, plan) in enumerate(plans):
         shape = (tiles.num_workers, 2, tiles.column_parts, tiles.rows)
-        shapes = ((*shape, call.head_dim // tiles.column_parts), shape, shape)
+        shapes = ((*shape, call.part_columns), shape, shape)
         unmerged = Unmerged(*(jax.empty_ref(jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes))
         _launch(
             call,
@@ -58,8 +65,8 @@ def attend(
             layer,
             *plan,
             rows.page_table,
-            _sink_rows(call, tiles, inputs.sinks),
-            _tree_rows(tiles, plan, nodes),
+            _sink_rows(call, tiles, queries.sinks),
+            _tree_rows(call, tiles, plan, nodes),
             q,
             values_of(kv_pages),
             kv_pages.scales if isinstance(kv_pages, QuantizedPages) else jnp.zeros((1, 1, 1, SCALES), SCALE_DTYPE),
@@ -72,7 +79,7 @@ def attend(
             "merge_attention_parts",
             num_blocks=tiles.num_workers,
             num_threads=merge.WARPGROUPS,
-            scratch=merge.scratch(call, tiles),
+            scratch=merge.scratch(call),
         )(num_live_tokens, *plan, *unmerged, out_ref)
     return jax.freeze(out_ref)
 
@@ -100,13 +107,14 @@ def _sink_rows(call: Call, tiles: Tiles, sinks: Float[Array, "Q"] | None) -> Flo
 
 
 def _tree_rows(
-    tiles: Tiles, plan: WorkPlan, nodes: Int32[Array, "T columns"] | None
+    call: Call, tiles: Tiles, plan: WorkPlan, nodes: Int32[Array, "T columns"] | None
 ) -> Int32[Array, "tiles columns rows"]:
     """Return the nodes that every row of every tile sees (`seen_nodes`)."""
     if nodes is None:
         return jnp.zeros((1, 1, 1), jnp.int32)
     token = jnp.arange(tiles.rows, dtype=jnp.int32) % tiles.tokens
-    by_row = nodes.at[plan.tiles[:, BASE_TOKEN, None] + token[None]].get(mode="clip")  # [tiles, rows, columns]
+    token = (plan.tiles[:, BASE_TOKEN, None] + token[None]) // call.token_heads
+    by_row = nodes.at[token].get(mode="clip")  # [tiles, rows, columns]
     return by_row.swapaxes(1, 2)
 
 
@@ -115,7 +123,7 @@ def _attend_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
     inputs, shared = Inputs(*refs[: len(Inputs._fields)]), Shared(*refs[len(Inputs._fields) :])
     thread = lax.axis_index("thread")
     num_compute = tiles.workers * tiles.warpgroups
-    registers = REGISTERS.get(num_compute + tiles.workers)
+    registers = (WIDE_REGISTERS if call.is_wide else REGISTERS).get(num_compute + tiles.workers)
 
     @pl.when(thread >= num_compute)
     def load() -> None:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import Item, i32
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import first_scale
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, SCALES
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import SCALES
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup
 
 
@@ -40,7 +40,10 @@ class LoadingWarpgroup(Warpgroup):
                 def wait_for_keys() -> None:
                     plgpu.barrier_wait(shared.k_free.at[slot])
 
-                self._load_pages(page_ids, block, 2 * item.head, 0, shared.k.at[slot], shared.k_ready.at[slot])
+                vector = self.call.vectors_per_head * item.head
+                self._load_pages(page_ids, block, vector, 0, shared.k.at[slot], shared.k_ready.at[slot])
+                if self.call.values_in_keys:
+                    return block_count + 1
 
                 @pl.when(block_count >= stages)
                 def wait_for_values() -> None:
@@ -48,7 +51,7 @@ class LoadingWarpgroup(Warpgroup):
 
                 for part in range(self.tiles.column_parts):
                     self._load_pages(
-                        page_ids, block, 2 * item.head + 1, part, shared.v.at[slot, part], shared.v_ready.at[slot]
+                        page_ids, block, vector + 1, part, shared.v.at[slot, part], shared.v_ready.at[slot]
                     )
                 if self.call.is_quantized:
                     self._load_scales(page_ids, block, item, shared.scales.at[slot], shared.v_ready.at[slot])
@@ -66,7 +69,8 @@ class LoadingWarpgroup(Warpgroup):
         @pl.loop(jnp.maximum(block_count - stages, 0), block_count)
         def drain(count: Any) -> None:
             plgpu.barrier_wait(shared.k_free.at[self._slot(count)])
-            plgpu.barrier_wait(shared.v_free.at[self._slot(count)])
+            if not self.call.values_in_keys:
+                plgpu.barrier_wait(shared.v_free.at[self._slot(count)])
 
     def _load_queries(self, item: Item) -> None:
         """Load a tile's queries, head after head: row `g * tokens + t` is token t of query head g."""
@@ -82,19 +86,19 @@ class LoadingWarpgroup(Warpgroup):
 
     def _page_ids(self, item: Item, block: Any) -> list[Any]:
         """Return the pages of one block; the first replaces pages past the row's end, which the table may lack."""
-        size = self.call.page_size
-        if size > BLOCK_KV:
-            return [self.inputs.page_table[item.table_row, lax.div(block, i32(size // BLOCK_KV))]]
-        num_pages = lax.div(item.position + item.num_tokens + (size - 1), i32(size))
-        first = block * (BLOCK_KV // size)
-        columns = [jnp.where(first + i < num_pages, first + i, first) for i in range(BLOCK_KV // size)]
+        size, block_kv = self.call.page_size, self.call.block_kv
+        if size > block_kv:
+            return [self.inputs.page_table[item.table_row, lax.div(block, i32(size // block_kv))]]
+        num_pages = lax.div(item.key_end + (size - 1), i32(size))
+        first = block * (block_kv // size)
+        columns = [jnp.where(first + i < num_pages, first + i, first) for i in range(block_kv // size)]
         return [self.inputs.page_table[item.table_row, column] for column in columns]
 
-    def _load_pages(self, page_ids: list[Any], block: Any, head: Any, part: int, buffer: Any, ready: Any) -> None:
-        """Load the part-th group of columns of a head's block, as many columns as the buffer has."""
+    def _load_pages(self, page_ids: list[Any], block: Any, vector: Any, part: int, buffer: Any, ready: Any) -> None:
+        """Load the part-th group of columns, as many as the buffer has, of a block of one of the pool's vectors."""
         pages, columns = self.inputs.kv_pages.at[self.inputs.layer[0]], pl.ds(part * buffer.shape[1], buffer.shape[1])
         self._copy_block(
-            page_ids, block, lambda page_id, tokens: pages.at[page_id, tokens, head, columns], buffer, ready
+            page_ids, block, lambda page_id, tokens: pages.at[page_id, tokens, vector, columns], buffer, ready
         )
 
     def _load_scales(self, page_ids: list[Any], block: Any, item: Item, buffer: Any, ready: Any) -> None:
@@ -106,10 +110,10 @@ class LoadingWarpgroup(Warpgroup):
         self, page_ids: list[Any], block: Any, source: Callable[[Any, Any], Any], buffer: Any, ready: Any
     ) -> None:
         """Copy `source(page, tokens)` for all tokens of a block."""
-        size = self.call.page_size
-        if size > BLOCK_KV:
-            offset = lax.rem(block, i32(size // BLOCK_KV)) * BLOCK_KV
-            plgpu.copy_gmem_to_smem(source(page_ids[0], pl.ds(offset, BLOCK_KV)), buffer, ready)
+        size, block_kv = self.call.page_size, self.call.block_kv
+        if size > block_kv:
+            offset = lax.rem(block, i32(size // block_kv)) * block_kv
+            plgpu.copy_gmem_to_smem(source(page_ids[0], pl.ds(offset, block_kv)), buffer, ready)
             return
         for i, page_id in enumerate(page_ids):
             plgpu.copy_gmem_to_smem(source(page_id, slice(None)), buffer.at[pl.ds(i * size, size)], ready)

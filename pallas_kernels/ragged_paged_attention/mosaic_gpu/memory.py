@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import i32
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
-    BLOCK_KV,
-    MIN_TILE_TOKENS,
     SCALES,
     Call,
     Tiles,
@@ -41,13 +38,13 @@ class Inputs(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory and barriers of a thread block; each worker has its own share of all."""
 
-    q: Any  # [workers, rows, H]
-    k: Any  # [workers * stages, BLOCK_KV, H]
-    v: Any  # [workers * stages, column_parts, BLOCK_KV, H / column_parts]
-    scales: Any  # [workers * stages, BLOCK_KV, SCALES], scales of the head's keys and values and of its neighbours'
-    scaled_k: Any  # [workers, BLOCK_KV, H], block of keys multiplied with their scales
+    q: Any  # [workers, rows, key_dim]
+    k: Any  # [workers * stages, block_kv, key_dim]
+    v: Any  # [workers * stages, column_parts, block_kv, part_columns]; None if the keys have them
+    scales: Any  # [workers * stages, block_kv, SCALES], scales of the head's keys and values and of its neighbours'
+    scaled_k: Any  # [workers, block_kv, H], block of keys multiplied with their scales
     scaled_v: Any
-    out: Any  # [workers * warpgroups, 8 + 64, H / column_parts]
+    out: Any  # [workers * warpgroups, out_shift + 64, out_columns]
     q_ready: Any
     q_free: Any
     k_ready: Any
@@ -60,8 +57,8 @@ class Shared(NamedTuple):
 
 def shared_memory(call: Call, tiles: Tiles) -> Shared:
     """Return the shared memory and barriers of a thread block."""
-    workers, stages, H = tiles.workers, tiles.workers * tiles.stages, call.head_dim
-    pages, columns = max(1, BLOCK_KV // call.page_size), H // tiles.column_parts
+    workers, stages, block_kv = tiles.workers, tiles.workers * tiles.stages, call.block_kv
+    pages = max(1, block_kv // call.page_size)
     warpgroups = workers * tiles.warpgroups
 
     def matrix(*shape: int) -> Any:
@@ -74,16 +71,15 @@ def shared_memory(call: Call, tiles: Tiles) -> Shared:
     def barriers(num_arrivals: int, num_barriers: int) -> Any:
         return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
 
-    unused = plgpu.SMEM((8,), jnp.int32)
-    scaled = matrix(workers, BLOCK_KV, H) if call.is_quantized else unused
+    scaled = matrix(workers, block_kv, call.key_dim) if call.is_quantized else None
     return Shared(
-        q=matrix(workers, tiles.rows, H),
-        k=ring(BLOCK_KV, H),
-        v=ring(tiles.column_parts, BLOCK_KV, columns),
-        scales=plgpu.SMEM((stages, BLOCK_KV, SCALES), SCALE_DTYPE) if call.is_quantized else unused,
+        q=matrix(workers, tiles.rows, call.key_dim),
+        k=ring(block_kv, call.key_dim),
+        v=None if call.values_in_keys else ring(tiles.column_parts, block_kv, call.part_columns),
+        scales=plgpu.SMEM((stages, block_kv, SCALES), SCALE_DTYPE) if call.is_quantized else None,
         scaled_k=scaled,
         scaled_v=scaled,
-        out=_out_type(call, tiles, warpgroups),
+        out=_out_type(call, warpgroups),
         q_ready=barriers(call.group, workers),
         q_free=barriers(tiles.warpgroups, workers),
         k_ready=barriers(pages, stages),
@@ -91,14 +87,13 @@ def shared_memory(call: Call, tiles: Tiles) -> Shared:
         v_ready=barriers(pages * (tiles.column_parts + call.is_quantized), stages),
         v_free=barriers(tiles.warpgroups, stages),
         meeting=barriers(tiles.warpgroups, workers),
-        p=unused if call.interpret is None else matrix(warpgroups, WARPGROUP_ROWS, BLOCK_KV),
+        p=None if call.interpret is None else matrix(warpgroups, WARPGROUP_ROWS, block_kv),
     )
 
 
-def _out_type(call: Call, tiles: Tiles, warpgroups: int) -> Any:
+def _out_type(call: Call, warpgroups: int) -> Any:
     """Return the buffer where output waits to be stored, with room to shift a tile's rows."""
-    shape = (warpgroups, MIN_TILE_TOKENS + WARPGROUP_ROWS, call.head_dim // tiles.column_parts)
-    return plgpu.SMEM(shape, call.dtype)
+    return plgpu.SMEM((warpgroups, call.out_shift + WARPGROUP_ROWS, call.out_columns), call.dtype)
 
 
 def _layout(call: Call, swizzle: int) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
+    EIGHTS,
     MASKED,
     Item,
     Softmax,
@@ -41,14 +42,12 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 WARPGROUPS = 4  # warpgroups of a thread block
 IN_FLIGHT = 4  # splits that are loaded before the first of them is merged
 
-# Eight rows; a warp has eight of every 32 columns.
-_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (8, 8), (2,))), (-4,), (-3, -2), -1)
-_ROWS = _LAYOUT.reduce(1)
+_ROWS = EIGHTS.reduce(1)
 
 
-def scratch(call: Call, tiles: Tiles) -> list[Any]:
+def scratch(call: Call) -> list[Any]:
     """Return the buffer where output waits to be stored, with room to shift the rows."""
-    return [plgpu.SMEM((WARPGROUPS, 2 * MIN_TILE_TOKENS, call.head_dim // tiles.column_parts), call.dtype)]
+    return [plgpu.SMEM((WARPGROUPS, 2 * MIN_TILE_TOKENS, call.part_columns), call.dtype)]
 
 
 def kernel(call: Call, tiles: Tiles, clears_padding: bool, *refs: Any) -> None:
@@ -94,7 +93,7 @@ def _merge_rows(
     def merge() -> None:
         state = _merge_all(functools.partial(splits, column, row), num_splits, out.shape[1])
         # The first stored token must be at a multiple of eight.
-        out[pl.ds(MIN_TILE_TOKENS - begin, MIN_TILE_TOKENS)] = state.result(_LAYOUT, call.dtype)
+        out[pl.ds(MIN_TILE_TOKENS - begin, MIN_TILE_TOKENS)] = state.result(EIGHTS, call.dtype)
         plgpu.commit_smem()
         token, head = item.base_token + first + begin, item.head * call.group + g
         copy_tokens(out, i32(MIN_TILE_TOKENS), out_ref, token, head, column, num_tokens, MIN_TILE_TOKENS)
@@ -105,7 +104,7 @@ def _load_split(unmerged: Unmerged, index: Any, column: Any, row: Any, number: A
     """Load eight rows of a split: number 0 of worker `index`, which began the item, then those of the next workers."""
     place = index + number, jnp.where(number == 0, 1, 0), column, pl.ds(row, MIN_TILE_TOKENS)
     values, max_score, denominator = (ref.at[place] for ref in unmerged)
-    return Softmax(load(values, _LAYOUT), load(max_score, _ROWS), load(denominator, _ROWS))
+    return Softmax(load(values, EIGHTS), load(max_score, _ROWS), load(denominator, _ROWS))
 
 
 def _merge_all(split: Any, num_splits: Any, num_columns: int) -> Softmax:
@@ -118,7 +117,7 @@ def _merge_all(split: Any, num_splits: Any, num_columns: int) -> Softmax:
             state = _merge(state, _if(number < num_splits, new))
         return state
 
-    zeros = cast(jnp.zeros((MIN_TILE_TOKENS, num_columns), jnp.float32), _LAYOUT)
+    zeros = cast(jnp.zeros((MIN_TILE_TOKENS, num_columns), jnp.float32), EIGHTS)
     no_keys = cast(jnp.full((MIN_TILE_TOKENS,), MASKED, jnp.float32), _ROWS)
     empty = Softmax(zeros, no_keys, cast(jnp.zeros((MIN_TILE_TOKENS,), jnp.float32), _ROWS))
     return lax.fori_loop(0, lax.div(num_splits + (IN_FLIGHT - 1), i32(IN_FLIGHT)), merge_some, empty)
@@ -136,7 +135,7 @@ def _merge(a: Softmax, b: Softmax) -> Softmax:
     max_score = jnp.maximum(a.max_score, b.max_score)
     scale_a, scale_b = jnp.exp2(a.max_score - max_score), jnp.exp2(b.max_score - max_score)
     shape = a.values.shape
-    values = a.values * spread(scale_a, shape, _LAYOUT) + b.values * spread(scale_b, shape, _LAYOUT)
+    values = a.values * spread(scale_a, shape, EIGHTS) + b.values * spread(scale_b, shape, EIGHTS)
     return Softmax(values, max_score, a.denominator * scale_a + b.denominator * scale_b)
 
 
@@ -146,7 +145,7 @@ def _clear_padding(first_token: Any, tiles: Tiles, zeros: Any, out_ref: Any) -> 
 
     @pl.when(first_token < num_tokens)
     def clear() -> None:
-        zeros[pl.ds(0, MIN_TILE_TOKENS)] = cast(jnp.zeros((MIN_TILE_TOKENS, zeros.shape[1]), zeros.dtype), _LAYOUT)
+        zeros[pl.ds(0, MIN_TILE_TOKENS)] = cast(jnp.zeros((MIN_TILE_TOKENS, zeros.shape[1]), zeros.dtype), EIGHTS)
         plgpu.commit_smem()
 
         @pl.loop(first_token, num_tokens, step=tiles.num_workers)

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import Item, cast, load, spread
+from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import EIGHTS, Item, load, spread
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Shared, first_scale
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, Call, Tiles
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import Call, Tiles
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import TilePart
 
 
@@ -28,11 +29,21 @@ class RingReader:
         if self.call.is_quantized:
             self._dequantise_block(item, block, slot, masked)
             return shared.scaled_k.at[self.local_worker]
+        if self.call.values_in_keys:
+            plgpu.barrier_wait(shared.k_ready.at[slot])
+            if masked:
+                self._clear_tail(item, block, self._values_in_keys(slot))
+            return shared.k.at[slot]
         if masked:
             plgpu.barrier_wait(shared.v_ready.at[slot])
             self._clear_tail(item, block, shared.v.at[slot, self.part.column])
         plgpu.barrier_wait(shared.k_ready.at[slot])
         return shared.k.at[slot]
+
+    def _values_in_keys(self, slot: Any) -> Any:
+        """Return this part's columns of values that are the beginnings of keys."""
+        columns = self.call.part_columns
+        return self.shared.k.at[slot, :, pl.ds(self.part.column * columns, columns)]
 
     def values(self, slot: Any, masked: bool) -> Any:
         """Return this part's columns of the values of a block."""
@@ -40,17 +51,20 @@ class RingReader:
         if self.call.is_quantized:
             assert self.tiles.column_parts == 1, "see supports"
             return shared.scaled_v.at[self.local_worker]
+        if self.call.values_in_keys:
+            return self._values_in_keys(slot)
         if not masked:
             plgpu.barrier_wait(shared.v_ready.at[slot])
         return shared.v.at[slot, self.part.column]
 
     def give_back_keys(self, slot: Any) -> None:
-        """Let the slot be refilled with keys."""
-        self._give_back(self.shared.k_free.at[slot])
+        """Let the slot be refilled with keys, if the values are not in them."""
+        if not self.call.values_in_keys:
+            self._give_back(self.shared.k_free.at[slot])
 
     def give_back_values(self, slot: Any) -> None:
         """Let the slot be refilled with values."""
-        self._give_back(self.shared.v_free.at[slot])
+        self._give_back(self.shared.k_free.at[slot] if self.call.values_in_keys else self.shared.v_free.at[slot])
 
     def _give_back(self, free: Any) -> None:
         if not self.call.is_quantized:  # _dequantise_block has already freed the slots
@@ -103,23 +117,25 @@ class RingReader:
 
     def _end_in(self, item: Item, block: Any) -> Any:
         """Return the end of the item's sequence, counted from the block's first token."""
-        return item.position + item.num_tokens - block * BLOCK_KV
+        return item.key_end - block * self.call.block_kv
 
     def _clear_tail(self, item: Item, block: Any, v: Any) -> None:
         """Replace values past the last token by zeros: a stale NaN would pass through a weight of zero."""
-        end = self._end_in(item, block)
+        end, block_kv = self._end_in(item, block), self.call.block_kv
         width = self.call.tile_columns  # columns at a time, limited by registers
 
-        @pl.when(end < BLOCK_KV)
+        @pl.when(end < block_kv)
         def clear() -> None:
             @pl.when(self.part.row == 0)
             def write() -> None:
-                row = plgpu.broadcasted_iota(jnp.int32, (BLOCK_KV, width), 0, layout=plgpu.Layout.WGMMA)
+                layout = EIGHTS if block_kv % WARPGROUP_ROWS else plgpu.Layout.WGMMA
+                row = plgpu.broadcasted_iota(jnp.int32, (block_kv, width), 0, layout=layout)
                 for start in range(0, v.shape[1], width):
                     chunk = v.at[:, pl.ds(start, width)]
-                    values = cast(chunk[...], plgpu.Layout.WGMMA)
+                    values = load(chunk, layout)
                     chunk[...] = jnp.where(row < end, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
 
-            if self.tiles.row_parts > 1:  # warpgroups that share the values wait for the one that clears
+            # Warpgroups that read these columns, as values or in the keys, wait for the one that clears them.
+            if self.tiles.row_parts > 1 or self.call.values_in_keys:
                 self._meet()

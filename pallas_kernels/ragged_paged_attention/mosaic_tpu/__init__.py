@@ -20,7 +20,9 @@ the columns of scores, those of values the columns of weights.
 
 Pages are `[K, P, 2H]`, a head's keys and values side by side (`layout.py`). Unlike memory tiles of `[P, 2K, H]`, this
 needs no padding if KV heads are few or odd in number or a head has 64 columns, and a head's block is a matrix as
-fetched: its rows are not scattered among those of other heads.
+fetched: its rows are not scattered among those of other heads. Heads of 512 have keys and values in matrices of their
+own, `[2K, P, H]`: so pages of heads of 512 and of 256 (Gemma 4) are matrices of equal shape, and both kinds of layers
+take one pool as it is.
 
 The kernel takes any columns of keys and values (`Columns` in `plan.py`), also values that are a part of the keys: it
 serves `mla_attention` too. `call.py` runs it for either operation.
@@ -31,12 +33,13 @@ from __future__ import annotations
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Problem
+from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import call, chip
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import HeadPairs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Tokens
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Sizes
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import pair_columns
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import APART_HEAD_DIM, pair_columns
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, values_of
 
 __all__ = [
@@ -52,11 +55,11 @@ __all__ = [
 ]
 
 LAYOUT = HeadPairs()
-SPLITS_PAGES = False
+SPLITS_PAGES = True
 WANTS_OWN_TABLE = True
 POOL_DTYPES = ("bfloat16", "float32", *QUANTIZED_MAX)
 MIN_HEAD_DIM = 64  # minimum on a chip: XLA lays out narrower pools transposed, and copies them for the kernel
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 interpreted, sized = SETTINGS.interpreted, SETTINGS.sized
 
 
@@ -85,6 +88,8 @@ def supports(problem: Problem) -> str | None:
     least = MIN_HEAD_DIM if SETTINGS.interpreter is None else 8
     if problem.head_dim % 8 or not least <= problem.head_dim <= MAX_HEAD_DIM:
         return f"head_dim must be a multiple of 8 from {least} to {MAX_HEAD_DIM}, not {problem.head_dim}"
+    if problem.kv_dtype.name in QUANTIZED_MAX and problem.head_dim >= APART_HEAD_DIM:
+        return f"a pool of {problem.kv_dtype} has the scales of keys and values together, which heads of 512 have apart"
     return call.refusal(
         pair_columns(problem.head_dim),
         num_query_heads=problem.num_query_heads,
@@ -102,6 +107,13 @@ def write_and_attend(
     dtype, pool, inputs = inputs.q.dtype, values_of(kv_pages), inputs.rotated()
     (_, Q, H), K = inputs.q.shape, inputs.k.shape[1]
     tokens = Tokens(inputs.q, (inputs.k, inputs.v), inputs.rows, inputs.sinks, inputs.tree_mask)
-    sizes = sizes_for(Problem(Q, K, H, pool.shape[3], pool.dtype, "tpu"))
-    out, kv_pages = call.write_and_attend(tokens, kv_pages, layer, pair_columns(H), options, sizes)
-    return out.astype(dtype), kv_pages
+    sizes, columns = sizes_for(Problem(Q, K, H, pool.shape[3], pool.dtype, "tpu")), pair_columns(H)
+    if pool.shape[-1] == columns.unit_columns:
+        out, kv_pages = call.write_and_attend(tokens, kv_pages, layer, columns, options, sizes)
+        return out.astype(dtype), kv_pages
+    # Pages of other matrices are another array for XLA, which copies the pool.
+    num_layers, num_pages, units, page_size, unit_columns = pool.shape
+    num_pages = num_pages * units * unit_columns // (2 * K * H)
+    own: Pages = pool.reshape(LAYOUT.kv_shape(PoolDims(num_layers, num_pages, page_size, K, H)))
+    out, own = call.write_and_attend(tokens, own, layer, columns, options, sizes)
+    return out.astype(dtype), values_of(own).reshape(pool.shape)

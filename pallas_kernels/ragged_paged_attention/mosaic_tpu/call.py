@@ -99,7 +99,8 @@ def write_and_attend(
     rows, pool = tokens.rows.with_own_table(), values_of(kv_pages)
     tokens = tokens._replace(rows=rows)
     num_tokens, num_query_heads, _ = tokens.q.shape
-    _, _, num_kv_heads, page_size, _ = pool.shape
+    _, _, num_units, page_size, _ = pool.shape
+    num_kv_heads = tokens.vectors[0].shape[1]
     call = Call(
         num_tokens=num_tokens,
         num_rows=rows.kv_lens.shape[0],
@@ -115,6 +116,7 @@ def write_and_attend(
         vmem_bytes=vmem_bytes(),
         sizes=sizes,
         interpret=SETTINGS.interpreter,
+        num_parts=num_units // (num_kv_heads * columns.units),
     )
     blocks = choose_blocks(call)
     plan = make_plan(call, blocks, rows)

@@ -13,6 +13,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
     SCALE_HEADS,
     SCALE_TOKENS,
     default_page_size,
+    pair_columns,
     scale_rows,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
@@ -20,15 +21,21 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, Quan
 
 @dataclass(frozen=True)
 class HeadPairs:
-    """Layout `[L, N, K, P, 2H]`: a head's keys and values side by side."""
+    """Layout `[L, N, K, P, 2H]`: a head's keys and values side by side.
+
+    Heads of 512 have their keys and values in matrices of their own, `[L, N, 2K, P, H]`, as `pair_columns` says: such a
+    pool is that of twice as many heads of 256.
+    """
 
     def default_page_size(self, num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
         """Return the tokens of a page of the size that suits copies."""
         return default_page_size(num_kv_heads, 2 * head_dim, kv_dtype)
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return `[L, N, K, P, 2H]`."""
-        return (dims.num_layers, dims.num_pages, dims.num_kv_heads, dims.page_size, 2 * dims.head_dim)
+        """Return `[L, N, K, P, 2H]`, or `[L, N, 2K, P, H]` for heads of 512."""
+        columns = pair_columns(dims.head_dim)
+        units = dims.num_kv_heads * columns.units
+        return (dims.num_layers, dims.num_pages, units, dims.page_size, columns.unit_columns)
 
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
         """Return the shape of one memory tile for each slab of a page, so that it is written with the slab.
@@ -38,13 +45,13 @@ class HeadPairs:
         return (*dims[:2], dims.page_size // SCALE_TOKENS, scale_rows(2 * dims.num_kv_heads), LANES)
 
     def pool_dims(self, shape: tuple[int, ...]) -> PoolDims:
-        """Invert `kv_shape`."""
+        """Invert `kv_shape`; heads of 512 are told as twice as many of 256."""
         check_pool_shape(shape, "[L, N, K, P, 2H]", even_axis=4)
         num_layers, num_pages, num_kv_heads, page_size, columns = shape
         return PoolDims(num_layers, num_pages, page_size, num_kv_heads, columns // 2)
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
-        """Return the pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
+        """Return the pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`; heads of 512 as two of 256."""
         values = values_of(kv_pages)
         L, N, K, P, columns = values.shape
         heads = values.reshape(L, N, K, P, 2, columns // 2).transpose(0, 1, 3, 2, 4, 5)  # [L, N, P, K, 2, H]
@@ -57,7 +64,8 @@ class HeadPairs:
         """Invert `to_canonical`."""
         values = values_of(kv_pages)
         L, N, P, num_heads, H = values.shape
-        values = values.reshape(L, N, P, num_heads // 2, 2 * H).swapaxes(2, 3)
+        *_, units, _, columns = self.kv_shape(PoolDims(L, N, P, num_heads // 2, H))
+        values = values.reshape(L, N, P, units, columns).swapaxes(2, 3)
         if not isinstance(kv_pages, QuantizedPages):
             return values
         return QuantizedPages(values, scale_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, num_heads)))

@@ -45,7 +45,7 @@ class Operands(NamedTuple):
 
     page_ids: Int32[Array, "chunks 1 128"]
     """Page table, cut into chunks that can be fetched."""
-    new: Float32[Array, "K padded columns"]
+    new: Float32[Array, "units padded columns"]
     """New keys and values side by side, with `slab` tokens of padding before them and more behind."""
     decode_queries: Float32[Array, "decode_slots K padded_group keys"]
     tile_queries: Shaped[Array, "Q padded keys"]
@@ -54,7 +54,7 @@ class Operands(NamedTuple):
     tile_sinks: Float32[Array, "Q"]
     nodes: Int32[Array, "padded columns"]
     """Nodes that each token sees (`seen_nodes`)."""
-    kv_pages: Shaped[Array, "L N K P columns"]
+    kv_pages: Shaped[Array, "L N units P columns"]
     new_scales: BFloat16[Array, "slabs rows 128"] | None = None
     """Scales of the tokens of each written slab, in the layout of the pool; None without scales."""
     scales: BFloat16[Array, "L N slabs rows 128"] | None = None
@@ -122,11 +122,12 @@ def _page_ids(call: Call, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:
     return table.reshape(-1, 1, PAGE_IDS)
 
 
-def _new(call: Call, vectors: Sequence[Shaped[Array, "T K _"]]) -> Float32[Array, "K padded columns"]:
+def _new(call: Call, vectors: Sequence[Shaped[Array, "T K _"]]) -> Float32[Array, "units padded columns"]:
     """Return what is stored in float32: rows of narrower dtypes cannot be moved singly in memory."""
-    new = jnp.concatenate([x.astype(jnp.float32) for x in vectors], axis=-1).swapaxes(0, 1)  # [K, T, columns]
+    new = jnp.concatenate([x.astype(jnp.float32) for x in vectors], axis=-1)  # [T, K, columns]
+    new = new.reshape(call.num_tokens, call.num_units, -1).swapaxes(0, 1)
     behind = -call.num_tokens % SUBLANES + call.slab + SUBLANES
-    return jnp.pad(new, ((0, 0), (call.slab, behind), (0, call.columns.stored - new.shape[-1])))
+    return jnp.pad(new, ((0, 0), (call.slab, behind), (0, call.columns.unit_columns - new.shape[-1])))
 
 
 def _new_scales(

@@ -10,15 +10,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Call
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import LANES, SCALE_HEADS, SCALE_TOKENS
 
 
+def page_at(call: Call, refs: Refs, layer: Any, page_id: Any) -> Any:
+    """Return the reference to the matrices of a page, `[units, P, columns]`."""
+    if call.num_parts == 1:
+        return refs.kv_pages.at[layer, page_id]
+    page, part = lax.div(page_id, jnp.int32(call.num_parts)), lax.rem(page_id, jnp.int32(call.num_parts))
+    return refs.kv_pages.at[layer, page, pl.ds(part * call.num_units, call.num_units)]
+
+
 class PageBuffers(NamedTuple):
     """Buffers for the pages of several work items, or of one."""
 
-    values: Any  # [slots, pages, K, P, columns]
+    values: Any  # [slots, pages, units, P, columns]
     scales: Any  # [slots, pages, slabs, rows, 128]; None for pools without scales
     scales_by_token: Any  # f32[sequences, vectors of heads, tokens], scales of the current work item
 
@@ -90,11 +99,12 @@ class WorkItem:
 
     def head_block(self, sequence: int, head: Any) -> HeadBlock:
         """Return one KV head of a prepared sequence, in the dtype of the products."""
-        own = self.pages.values[sequence * self.num_pages : (sequence + 1) * self.num_pages, head]
-        kv = own.reshape(self.num_tokens, own.shape[-1]).astype(self.call.product_dtype)
         columns = self.call.columns
-        first, end = columns.values
-        keys, values = kv[:, : columns.keys], kv[:, first:end]
+        if columns.units == 2:
+            keys, values = self._unit(sequence, 2 * head), self._unit(sequence, 2 * head + 1)
+        else:
+            kv, (first, end) = self._unit(sequence, head), columns.values
+            keys, values = kv[:, : columns.keys], kv[:, first:end]
         if not self.call.has_scales:
             return HeadBlock(self.call, keys, values, None, None)
         tokens = slice(0, self.num_tokens)
@@ -104,6 +114,11 @@ class WorkItem:
             for vector in (key, key + columns.num_vectors - 1)
         ]
         return HeadBlock(self.call, keys, values, *scales)
+
+    def _unit(self, sequence: int, unit: Any) -> Any:
+        """Return one of the matrices of a sequence's pages, `[tokens, columns]`, in the dtype of the products."""
+        own = self.pages.values[sequence * self.num_pages : (sequence + 1) * self.num_pages, unit]
+        return own.reshape(self.num_tokens, own.shape[-1]).astype(self.call.product_dtype)
 
     def _clear_tail(self, sequence: int, end: Any) -> None:
         slab = self.call.slab

@@ -89,6 +89,8 @@ class Call:
     sizes: Sizes
     interpret: Any
     """Parameters of the interpreter; None to run on a TPU."""
+    num_parts: int = 1
+    """Pages of these heads in a page of a pool that was made for larger ones: the page table has their numbers."""
 
     @property
     def has_scales(self) -> bool:
@@ -99,6 +101,11 @@ class Call:
     def product_dtype(self) -> jnp.dtype:
         """Dtype of the products: quantised keys and values are converted to it, and scales multiply the results."""
         return jnp.dtype(jnp.bfloat16) if self.has_scales else self.kv_dtype
+
+    @property
+    def num_units(self) -> int:
+        """Matrices of a page."""
+        return self.num_kv_heads * self.columns.units
 
     @property
     def num_query_heads(self) -> int:

@@ -13,6 +13,7 @@ ALIGNED_TOKENS = 16  # alignment of a tile of queries: the rows of a memory tile
 SCALE_TOKENS = 32  # tokens in a tile of scales: those of a slab of 8-bit elements
 SCALE_HEADS = LANES // SCALE_TOKENS  # heads whose keys or values have their scales side by side in a row of such a tile
 COPY_BYTES = 128 * 2**10  # 64 ns at 2 TB/s, the assumed, unmeasured cost of issuing a copy
+APART_HEAD_DIM = 512  # least size of heads whose keys and values are matrices of their own
 COPY_TOKENS = 128  # upper bound of the default page size
 
 
@@ -28,12 +29,19 @@ class Columns:
         value_dim: elements of a value.
         first_value: column at which a value begins: 0 if it is the beginning of the key.
         stored: columns of the pool.
+        units: matrices of a page that have these columns, as many each; keys and values are apart if there are two.
     """
 
     key_dim: int
     value_dim: int
     first_value: int
     stored: int
+    units: int = 1
+
+    @property
+    def unit_columns(self) -> int:
+        """Columns of one of these matrices."""
+        return self.stored // self.units
 
     @property
     def keys(self) -> int:
@@ -65,8 +73,12 @@ class Columns:
 
 
 def pair_columns(head_dim: int) -> Columns:
-    """Return the columns of a key with its value behind it."""
-    return Columns(head_dim, head_dim, head_dim, 2 * head_dim)
+    """Return the columns of a key with its value behind it.
+
+    Wide heads have them apart: so pages of heads of 512 are matrices of as many columns as those of 256.
+    """
+    is_apart = head_dim >= APART_HEAD_DIM and head_dim % LANES == 0
+    return Columns(head_dim, head_dim, head_dim, 2 * head_dim, 2 if is_apart else 1)
 
 
 def latent_columns(width: int, rank: int) -> Columns:

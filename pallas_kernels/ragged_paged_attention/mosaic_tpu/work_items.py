@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import PageBuffers, WorkItem
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import PageBuffers, WorkItem, page_at
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import PAGE_IDS, Blocks, Call
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import LANES, SCALE_HEADS
 
@@ -86,7 +86,7 @@ class Phase(ABC):
 
     def _page_memory(self) -> PageBuffers:
         slots, num_pages = self.blocks.slots, self.sequences * self.pages
-        page = (self.call.num_kv_heads, self.call.page_size, self.call.columns.stored)
+        page = (self.call.num_units, self.call.page_size, self.call.columns.unit_columns)
         values = pltpu.VMEM((slots, num_pages, *page), self.call.kv_dtype)
         if not self.call.has_scales:
             return PageBuffers(values, None, None)
@@ -172,7 +172,8 @@ class Phase(ABC):
                     copy.start()
 
     def _page_copies(self, layer: Any, page_id: Any, pages: PageBuffers, place: Any, sems: Any) -> list[Any]:
-        copies = [pltpu.make_async_copy(self.refs.kv_pages.at[layer, page_id], pages.values.at[place], sems.at[0])]
+        page = page_at(self.call, self.refs, layer, page_id)
+        copies = [pltpu.make_async_copy(page, pages.values.at[place], sems.at[0])]
         if self.call.has_scales:
             scales = self.refs.scales.at[layer, page_id]
             copies.append(pltpu.make_async_copy(scales, pages.scales.at[place], sems.at[1]))

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import page_at
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     BEGIN,
     END,
@@ -41,8 +42,8 @@ class Writer:
         call = self.call
         pl.run_scoped(
             self._write_all,
-            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab, call.columns.stored), call.kv_dtype),
-            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab + SUBLANES, call.columns.stored), jnp.float32),
+            pltpu.VMEM((self.slots, call.num_units, call.slab, call.columns.unit_columns), call.kv_dtype),
+            pltpu.VMEM((self.slots, call.num_units, call.slab + SUBLANES, call.columns.unit_columns), jnp.float32),
             [pltpu.VMEM((self.slots, *self.refs.scales.shape[3:]), SCALE_DTYPE)] * 2 if call.has_scales else [],
             pltpu.SemaphoreType.DMA((self.slots, 4)),
             pltpu.SemaphoreType.DMA((self.slots, 2)),
@@ -106,7 +107,7 @@ class Writer:
 
     def _place(self, index: Any) -> Any:
         offset = pl.multiple_of(self._column(index, OFFSET), self.call.slab)
-        page = self.refs.kv_pages.at[self.refs.layer[0], self._column(index, PAGE)]
+        page = page_at(self.call, self.refs, self.refs.layer[0], self._column(index, PAGE))
         return page.at[:, pl.ds(offset, self.call.slab)]
 
     def _scale_place(self, index: Any) -> Any:
@@ -122,11 +123,11 @@ class Writer:
         size = self.call.slab + SUBLANES
         shift = lax.rem(size - lax.rem(self._first_new(index), SUBLANES), size)
         begin, end = self._column(index, BEGIN), self._column(index, END)
-        for head in range(self.call.num_kv_heads):
-            rows = pltpu.roll(new[head], shift, 0)[: self.call.slab]
+        for unit in range(self.call.num_units):
+            rows = pltpu.roll(new[unit], shift, 0)[: self.call.slab]
             row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-            kept = slab[head].astype(jnp.float32)
-            slab[head] = jnp.where((row >= begin) & (row < end), rows, kept).astype(slab.dtype)
+            kept = slab[unit].astype(jnp.float32)
+            slab[unit] = jnp.where((row >= begin) & (row < end), rows, kept).astype(slab.dtype)
 
     def _merge_scales(self, index: Any, kept: Any, new: Any) -> None:
         token = lax.broadcasted_iota(jnp.int32, kept.shape, 1) & (SCALE_TOKENS - 1)
