@@ -22,7 +22,7 @@ __all__ = ["EXPANDS", "LAYOUT", "WANTS_OWN_TABLE", "interpreted", "supports", "w
 
 LAYOUT = TokenMajor()
 WANTS_OWN_TABLE = False
-EXPANDS = False  # expanded keys and values are XLA's, which would keep scores of whole rows
+EXPANDS = False  # its kernel reads latents alone
 POOL_DTYPES = ("bfloat16", "float16")
 RANKS = (64, 128, 256, 512)
 ROPE_MULTIPLE = 32  # elements in a line of shared memory
