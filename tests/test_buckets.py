@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 
 from jaxserve.config import EngineConfig
+from jaxserve.execution.packer import BatchPacker
 from jaxserve.schedule_config import MAX_STEP_TOKENS, MULTI_STEP_ROWS, ScheduleConfig, default_batch, resolve_schedule
 from jaxserve.scheduling.pacer import MAX_STEPS
 from jaxserve.scheduling.policy import prefill_share
@@ -30,6 +31,14 @@ def test_every_step_has_a_bucket(budget: int, few: bool) -> None:
     assert buckets[0] >= 1
     assert buckets[-1] == budget
     assert list(buckets) == sorted(set(buckets))
+
+
+@given(seqs=st.integers(1, 130), few=st.booleans())
+def test_split_plans_of_every_number_of_rows_have_a_layout(seqs: int, few: bool) -> None:
+    sizes = dataclasses.replace(schedule(seqs, 256, few=few), has_split_steps=True)
+    packer = BatchPacker(sizes, base_seed=0, vocab_size=100)
+    assert sizes.split_buckets()[-1] == seqs
+    assert all(packer.num_rows(bucket) == bucket for bucket in sizes.split_buckets())
 
 
 @given(data=st.data(), budget=st.integers(1, 20_000))

@@ -59,7 +59,8 @@ class BatchPacker:
         self.config = config
         self._vocab_size = vocab_size
         self._base_seed = np.uint32(base_seed).view(np.int32)
-        self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
+        buckets = {*config.buckets(), *config.split_buckets()}
+        self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in buckets}
         self._speculative_layouts = {
             bucket: BatchLayout.of(config, bucket, is_speculative=True) for bucket in config.speculative_buckets()
         }

@@ -2,9 +2,13 @@
 
 from pathlib import Path
 
+import pytest
+
 from jaxserve import LLM, BeamSearchParams
 from tests.e2e.workloads import tokens
 from tests.sharded.devices.sizes import SIZES
+
+pytestmark = pytest.mark.usefixtures("fewer_programs")
 
 
 def test_beams_are_those_of_one_device(model: Path) -> None:

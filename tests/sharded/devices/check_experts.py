@@ -28,6 +28,8 @@ from tests.models.test_parity import attend
 from tests.parameters import some_by_default
 from tests.sharded.devices.sizes import SIZES
 
+pytestmark = pytest.mark.usefixtures("fewer_programs")
+
 PACKED = packed_linear.unsupported("float32", "cpu") is None
 DEVICES = 4
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"]

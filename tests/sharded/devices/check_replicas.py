@@ -22,6 +22,8 @@ from tests.parameters import mainly
 from tests.random_runs import examples
 from tests.sharded.devices.sizes import MODEL, SIZES
 
+pytestmark = pytest.mark.usefixtures("fewer_programs")
+
 Start = Callable[..., Engine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

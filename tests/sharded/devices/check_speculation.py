@@ -23,6 +23,8 @@ from tests.e2e.workloads import assert_same, generate, tokens
 from tests.parameters import mainly, some_by_default
 from tests.sharded.devices.sizes import SIZES
 
+pytestmark = pytest.mark.usefixtures("fewer_programs")
+
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPTS = [tokens(n, f"devices {n}") for n in (3, 9, 17)]
 Start = Callable[..., Engine]

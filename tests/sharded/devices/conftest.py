@@ -19,5 +19,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="session")
 def compile_soon() -> Iterator[None]:
-    with soon_compiled(), few_programs():
+    with soon_compiled():
+        yield
+
+
+@pytest.fixture(scope="module")
+def fewer_programs() -> Iterator[None]:
+    """Give engines of a module few sizes of steps."""
+    with few_programs():
         yield
