@@ -186,7 +186,7 @@ class EngineConfig:
             ("kv_cache_dtype", _KV_DTYPE_ALIASES, KV_DTYPES),
         ):
             object.__setattr__(self, name, aliases.get(getattr(self, name), getattr(self, name)))
-            _check_choice(name, getattr(self, name), ("auto", *dtypes))
+            _check_choice(name, getattr(self, name), ("auto", *dtypes, *aliases))
         advice = "; quantised checkpoints are served without it"
         _check_choice("quantization", self.quantization, tuple(WEIGHT_FORMATS), advice)
         _check_choice("linear_backend", self.linear_backend, ("auto", "xla"))

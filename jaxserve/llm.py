@@ -332,6 +332,8 @@ class LLM:
     def update_weights(self, weights: Weights, *, running: str = "finish") -> None:
         """Replace the weights by others of the same model. Compiles nothing; the prefix cache is emptied.
 
+        What drafts tokens keeps its weights, a layer of the model's checkpoint too: fewer drafts may be accepted.
+
         Args:
             weights: one of three forms. A tree of the form of `params`: arrays with the same shardings are used without
                 a copy, and must not be donated afterwards. Arrays by their names in a checkpoint, or the tree that

@@ -42,12 +42,6 @@ class VllmOption:
             return f"{self.accepts.start} to {self.accepts.stop - 1}"
         return " or ".join(map(repr, self.accepts))
 
-    @property
-    def is_switch(self) -> bool:
-        """Whether the option is True or False."""
-        accepts = self.accepts or ()
-        return self.switch is not None or self.field == "step_ahead" or any(isinstance(one, bool) for one in accepts)
-
     def is_met_by(self, value: object) -> bool:
         """Return whether `value` asks for what jaxserve does; True is not 1 here, but 0.0 is 0."""
         if self.accepts is None:
@@ -131,7 +125,7 @@ VLLM_OPTIONS = (
     VllmOption("disable_log_stats", "llm.engine.stats has the statistics, which are never logged", _BOOLS),
     VllmOption("disable_log_requests", "requests are not logged", (True,)),
     VllmOption("enable_log_requests", "requests are not logged", (False,)),
-    VllmOption("otlp_traces_endpoint", "there are no traces", (None,)),
+    VllmOption("otlp_traces_endpoint", "offline there are no traces", (None,)),
     VllmOption("collect_detailed_traces", "there are no traces", (None,)),
 )
 _BY_NAME = {option.name: option for option in VLLM_OPTIONS}
@@ -179,7 +173,9 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
         value = given[option.name]
         if option.field is None:
             if not option.is_met_by(value):
-                raise ConfigError(f"{option.name} must be {option.accepted}, got {brief(value)}: {option.behaviour}")
+                raise ConfigError(
+                    f"{option.name} must be {option.accepted}, got {brief(value)}: {option.behaviour}; leave it out"
+                )
         elif option.field in given:
             raise ConfigError(f"{option.name} {option.behaviour}; pass one of them, got both")
         elif option.switch is not None:

@@ -69,6 +69,11 @@ def products_by(backend: str) -> Iterator[None]:
         _products.reset(token)
 
 
+def products_choice() -> str:
+    """Return the backend of `products_by` here, "auto" outside of it."""
+    return _products.get()
+
+
 def product_backend(requested: str, of_xla: str) -> str:
     """Return the backend that a product asks for: the requested one, or that of XLA inside of `products_by("xla")`.
 

@@ -112,7 +112,7 @@ class Runner:
         cache_scope: context entered while a program is compiled: XLA's cache, where whole programs are not kept.
         mesh: mesh of the devices that the model is split over; None where the first device has all of it.
         proposer: proposer of speculative decoding; None without it.
-        draft_params: its parameters, whole on each device.
+        draft_params: its parameters, whole on each device, but those of a layer of the model split as its others are.
 
     Attributes:
         params: the weights in use.

@@ -7,7 +7,7 @@ The KV pool and whatever else attention needs travel in `carry`, so both forms u
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block
 from jaxserve.models.params import EXPERT_MATRICES, POSITION_EMBED, Params, ScannedLayers
+from jaxserve.pallas_kernels.dispatch import products_choice
 
 # attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2] or None, carry, layer, options, sinks=[Q] or None)
 # -> (out[T,Q,H], carry); it rotates q and k first, by `rope` if that is given. `layer` is the layer's number in its KV
@@ -34,9 +35,14 @@ Attend = Callable[..., tuple[Array, Any]]
 
 
 @cache
-def _inner(block: Block) -> Block:
-    """Return a block as an inner jit, which is traced once for layers that are alike."""
-    return jax.jit(block, static_argnames=("arch", "options", "attend"))
+def _inner(block: Block, products: str) -> Block:
+    """Return a block as an inner jit, which is traced once for layers that are alike.
+
+    Args:
+        block: layer of a family.
+        products: `products_choice()` of the traces: jit does not know that they depend on it.
+    """
+    return jax.jit(partial(block), static_argnames=("arch", "options", "attend"))
 
 
 def forward(
@@ -116,7 +122,7 @@ def forward_with_features(
     for layer, p in enumerate(layers.first):
         features = keep(features, layer, x)
         own = None if inputs is None else inputs[layer]
-        x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer), own)
+        x, carry = run(_inner(family.block, products_choice()), layer, p, x, carry, jnp.int32(places[layer].layer), own)
     if scanned:
         numbers = [places[layer].layer for layer in range(start, end)]
         feature_places, layer_numbers = (jnp.array(each).reshape(-1, len(scanned)) for each in (place_of, numbers))
@@ -126,7 +132,7 @@ def forward_with_features(
     for layer, p in enumerate(layers.rest, start=end):
         features = keep(features, layer, x)
         own = None if inputs is None else inputs[layer]
-        x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer), own)
+        x, carry = run(_inner(family.block, products_choice()), layer, p, x, carry, jnp.int32(places[layer].layer), own)
     features = keep(features, arch.num_layers, x)
     side_by_side = jnp.moveaxis(features, 0, 1).reshape(x.shape[0], -1)
     return family.final_norm(x, params["final_norm"], arch.norm_eps), side_by_side, carry

@@ -71,6 +71,7 @@ _TENSORS = {  # tensors of a layer in checkpoints, by the name of the row
     "shared_gate_up": "shared_mlp.input_linear",
     "shared_down": "shared_mlp.output_linear",
 }
+_STACKED = ("experts_gate_up", "experts_down")
 _DENSE_TENSORS = {"gate_up_proj": "shared_mlp.input_linear", "down_proj": "shared_mlp.output_linear"}
 
 
@@ -136,8 +137,8 @@ def hybrid_arch(config: Mapping[str, Any]) -> ArchConfig:
     others = [layer for layer, kind in enumerate(kinds) if kind not in _ATTENTION]
     if others:
         raise ConfigError(
-            f"layer_types must be {' or '.join(map(repr, _ATTENTION))} in every layer, as Mamba layers are not "
-            f"supported, got {kinds[others[0]]!r} in {len(others)} of {len(kinds)}"
+            f"layer_types must be {' or '.join(map(repr, _ATTENTION))} in every layer (Mamba's are not supported), "
+            f"got {kinds[others[0]]!r} in {len(others)} of {len(kinds)}"
         )
     layer_windows([FULL] * len(kinds), arch.num_layers, None)
     has_rope = values["position_embedding_type"] == "rope"
@@ -153,7 +154,7 @@ def moe_param_specs(arch: ArchConfig) -> list[ParamSpec]:
         if (own := _TENSORS.get(str(spec.path[-1]))) is None:
             return spec
         names = (f"model.layers.{spec.path[1]}.{own}.weight",) * len(spec.hf_names)
-        return dataclasses.replace(spec, hf_names=names, stacked=own.endswith("_linear") and "sparse" in own)
+        return dataclasses.replace(spec, hf_names=names, stacked=spec.path[-1] in _STACKED)
 
     return [fused(spec) for spec in mixtures.param_specs(arch)]
 
@@ -188,7 +189,7 @@ def block(
 
 
 GRANITE = ModelFamily(granite_arch, llama.param_specs, block, rms_norm, llama.FOLDS)
-_FOLDS = llama.FOLDS[:2]  # the norm before the experts feeds the router too
+_FOLDS = llama.FOLDS[:2]  # the norm before experts, where there are any, feeds the router too
 GRANITE_MOE = ModelFamily(moe_arch, moe_param_specs, block, rms_norm, _FOLDS)
 GRANITE_MOE_SHARED = ModelFamily(shared_moe_arch, moe_param_specs, block, rms_norm, _FOLDS)
 GRANITE_MOE_HYBRID = ModelFamily(hybrid_arch, moe_param_specs, block, rms_norm, _FOLDS)

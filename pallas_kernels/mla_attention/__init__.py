@@ -98,7 +98,10 @@ def mla_attention(
     _check_tokens(inputs, options)
     check_rows(inputs.rows)
     check_tree_mask(inputs.tree_mask, inputs.q.shape[0])
-    chosen = BACKENDS[_select_for_pool(backend, inputs.q.shape[1], inputs.latents, kv_pages, options)]
+    name = _select_for_pool(backend, inputs.q.shape[1], inputs.latents, kv_pages, options)
+    chosen = BACKENDS[name]
+    if options.max_queries is not None and not chosen.EXPANDS:
+        raise ValueError(f"max_queries must be None with the backend {name!r}, got {options.max_queries}")
     _check_pool(chosen.LAYOUT, inputs.latents, kv_pages, layer)
     return chosen.write_and_attend(inputs, kv_pages, layer, options)
 

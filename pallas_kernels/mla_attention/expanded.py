@@ -58,7 +58,7 @@ def attend(
     is_long = q_lens >= fewest
     longest_first = jnp.argsort(q_lens, descending=True).astype(jnp.int32)
     # The last tile of a row may go on behind its tokens, those of the step included.
-    heads_q = jnp.pad(q.astype(jnp.float32) * scale, ((0, tile), (0, 0), (0, 0))).swapaxes(0, 1)[None, :, None]
+    heads_q = jnp.pad(q, ((0, tile), (0, 0), (0, 0))).swapaxes(0, 1)[None, :, None]
     state = Softmax.empty((1, Q, 1, T + tile, V))
 
     def attend_row(index: Int32[Array, ""], state: Softmax) -> Softmax:
@@ -78,7 +78,7 @@ def attend(
                 visible = (num_cached + place)[:, None] >= key_position[None]
                 visible &= (place < q_len)[:, None]
                 start = first_token + number * tile
-                tile_q = lax.dynamic_slice_in_dim(heads_q, start, tile, 3)
+                tile_q = lax.dynamic_slice_in_dim(heads_q, start, tile, 3).astype(jnp.float32) * scale
                 after = absorb(state.part(start, tile), tile_q, keys[None], values[None], visible[None])
                 return state.with_part(start, after)
 

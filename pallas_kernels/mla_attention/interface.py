@@ -36,6 +36,8 @@ class LatentOptions:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}")
+        if self.max_queries is not None and self.max_queries < 1:
+            raise ValueError(f"max_queries must be at least 1 or None, got {self.max_queries}")
 
 
 class LatentInputs(NamedTuple):

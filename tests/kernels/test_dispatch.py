@@ -1,13 +1,16 @@
 import logging
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+from jaxserve.models.decoder import _inner
 from jaxserve.pallas_kernels import deviceless, dispatch
 from jaxserve.pallas_kernels.dispatch import (
     UnsupportedBackendError,
     product_backend,
     products_by,
+    products_choice,
     select,
     target_platform,
 )
@@ -62,3 +65,17 @@ def test_a_chip_is_compiled_for_as_what_it_is(name):
     with jax.sharding.use_abstract_mesh(chip.mesh()):
         assert target_platform() == chip.platform
     assert target_platform() == "cpu"
+
+
+def test_layers_are_traced_again_for_other_products():
+    """jit does not know that a trace depends on `products_by`."""
+    seen = []
+
+    def block(x, *, arch=None, options=None, attend=None):
+        seen.append(products_choice())
+        return x
+
+    for backend in ("auto", "xla", "auto"):
+        with products_by(backend):
+            _inner(block, products_choice())(jnp.ones(2))
+    assert seen == ["auto", "xla"]

@@ -275,6 +275,12 @@ def test_bad_arguments_are_refused(changes, message):
         call(**changes)
 
 
+@pytest.mark.parametrize("most", [0, -3])
+def test_a_row_that_attends_has_a_token(most):
+    with pytest.raises(ValueError, match=f"max_queries must be at least 1 or None, got {most}"):
+        LatentOptions(32, 1.0, most)
+
+
 def test_backends_that_cannot_serve_say_why():
     sizes = {"num_query_heads": 4, "rank": 32, "rope_dim": 16, "page_size": None}
     with pytest.raises(UnsupportedBackendError, match=r"must be one of .*, got 'triton'"):

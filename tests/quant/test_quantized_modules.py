@@ -137,6 +137,14 @@ def test_tables_and_routers_are_not_linear(name: str) -> None:
     assert schemes.of_tensor("model.layers.0.mlp.up_proj.weight") is not None
 
 
+def test_the_projection_of_deepseek_s_mtp_layer_is_plain() -> None:
+    """Its published configuration does not say so."""
+    schemes = read_schemes({"quantization_config": CASES["fp8-block"].config})
+    assert schemes is not None
+    assert schemes.of_tensor("model.layers.61.eh_proj.weight") is None
+    assert schemes.of_tensor("model.layers.61.self_attn.o_proj.weight") is not None
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes"}, r"quant_method .* compressed-tensors, fp8, .* got 'bitsandbytes'"),
     ({**FP8.config, "quantization_status": "frozen"}, "quantization_status .* got 'frozen'"),

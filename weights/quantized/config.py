@@ -203,7 +203,8 @@ def _fp8(config: Mapping[str, Any]) -> Schemes:
         blocks: tuple[tuple[Role, str], ...] = (("elements", "weight"), ("scale", "weight_scale_inv"))
         activation = Activation("e4m3", columns, dynamic=True)
         scheme = Scheme("fp8 by blocks", "e4m3", "plain", blocks, columns, block_rows, activation=activation)
-    names = [*(config.get("modules_to_not_convert") or ()), *(config.get("ignored_layers") or ())]
+    # DeepSeek-V3's projection for multi-token prediction is plain, and in no list.
+    names = ["eh_proj", *(config.get("modules_to_not_convert") or ()), *(config.get("ignored_layers") or ())]
     return Schemes("fp8", (*map(_left_out, names), _HEAD, Rule(_LINEAR, scheme)))
 
 
