@@ -112,7 +112,9 @@ class Matrix(ABC):
             others = lax.dynamic_slice_in_dim(y, start, tile_rows)
             return lax.dynamic_update_slice_in_dim(y, jnp.where(is_here[:, None], product, others), start, axis=0)
 
-        return lax.fori_loop(0, end_tiles[-1], add, jnp.zeros((num_rows, size), jnp.float32))
+        # Zeros that depend on the layer's own groups: else XLA makes those of all layers at once, and keeps them.
+        zero = jnp.minimum(end_tiles[-1], 0).astype(jnp.float32)
+        return lax.fori_loop(0, end_tiles[-1], add, jnp.full((num_rows, size), zero))
 
     def linear_groups(
         self,

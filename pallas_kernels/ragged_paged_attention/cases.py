@@ -212,11 +212,17 @@ def ancestors(parents: Sequence[int] | np.ndarray) -> np.ndarray:
     return words
 
 
-def pool_error(found: Pages, expected: Pages) -> float:
+def pool_error(found: Pages, expected: Pages, num_rotated: int = 0) -> float:
     """Return the largest relative error in a pool `[L, N, P, 2K, H]`; infinite if stale infinities or NaN changed.
 
-    Errors of a quantised pool are relative to the largest element of their vector, other errors to the element itself.
-    Vectors of an int4 pool are compared as they are stored, rotated.
+    Errors of a quantised pool are relative to the largest element of their vector, other errors to the element itself,
+    or to the larger one of a pair: each is a difference of products of both, which may nearly cancel. Vectors of an
+    int4 pool are compared as they are stored, rotated.
+
+    Args:
+      found: pool to check.
+      expected: right pool.
+      num_rotated: last elements of each vector that are pairs, one in each half.
     """
     (numbers, stale), (right, right_stale) = (_numbers(kv_pages) for kv_pages in (found, expected))
     if not np.array_equal(stale, right_stale, equal_nan=True):
@@ -224,6 +230,11 @@ def pool_error(found: Pages, expected: Pages) -> float:
     sizes = np.abs(right)
     if pool_dtype(expected).name in QUANTIZED:
         sizes = sizes.max(axis=-1, keepdims=True)
+    elif num_rotated:
+        pairs = sizes[..., -num_rotated:]
+        sizes = np.concatenate(
+            [sizes[..., :-num_rotated], np.maximum(pairs, np.roll(pairs, num_rotated // 2, axis=-1))], axis=-1
+        )
     return float(np.max(np.abs(numbers - right) / np.maximum(sizes, 1e-6), initial=0))
 
 

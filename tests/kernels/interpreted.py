@@ -62,10 +62,12 @@ def run_latents(case, name):
     from jaxserve.pallas_kernels.mla_attention import BACKENDS, reference, to_canonical
 
     canonical = functools.partial(to_canonical, name, width=case.rows.head_dim)
-    return _compared(case, name, BACKENDS[name], reference, canonical, num_live=sum(case.rows.q_lens))
+    num_rotated = (case.rows.head_dim - case.rank) if case.rows.has_rope else 0
+    num_live = sum(case.rows.q_lens)
+    return _compared(case, name, BACKENDS[name], reference, canonical, num_live=num_live, num_rotated=num_rotated)
 
 
-def _compared(case, name, kernels, reference, canonical, num_live):
+def _compared(case, name, kernels, reference, canonical, num_live, num_rotated=0):
     from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
 
     inputs, kv_pages, layer = case.arguments()
@@ -81,7 +83,7 @@ def _compared(case, name, kernels, reference, canonical, num_live):
     out, expected_out = (np.asarray(x, np.float32) for x in (out, expected_out))
     return Found(
         error=float(np.max((np.abs(out - expected_out) / (1 + np.abs(expected_out)))[:num_live], initial=0)),
-        pool_error=pool_error(canonical(pool), expected_pool),
+        pool_error=pool_error(canonical(pool), expected_pool, num_rotated),
         is_finite=bool(np.isfinite(out).all()),
         races=has_races(),
     )
