@@ -45,6 +45,10 @@ def test_columns_are_rounded_as_in_their_rows() -> None:
     np.testing.assert_array_equal(rounded(rows[:, 8:16], scales(rows)).view(np.uint8), whole[:, 8:16].view(np.uint8))
 
 
+def is_matrix(x: object) -> bool:
+    return isinstance(x, StoredMatrix)
+
+
 @pytest.mark.parametrize("family", ["llama", "olmoe"])
 def test_an_engine_serves_it(tmp_path: Path, family: str) -> None:
     """Logits are near those of the float32 weights, and matrices take a byte per element."""
@@ -55,7 +59,6 @@ def test_an_engine_serves_it(tmp_path: Path, family: str) -> None:
             params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
             (output,) = llm.generate([{"prompt_token_ids": list(range(3, 33))}], params)
             found.append([max(x.logprob for x in each.values()) for each in output.prompt_logprobs[1:]])
-            is_matrix = lambda x: isinstance(x, StoredMatrix)  # noqa: E731
             leaves = [x for x in jax.tree.leaves(llm.params, is_leaf=is_matrix) if is_matrix(x)]
             assert bool(leaves) == (quantization == "fp8")
             assert all(x.elements.dtype == jnp.float8_e4m3fn for x in leaves)
