@@ -42,6 +42,8 @@ gpu_device_info {
   cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 12 }

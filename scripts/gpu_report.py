@@ -16,7 +16,7 @@ from device_report.driver import Stage
 
 PARTS = {
     "peak_rates": (Stage("peak_rates", 1),),
-    "correctness": (Stage("correctness", 6), Stage("suite", 4)),
+    "correctness": (Stage("correctness", 6), Stage("parity", 1), Stage("suite", 4)),
     "attention": (Stage("attention", 6), Stage("torch_attention", 4)),
     "engine": (Stage("engine", 6), Stage("transformers_engine", 4)),
 }

@@ -11,6 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 ARGMAX_BLOCK = 64  # block size of the first reduction
 ARGMAX_ROWS = 16  # rows from which blocks are three times faster on CPUs than reading all logits twice; slower below
 LANES = 128  # lanes of a TPU
+# Tokens that a GPU selects one by one. For more it sorts all logits, by a library that cannot be part of a CUDA graph.
+SELECTED_ONE_BY_ONE = 64
 
 
 def padded_to_lanes(size: int) -> int:
@@ -56,7 +58,8 @@ def top_tokens(logits: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R
     def one_by_one(logits: Array) -> tuple[Array, Array]:
         return top_one_by_one(logits, count)
 
-    found: tuple[Array, Array] = lax.platform_dependent(logits, tpu=one_by_one, default=plain)
+    few = one_by_one if count <= SELECTED_ONE_BY_ONE else plain
+    found: tuple[Array, Array] = lax.platform_dependent(logits, tpu=one_by_one, cuda=few, default=plain)
     return found
 
 
@@ -87,22 +90,27 @@ def add_by_products(table: Float[Array, "R V"], token_ids: Int[Array, "R B"], va
 
 
 def top_one_by_one(logits: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """Compute `top_tokens` on TPUs: the largest, then the largest after it, reading the logits once for each."""
+    """Compute `top_tokens` without a sort: the largest, then the largest after it, reading the logits once each."""
     num_rows, vocab_size = logits.shape
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
 
     def behind(value: Array, token_id: Array) -> Bool[Array, "R V"]:
         return (logits < value[:, None]) | ((logits == value[:, None]) & (ids > token_id[:, None]))
 
-    def find(last: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    def find(index: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
+        values, token_ids, *last = found
         left = behind(*last)
         value = jnp.max(jnp.where(left, logits, -jnp.inf), axis=1)
         token_id = jnp.min(jnp.where(left & (logits == value[:, None]), ids, vocab_size - 1), axis=1)
-        return (value, token_id), (value, token_id)
+        # Not a slice of an array: XLA leaves a loop that updates one out of a CUDA graph.
+        is_here = jnp.arange(count) == index
+        values = jnp.where(is_here, value[:, None], values)
+        return values, jnp.where(is_here, token_id[:, None], token_ids), value, token_id
 
-    start = jnp.full(num_rows, jnp.inf, logits.dtype), jnp.full(num_rows, -1, jnp.int32)
-    _, (values, found) = lax.scan(find, start, length=count)
-    return values.T, found.T
+    last = jnp.full(num_rows, jnp.inf, logits.dtype), jnp.full(num_rows, -1, jnp.int32)
+    empty = jnp.zeros((num_rows, count), logits.dtype), jnp.zeros((num_rows, count), jnp.int32)
+    values, token_ids, *_ = lax.fori_loop(0, count, find, (*empty, *last))
+    return values, token_ids
 
 
 def plain_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:

@@ -48,7 +48,7 @@ def check(kernel: Kernel, case: Case, backend: str) -> Figures:
     heads = case.num_query_heads, case.num_kv_heads, case.head_dim
     kernel.check(backend, Problem(*heads, case.page_size, jnp.dtype(case.kv_dtype), jax.default_backend()))
     arguments, expected_out, expected_pool = _expected(case)
-    inputs, pool, layer = jax.device_put(arguments, jax.devices()[0])
+    inputs, pool, layer = jax.device_put(arguments, jax.devices()[0], may_alias=False)  # the pool is donated
     _leave_nan(inputs.q)
     pool = from_canonical(backend, pool)
     try:

@@ -30,7 +30,7 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
     """Yield the start of each shape, then the rows, of several steps where there are programs; last, a whole start."""
     load = load_of(device, dry_run)
     bench = Bench(device, load)
-    for shape in load.shapes:
+    for shape in load.models():
         yield Point("start", {"shape": shape}, partial(bench.start, shape))
         for rows in load.rows:
             for multi_step in load.multi_steps if rows <= MULTI_STEP_ROWS else (1,):
@@ -57,13 +57,14 @@ class Bench:
         self._compile_s: dict[str, float] = {}  # time of all programs of a shape, as far as the compiled ones tell
 
     def _serve(self, shape: str) -> Served:
-        load, most, model = self._load, max(self._load.rows), self._load.shapes[shape]
+        load, most = self._load, max(self._load.rows)
+        model, quantization = load.models()[shape]
         page_size = _page_size(self._device, model)
         row_len = load.prompt_len + load.output_len + MAX_TRACED_LEN
         served = Served(
             self._device,
             model,
-            load.rows,
+            quantization=quantization,
             max_num_seqs=most,
             max_num_batched_tokens=load.max_num_batched_tokens,
             max_model_len=min(row_len, model["max_position_embeddings"]),
@@ -77,14 +78,12 @@ class Bench:
     def start(self, shape: str) -> Figures:
         """Seconds of what an engine does before its first request, and how much is left to do in the background."""
         served = self._served.get(shape)
-        buckets = served.schedule.buckets()
-        first = ["writers", *(f"step {bucket}" for bucket in (buckets[0], buckets[-1]))]
         return {
             "num_params": served.num_params,
             "backend": served.backend,
             "weights_s": served.weights_s,
-            "first_programs_s": sum(served.compile_s[name] for name in first),
-            "compile_s": served.compile_s,
+            "first_programs_s": served.first_programs_s,
+            "compile_s": dict(served.compile_s),
             "num_programs": served.num_programs,
             "num_pages": served.schedule.num_pages,
         }
@@ -104,7 +103,9 @@ class Bench:
 
     def serve(self, shape: str, rows: int, multi_step: int | str) -> Figures:
         """The round of median speed, and how long the device waits in a later, traced one."""
-        engine = self._served.get(shape).engine(multi_step=multi_step)
+        served = self._served.get(shape)
+        served.compile_for(self._load.rows, any(steps != 1 for steps in self._load.multi_steps))
+        engine = served.engine(multi_step=multi_step)
         self._round(engine, rows, seed=0)
         rounds = [self._round(engine, rows, seed) for seed in range(1, 1 + self._load.rounds)]
         rounds.sort(key=lambda figures: figures["decode_tok_per_s"])

@@ -73,7 +73,7 @@ def cached_is_cold(device: str, prompts: Prompts, output_len: int) -> Figures:
 @cache
 def _engine(device: str, budget: int) -> Engine:
     sizes = {"max_model_len": 256, "max_num_seqs": NUM_REQUESTS, "max_num_batched_tokens": budget}
-    return Served(device, MODEL, [], STD_FACTOR, num_pages=256, **sizes).engine(multi_step=1)
+    return Served(device, MODEL, STD_FACTOR, num_pages=256, **sizes).engine(multi_step=1)
 
 
 def generate(engine: Engine, prompts: Prompts, output_len: int, *, reset: bool = True) -> list[RequestOutput]:

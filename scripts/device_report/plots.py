@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from device_report.document import Document, Entry
-from jaxserve.errors import install_extra
 
 Axes = Any  # matplotlib's
 Sizes = tuple[int, int, str, str]
@@ -18,6 +17,8 @@ _LABELS = {"decode": "decode attention", "mixed": "mixed attention", "serve": "e
 def draw(document: Document, directory: Path) -> list[str]:
     """The paths of those for which there are figures; else a line that says why there are none."""
     if find_spec("matplotlib") is None:
+        from jaxserve.errors import install_extra  # noqa: PLC0415 - the project may not be installed
+
         return [f"there are no plots, because they need matplotlib; {install_extra('bench')}"]
     if document.copy_gb_per_s is None:
         return ["there are no plots, because they need the peak rates: --part peak_rates"]

@@ -2,13 +2,16 @@
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from device_report.kernels import KERNELS
 from jaxserve import weights
@@ -19,11 +22,14 @@ from jaxserve.engine.memory import build_schedule
 from jaxserve.engine.parameters import compute_dtype, stacked_if_scanned
 from jaxserve.execution.programs import Buckets
 from jaxserve.execution.runner import Runner
-from jaxserve.models.params import split_array
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params, ParamSpec, matrix_transform, split_array
 from jaxserve.models.registry import num_params, param_specs
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.quant import weight_format
 from jaxserve.sharding import tensor_mesh
+from jaxserve.weights.stored_tensor import HeldTensor, StoredTensor
 
 Shape = dict[str, Any]
 
@@ -34,12 +40,11 @@ class Served:
     Args:
         device: "gpu" or "tpu"; its kernel attends where it can.
         shape: fields of a Llama's config.json.
-        rows: numbers of rows that decode; each gets its program, and where several steps can go at once, theirs.
         std_factor: makes the weights this much larger than usual.
         options: options of EngineConfig.
     """
 
-    def __init__(self, device: str, shape: Shape, rows: Iterable[int], std_factor: float = 1, **options: Any) -> None:
+    def __init__(self, device: str, shape: Shape, std_factor: float = 1, **options: Any) -> None:
         self._config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", **shape}
         self._options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "compilation_cache_dir": None, **options}
         with TemporaryDirectory() as directory:
@@ -48,10 +53,7 @@ class Served:
         started = time.perf_counter()
         mesh = tensor_mesh(config.tensor_parallel_size)
         devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
-        transform = None if mesh is None else partial(split_array, mesh=mesh)
-        params = weights.dummy(param_specs(arch), 0, compute_dtype(config, arch), transform=transform)
-        params = jax.tree.map(lambda x: x * std_factor if x.ndim > 1 and std_factor != 1 else x, params)
-        params = stacked_if_scanned(params, arch)
+        params = _random_params(config, arch, std_factor)
         jax.block_until_ready(params)
         self.weights_s = time.perf_counter() - started
         dtype = compute_dtype(config, arch)
@@ -71,26 +73,32 @@ class Served:
             max_steps=MAX_STEPS,
             mesh=mesh,
         )
-        self.compile_s = self._compile(rows)
-
-    def _compile(self, rows: Iterable[int]) -> dict[str, float]:
-        """Seconds for each program; of all that an engine has, only those that are needed."""
-        buckets, multi_steps = self.schedule.buckets(), self.schedule.multi_step_buckets(MAX_STEPS)
-        seconds = {}
+        self.compile_s: dict[str, float] = {}
+        buckets = self.schedule.buckets()
         started = time.perf_counter()
-        programs = self.runner.programs
-        programs._compile_writers()
-        seconds["writers"] = time.perf_counter() - started
-        wanted = [next(b for b in buckets if b >= num_rows) for num_rows in sorted(rows)]
-        for bucket in dict.fromkeys([buckets[0], buckets[-1], *wanted]):
-            started = time.perf_counter()
-            self.runner.programs._compile(Buckets([bucket]))
-            seconds[f"step {bucket}"] = time.perf_counter() - started
-        for bucket in dict.fromkeys(bucket for bucket in wanted if bucket in multi_steps):
-            started = time.perf_counter()
-            self.runner.programs._compile(Buckets(multi_steps=[bucket]))
-            seconds[f"multi-step {bucket}"] = time.perf_counter() - started
-        return seconds
+        self._timed("writers", self.runner.programs._compile_writers)
+        self._compile(Buckets((buckets[0], buckets[-1])))
+        self.first_programs_s = time.perf_counter() - started
+
+    def compile_for(self, rows: Iterable[int], multi_step: bool) -> None:
+        """Compile the programs of so many rows in decode, and those of several steps where they can go at once."""
+        buckets, multi_steps = self.schedule.buckets(), self.schedule.multi_step_buckets(MAX_STEPS)
+        wanted = dict.fromkeys(next(bucket for bucket in buckets if bucket >= count) for count in rows)
+        self._compile(Buckets(wanted, [bucket for bucket in wanted if bucket in multi_steps and multi_step]))
+
+    def _compile(self, wanted: Buckets) -> None:
+        """Compile what is missing, all at once; seconds of one program are with the others beside it."""
+        compile_now = self.runner.programs._compile
+        names = {f"step {bucket}": Buckets((bucket,)) for bucket in wanted.steps}
+        names |= {f"multi-step {bucket}": Buckets(multi_steps=(bucket,)) for bucket in wanted.multi_steps}
+        with ThreadPoolExecutor(max(1, len(names))) as threads:
+            list(threads.map(lambda name: self._timed(name, partial(compile_now, names[name])), names))
+
+    def _timed(self, name: str, compile_it: Callable[[], None]) -> None:
+        """Note the seconds of what was not compiled before."""
+        started = time.perf_counter()
+        compile_it()
+        self.compile_s.setdefault(name, time.perf_counter() - started)
 
     @property
     def num_programs(self) -> int:
@@ -105,3 +113,29 @@ class Served:
     def _engine_config(self, directory: str, **options: Any) -> EngineConfig:
         (Path(directory) / "config.json").write_text(json.dumps(self._config))
         return EngineConfig(model=directory, **self._options | options)
+
+
+def _random_params(config: EngineConfig, arch: ArchConfig, std_factor: float) -> Params:
+    """Return random weights in the form in which an engine has them.
+
+    Quantised matrices of one size are equal in all layers, as quantising on the host takes long; each has memory of its
+    own.
+    """
+    dtype, specs = compute_dtype(config, arch), param_specs(arch)
+    mesh = tensor_mesh(config.tensor_parallel_size)
+    quantized: dict[tuple[str | int, tuple[int, ...]], Any] = {}
+
+    def transform(spec: ParamSpec, x: jax.Array) -> Any:
+        x = x * std_factor if x.ndim > 1 and std_factor != 1 else x
+        if config.quantization is None or not spec.is_matrix:
+            return x if mesh is None else split_array(spec, x, mesh)
+        key = spec.path[-1], spec.shape
+        if key not in quantized:
+            stored = StoredTensor([HeldTensor(np.asarray(x))], np.dtype(dtype), None, readers)
+            quantized[key] = convert(spec, stored)
+        return jax.tree.map(jnp.copy, quantized[key])
+
+    convert = matrix_transform(specs, weight_format(config.quantization))
+    with ThreadPoolExecutor() as readers:
+        params = weights.dummy(specs, 0, dtype, transform=transform)
+    return stacked_if_scanned(params, arch)

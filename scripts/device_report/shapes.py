@@ -44,6 +44,7 @@ class Load:
     shapes: dict[str, dict[str, Any]]
     rows: tuple[int, ...] = (1, 8, 64, 256)
     multi_steps: tuple[int | str, ...] = (1, "auto")
+    quantizations: tuple[tuple[str, str], ...] = (("8B", "int8"), ("8B", "int4"), ("8B", "fp8"))
     whole_starts: tuple[str, ...] = ("1B",)  # shapes of which all programs are compiled
     prompt_len: int = 512
     output_len: int = 128
@@ -51,10 +52,17 @@ class Load:
     max_num_batched_tokens: int = 2048
     rounds: int = 3  # measured after one round of warm-up
 
+    def models(self) -> dict[str, tuple[dict[str, Any], str | None]]:
+        """Return the shape and the quantisation of each model by its name."""
+        plain: dict[str, tuple[dict[str, Any], str | None]] = {
+            name: (shape, None) for name, shape in self.shapes.items()
+        }
+        return plain | {f"{name}-{form}": (self.shapes[name], form) for name, form in self.quantizations}
+
 
 FULL_LOAD = Load(SHAPES)
 FULL_TPU_LOAD = Load(SHAPES, rows=(1, 8, 64))  # keys and values of more exceed a v6e beside 8B
-TINY_LOAD = Load({"tiny": TINY_SHAPE}, (1, 2), (1, 4), (), 12, 48, 4, 2, 1)
+TINY_LOAD = Load({"tiny": TINY_SHAPE}, (1, 2), (1, 4), (("tiny", "int4"),), (), 12, 48, 4, 2, 1)
 
 
 def load_of(device: str, dry_run: bool) -> Load:

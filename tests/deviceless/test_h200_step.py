@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.state import abstract_state
-from jaxserve.execution.step import make_serve_step
+from jaxserve.execution.step import make_serve_step, step_options
 from jaxserve.models import registry
 from jaxserve.planner.program import StepCompiler, abstract_params
 from jaxserve.planner.targets import parse_target
@@ -45,7 +45,7 @@ DEFAULT_STEPS = {  # tokens, steps per dispatch, elements in the pool: upper bou
 HLO_NAMES = {"bfloat16": "bf16", "float32": "f32", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
 
 
-def lower_step(chip, config, schedule, num_tokens, max_steps, kv_dtype):
+def lower_step(chip, config, schedule, num_tokens, max_steps, kv_dtype, options=None):
     """Return the pool, and the step of one bucket, or of multi-step decode if `max_steps` is more than one."""
     arch, layout = registry.from_hf_config(config), BatchLayout.of(schedule, num_tokens)
     params = abstract_params(arch, BFLOAT16)
@@ -55,7 +55,7 @@ def lower_step(chip, config, schedule, num_tokens, max_steps, kv_dtype):
         program = make_serve_step(arch, layout, backend="mosaic_gpu", max_steps=max_steps)
     else:
         program = make_serve_step(arch, layout, backend="mosaic_gpu")
-    return state.kv_pages, chip.lower(program, (params, state, blob), donate_argnums=(1,))
+    return state.kv_pages, chip.lower(program, (params, state, blob), (1,), None, options)
 
 
 def compile_split_step(config, schedule, num_tokens, num_devices, kv_dtype):
@@ -92,6 +92,18 @@ def default_steps(h200):
 @pytest.mark.parametrize("step", DEFAULT_STEPS, ids=str)
 def test_default_model(default_steps, step):
     check(*default_steps[step], DEFAULT_STEPS[step] * 1e6, num_kinds=1 if step[0] < 512 else 2)
+
+
+@pytest.mark.parametrize(("num_tokens", "max_steps"), [(64, 1), (2048, 1), (16, 8)])
+def test_a_step_is_one_cuda_graph(h200, num_tokens, max_steps, tmp_path):
+    """Branches and loops are nodes of the graph too: the host waits for nothing, and launches once."""
+    schedule, config = ScheduleConfig(256, 2048, 1024, 16, num_pages=64), json.loads(DEFAULT_MODEL.read_text())
+    options = {**step_options(h200.device_kind), "xla_dump_to": str(tmp_path)}
+    _, step = lower_step(h200, config, schedule, num_tokens, max_steps, BFLOAT16, options)
+    h200.compile_all([step])
+    (dump,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
+    thunks = [line.split()[1] for line in dump.read_text().splitlines() if re.match(r"\d+:", line)]
+    assert thunks == ["kCommandBuffer"]
 
 
 def test_layers_of_8b_over_sixteen(h200):
