@@ -16,6 +16,7 @@ from jaxserve.models import registry
 from jaxserve.planner.program import StepCompiler, abstract_params
 from jaxserve.planner.targets import parse_target
 from jaxserve.schedule_config import ScheduleConfig
+from tests.deviceless.thunks import dump_options, thunks_of_step
 
 pytestmark = pytest.mark.deviceless
 
@@ -98,12 +99,10 @@ def test_default_model(default_steps, step):
 def test_a_step_is_one_cuda_graph(h200, num_tokens, max_steps, tmp_path):
     """Branches and loops are nodes of the graph too: the host waits for nothing, and launches once."""
     schedule, config = ScheduleConfig(256, 2048, 1024, 16, num_pages=64), json.loads(DEFAULT_MODEL.read_text())
-    options = {**step_options(h200.device_kind), "xla_dump_to": str(tmp_path)}
+    options = step_options(h200.device_kind) | dump_options(h200.device_kind, tmp_path)
     _, step = lower_step(h200, config, schedule, num_tokens, max_steps, BFLOAT16, options)
     h200.compile_all([step])
-    (dump,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
-    thunks = [line.split()[1] for line in dump.read_text().splitlines() if re.match(r"\d+:", line)]
-    assert thunks == ["kCommandBuffer"]
+    assert thunks_of_step(tmp_path) == ["kCommandBuffer"]
 
 
 def test_layers_of_8b_over_sixteen(h200):

@@ -9,9 +9,11 @@ import pytest
 
 from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.state import abstract_state
+from jaxserve.execution.step import step_options
 from jaxserve.models import registry
 from jaxserve.pallas_kernels.dispatch import AUTO
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+from jaxserve.planner import program as program_module
 from jaxserve.planner.plan import decode_bucket, known_models, read_model
 from jaxserve.planner.program import (
     StepCompiler,
@@ -22,6 +24,7 @@ from jaxserve.planner.program import (
 )
 from jaxserve.schedule_config import ScheduleConfig
 from tests.deviceless.layers import first_layers, layers_of_each_kind
+from tests.deviceless.thunks import dump_options, thunks_of_step
 
 pytestmark = pytest.mark.deviceless
 
@@ -93,9 +96,9 @@ def test_steps_work_in_place(targets, name, target, num_layers, decode_megabytes
 
 
 def smallest_sizes():
-    """Return the planner's config of the smallest published size of each architecture without states of layers."""
+    """Return the planner's config of the smallest published size of each architecture."""
     by_size = sorted((registry.num_params(arch), name, arch) for name, arch in map(read_model, known_models()))
-    return {arch.architecture: name for _, name, arch in reversed(by_size) if arch.state is None}
+    return {arch.architecture: name for _, name, arch in reversed(by_size)}
 
 
 @pytest.mark.parametrize(
@@ -106,8 +109,9 @@ def smallest_sizes():
         for target in ("h200", "v6e:1x1")
     ],
 )
-def test_first_layers_work_in_place(targets, name, target):
-    """The decode step over a layer of each kind: the pool is updated in place, and temporaries are small beside it."""
+def test_first_layers_work_in_place(targets, name, target, tmp_path, monkeypatch):
+    """The decode step over a layer of each kind: in place, with small temporaries, and on a GPU one CUDA graph."""
+    monkeypatch.setattr(program_module, "step_options", lambda kind: step_options(kind) | dump_options(kind, tmp_path))
     target, arch = targets(target), layers_of_each_kind(read_model(name)[1])
     arch = dataclasses.replace(arch, schemes=None)
     sizes = {"num_query_heads": arch.num_heads, "page_size": None, "kv_dtype": BFLOAT16}
@@ -115,13 +119,16 @@ def test_first_layers_work_in_place(targets, name, target):
         backend = arch.kv.select_backend(AUTO, **sizes, platform=None)
     page_size = arch.kv.default_page_size(backend, BFLOAT16)
     num_pages = 16 * POOL_TOKENS // page_size * len(arch.kv_windows)
-    schedule = ScheduleConfig(64, 64, 8192, page_size, num_pages, windows=arch.kv_windows)
+    num_snapshots = None if arch.state is None else 32
+    schedule = ScheduleConfig(64, 64, 8192, page_size, num_pages, windows=arch.kv_windows, num_snapshots=num_snapshots)
     state = abstract_state(arch, schedule, kv_dtype=BFLOAT16, backend=backend)
     (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend).compile(arch, (64,))
     memory, pool_bytes = program.memory_analysis(), tree_bytes(state.kv_pages)
     assert memory.alias_size_in_bytes >= pool_bytes
     check_makers(state.kv_pages, program.as_text())
     assert temp_bytes(program) <= pool_bytes / 2
+    if target.sheet.chip.platform == "gpu":
+        assert thunks_of_step(tmp_path) == ["kCommandBuffer"]
 
 
 @pytest.mark.full
