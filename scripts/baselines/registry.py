@@ -33,11 +33,17 @@ _OPENMP = ("lib/libiomp5.so",)
 
 ENGINES = {
     "jaxserve": EngineSpec("with_jaxserve", "jaxserve"),
+    "jaxserve-int8": EngineSpec("with_jaxserve", "jaxserve", {"quantization": "int8"}),
+    "jaxserve-int4": EngineSpec("with_jaxserve", "jaxserve", {"quantization": "int4"}),
     "vllm": EngineSpec("with_vllm", "vllm", preload=_OPENMP),
     "vllm-eager": EngineSpec("with_vllm", "vllm", {"enforce_eager": True}, preload=_OPENMP),
     "openvino": EngineSpec("with_openvino", "openvino_genai"),
+    "openvino-int8": EngineSpec("with_openvino", "openvino_genai", {"weights": "INT8_ASYM"}),
+    "openvino-int4": EngineSpec("with_openvino", "openvino_genai", {"weights": "INT4_SYM"}),
     "ctranslate2": EngineSpec("with_ctranslate2", "ctranslate2"),
     "llama.cpp": EngineSpec("with_llama_cpp", "llama_cpp"),
+    "llama.cpp-q8_0": EngineSpec("with_llama_cpp", "llama_cpp", {"file_type": "Q8_0"}),
+    "llama.cpp-q4_0": EngineSpec("with_llama_cpp", "llama_cpp", {"file_type": "Q4_0"}),
     "transformers": EngineSpec("with_transformers", "transformers"),
     "transformers-continuous": EngineSpec("with_transformers_continuous", "transformers"),
 }

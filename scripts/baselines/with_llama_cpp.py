@@ -25,12 +25,21 @@ class Engine:
     num_warm_up = 4
 
     def __init__(
-        self, checkpoint: Path, cache_dir: Path, num_rows: int = 32, max_len: int = 1024, batch_size: int = 2048
+        self,
+        checkpoint: Path,
+        cache_dir: Path,
+        num_rows: int = 32,
+        max_len: int = 1024,
+        batch_size: int = 2048,
+        file_type: str = "F32",
     ) -> None:
-        self.note = f"llama_decode, {num_rows} sequences, float32 cache, batches of {batch_size}, no prefix sharing"
+        sizes = f"{num_rows} sequences, batches of {batch_size}"
+        self.note = f"llama_decode, {file_type}, {sizes}, float32 cache, no prefix sharing"
         self.versions = {"llama-cpp-python": llama_cpp.__version__}
         path = write_gguf(checkpoint, cache_dir / "llama.cpp" / "model.gguf")
         llama_cpp.llama_backend_init()
+        if file_type != "F32":
+            path = _quantized(path, file_type)
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         self._num_rows, self._max_len, self._batch_size = num_rows, max_len, batch_size
@@ -94,3 +103,15 @@ class Engine:
         params.n_threads = params.n_threads_batch = os.cpu_count()
         params.type_k = params.type_v = llama_cpp.GGML_TYPE_F32
         return params
+
+
+def _quantized(path: Path, file_type: str) -> Path:
+    """Return the file that llama.cpp makes of another with every matrix in one type, the head too."""
+    out = path.with_name(f"{path.stem}-{file_type}.gguf")
+    if not out.exists():
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{file_type}")
+        params.pure = True
+        if status := llama_cpp.llama_model_quantize(str(path).encode(), str(out).encode(), params):
+            raise RuntimeError(f"llama_model_quantize must return 0, got {status}")
+    return out

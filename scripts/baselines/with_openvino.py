@@ -1,5 +1,6 @@
 """OpenVINO GenAI's continuous batching, from a model that optimum-intel exports once."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,17 @@ _PRECISION = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 
 
 class Engine:
-    note = "ContinuousBatchingPipeline, prefix caching"
     num_warm_up = None
 
-    def __init__(self, checkpoint: Path, cache_dir: Path, **options: Any) -> None:
+    def __init__(self, checkpoint: Path, cache_dir: Path, weights: str = "float32", **options: Any) -> None:
+        self.note = f"ContinuousBatchingPipeline, prefix caching, {weights} weights"
         scheduler = openvino_genai.SchedulerConfig()
         for name, value in {"cache_size": 2, "enable_prefix_caching": True, **options}.items():  # cache_size: GB
             setattr(scheduler, name, value)
         self.versions = {"openvino": openvino.__version__, "openvino-genai": openvino_genai.__version__}
         model = _export(checkpoint, cache_dir / "openvino")
+        if weights != "float32":
+            model = _compressed(model, weights)
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", _PRECISION)
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
@@ -42,3 +45,17 @@ def _export(checkpoint: Path, directory: Path) -> Path:
         model = OVModelForCausalLM.from_pretrained(checkpoint, export=True, compile=False, load_in_8bit=False)
         model.save_pretrained(directory)
     return directory
+
+
+def _compressed(directory: Path, mode: str) -> Path:
+    """Return a copy of an exported model whose matrices are in 8 or 4 bits, the embedding and the head too."""
+    out = directory.with_name(f"{directory.name}-{mode.lower()}")
+    if not (out / "openvino_model.xml").exists():
+        import nncf  # noqa: PLC0415 - imports torch, which the pipeline does not need
+
+        options = {"group_size": 64, "all_layers": True} if mode.startswith("INT4") else {}
+        model = openvino.Core().read_model(directory / "openvino_model.xml")
+        model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode[mode], **options)
+        shutil.copytree(directory, out, ignore=shutil.ignore_patterns("openvino_model.*"))
+        openvino.save_model(model, out / "openvino_model.xml", compress_to_fp16=False)
+    return out
