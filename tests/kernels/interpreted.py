@@ -70,16 +70,17 @@ def run_latents(case, name):
 def _compared(case, name, kernels, reference, canonical, num_live, num_rotated=0):
     from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
 
-    inputs, kv_pages, layer = case.arguments()
-
-    def attend(backend, kv_pages):
+    def attend(backend, inputs, kv_pages, layer):
         return backend.write_and_attend(inputs, kv_pages, layer, case.options)
 
-    expected_out, expected_pool = attend(reference, kv_pages)
+    with jax.default_device(jax.devices("cpu")[0]):  # whose float32 is exact, and which compiles small programs soon
+        arguments = case.arguments()
+        expected_out, expected_pool = attend(reference, *arguments)
+    inputs, kv_pages, layer = jax.device_put(arguments, jax.devices()[0], may_alias=False)
     with kernels.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext(), _watched(name) as has_races:
         options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
         attend_here = jax.jit(functools.partial(attend, kernels), compiler_options=options)
-        out, pool = jax.block_until_ready(attend_here(kernels.LAYOUT.from_canonical(kv_pages)))
+        out, pool = jax.block_until_ready(attend_here(inputs, kernels.LAYOUT.from_canonical(kv_pages), layer))
     out, expected_out = (np.asarray(x, np.float32) for x in (out, expected_out))
     return Found(
         error=float(np.max((np.abs(out - expected_out) / (1 + np.abs(expected_out)))[:num_live], initial=0)),
@@ -95,7 +96,7 @@ def run_groups(case, name):
     from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS
 
     backend = BACKENDS[name.replace("grouped", "mosaic")]
-    multiply = functools.partial(backend.multiply, case.problem("cpu"))
+    multiply = functools.partial(backend.multiply, case.problem(jax.default_backend()))
     here = SETTINGS.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
     with here, SETTINGS.sized(**SMALL_TILES[name]), _watched(name, num_kernels=1) as has_races:
         options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
@@ -111,7 +112,7 @@ def run_quantized(case, name):
     from jaxserve.pallas_kernels.quantized_matmul import BACKENDS
     from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
 
-    problem, arguments = case.problem("cpu"), case.arguments(np.nan)
+    problem, arguments = case.problem(jax.default_backend()), case.arguments(np.nan)
     backend, kind = BACKENDS[name.replace("quantized", "mosaic")], arguments.matrix.kind
 
     def multiply(x, arrays, layer):

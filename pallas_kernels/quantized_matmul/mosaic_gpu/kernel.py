@@ -18,7 +18,7 @@ from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quanti
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import COLUMNS, WARPGROUPS, Call
 
 REGISTERS = (40, 232)  # registers of a loading and of a computing thread
-_REQUIRED_OF_LOAD = inspect.signature(plgpu.load).parameters
+_REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
 _LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
 
 
