@@ -7,8 +7,9 @@ Contract of the operation:
   columns.
 - Two elements of four bits share a byte: the first half of the columns in the low bits, the second half in the high
   ones. Integers are q + 8 where there are neither zero points nor minima.
-- In the kernels, elements of groups are rounded to the dtype of x once they are scaled, and a single scale of a row
-  multiplies its sum. Formats that multiply by XLA may scale before they round, or not round.
+- In the kernels, elements of groups are rounded to the dtype of x once they are scaled, or the scale of a group
+  multiplies the sum of its products, which rounds nothing; a single scale of a row multiplies its sum. Formats that
+  multiply by XLA may scale before they round, or not round.
 - Sums are float32, whatever the dtypes; results may be rounded to another one.
 
 The arrays are those of all layers, of which the kernels read one in place: for them a slice would be a copy.

@@ -85,14 +85,14 @@ class Case:
         matrix = Quantized(elements, scale, zero, self.elements, minimum=minimum)
         return Arguments(jax.device_put(self._x()), matrix, jax.device_put(np.int32(self.layer)))
 
-    def expected(self) -> NDArray[np.float32]:
-        """Return what the reference makes of the arguments."""
+    def expected(self, is_rounded: bool = True) -> NDArray[np.float32]:
+        """Return what the reference makes of the arguments, with scaled elements rounded or not."""
         elements, scale, zero, minimum = self._values(self.layer)
         if self.elements == "e2m1":
             elements = elements.astype(np.uint8).view(E2M1).astype(np.float32)
         elif self.elements == "int4" and zero is None and minimum is None:
             elements = elements - INT4_ZERO
-        rounded = np.dtype(ml_dtypes.bfloat16)
+        rounded = np.dtype(ml_dtypes.bfloat16 if is_rounded else np.float32)
         return reference.multiply(self._x().astype(np.float32), elements, scale, zero, minimum, rounded)
 
     def _x(self) -> NDArray[ml_dtypes.bfloat16]:

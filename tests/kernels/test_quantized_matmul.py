@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError, products_by
-from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
+from jaxserve.pallas_kernels.hopper import SHARED_BYTES
 from jaxserve.pallas_kernels.quantized_matmul import (
     BACKENDS,
     Problem,
@@ -18,7 +18,7 @@ from jaxserve.pallas_kernels.quantized_matmul import (
     quantized_matmul,
 )
 from jaxserve.pallas_kernels.quantized_matmul.cases import BY_NAME, CASES, GPU_CASES
-from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import COLUMNS, WARPGROUPS
+from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import stage_bytes
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import LANES, block_bytes
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
 
@@ -103,11 +103,11 @@ PLANTED = {  # kernels: {bug: (case, old code, new code)}
         ),
         "blocks are multiplied before they are there": (
             "int4_by_group",
-            "            plgpu.barrier_wait(shared.ready.at[slot])\n",
+            "        plgpu.barrier_wait(self.shared.ready.at[slot])\n",
             "",
         ),
         "one of the copies is not waited for": ("int4_by_group", "num_arrivals=1 + parts", "num_arrivals=parts"),
-        "blocks are not given back": ("int4_by_group", "            plgpu.barrier_arrive(shared.free.at[slot])\n", ""),
+        "blocks are not given back": ("int4_by_group", "        plgpu.barrier_arrive(self.shared.free.at[slot])\n", ""),
         "x and scales are those of the first half": (
             "int4_by_group",
             "first = part * problem.row_bytes + start",
@@ -118,27 +118,32 @@ PLANTED = {  # kernels: {bug: (case, old code, new code)}
             "codes & 15 if part == 0 else",
             "codes & 15 if True else",
         ),
+        "all units of a block have its first columns of x": (
+            "int8_by_channel",
+            "part, :, pl.ds(unit * UNIT, UNIT)",
+            "part, :, pl.ds(0, UNIT)",
+        ),
         "zero points are left out": (
             "zero_points",
-            "if problem.has_zero:\n            values",
-            "if False:\n            values",
+            "if problem.has_zero:\n                ",
+            "if False:\n                ",
         ),
-        "the first group of a block stands for all": ("small_groups", "range(1, num_groups)", "range(0)"),
+        "sums have the scale of a block's first group": (
+            "int8_by_group",
+            "scale.at[slot, part, group]",
+            "scale.at[slot, part, 0]",
+        ),
+        "the first group of a unit stands for all": (
+            "small_groups",
+            "for group in range(count)",
+            "for group in [0] * count",
+        ),
         "all splits have the first columns": ("few_outputs", "(split * blocks + block)", "block"),
-        "the second block of rows is the first": (
-            "rows_of_many_tiles",
-            "rows = pl.ds(index * WARPGROUP_ROWS, WARPGROUP_ROWS)",
-            "rows = pl.ds(0, WARPGROUP_ROWS)",
-        ),
+        "all tiles of rows are the first": ("rows_of_many_tiles", "return row_tile * call.tiles.rows, ", "return 0, "),
         "the matrix is that of the first layer": (
             "a_layer_among_others",
             "self.elements.at[self.layer, outputs",
             "self.elements.at[0, outputs",
-        ),
-        "sums are overwritten while they leave": (
-            "rows_of_many_tiles",
-            "            plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
-            "",
         ),
     },
 }
@@ -204,13 +209,10 @@ def test_blocks_fit_the_memory_of_gpus():
         with jax.sharding.use_abstract_mesh(H200.mesh()):
             assert mosaic_gpu.supports(problem) is None
             call = mosaic_gpu.call_for(problem)
-        tiles, parts = call.tiles, problem.per_byte
-        weights = WARPGROUPS * tiles.outputs * COLUMNS
-        grids = problem.block_groups(COLUMNS) * tiles.item_outputs * (4 + problem.has_zero)
-        ring = tiles.stages * (parts * (tiles.rows * COLUMNS * 2 + grids) + weights)
-        assert ring + weights * parts * 2 + WARPGROUPS * WARPGROUP_ROWS * tiles.outputs * 4 <= SHARED_BYTES
+        tiles = call.tiles
+        assert tiles.stages * stage_bytes(problem, tiles.rows, tiles.columns, tiles.warpgroups) <= SHARED_BYTES
         assert tiles.stages >= 2
-        assert call.blocks * tiles.splits * COLUMNS == problem.row_bytes
+        assert call.blocks * tiles.splits * tiles.columns == problem.row_bytes
         assert 0 <= call.output_tiles * tiles.item_outputs - N < tiles.item_outputs
         assert call.row_tiles * tiles.rows >= rows
 

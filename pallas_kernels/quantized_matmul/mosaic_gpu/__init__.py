@@ -3,9 +3,11 @@
 A tile of x with a tile of the rows of the matrix, and with a split of the columns where there would be too few of them,
 is a work item; the persistent thread blocks of all multiprocessors take the items in turn. In a thread block one
 warpgroup feeds a ring of shared memory by TMA: blocks of x, and of the elements and grids of the matrix as they are
-stored, in the arrays of all layers. Two multiply: each dequantises its own rows of the block to shared memory, once for
-all rows of x, from where wgmma multiplies them with float32 sums. Sums of splits are added after the kernel. Where
-tiles do not divide the rows of the matrix, TMA fills the last tile with zeros, and stores of it what there is.
+stored, in the arrays of all layers. The others multiply 64 rows of the matrix each: they make 16-bit floats of its
+elements in registers, from where wgmma multiplies them with the block of x while the next ones are made. So few rows of
+x cost few instructions. Scales multiply the float32 sums of their groups where that is less work than to scale the
+elements. Sums of splits are added after the kernel. Where tiles do not divide the rows of the matrix, TMA fills the
+last tile with zeros, and its sums are cut off.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.pallas_kernels import hopper
 from jaxserve.pallas_kernels.dispatch import import_failure
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized
-from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import COLUMNS, Call, Sizes, choose_tiles
+from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import MIN_COLUMNS, UNIT, Call, Sizes, choose_tiles
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS, shape_class, unsupported
 
 __all__ = ["call_for", "multiply", "supports"]
@@ -35,10 +37,10 @@ def supports(problem: Problem) -> str | None:
         return reason
     if problem.has_zero and problem.elements != "int4":
         return f"zero points must be those of int4, not of {problem.elements}"
-    if problem.row_bytes % COLUMNS:
-        return f"rows of the matrix must have a multiple of {COLUMNS} bytes, not {problem.row_bytes}"
-    if problem.group_size % COLUMNS and COLUMNS % problem.group_size:
-        return f"groups must be of {COLUMNS} columns or of a multiple or a part of them, not of {problem.group_size}"
+    if problem.row_bytes % MIN_COLUMNS:
+        return f"rows of the matrix must have a multiple of {MIN_COLUMNS} bytes, not {problem.row_bytes}"
+    if problem.group_size % UNIT and UNIT % problem.group_size:
+        return f"groups must be of {UNIT} columns or of a multiple or a part of them, not of {problem.group_size}"
     reason = import_failure(_KERNEL, "Pallas for GPUs") or (hopper.other_chip() if problem.platform == "gpu" else None)
     if reason is not None:
         return reason
@@ -64,10 +66,9 @@ def call_for(problem: Problem) -> Call:
 
 def multiply(problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer: Int[Array, ""]) -> Float[Array, "T N"]:
     """Return the products in float32."""
-    call, T = call_for(problem), problem.num_rows
-    num_rows = call.copied_rows if call.row_tiles == 1 else call.row_tiles * call.tiles.rows
-    x = jnp.pad(x, ((0, num_rows - T), (0, 0)))
-    y = _kernel().multiply(call, x, matrix, layer).sum(axis=0)[:T]
+    call, T, N = call_for(problem), problem.num_rows, problem.num_outputs
+    x = jnp.pad(x, ((0, call.shape[1] - T), (0, 0)))
+    y = _kernel().multiply(call, x, matrix, layer).sum(axis=0)[:T, :N]
     if problem.is_scaled:
         return y
     return y * jnp.take(matrix.scale, layer, axis=0).astype(jnp.float32)

@@ -1,10 +1,10 @@
-"""The kernel: a ring of blocks that one warpgroup fills and two dequantise and multiply. See the package."""
+"""The kernel: a ring of blocks that one warpgroup fills and others dequantise and multiply. See the package."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,40 +14,30 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
-from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quantized, e2m1_floats
-from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import COLUMNS, WARPGROUPS, Call
+from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quantized
+from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu import fragments
+from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.memory import Shared, shared_memory
+from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import UNIT, Call
 
-REGISTERS = (40, 232)  # registers of a loading and of a computing thread
+REGISTERS = {2: (48, 232), 3: (56, 152), 4: (64, 112)}  # computing warpgroups: of a loading and of a computing thread
 _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
-_LAYOUT = plgpu.Layout.WGMMA_UPCAST_2X
-
-
-class Shared(NamedTuple):
-    """Shared memory and barriers of a thread block."""
-
-    x: Any  # [stages, parts, rows, columns]
-    elements: Any  # [stages, outputs, columns]
-    scale: Any  # [stages, parts, groups, outputs]
-    offset: Any  # [stages, parts, groups, outputs], zero points or minima
-    weight: Any  # [warpgroups, parts, outputs, columns], dequantised
-    out: Any  # [warpgroups, 64, outputs], sums that wait to be stored
-    ready: Any
-    free: Any
+_LAYOUT = plgpu.Layout.WGMMA
 
 
 def multiply(
     call: Call, x: Float[Array, "padded K"], matrix: Quantized, layer: Int[Array, ""]
-) -> Float32[Array, "splits padded N"]:
+) -> Float32[Array, "splits padded outputs"]:
     """Return the sums of each split of the columns."""
-    mesh = plgpu.Mesh(grid=(call.num_cores,), grid_names=("block",), num_threads=WARPGROUPS + 1, thread_name="thread")
+    num_threads = call.tiles.warpgroups + 1
+    mesh = plgpu.Mesh(grid=(call.num_cores,), grid_names=("block",), num_threads=num_threads, thread_name="thread")
     interpret = {} if call.interpret is None else {"interpret": call.interpret}
 
     def kernel(*refs: Any) -> None:
-        pl.run_scoped(functools.partial(_kernel, call, *refs), *_shared_memory(call), collective_axes="thread")
+        pl.run_scoped(functools.partial(_kernel, call, *refs), *shared_memory(call), collective_axes="thread")
 
     launch = pl.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((call.tiles.splits, x.shape[0], call.problem.num_outputs), jnp.float32),
+        out_type=jax.ShapeDtypeStruct(call.shape, jnp.float32),
         mesh=mesh,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         name="quantized_matmul",
@@ -58,43 +48,20 @@ def multiply(
     return y
 
 
-def _shared_memory(call: Call) -> Shared:
-    tiles, problem = call.tiles, call.problem
-    stages, parts, dtype = tiles.stages, problem.per_byte, problem.dtype
-
-    def lines(shape: tuple[int, ...], dtype: jnp.dtype) -> Any:
-        transforms = plgpu.TilingTransform((8, COLUMNS)), plgpu.SwizzleTransform(COLUMNS * dtype.itemsize)
-        return plgpu.SMEM((*shape, COLUMNS), dtype, transforms=transforms)
-
-    unused = plgpu.SMEM((8,), jnp.float32)
-    grid = (stages, parts, problem.block_groups(COLUMNS), tiles.item_outputs)
-    has_offset, offset_dtype = bool(problem.offset_bytes), jnp.uint8 if problem.has_zero else jnp.float32
-    return Shared(
-        x=lines((stages, parts, tiles.rows), dtype),
-        elements=lines((stages, tiles.item_outputs), call.element_dtype),
-        scale=plgpu.SMEM(grid, problem.scale_dtype) if problem.is_scaled else unused,
-        offset=plgpu.SMEM(grid, offset_dtype) if has_offset else unused,
-        weight=lines((WARPGROUPS, parts, tiles.outputs), dtype),
-        out=plgpu.SMEM((WARPGROUPS, WARPGROUP_ROWS, tiles.outputs), jnp.float32),
-        ready=plgpu.Barrier(num_arrivals=1 + parts * (1 + problem.is_scaled + has_offset), num_barriers=stages),
-        free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
-    )
-
-
 def _kernel(call: Call, *refs: Any) -> None:
     """Run one thread block: a loading warpgroup and the computing ones."""
     layer, x, elements, scale, offset, out, *scratch = refs
     block = ThreadBlock(call, layer[0], x, elements, scale, offset, out, Shared(*scratch))
-    thread = lax.axis_index("thread")
+    thread, num_computing = lax.axis_index("thread"), call.tiles.warpgroups
 
-    @pl.when(thread == WARPGROUPS)
+    @pl.when(thread == num_computing)
     def load() -> None:
-        plgpu.set_max_registers(REGISTERS[0], action="decrease")
+        plgpu.set_max_registers(REGISTERS[num_computing][0], action="decrease")
         block.load()
 
-    @pl.when(thread < WARPGROUPS)
+    @pl.when(thread < num_computing)
     def compute() -> None:
-        plgpu.set_max_registers(REGISTERS[1], action="increase")
+        plgpu.set_max_registers(REGISTERS[num_computing][1], action="increase")
         block.compute(thread)
 
 
@@ -118,7 +85,7 @@ class ThreadBlock:
         @pl.loop(0, self.num_items)
         def load_item(number: Any) -> None:
             first_row, first_output, split = self._item(number)
-            rows, outputs = pl.ds(first_row, call.copied_rows), pl.ds(first_output, tiles.item_outputs)
+            rows, outputs = pl.ds(first_row, tiles.rows), pl.ds(first_output, tiles.item_outputs)
 
             @pl.loop(0, blocks)
             def load_block(block: Any) -> None:
@@ -130,14 +97,14 @@ class ThreadBlock:
                 def wait() -> None:
                     plgpu.barrier_wait(shared.free.at[slot])
 
-                start = (split * blocks + block) * COLUMNS
-                stored = self.elements.at[self.layer, outputs, pl.ds(start, COLUMNS)]
+                start = (split * blocks + block) * tiles.columns
+                stored = self.elements.at[self.layer, outputs, pl.ds(start, tiles.columns)]
                 plgpu.copy_gmem_to_smem(stored, shared.elements.at[slot], ready)
                 for part in range(problem.per_byte):
                     first = part * problem.row_bytes + start
-                    x = shared.x.at[slot, part, pl.ds(0, call.copied_rows)]
-                    plgpu.copy_gmem_to_smem(self.x.at[rows, pl.ds(first, COLUMNS)], x, ready)
-                    groups = pl.ds(lax.div(first, _i32(problem.group_size)), problem.block_groups(COLUMNS))
+                    x = self.x.at[rows, pl.ds(first, tiles.columns)]
+                    plgpu.copy_gmem_to_smem(x, shared.x.at[slot, part], ready)
+                    groups = pl.ds(lax.div(first, _i32(problem.group_size)), problem.block_groups(tiles.columns))
                     place = self.layer, groups, outputs
                     if problem.is_scaled:
                         plgpu.copy_gmem_to_smem(self.scale.at[place], shared.scale.at[slot, part], ready)
@@ -153,13 +120,11 @@ class ThreadBlock:
 
     def compute(self, warpgroup: Any) -> None:
         """Multiply with this warpgroup's rows of each tile of the matrix."""
-        tiles = self.call.tiles
 
         @pl.loop(0, self.num_items)
         def compute_item(number: Any) -> None:
-            sums = [plgpu.ACC((WARPGROUP_ROWS, tiles.outputs), jnp.float32)] * tiles.row_blocks
-            products = pl.run_scoped(functools.partial(self._multiply, warpgroup, number), *sums)
-            self._store(products, number, warpgroup)
+            multiply = self._multiply_groups if self.call.scales_sums else self._multiply
+            self._store(multiply(warpgroup, number), number, warpgroup)
 
     def _item(self, number: Any) -> tuple[Any, Any, Any]:
         """Return the first rows of x and of the matrix of this thread block's next item, and its split."""
@@ -169,85 +134,125 @@ class ThreadBlock:
         row_tile, output_tile = lax.div(tile, _i32(call.output_tiles)), lax.rem(tile, _i32(call.output_tiles))
         return row_tile * call.tiles.rows, output_tile * call.tiles.item_outputs, split
 
-    def _multiply(self, warpgroup: Any, number: Any, *sums: Any) -> list[Any]:
-        """Return the sums over the item's columns, for each block of rows."""
-        call, shared, blocks = self.call, self.shared, self.call.blocks
-        outputs = pl.ds(warpgroup * call.tiles.outputs, call.tiles.outputs)
+    def _multiply(self, warpgroup: Any, number: Any) -> Any:
+        """Return the sums over the item's columns of elements that are scaled, or that have no scale of a group."""
+        shape, columns = (WARPGROUP_ROWS, self.call.tiles.rows), self.call.tiles.columns
 
-        @pl.loop(0, blocks)
-        def add(block: Any) -> None:
-            slot = lax.rem(number * blocks + block, _i32(call.tiles.stages))
-            plgpu.barrier_wait(shared.ready.at[slot])
-            for part in range(call.problem.per_byte):
-                self._dequantise(slot, part, outputs, shared.weight.at[warpgroup, part])
+        def multiply(acc: Any) -> Any:
+            @pl.loop(0, self.call.blocks)
+            def add(block: Any) -> None:
+                slot, elements = self._next(number, block, warpgroup)
+                for part in range(self.call.problem.per_byte):
+                    for unit in range(columns // UNIT):
+                        weight = self._weight(slot, elements, part, unit, warpgroup)
+                        self._add(acc, weight, slot, part, unit, warpgroup)
+                        plgpu.wgmma_wait(1)
+                plgpu.wgmma_wait(0)
+                self._give_back(slot)
+
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+
+    def _multiply_groups(self, warpgroup: Any, number: Any) -> Any:
+        """Return the sums over the item's columns, of which those of each group are scaled."""
+        shape, problem, columns = (WARPGROUP_ROWS, self.call.tiles.rows), self.call.problem, self.call.tiles.columns
+        units = [(part, unit) for part in range(problem.per_byte) for unit in range(columns // UNIT)]
+        num_units = min(problem.group_size, columns) // UNIT  # of a sum
+
+        @pl.loop(0, self.call.blocks, init_carry=plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _LAYOUT))
+        def products(block: Any, total: Any) -> Any:
+            slot, elements = self._next(number, block, warpgroup)
+            weight = self._weight(slot, elements, *units[0], warpgroup)
+            for first in range(0, len(units), num_units):
+                part, group = units[first][0], units[first][1] // num_units
+
+                def multiply(acc: Any, weight: Any = weight, first: int = first) -> tuple[Any, Any]:
+                    for index in range(first, first + num_units):
+                        self._add(acc, weight, slot, *units[index], warpgroup)
+                        if index > first:
+                            plgpu.wgmma_wait(1)
+                        if index + 1 < len(units):  # while products run
+                            weight = self._weight(slot, elements, *units[index + 1], warpgroup)
+                    return acc[...], weight
+
+                sums, weight = pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
+                total += sums * _spread(self._rows(self.shared.scale.at[slot, part, group], warpgroup), shape)
+            self._give_back(slot)
+            return total
+
+        return products
+
+    def _next(self, number: Any, block: Any, warpgroup: Any) -> tuple[Any, Any]:
+        """Wait for a block; return its place, and this warpgroup's bytes of elements."""
+        slot = lax.rem(number * self.call.blocks + block, _i32(self.call.tiles.stages))
+        plgpu.barrier_wait(self.shared.ready.at[slot])
+        outputs = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        stored = _load(self.shared.elements.at[slot, outputs], fragments.LOADED)
+        return slot, fragments.exchanged(stored, self.call.problem.elements, self.call.interpret)
+
+    def _give_back(self, slot: Any) -> None:
+        """Say that a block is used up."""
+        if self.call.interpret is not None:  # to it, a barrier alone orders no reads before copies to what was read
             plgpu.commit_smem()
-            for part in range(call.problem.per_byte):
-                weight = shared.weight.at[warpgroup, part].transpose((1, 0))
-                for index, acc in enumerate(sums):
-                    rows = pl.ds(index * WARPGROUP_ROWS, WARPGROUP_ROWS)
-                    plgpu.wgmma(acc, shared.x.at[slot, part, rows], weight)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(shared.free.at[slot])
+        plgpu.barrier_arrive(self.shared.free.at[slot])
 
-        return [acc[...] for acc in sums]
+    def _add(self, acc: Any, weight: Any, slot: Any, part: int, unit: int, warpgroup: Any) -> None:
+        """Begin to multiply a unit of a block's columns, and to add the products to sums."""
+        x = self.shared.x.at[slot, part, :, pl.ds(unit * UNIT, UNIT)].transpose((1, 0))
+        if self.call.interpret is not None:  # it has no products with registers
+            self.shared.weight[warpgroup] = weight
+            plgpu.commit_smem()
+            weight = self.shared.weight.at[warpgroup]
+        plgpu.wgmma(acc, weight, x)
 
-    def _dequantise(self, slot: Any, part: int, outputs: Any, weight: Any) -> None:
-        """Write one part of a block's elements, scaled, to where wgmma reads them."""
-        problem, shared = self.call.problem, self.shared
-        stored = _load(shared.elements.at[slot, outputs])
-        if problem.per_byte == 1:
-            # Integers of 8 bits are exact in 16, and there is a fast conversion.
-            values = stored.astype(problem.dtype if problem.elements == "int8" else jnp.float32).astype(jnp.float32)
-        else:
-            codes = stored.astype(jnp.int32)
-            codes = codes & 15 if part == 0 else lax.shift_right_logical(codes, jnp.full_like(codes, 4)) & 15
-            values = e2m1_floats(codes) if problem.elements == "e2m1" else codes.astype(jnp.float32)
-            values = values if problem.elements == "e2m1" or problem.offset_bytes else values - INT4_ZERO
-        if problem.has_zero:
-            values -= self._spread(shared.offset.at[slot, part], outputs)
-        if problem.is_scaled:
-            values *= self._spread(shared.scale.at[slot, part], outputs)
+    def _weight(self, slot: Any, elements: Any, part: int, unit: int, warpgroup: Any) -> Any:
+        """Return a unit's elements as 16-bit floats: scaled, where sums are not."""
+        call, problem, shared, dtype = self.call, self.call.problem, self.shared, self.call.problem.dtype
+        values = fragments.floats(elements, problem.elements, dtype, part, unit, call.interpret)
+
+        def of_groups(grid: Any, convert: Any) -> Any:
+            count = problem.block_groups(UNIT)
+            first = unit * UNIT // problem.group_size if call.tiles.columns > problem.group_size else 0
+            rows = [convert(self._rows(grid.at[slot, part, first + group], warpgroup)) for group in range(count)]
+            return fragments.joined([_spread(row, (WARPGROUP_ROWS, UNIT)) for row in rows], call.interpret)
+
+        if problem.elements == "int4":
+            bias = fragments.BIAS[dtype.name]
+            if problem.has_zero:
+                values -= of_groups(shared.offset, lambda zero: (zero + bias).astype(dtype))
+            else:
+                values -= jnp.asarray(bias + (0 if problem.has_minimum else INT4_ZERO), dtype)
+        if not problem.is_scaled or call.scales_sums:
+            return values
+        if problem.scale_dtype.itemsize <= 2 and dtype == jnp.bfloat16 and not problem.has_minimum:
+            return values * of_groups(shared.scale, lambda scale: scale.astype(dtype))  # scales are exact in it
+        values = values.astype(jnp.float32) * of_groups(shared.scale, lambda scale: scale)
         if problem.has_minimum:
-            values -= self._spread(shared.offset.at[slot, part], outputs)
-        weight[...] = values.astype(problem.dtype)
+            values -= of_groups(shared.offset, lambda minimum: minimum)
+        return values.astype(dtype)
 
-    def _spread(self, grid: Any, outputs: Any) -> Any:
-        """Return the value of each element's group, of a grid [groups, outputs] of a block."""
-        problem, shape = self.call.problem, (self.call.tiles.outputs, COLUMNS)
-        values = _spread(grid.at[0, outputs], shape)
-        if (num_groups := problem.block_groups(COLUMNS)) > 1:
-            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=_LAYOUT)
-            for group in range(1, num_groups):
-                others = _spread(grid.at[group, outputs], shape)
-                values = jnp.where(column >= group * problem.group_size, others, values)
-        return values
+    def _rows(self, grid: Any, warpgroup: Any) -> Any:
+        """Return a group's values for this warpgroup's rows of the matrix, as floats."""
+        values = _load(grid.at[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)], _LAYOUT.reduce(1))
+        return (values.astype(jnp.int32) if values.dtype == jnp.uint8 else values).astype(jnp.float32)
 
-    def _store(self, products: list[Any], number: Any, warpgroup: Any) -> None:
-        """Copy sums to the output, by way of shared memory."""
+    def _store(self, products: Any, number: Any, warpgroup: Any) -> None:
+        """Write sums to the output, transposed: 32 bytes of a row of it at once."""
         first_row, first_output, split = self._item(number)
-        out = self.shared.out.at[warpgroup]
-        columns = pl.ds(first_output + warpgroup * self.call.tiles.outputs, self.call.tiles.outputs)
-        for index, product in enumerate(products):
-            size = min(WARPGROUP_ROWS, self.call.copied_rows - index * WARPGROUP_ROWS)
-            if size <= 0:
-                break
-            out[...] = product
-            plgpu.commit_smem()
-            rows = pl.ds(first_row + index * WARPGROUP_ROWS, size)
-            plgpu.copy_smem_to_gmem(out.at[pl.ds(0, size)], self.out.at[split, rows, columns])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        outputs = pl.ds(first_output + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        out = self.out.at[split, pl.ds(first_row, self.call.tiles.rows), outputs]
+        out.transpose((1, 0))[...] = plgpu.layout_cast(products, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
-def _load(ref: Any, layout: Any = _LAYOUT) -> Any:
+def _load(ref: Any, layout: Any) -> Any:
     """Load from memory to registers."""
     index = [()] if "idx" in _REQUIRED_OF_LOAD else []  # jax 0.10 requires the argument
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
-def _spread(row: Any, shape: tuple[int, int]) -> Any:
+def _spread(values: Any, shape: tuple[int, int]) -> Any:
     """Return one value for each row of a matrix, for all of its columns."""
-    values = _load(row, _LAYOUT.reduce(1))
-    values = (values.astype(jnp.int32) if values.dtype == jnp.uint8 else values).astype(jnp.float32)
     return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), _LAYOUT)
 
 

@@ -1,4 +1,4 @@
-"""Blocks of a product with a quantised matrix that fit a multiprocessor's shared memory."""
+"""Blocks of a product with a quantised matrix that fit a multiprocessor's shared memory and registers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import jax.numpy as jnp
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem
 
-COLUMNS = 64  # columns of a block, and bytes of a row of elements in it
-MIN_ROWS = 8  # rows of x that a copy to shared memory has a multiple of
-LEAST_OUTPUTS = 64  # rows of the matrix that a warpgroup multiplies at least
-WARPGROUPS = 2  # computing warpgroups of a thread block
+UNIT = 64  # columns that one wgmma of registers multiplies: a line of 128 bytes of x
+MIN_COLUMNS = 64  # bytes of a row of elements in a block, or twice as many
+MIN_ROWS = 8  # rows of x that a tile has a multiple of
+MAX_ROWS = 256  # rows of x that an instruction multiplies
+SUMMED_ROWS = 64  # rows of x of a tile, up to which scaling the sums of groups of 64 columns is the cheaper way
+MOST_ROWS = {4: 32, 3: 64, 2: MAX_ROWS}  # computing warpgroups: rows of x whose sums the registers of so many hold
+RING_BYTES = SHARED_BYTES - 2048  # less what else a thread block keeps there
+LATENCY_BYTES = 24 * 1024  # bytes that a multiprocessor loads in the time that beginning and storing an item takes
 
 
 @dataclass(frozen=True)
@@ -22,17 +26,25 @@ class Sizes:
 
     Attributes:
         rows: rows of x of a work item. The matrix is read and dequantised once for each.
-        outputs: rows of the matrix that a warpgroup multiplies.
+        columns: bytes of a row of elements in a block.
+        warpgroups: computing warpgroups of a thread block, each with 64 rows of the matrix.
         stages: blocks in flight.
     """
 
-    rows: int = 256
-    outputs: int = 64
+    rows: int = MAX_ROWS
+    columns: int = 2 * MIN_COLUMNS
+    warpgroups: int = 4
     stages: int = 8
 
     def __post_init__(self) -> None:
-        if self.stages < 2:  # a block is free only once the next is multiplied
+        if self.stages < 2:  # a block is free only once it is multiplied
             raise ValueError(f"stages must be at least 2, got {self.stages}")
+        if self.columns < MIN_COLUMNS:
+            raise ValueError(f"columns must be at least {MIN_COLUMNS}, got {self.columns}")
+        if not MIN_ROWS <= self.rows <= MAX_ROWS:
+            raise ValueError(f"rows must be between {MIN_ROWS} and {MAX_ROWS}, got {self.rows}")
+        if self.warpgroups < min(MOST_ROWS):
+            raise ValueError(f"warpgroups must be at least {min(MOST_ROWS)}, got {self.warpgroups}")
 
 
 @dataclass(frozen=True)
@@ -40,26 +52,23 @@ class Tiles:
     """Sizes of the blocks in shared memory.
 
     Attributes:
-        row_blocks: number of blocks of 64 rows of x that a work item has.
-        outputs: rows of the matrix that a warpgroup multiplies.
+        rows: rows of x of a work item.
+        columns: bytes of a row of elements in a block.
+        warpgroups: computing warpgroups of a thread block.
         stages: number of blocks in the ring.
         splits: number of parts of the columns, each a work item of its own.
     """
 
-    row_blocks: int
-    outputs: int
+    rows: int
+    columns: int
+    warpgroups: int
     stages: int
     splits: int
 
     @property
-    def rows(self) -> int:
-        """Rows of x of a work item."""
-        return self.row_blocks * WARPGROUP_ROWS
-
-    @property
     def item_outputs(self) -> int:
         """Rows of the matrix of a work item."""
-        return WARPGROUPS * self.outputs
+        return self.warpgroups * WARPGROUP_ROWS
 
 
 @dataclass(frozen=True)
@@ -84,6 +93,11 @@ class Call:
         return jnp.dtype({"int8": jnp.int8, "e4m3": jnp.float8_e4m3fn}.get(self.problem.elements, jnp.uint8))
 
     @property
+    def scales_sums(self) -> bool:
+        """True if the sums of groups are scaled, and not the elements."""
+        return scales_sums(self.problem, self.tiles.rows)
+
+    @property
     def row_tiles(self) -> int:
         """Number of tiles of x."""
         return -(-self.problem.num_rows // self.tiles.rows)
@@ -101,36 +115,64 @@ class Call:
     @property
     def blocks(self) -> int:
         """Number of blocks of columns of a work item."""
-        return self.problem.row_bytes // COLUMNS // self.tiles.splits
+        return self.problem.row_bytes // self.tiles.columns // self.tiles.splits
 
     @property
-    def copied_rows(self) -> int:
-        """Rows of x that are copied for a work item; sums of the others are not stored."""
-        return min(self.tiles.rows, -(-self.problem.num_rows // MIN_ROWS) * MIN_ROWS)
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the sums: splits, rows of x and rows of the matrix, with those past the last of both."""
+        outputs = self.output_tiles * self.tiles.item_outputs
+        return self.tiles.splits, self.row_tiles * self.tiles.rows, outputs
+
+
+def scales_sums(problem: Problem, rows: int) -> bool:
+    """Return whether the sums of groups are scaled: exact, and cheap where rows of x are few and groups large."""
+    most = 0 if problem.group_size % UNIT else SUMMED_ROWS if problem.group_size == UNIT else 2 * SUMMED_ROWS
+    return problem.is_scaled and not problem.has_minimum and rows <= most
 
 
 def choose_tiles(problem: Problem, sizes: Sizes, num_cores: int) -> Tiles:
-    """Return tiles with few rows where there are few, a ring that fills the memory, and work for all cores.
+    """Return tiles with few rows where there are few, and of those that fit the ones that should take least time.
 
     Raises:
         ValueError: no tiles of these sizes are possible.
     """
-    num_tiles = -(-problem.num_rows // max(sizes.rows, WARPGROUP_ROWS))
-    row_blocks = -(-problem.num_rows // (num_tiles * WARPGROUP_ROWS))  # tiles of about equal size
-    if sizes.outputs < LEAST_OUTPUTS:
-        raise ValueError(f"outputs must be at least {LEAST_OUTPUTS}, not {sizes.outputs}")
-    larger = 2 * LEAST_OUTPUTS
-    is_even = sizes.outputs >= larger and problem.num_outputs % (WARPGROUPS * larger) == 0
-    outputs = larger if is_even else LEAST_OUTPUTS
-    parts, rows = problem.per_byte, row_blocks * WARPGROUP_ROWS
-    x_bytes, group_bytes = rows * COLUMNS * problem.dtype.itemsize, problem.scale_dtype.itemsize + problem.offset_bytes
-    grid_bytes = problem.block_groups(COLUMNS) * WARPGROUPS * outputs * group_bytes
-    stage_bytes = parts * (x_bytes + grid_bytes) + WARPGROUPS * outputs * COLUMNS
-    own_bytes = parts * outputs * COLUMNS * problem.dtype.itemsize + WARPGROUP_ROWS * outputs * 4
-    stages = min(sizes.stages, (SHARED_BYTES - WARPGROUPS * own_bytes) // stage_bytes)
-    if stages < 2:
-        raise ValueError(f"stages must be at least 2, and memory holds {stages} for {rows} rows and {outputs} outputs")
-    items = -(-problem.num_rows // rows) * -(-problem.num_outputs // (WARPGROUPS * outputs))
-    blocks = problem.row_bytes // COLUMNS
-    even = [splits for splits in range(1, blocks + 1) if blocks % splits == 0 and items * splits <= num_cores]
-    return Tiles(row_blocks, outputs, stages, max(even, default=1))
+    num_tiles = -(-problem.num_rows // sizes.rows)
+    rows = -(-problem.num_rows // (num_tiles * MIN_ROWS)) * MIN_ROWS  # tiles of about equal size
+    least = min(MOST_ROWS)
+    possible = [
+        (stages, columns, warpgroups)
+        for columns in (2 * MIN_COLUMNS, MIN_COLUMNS)
+        if columns <= sizes.columns and problem.row_bytes % columns == 0
+        if columns % problem.group_size == 0 or problem.group_size % columns == 0
+        for warpgroups, most in MOST_ROWS.items()
+        if warpgroups <= sizes.warpgroups and (rows <= most or warpgroups == least)
+        if (stages := min(sizes.stages, RING_BYTES // stage_bytes(problem, rows, columns, warpgroups))) >= 2
+    ]
+    if not possible:
+        raise ValueError(f"stages must be at least 2, and memory holds fewer for {rows} rows of x")
+    choices = [
+        Tiles(rows, columns, warpgroups, stages, splits)
+        for stages, columns, warpgroups in possible
+        if stages >= min(3, max(possible)[0])
+        for splits in range(1, problem.row_bytes // columns + 1)
+        if problem.row_bytes // columns % splits == 0
+    ]
+    return min(choices, key=lambda tiles: _cost(problem, tiles, num_cores))
+
+
+def stage_bytes(problem: Problem, rows: int, columns: int, warpgroups: int) -> int:
+    """Return the bytes of a block in shared memory."""
+    outputs = warpgroups * WARPGROUP_ROWS
+    grid = problem.block_groups(columns) * outputs * (problem.scale_dtype.itemsize + problem.offset_bytes)
+    x_bytes = rows * columns * problem.dtype.itemsize
+    return problem.per_byte * (x_bytes + (grid if problem.is_scaled or problem.offset_bytes else 0)) + outputs * columns
+
+
+def _cost(problem: Problem, tiles: Tiles, num_cores: int) -> float:
+    """Return the bytes that the busiest multiprocessor loads and stores, those in the cache by half."""
+    row_tiles, outputs = -(-problem.num_rows // tiles.rows), tiles.item_outputs
+    items = row_tiles * -(-problem.num_outputs // outputs) * tiles.splits
+    x_bytes = tiles.rows * problem.num_inputs * problem.dtype.itemsize
+    sums = 2 * tiles.rows * outputs * 4 if tiles.splits > 1 else tiles.rows * outputs * 4
+    item = (outputs * problem.row_bytes + x_bytes / 2) / tiles.splits + sums / 2 + LATENCY_BYTES
+    return -(-items // num_cores) * item

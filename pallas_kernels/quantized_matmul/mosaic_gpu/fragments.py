@@ -1,0 +1,151 @@
+"""Elements of a matrix as 16-bit floats in the registers that wgmma multiplies.
+
+A thread loads four bytes of neighbouring columns at once, where wgmma wants two there and two eight columns further,
+so neighbouring threads exchange a half. Conversions are exact and work on the bits of two elements at a time. The
+interpreter, which knows no registers, has plain conversions instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+from jaxtyping import Array, Shaped
+
+from jaxserve.pallas_kernels.quantized_matmul.interface import PACKED, e2m1_floats
+from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import UNIT
+
+BIAS = {"bfloat16": 128, "float16": 1024}  # what codes of int4 are more by: their bits are the last of this number's
+LOADED, WANTED = plgpu.Layout.WGMMA_UPCAST_2X, plgpu.Layout.WGMMA
+_COLUMNS = 16  # columns of one instruction
+
+
+def exchanged(stored: Shaped[Array, "out columns"], kind: str, interpret: Any) -> Shaped[Array, "out columns"]:
+    """Return bytes, loaded in the layout `LOADED`, in the order in which `floats` takes them from its registers."""
+    if interpret is not None:
+        return stored
+    # Bytes of columns 0, 1, 8 and 9 of a thread with an even number; and of packed ones those of 0 and 1 apart.
+    even, odd = (0x5140, 0x3726) if kind in PACKED else (0x5410, 0x3276)
+
+    @plgpu.inline_mgpu(arg_types=(LOADED,), return_type=plgpu.ShapeDtypeStruct(stored.shape, jnp.uint8, layout=LOADED))
+    def exchange(_: Any, x: Any) -> Any:
+        is_even = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(utils.thread_idx(), _i32(2)), _i32(0))
+        order, registers = arith.select(is_even, _i32(even), _i32(odd)), np.empty_like(x.registers)
+        for index, register in np.ndenumerate(x.registers):
+            own = utils.bitcast(register, _i32_type())
+            blended = utils.prmt(own, utils.shfl_bfly(own, 1), order)
+            registers[index] = utils.bitcast(blended, ir.VectorType.get((4,), ir.IntegerType.get_signless(8)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=False)
+
+    bytes_: Array = exchange(stored)
+    return bytes_
+
+
+def floats(
+    elements: Shaped[Array, "out columns"], kind: str, dtype: jnp.dtype, part: int, unit: int, interpret: Any
+) -> Shaped[Array, "out 64"]:
+    """Return the elements of one unit of columns, those of int4 with `BIAS` added.
+
+    Args:
+        elements: result of `exchanged`.
+        kind: kind of the elements.
+        dtype: dtype of the result, bfloat16 or float16.
+        part: number of the element in each byte.
+        unit: number of the unit.
+        interpret: parameters of the interpreter; None on a GPU.
+    """
+    if interpret is not None:
+        return _interpreted(elements[:, unit * UNIT : (unit + 1) * UNIT], kind, dtype, part)
+    shape = elements.shape[0], UNIT
+    codes = [f"{{ .reg .b32 a, b; {_code(kind, dtype.name, part, half)} }}" for half in range(2)]
+
+    @plgpu.inline_mgpu(arg_types=(LOADED,), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=WANTED))
+    def convert_unit(_: Any, x: Any) -> Any:
+        tiles, pair_type = UNIT // _COLUMNS, ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
+        registers = np.empty(WANTED.to_mgpu().registers_shape(shape), dtype=object)
+        for index, register in np.ndenumerate(x.registers[:, unit * tiles : (unit + 1) * tiles]):
+            bits = utils.bitcast(register, _i32_type())
+            for half, code in enumerate(codes):
+                pair: Any = llvm.inline_asm(_i32_type(), [bits], code, "=r,r")
+                registers[(index[0], 2 * index[1] + half, *index[2:-1])] = utils.bitcast(pair, pair_type)
+        return mgpu.FragmentedArray(_registers=registers, _layout=WANTED.to_mgpu(), _is_signed=None)
+
+    unit_floats: Array = convert_unit(elements)
+    return unit_floats
+
+
+def joined(groups: Sequence[Shaped[Array, "out 64"]], interpret: Any) -> Shaped[Array, "out 64"]:
+    """Return an array whose columns are in equal parts those of each of some arrays, in the layout `WANTED`."""
+    size = UNIT // len(groups)
+    if len(groups) == 1:
+        return groups[0]
+    if interpret is not None:
+        return jnp.concatenate([group[:, :size] for group in groups], axis=1)
+    shape, dtype = groups[0].shape, groups[0].dtype
+
+    @plgpu.inline_mgpu(
+        arg_types=(WANTED,) * len(groups), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=WANTED)
+    )
+    def join(_: Any, *arrays: Any) -> Any:
+        registers = np.empty_like(arrays[0].registers)
+        for column in range(registers.shape[1]):  # of eight columns each
+            registers[:, column] = arrays[column * 8 // size].registers[:, column]
+        return mgpu.FragmentedArray(_registers=registers, _layout=arrays[0].layout, _is_signed=None)
+
+    together: Array = join(*groups)
+    return together
+
+
+def _interpreted(stored: Shaped[Array, "out 64"], kind: str, dtype: jnp.dtype, part: int) -> Shaped[Array, "out 64"]:
+    if kind not in PACKED:
+        return stored.astype(jnp.float32).astype(dtype)
+    codes = stored.astype(jnp.int32)
+    codes = codes & 15 if part == 0 else lax.shift_right_logical(codes, jnp.full_like(codes, 4)) & 15
+    return (e2m1_floats(codes) if kind == "e2m1" else codes + BIAS[dtype.name]).astype(dtype)
+
+
+def _code(kind: str, dtype: str, part: int, half: int) -> str:
+    """Return PTX that makes a pair of floats, $0, of the four bytes in $1."""
+    shift = 8 * half + 4 * part  # of the pair's codes from the last bits of either half of the register
+    is_wide, floats = dtype == "bfloat16", "bf16x2" if dtype == "bfloat16" else "f16x2"  # as wide as float32
+    match kind:
+        case "int4":
+            bias = 0x43004300 if is_wide else 0x64006400
+            return f"shr.u32 a, $1, {shift}; lop3.b32 $0, a, 0x000F000F, {bias:#x}, 0xEA;"
+        case "e2m1":
+            # Exponent and mantissa at their place are the value but for a factor; 0.5 is a subnormal number.
+            last, mask, factor = (6, 0x01C001C0, 0x7E807E80) if is_wide else (9, 0x0E000E00, 0x74007400)
+            move = f"shl.b32 a, $1, {last - shift};" if last >= shift else f"shr.u32 a, $1, {shift - last};"
+            sign = f"shl.b32 b, $1, {12 - shift}; and.b32 a, a, {mask:#x}; lop3.b32 a, b, 0x80008000, a, 0xEA;"
+            return f"{move} {sign} mov.b32 b, {factor:#x}; mul.{floats} $0, a, b;"
+        case "int8" if is_wide:
+            # 128 and the last seven bits, less 128, or less 256 where the sign makes the exponent one more.
+            spread = f"prmt.b32 a, $1, 0x43, {0x4342 if half else 0x4140:#x};"
+            return f"{spread} and.b32 b, a, 0xFF7FFF7F; and.b32 a, a, 0xFF80FF80; sub.bf16x2 $0, b, a;"
+        case "int8":
+            spread = f"xor.b32 a, $1, 0x80808080; prmt.b32 a, a, 0x64, {0x4342 if half else 0x4140:#x};"
+            return f"{spread} mov.b32 b, 0x64806480; sub.f16x2 $0, a, b;"  # 1024 + 128
+        case "e4m3":
+            pair, other = ("_", "low") if half else ("low", "_")
+            halves = f".reg .b16 low, high; .reg .f32 x, y; mov.b32 {{{pair}, {other}}}, $1;"
+            if not is_wide:
+                return f"{halves} cvt.rn.f16x2.e4m3x2 $0, low;"
+            floats = "cvt.f32.f16 x, low; cvt.f32.f16 y, high; cvt.rn.bf16x2.f32 $0, y, x;"
+            return f"{halves} cvt.rn.f16x2.e4m3x2 a, low; mov.b32 {{low, high}}, a; {floats}"
+    raise ValueError(f"there is no conversion of {kind}")
+
+
+def _i32_type() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _i32(x: int) -> Any:
+    return utils.c(x, _i32_type())
