@@ -8,6 +8,8 @@ NAMES = ("H100", "H200", "H800", "H20", "GH200")
 NUM_CORES = 132
 SHARED_BYTES = 232448 - 2048  # shared memory of a multiprocessor, less the barriers
 WARPGROUP_ROWS = 64  # rows of a wgmma instruction
+WARPGROUP_THREADS = 128
+REGISTERS = 65536  # registers of a multiprocessor
 
 
 def other_chip() -> str | None:
@@ -35,3 +37,19 @@ def name() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     return next((name.lower() for name in sorted(NAMES, key=len, reverse=True) if name in kind), kind)
+
+
+def computing_registers(loading: int, *, num_loading: int, num_computing: int) -> int:
+    """Return the most registers that a thread of the computing warpgroups can have beside the loading ones.
+
+    A thread block starts with as many for each thread as divide evenly, in eights. What loading threads give back is
+    all that computing ones can get: a thread that asks for more waits forever.
+
+    Args:
+        loading: registers of a loading thread.
+        num_loading: number of loading warpgroups.
+        num_computing: number of computing warpgroups.
+    """
+    num_warpgroups = num_loading + num_computing
+    at_start = REGISTERS // (num_warpgroups * WARPGROUP_THREADS) // 8 * 8
+    return (num_warpgroups * at_start - num_loading * loading) // num_computing // 8 * 8

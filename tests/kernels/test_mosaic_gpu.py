@@ -382,14 +382,3 @@ def test_every_stage_of_memory_fits(kind):
             assert call.part_columns % call.out_columns == 0
             assert tiles.tokens * call.group <= tiles.rows
             assert tiles.tokens % MIN_TILE_TOKENS == 0
-
-
-def test_registers_are_there_for_all():
-    """The warpgroups request no more registers than a thread block starts with: otherwise they would wait forever."""
-    kernel = pytest.importorskip(interpreted.KERNELS["mosaic_gpu"][0])
-    for num_warpgroups, (to_load, to_compute) in (*kernel.REGISTERS.items(), *kernel.WIDE_REGISTERS.items()):
-        at_start = 65536 // (128 * num_warpgroups) // 8 * 8
-        num_loading = 2 if num_warpgroups == 4 else 1
-        asked_for = num_loading * to_load + (num_warpgroups - num_loading) * to_compute
-        assert to_load <= at_start <= to_compute
-        assert asked_for <= num_warpgroups * at_start

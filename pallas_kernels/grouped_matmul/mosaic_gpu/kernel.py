@@ -14,11 +14,10 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.plan import MIN_ROWS, Call
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
-from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
+from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS, computing_registers
 
 MATRIX, BASE, BEGIN, END = range(4)  # columns of the visits
-# Registers of a loading and of a computing thread where there are three warpgroups; with two each has enough anyway.
-REGISTERS = (72, 216)
+LOADING_REGISTERS = 72  # registers of a loading thread where there are three warpgroups; two have enough anyway
 
 
 class Shared(NamedTuple):
@@ -87,13 +86,14 @@ def _kernel(call: Call, *refs: Any) -> None:
     @pl.when(thread == num_compute)
     def load() -> None:
         if num_compute > 1:
-            plgpu.set_max_registers(REGISTERS[0], action="decrease")
+            plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
         block.load()
 
     @pl.when(thread < num_compute)
     def compute() -> None:
         if num_compute > 1:
-            plgpu.set_max_registers(REGISTERS[1], action="increase")
+            computing = computing_registers(LOADING_REGISTERS, num_loading=1, num_computing=num_compute)
+            plgpu.set_max_registers(computing, action="increase")
         block.compute(thread)
 
 

@@ -13,13 +13,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
+from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS, computing_registers
 from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quantized
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu import fragments
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.memory import Shared, shared_memory
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import UNIT, Call
 
-REGISTERS = {2: (48, 232), 3: (56, 152), 4: (64, 112)}  # computing warpgroups: of a loading and of a computing thread
+LOADING_REGISTERS = {2: 40, 3: 56, 4: 32}  # registers of a loading thread, by the number of computing warpgroups
 _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
 _LAYOUT = plgpu.Layout.WGMMA
 
@@ -53,15 +53,17 @@ def _kernel(call: Call, *refs: Any) -> None:
     layer, x, elements, scale, offset, out, *scratch = refs
     block = ThreadBlock(call, layer[0], x, elements, scale, offset, out, Shared(*scratch))
     thread, num_computing = lax.axis_index("thread"), call.tiles.warpgroups
+    loading = LOADING_REGISTERS[num_computing]
+    computing = computing_registers(loading, num_loading=1, num_computing=num_computing)
 
     @pl.when(thread == num_computing)
     def load() -> None:
-        plgpu.set_max_registers(REGISTERS[num_computing][0], action="decrease")
+        plgpu.set_max_registers(loading, action="decrease")
         block.load()
 
     @pl.when(thread < num_computing)
     def compute() -> None:
-        plgpu.set_max_registers(REGISTERS[num_computing][1], action="increase")
+        plgpu.set_max_registers(computing, action="increase")
         block.compute(thread)
 
 

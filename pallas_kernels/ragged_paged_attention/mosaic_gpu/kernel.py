@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
+from jaxserve.pallas_kernels.hopper import computing_registers
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import merge
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.computing import ComputingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import LOG2E, Unmerged
@@ -29,10 +30,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, Pages, QuantizedPages, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 
-# Registers of a loading and of a computing thread, by the number of warpgroups; with two each has enough anyway. A
-# thread block starts with as many registers as divide evenly, in eights, and waits forever for more.
-REGISTERS = {3: (72, 216), 4: (64, 192)}
-WIDE_REGISTERS = {3: (40, 232)}  # registers where sums of many columns fill most of them
+# Registers of a loading thread, by the number of warpgroups; with two each has enough anyway.
+LOADING_REGISTERS = {3: 72, 4: 64}
+WIDE_LOADING_REGISTERS = {3: 40}  # registers where sums of many columns fill most of them
 
 
 def attend(
@@ -123,16 +123,17 @@ def _attend_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
     inputs, shared = Inputs(*refs[: len(Inputs._fields)]), Shared(*refs[len(Inputs._fields) :])
     thread = lax.axis_index("thread")
     num_compute = tiles.workers * tiles.warpgroups
-    registers = (WIDE_REGISTERS if call.is_wide else REGISTERS).get(num_compute + tiles.workers)
+    loading = (WIDE_LOADING_REGISTERS if call.is_wide else LOADING_REGISTERS).get(num_compute + tiles.workers)
 
     @pl.when(thread >= num_compute)
     def load() -> None:
-        if registers is not None:
-            plgpu.set_max_registers(registers[0], action="decrease")
+        if loading is not None:
+            plgpu.set_max_registers(loading, action="decrease")
         LoadingWarpgroup(call, tiles, inputs, shared, thread - num_compute).run()
 
     @pl.when(thread < num_compute)
     def compute() -> None:
-        if registers is not None:
-            plgpu.set_max_registers(registers[1], action="increase")
+        if loading is not None:
+            computing = computing_registers(loading, num_loading=tiles.workers, num_computing=num_compute)
+            plgpu.set_max_registers(computing, action="increase")
         ComputingWarpgroup(call, tiles, inputs, shared, thread).run()
