@@ -69,10 +69,11 @@ class EngineConfig:
             `tensor_parallel_size` devices equally many have each share and split its experts among them; all other
             layers are split over all devices. It must divide `tensor_parallel_size` and the number of experts.
         enable_dp_attention: make attention data parallel over these shares, as SGLang does under this name: the devices
-            of each share have rows of their own, and only the keys, values or latents of these, so that
-            `expert_parallel_size` times as many tokens fit in the pool; a request goes to the share with the most room
-            for it, preferably one that has its prefix cached. Attention and MLPs, but not experts, are then whole on
-            each share; `max_num_seqs`, `max_num_batched_tokens` and `num_pages` are those of each.
+            of each share have rows of their own, and only the keys, values or latents of these. So
+            `expert_parallel_size` times as many tokens have room where each device would hold all latents. A request
+            goes to the share with the least work, preferably one that has its prefix cached. Attention and MLPs, but
+            not routed experts, are then whole on each share, and `max_num_seqs`, `max_num_batched_tokens` and
+            `num_pages` are those of each.
         data_parallel_size: number of replicas of the model, each on its own `tensor_parallel_size` devices and with its
             own pool; a request goes to a replica that has room for it, preferably one that has its prefix cached.
         max_model_len: longest prompt plus output; None is the model's own.

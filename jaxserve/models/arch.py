@@ -143,12 +143,21 @@ class ArchConfig:
         """Return the config of a model whose heads are divided among so many devices."""
         return dataclasses.replace(self, num_devices=num_devices)
 
-    def with_data_shards(self, num_shards: int) -> "ArchConfig":
-        """Return the config of a model whose rows are divided among so many sets of devices, before `over`.
+    def divided(self, num_devices: int, num_expert_shards: int = 1, num_data_shards: int = 1) -> "ArchConfig":
+        """Return the config of a model that is divided among so many devices.
+
+        Args:
+            num_devices: number of devices.
+            num_expert_shards: number of shares of whole experts.
+            num_data_shards: number of sets of devices that have rows of their own; each set divides the heads.
 
         Raises:
-            ConfigError: its layers read more of a sequence than pages.
+            ConfigError: the experts or the rows cannot be divided.
         """
+        arch = self.with_expert_shards(num_expert_shards)._with_data_shards(num_data_shards)
+        return arch.over(num_devices // num_data_shards)
+
+    def _with_data_shards(self, num_shards: int) -> "ArchConfig":
         if num_shards > 1 and (self.state is not None or self.layer_inputs is not None):
             what = "layers with a state" if self.state is not None else "layers with inputs of their own"
             raise ConfigError(

@@ -176,7 +176,10 @@ class StepCompiler:
         leave_tpus_alone()
         num_shards = 1 if arch.experts is None else arch.experts.num_shards
         devices = self._chip.devices(self.target.topology)
-        return tensor_mesh(self.target.num_devices, devices, num_expert_shards=num_shards)
+        num_data_shards = arch.num_data_shards
+        return tensor_mesh(
+            self.target.num_devices, devices, num_expert_shards=num_shards, num_data_shards=num_data_shards
+        )
 
     def _state(self, arch: ArchConfig) -> ServeState:
         return abstract_state(arch, self.schedule, kv_dtype=self.kv_dtype, backend=self.backend, mesh=self._mesh(arch))
