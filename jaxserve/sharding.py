@@ -22,10 +22,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxserve.errors import ConfigError
 
 DATA = "data"  # mesh axis along which devices have rows and pages of their own
-MESH_AXES = ("tensor", "expert", DATA, "pipeline")  # the last has size 1
+MESH_AXES = (DATA, "tensor", "expert", "pipeline")  # the last has size 1
 TENSOR = ("tensor", "expert")  # mesh axes over which heads and MLPs are split
-EXPERTS = ("expert", DATA)  # mesh axes along which devices have experts of their own
-MODEL = ("tensor", "expert", DATA)  # mesh axes of all devices of a model, over which the vocabulary is split
+EXPERTS = (DATA, "expert")  # mesh axes along which devices have experts of their own
+MODEL = (DATA, "tensor", "expert")  # mesh axes of all devices of a model, over which the vocabulary is split
 
 MeshAxes = str | tuple[str, ...]
 
@@ -107,10 +107,10 @@ def replica_meshes(
 def make_mesh(devices: Sequence[jax.Device], num_expert_shards: int = 1, num_data_shards: int = 1) -> Mesh:
     """Return the mesh over the devices of one replica.
 
-    Devices that have the same experts are `num_expert_shards` apart, and those that have the same rows
-    `num_data_shards`.
+    Those that have the same rows follow each other. Among these, devices that have the same experts are as far apart as
+    there are shares of experts.
     """
-    sizes = -1, num_expert_shards // num_data_shards, num_data_shards, 1
+    sizes = num_data_shards, -1, num_expert_shards // num_data_shards, 1
     return Mesh(np.array(devices).reshape(sizes), MESH_AXES)
 
 
@@ -148,11 +148,20 @@ def split_dimension(axes: Sequence[str | None]) -> int | None:
     return next((dim for dim, axis in enumerate(axes) if _MESH_AXES[axis] not in (None, EXPERTS)), None)
 
 
-def num_holders(mesh: Mesh | AbstractMesh, axes: Sequence[str | None]) -> int:
-    """Return the number of devices that hold the same part of a tensor, one after the other; experts aside."""
+def split_axes(axes: Sequence[str | None]) -> MeshAxes | None:
+    """Return the mesh axes over which the dimension is split that tensor parallelism splits."""
     dimension = split_dimension(axes)
-    parts = 1 if dimension is None else num_parts(mesh, _MESH_AXES[axes[dimension]])
-    return num_parts(mesh, MODEL) // parts
+    return None if dimension is None else _MESH_AXES[axes[dimension]]
+
+
+def part_of(mesh: Mesh | AbstractMesh, index: int, axes: MeshAxes | None) -> int:
+    """Return the number of the part that device `index` of a mesh has of a dimension split over mesh axes."""
+    places = dict(zip(mesh.axis_names, np.unravel_index(index, mesh.axis_sizes), strict=True))
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    part = 0
+    for name in names:
+        part = part * mesh.shape[name] + int(places[name])
+    return part
 
 
 def whole_shape(mesh: Mesh | AbstractMesh, part: Sequence[int], axes: Sequence[str | None]) -> tuple[int, ...]:

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from jaxserve.layers.experts import Experts
 from jaxserve.quant import packed, plain
 from jaxserve.quant.weight_format import FormatChoice
-from jaxserve.sharding import EXPERTS, held_heads, named_sharding, num_holders, split_dimension, whole_shape
+from jaxserve.sharding import (
+    EXPERTS,
+    held_heads,
+    named_sharding,
+    num_parts,
+    part_of,
+    split_axes,
+    split_dimension,
+    whole_shape,
+)
 from jaxserve.weights import StoredTensor
 from jaxserve.weights.rows import Params, build_tree, leaf_at
 from jaxserve.weights.stored_tensor import Part, host_rows
@@ -236,7 +245,7 @@ def _rows_held(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NDArray[np.int64]:
     """
     num_rows = spec.shape[0]
     parts = np.split(np.arange(num_rows), np.cumsum(spec.hf_rows)[:-1])
-    firsts = range(0, mesh.size, num_holders(mesh, spec.axes))
+    firsts = range(num_parts(mesh, split_axes(spec.axes)))  # the first devices have all parts, in order
     shares = [np.concatenate(_share(spec, parts, index, mesh)[0]) for index in firsts]
     return np.concatenate([np.pad(s, (0, len(shares[0]) - len(s)), constant_values=num_rows) for s in shares])
 
@@ -259,22 +268,18 @@ def _share(
 
     Of the matrices of experts a device has those of its own experts.
     """
-    if spec.experts is None:
-        num_same = num_holders(mesh, spec.axes)
-        index, num_devices = index // num_same, mesh.size // num_same
-    else:
-        index, shard = divmod(index, spec.experts.num_shards)
-        num_devices = mesh.size // spec.experts.num_shards
-        if spec.is_matrix:  # biases are one array of all experts
-            parts = parts[_slice(len(parts) // spec.experts.num_shards, shard)]
+    axes = split_axes(spec.axes) if spec.experts is None else "tensor"
+    if spec.experts is not None and spec.is_matrix:  # biases are one array of all experts
+        parts = parts[_slice(len(parts) // spec.experts.num_shards, part_of(mesh, index, EXPERTS))]
+    place, count = part_of(mesh, index, axes), num_parts(mesh, axes)
     if spec.split_dimension == 1:
-        return [part[:, _slice(part.shape[1] // num_devices, index)] for part in parts], parts
+        return [part[:, _slice(part.shape[1] // count, place)] for part in parts], parts
     if not spec.heads:
-        return [part[_slice(-(-len(part) // num_devices), index)] for part in parts], None
+        return [part[_slice(-(-len(part) // count), place)] for part in parts], None
     return [
         part[_slice(len(part) // num_heads, head)]
         for part, num_heads in zip(parts, spec.heads, strict=True)
-        for head in held_heads(num_heads, index, num_devices)
+        for head in held_heads(num_heads, place, count)
     ], None
 
 

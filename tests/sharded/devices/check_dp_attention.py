@@ -37,9 +37,15 @@ MODEL: dict[str, Any] = {
     "n_group": 4,
     "num_hidden_layers": 2,
 }
-# Family, devices, and shares with rows of their own. With latents every device would have all of them otherwise; in
-# the second case each share has two devices, which split its heads and each of its experts.
-CASES = [("deepseek_v3", 2, 2), ("qwen3_moe", 4, 2), ("deepseek_v3", 4, 4), ("qwen3_moe", 2, 2), ("gpt_oss", 4, 2)]
+# Family, devices, shares with rows of their own, and quantisation. With latents every device would have all of them
+# otherwise; in the second case each share has two devices, which split its heads and each of its experts.
+CASES = [
+    ("deepseek_v3", 2, 2, None),
+    ("qwen3_moe", 4, 2, None),
+    ("deepseek_v3", 4, 4, None),
+    ("qwen3_moe", 2, 2, "int8"),
+    ("gpt_oss", 4, 2, None),
+]
 OPTIONS = SIZES | {"max_num_seqs": 2, "max_num_batched_tokens": 8, "num_pages": 20}  # of each share
 Pair = tuple[Engine, Engine]
 
@@ -51,10 +57,11 @@ def options(num_devices: int, num_shares: int) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=mainly(CASES[:2], *CASES[2:]), ids=str)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Start an engine on one device, and one whose rows are divided among several."""
-    family, *sizes = request.param
+    family, *sizes, quantization = request.param
     path = tmp_path_factory.mktemp(family)
     write_checkpoint(path, family, **MODEL)
-    alone, divided = (Engine(EngineConfig(str(path), **OPTIONS, **more)) for more in ({}, options(*sizes)))
+    same = OPTIONS | {"quantization": quantization, "count_expert_tokens": True}
+    alone, divided = (Engine(EngineConfig(str(path), **same, **more)) for more in ({}, options(*sizes)))
     return alone, divided
 
 
@@ -81,6 +88,10 @@ def test_rows_go_on_through_preemption_and_prefixes_are_found_where_they_are(pai
     assert engine.stats.num_steps > engine.stats.num_dispatches, "some dispatches had several"
     scheduler = engine.replicas[0].scheduler
     assert isinstance(scheduler, ShardedScheduler)
+    counts, experts = engine.stats.expert_tokens, engine.arch.experts
+    assert counts is not None
+    assert experts is not None
+    assert {sum(layer.values) for layer in counts.layers} == {experts.per_token * engine.stats.num_tokens}, "no padding"
     engine.reset_prefix_cache()
     shorter = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     generate(engine, prompts[: len(scheduler.shards)], shorter)  # one on each
