@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from jaxserve.errors import RequestError
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.router import NO_PREFIX, Router
+from jaxserve.scheduling.router import NO_PREFIX, Prefix, Router
 from jaxserve.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -127,9 +127,7 @@ class ShardedScheduler:
                 f"request_id must be unique among unfinished requests, got {request.request_id!r} again; "
                 "use another id, or abort the request that has it"
             )
-        index = self._choose(request)
-        self.shards[index].add(request)
-        self._requests[request.request_id] = request, index
+        self._bind(request, self._choose(request))
 
     def check_fits(self, request: Request) -> None:
         """Raise RequestError where a request could not run to its end even alone on its shard."""
@@ -222,21 +220,27 @@ class ShardedScheduler:
 
     # Parts
 
-    def _choose(self, request: Request) -> int:
-        """Return the shard for a request, and note that it will have the request's prefix.
+    def _prefix(self, request: Request) -> Prefix:
+        return self.shards[0].admission.prefix(request) if request.read_prefix_cache else NO_PREFIX
+
+    def _choose(self, request: Request, *, only_with_room: bool = False) -> int | None:
+        """Return the shard of least cost for a request; None if it must have room for it now and there is none.
 
         The load of a shard is what there is to compute before, and the tokens that its rows hold pages of.
         """
-        prefix = self.shards[0].admission.prefix(request) if request.read_prefix_cache else NO_PREFIX
-        loads = []
         for index, shard in enumerate(self.shards):
             num_held = shard.num_pages_used * self.page_size // self.groups.size
-            loads.append(shard.admission.load + num_held)
-            self._router.set_load(index, loads[-1], is_open=shard.admission.has_room(request))
-        route = self._router.choose(prefix)
-        index = loads.index(min(loads)) if route is None else route.replica
-        self._router.note(index, prefix)
-        return index
+            is_open = not only_with_room or shard.admission.has_room(request)
+            self._router.set_load(index, shard.admission.load + num_held, is_open=is_open)
+        route = self._router.choose(self._prefix(request), only_open=True)
+        return None if route is None else route.replica
+
+    def _bind(self, request: Request, index: int | None) -> None:
+        """Give a request to a shard, which will have its prefix."""
+        assert index is not None, "all shards are open to requests that may wait"
+        self.shards[index].add(request)
+        self._requests[request.request_id] = request, index
+        self._router.note(index, self._prefix(request))
 
     def _distribute(self) -> None:
         """Give waiting requests to other shards, if there is one for which none waits although it has room."""
@@ -244,7 +248,8 @@ class ShardedScheduler:
             return
         if any(not shard.num_waiting and shard.admission.has_room() for shard in self.shards):
             for request in self.withdraw():
-                self.add(request)
+                index = self._choose(request, only_with_room=True)
+                self._bind(request, self._choose(request) if index is None else index)
 
     def _join(self, begun: Sequence[StepPlan], parts: Sequence[StepPlan | None]) -> StepPlan:
         """Return the plan of all rows: those of one shard after those of another."""

@@ -2,7 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, rows_of
+from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, num_computed, rows_of
 
 from jaxserve.request import FinishReason, RequestStatus
 from jaxserve.schedule_config import ScheduleConfig
@@ -96,15 +96,26 @@ def test_requests_go_where_the_least_is_to_do_and_to_their_prefixes():
     assert loop.plans[-1].num_cached_tokens == 20
 
 
-def test_no_shard_is_idle_while_requests_wait_for_another():
+def test_each_of_several_prefixes_that_come_at_once_is_computed_once():
+    scheduler = make(num_shards=2, seqs=4, budget=64, num_pages=40)
+    loop = loop_of(scheduler)
+    prefixes = [[4, 3, 2, 1] * 5, [0, 1, 0, 2] * 5]
+    loop.add(*(make_request(str(index), [*prefixes[index % 2], 1 + index // 2], 2) for index in range(8))).drain()
+    num_prompt_tokens = 2 * 20 + 8  # each prefix, and the last token of each request
+    assert num_computed(loop.plans) == num_prompt_tokens + 8, "the second token of each is computed from the first"
+    assert {row.slot // 4 for plan in loop.plans for row in rows_of(plan)} == {0, 1}
+
+
+def test_no_shard_is_idle_while_requests_wait_for_the_one_that_has_their_prefix():
     scheduler = make(num_shards=2, seqs=1, budget=16, num_pages=20)
     loop = loop_of(scheduler)
-    long, *short = (make_request(str(index), [index % 5] * 4, 30 if index == 0 else 2) for index in range(5))
-    loop.add(long, *short)
+    long, *short = (make_request(str(index), [0] * 8 + [index], 2 if index else 30) for index in range(5))
+    loop.add(long).step()
+    loop.add(*short)
     num_steps = 0
     while any(request.status is not RequestStatus.FINISHED for request in short):
         loop.step()
         num_steps += 1
-    assert num_steps <= 10, "two tokens of each of the short ones, one after the other on the shard beside the long one"
+    assert num_steps <= 10, "two tokens of each of the short ones, one after the other on the other shard"
     assert long.status is RequestStatus.RUNNING
     loop.drain()
