@@ -68,6 +68,12 @@ class EngineConfig:
         expert_parallel_size: number of equal shares of a mixture's experts, which are on different devices. Of the
             `tensor_parallel_size` devices equally many have each share and split its experts among them; all other
             layers are split over all devices. It must divide `tensor_parallel_size` and the number of experts.
+        enable_dp_attention: make attention data parallel over these shares, as SGLang does under this name: the devices
+            of each share have rows of their own, and only the keys, values or latents of these. So
+            `expert_parallel_size` times as many tokens have room where each device would hold all latents. A request
+            goes to the share with the least work, preferably one that has its prefix cached. Attention and MLPs, but
+            not routed experts, are then whole on each share, and `max_num_seqs`, `max_num_batched_tokens` and
+            `num_pages` are those of each.
         data_parallel_size: number of replicas of the model, each on its own `tensor_parallel_size` devices and with its
             own pool; a request goes to a replica that has room for it, preferably one that has its prefix cached.
         max_model_len: longest prompt plus output; None is the model's own.
@@ -140,6 +146,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
     expert_parallel_size: int = 1
+    enable_dp_attention: bool = False
     data_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -208,10 +215,10 @@ class EngineConfig:
             "max_long_partial_prefills",
         ):
             _check_positive(name, getattr(self, name))
-        _check_devices(self)
         _check_max_logprobs(self.max_logprobs)
         for name in (
             "skip_tokenizer_init",
+            "enable_dp_attention",
             "enable_prefix_caching",
             "step_ahead",
             "count_expert_tokens",
@@ -219,6 +226,7 @@ class EngineConfig:
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        _check_devices(self)
         for name in ("seed", "long_prefill_token_threshold"):
             if getattr(self, name) is None:  # treated as 0, as in vLLM
                 object.__setattr__(self, name, 0)
@@ -226,6 +234,11 @@ class EngineConfig:
         _check_seed(self.seed)
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+
+    @property
+    def num_data_shards(self) -> int:
+        """Shares of a replica's devices that have rows, and pages, of their own."""
+        return self.expert_parallel_size if self.enable_dp_attention else 1
 
     @property
     def max_steps(self) -> int:
@@ -344,6 +357,21 @@ def _check_devices(config: EngineConfig) -> None:
             f"expert_parallel_size must divide tensor_parallel_size, the number of devices, got "
             f"{config.expert_parallel_size} and {config.tensor_parallel_size}; set it to a divisor"
         )
+    if not config.enable_dp_attention:
+        return
+    if config.expert_parallel_size == 1:
+        raise ConfigError(
+            "enable_dp_attention needs an expert_parallel_size above 1, the number of shares of devices that have rows "
+            "of their own, got 1; set both, or drop it"
+        )
+    for name, value, alone in (
+        ("data_parallel_size", config.data_parallel_size, 1),
+        ("speculative_config", config.speculative_config, None),
+    ):
+        if value != alone:
+            raise ConfigError(
+                f"{name} must be {alone} with enable_dp_attention, got {value!r}: it is not supported; drop one"
+            )
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jaxserve.config import EngineConfig, read_targets, read_tenant_weights
@@ -20,7 +20,10 @@ FREE_TOKENS = 256  # smaller steps are hardly faster on an accelerator, as they 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Resolved sizes that the scheduler, packing and compiled programs share."""
+    """Resolved sizes that the scheduler, packing and compiled programs share.
+
+    Where rows are divided among shards, each with pages of its own, slots, tokens and pages are those of all shards.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -41,6 +44,7 @@ class ScheduleConfig:
     has_split_steps: bool = False  # True if there are split plans, for rows that wait for tokens
     pools: bool = False  # True if requests end with their prompts
     count_expert_tokens: bool = False  # True if steps count the tokens of each expert
+    num_data_shards: int = 1  # shards among which slots, pages and each step's tokens are divided equally
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -48,6 +52,23 @@ class ScheduleConfig:
                 f"max_num_batched_tokens must be at least max_num_seqs so that all running requests fit one step, "
                 f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
             )
+
+    @property
+    def of_shard(self) -> ScheduleConfig:
+        """Sizes of one shard."""
+        count = self.num_data_shards
+        return replace(
+            self,
+            max_num_seqs=self.max_num_seqs // count,
+            max_num_batched_tokens=self.max_num_batched_tokens // count,
+            num_pages=self.num_shard_pages,
+            num_data_shards=1,
+        )
+
+    @property
+    def num_shard_pages(self) -> int:
+        """Pages of one shard, those of a device's pool."""
+        return self.num_pages // self.num_data_shards
 
     @property
     def max_total_tokens(self) -> int:
@@ -102,12 +123,15 @@ class ScheduleConfig:
         above 8 do, pays off after 8 s of steps of its size. For an accelerator, a program takes 10 to 30 s to compile.
         Up to FREE_TOKENS, less padding saves no time, so that more sizes would never pay off; above, a size that saves
         a sixth pays off after one to three minutes, and sizes in between would cost as much for half the gain.
+
+        Where tokens are divided among shards, each has one of these sizes, the same for all.
         """
-        top, next_size = self.max_num_batched_tokens, _next_of_few if self.few_programs else _next_of_many
+        count = self.num_data_shards
+        top, next_size = self.max_num_batched_tokens // count, _next_of_few if self.few_programs else _next_of_many
         sizes = [min(MIN_FEW_TOKENS, top)] if self.few_programs else list(range(1, min(8, top) + 1))
         while sizes[-1] < top:
             sizes.append(min(next_size(sizes[-1]), top))
-        return tuple(sizes)
+        return tuple(count * size for size in sizes)
 
     def max_steps(self, bucket: int, limit: int) -> int:
         """Return the most decode steps in one dispatch of a bucket's program, at most `limit`."""
@@ -141,7 +165,8 @@ class ScheduleConfig:
 
     def _numbers_of_rows(self, most: int) -> tuple[int, ...]:
         """Return numbers of rows, the last of them `most`, that are few: each holds the smaller ones' rows as well."""
-        sizes = [MIN_FEW_TOKENS if self.few_programs else 1]
+        count = self.num_data_shards
+        sizes = [count * (MIN_FEW_TOKENS if self.few_programs else 1)]
         while sizes[-1] < most:
             sizes.append(sizes[-1] * (4 if self.few_programs else 2))
         return tuple(min(size, most) for size in sizes)
@@ -190,7 +215,7 @@ def resolve_schedule(
         max_position: longest sequence of the model.
         platform: platform of jax.
         page_size: tokens per page.
-        num_pages: pages in the pool.
+        num_pages: pages in the pool of a device.
         windows: sliding window of each KV group.
         has_states: True if some layers have a state instead of attention.
         pools: True if the model pools.
@@ -201,7 +226,7 @@ def resolve_schedule(
             f"max_model_len must be at most the model's max_position_embeddings, got {max_model_len} and {max_position}"
         )
     max_num_seqs, budget = default_batch(config, on_cpu=platform == "cpu")
-    sizes = (max_num_seqs, budget, max_model_len, page_size, num_pages)
+    sizes = (max_num_seqs, budget, max_model_len, page_size, num_pages * config.num_data_shards)
     return ScheduleConfig(
         *sizes,
         few_programs=platform != "cpu",
@@ -217,6 +242,7 @@ def resolve_schedule(
         num_spare_drafts=config.speculation.num_spare_drafts if config.speculation else 0,
         pools=pools,
         count_expert_tokens=config.count_expert_tokens,
+        num_data_shards=config.num_data_shards,
     )
 
 
@@ -226,7 +252,10 @@ def default_snapshots(config: EngineConfig, max_num_seqs: int) -> int:
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
-    """Return max_num_seqs and max_num_batched_tokens, with defaults that are consistent with the given values."""
+    """Return max_num_seqs and max_num_batched_tokens, with defaults that are consistent with the given values.
+
+    Options are those of each shard of the rows, results those of all shards.
+    """
     seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
         seqs = 64 if on_cpu else 256
@@ -234,4 +263,4 @@ def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
             seqs = max(1, min(seqs, budget - prefill_share(budget)))
     if budget is None:
         budget = max(512 if on_cpu else 2048, 2 * seqs)
-    return seqs, budget
+    return seqs * config.num_data_shards, budget * config.num_data_shards

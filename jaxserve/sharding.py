@@ -1,13 +1,17 @@
-"""Tensor and expert parallelism: the mesh, and the table from logical axes of tensors to mesh axes.
+"""Tensor, expert and data parallelism: the mesh, and the table from logical axes of tensors to mesh axes.
 
 Matrices are split as in Megatron-LM (Shoeybi et al. 2019): those before attention and SwiGLU by their rows (heads,
 ffn), those after by their columns, so that a layer sums over the devices twice; embedding and head by the vocabulary.
 All devices of a model take part. Those of routed experts are divided twice: whole experts along the expert axis, and
 each expert, as above, over the devices that have it.
+
+Along the data axis devices have rows, with their pages, of their own: attention and MLPs, whose matrices all of them
+hold, are those of a device's own tokens. Routed experts and the vocabulary are divided along it, too. There the devices
+exchange tokens: each gathers those of all, computes its part of them, and gets the sums of its own.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -17,30 +21,37 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 
-MESH_AXES = ("data", "tensor", "expert", "pipeline")  # the first and the last have size 1
-EXPERT = "expert"  # mesh axis along which devices have experts of their own
-TENSOR = ("tensor", EXPERT)  # mesh axes over which models are split; the devices of both are those of the model
+DATA = "data"  # mesh axis along which devices have rows and pages of their own
+MESH_AXES = (DATA, "tensor", "expert", "pipeline")  # the last has size 1
+TENSOR = ("tensor", "expert")  # mesh axes over which heads and MLPs are split
+EXPERTS = (DATA, "expert")  # mesh axes along which devices have experts of their own
+MODEL = (DATA, "tensor", "expert")  # mesh axes of all devices of a model, over which the vocabulary is split
 
 MeshAxes = str | tuple[str, ...]
 
 _MESH_AXES: dict[str | None, MeshAxes | None] = {
-    "vocab": TENSOR,
+    "vocab": MODEL,
     "heads": TENSOR,
     "ffn": TENSOR,
-    "expert": EXPERT,
+    "expert": EXPERTS,
     "expert_ffn": "tensor",
-    "expert_rows": TENSOR,  # experts and the rows of each, in one dimension
+    "expert_rows": MODEL,  # experts and the rows of each, in one dimension
     "embed": None,
     None: None,
 }
 
 
 def tensor_mesh(
-    num_devices: int, devices: Sequence[jax.Device] | None = None, *, num_expert_shards: int = 1
+    num_devices: int,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    num_expert_shards: int = 1,
+    num_data_shards: int = 1,
 ) -> Mesh | None:
     """Return the mesh over the first `num_devices` of `devices`, by default of all devices; None for one device.
 
-    `num_expert_shards` is the size of the expert axis, which divides the number of devices.
+    `num_expert_shards`, the number of shares of whole experts, divides the number of devices; `num_data_shards`, the
+    size of the data axis, divides that.
 
     With many processes, the mesh has the first devices of each: all processes must take part.
 
@@ -61,19 +72,23 @@ def tensor_mesh(
         )
     share = num_devices // len(processes)
     taken = [d for process in processes for d in [d for d in devices if d.process_index == process][:share]]
-    return make_mesh(taken, num_expert_shards) if num_devices > 1 else None
+    return make_mesh(taken, num_expert_shards, num_data_shards) if num_devices > 1 else None
 
 
 def replica_meshes(
-    tensor_parallel_size: int, data_parallel_size: int, expert_parallel_size: int = 1
+    tensor_parallel_size: int, data_parallel_size: int, expert_parallel_size: int = 1, num_data_shards: int = 1
 ) -> list[Mesh | None]:
     """Return the mesh of each replica, over consecutive devices; [None] for one replica on one device.
+
+    The last two sizes are as in `tensor_mesh`.
 
     Raises:
         ConfigError: there are fewer devices, or they belong to several processes.
     """
     if data_parallel_size == 1:
-        return [tensor_mesh(tensor_parallel_size, num_expert_shards=expert_parallel_size)]
+        return [
+            tensor_mesh(tensor_parallel_size, num_expert_shards=expert_parallel_size, num_data_shards=num_data_shards)
+        ]
     if jax.process_count() > 1:
         raise ConfigError(
             f"data_parallel_size must be 1 in a run over many processes, got {data_parallel_size} and "
@@ -86,20 +101,22 @@ def replica_meshes(
             f"{data_parallel_size} and {len(devices)}; lower one{_more_devices(devices, size * data_parallel_size)}"
         )
     firsts = range(0, size * data_parallel_size, size)
-    return [make_mesh(devices[first : first + size], expert_parallel_size) for first in firsts]
+    return [make_mesh(devices[first : first + size], expert_parallel_size, num_data_shards) for first in firsts]
 
 
-def make_mesh(devices: Sequence[jax.Device], num_expert_shards: int = 1) -> Mesh:
+def make_mesh(devices: Sequence[jax.Device], num_expert_shards: int = 1, num_data_shards: int = 1) -> Mesh:
     """Return the mesh over the devices of one replica.
 
-    Devices that have the same experts are `num_expert_shards` apart.
+    Those that have the same rows follow each other. Among these, devices that have the same experts are as far apart as
+    there are shares of experts.
     """
-    return Mesh(np.array(devices).reshape(1, -1, num_expert_shards, 1), MESH_AXES)
+    sizes = num_data_shards, -1, num_expert_shards // num_data_shards, 1
+    return Mesh(np.array(devices).reshape(sizes), MESH_AXES)
 
 
 def tensor_size(mesh: Mesh | None) -> int:
     """Return the number of devices that a model is split over; 1 without a mesh."""
-    return 1 if mesh is None else num_parts(mesh, TENSOR)
+    return 1 if mesh is None else num_parts(mesh, MODEL)
 
 
 def num_parts(mesh: Mesh | AbstractMesh, axes: MeshAxes | None) -> int:
@@ -128,7 +145,23 @@ def split_dimension(axes: Sequence[str | None]) -> int | None:
 
     Whole experts may be divided along another one.
     """
-    return next((dim for dim, axis in enumerate(axes) if _MESH_AXES[axis] not in (None, EXPERT)), None)
+    return next((dim for dim, axis in enumerate(axes) if _MESH_AXES[axis] not in (None, EXPERTS)), None)
+
+
+def split_axes(axes: Sequence[str | None]) -> MeshAxes | None:
+    """Return the mesh axes over which the dimension is split that tensor parallelism splits."""
+    dimension = split_dimension(axes)
+    return None if dimension is None else _MESH_AXES[axes[dimension]]
+
+
+def part_of(mesh: Mesh | AbstractMesh, index: int, axes: MeshAxes | None) -> int:
+    """Return the number of the part that device `index` of a mesh has of a dimension split over mesh axes."""
+    places = dict(zip(mesh.axis_names, np.unravel_index(index, mesh.axis_sizes), strict=True))
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    part = 0
+    for name in names:
+        part = part * mesh.shape[name] + int(places[name])
+    return part
 
 
 def whole_shape(mesh: Mesh | AbstractMesh, part: Sequence[int], axes: Sequence[str | None]) -> tuple[int, ...]:
@@ -136,24 +169,25 @@ def whole_shape(mesh: Mesh | AbstractMesh, part: Sequence[int], axes: Sequence[s
     return tuple(size * num_parts(mesh, _MESH_AXES[axis]) for size, axis in zip_longest(part, axes))
 
 
-def joined(mesh: Mesh, part: Any, larger: Any) -> Any:
+def joined(mesh: Mesh, part: Any, larger: Mapping[MeshAxes, Any]) -> Any:
     """Return the shapes and shardings of global arrays of which each device of a mesh holds `part`.
 
     Args:
         mesh: mesh of the devices.
         part: tree of shapes and dtypes on one device.
-        larger: the same tree for a device with a larger share: an array is split in the dimension in which it is larger
-            here, and replicated if there is none.
+        larger: the same tree for a device with a larger share, by the mesh axes over which such shares are divided: an
+            array is split over them in the dimension in which it is larger here, and replicated if there is none.
     """
 
-    def join(own: jax.ShapeDtypeStruct, more: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        is_split = [a < b for a, b in zip(own.shape, more.shape, strict=True)]
-        count = tensor_size(mesh)
-        shape = [size * count if split else size for size, split in zip(own.shape, is_split, strict=True)]
-        spec = PartitionSpec(*(TENSOR if split else None for split in is_split))
-        return jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=NamedSharding(mesh, spec))
+    def join(own: jax.ShapeDtypeStruct, *more: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        axes: list[MeshAxes | None] = [
+            next((axes for axes, other in zip(larger, more, strict=True) if other.shape[dim] > size), None)
+            for dim, size in enumerate(own.shape)
+        ]
+        shape = tuple(size * num_parts(mesh, each) for size, each in zip(own.shape, axes, strict=True))
+        return jax.ShapeDtypeStruct(shape, own.dtype, sharding=NamedSharding(mesh, PartitionSpec(*axes)))
 
-    return jax.tree.map(join, part, larger)
+    return jax.tree.map(join, part, *larger.values())
 
 
 def specs_of(tree: Any) -> Any:

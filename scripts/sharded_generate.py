@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--model", metavar="DIR", help="checkpoint; the embedded default without")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="INT")
     parser.add_argument("--expert-parallel-size", type=int, default=1, metavar="INT")
+    parser.add_argument("--enable-dp-attention", action="store_true")
     parser.add_argument("--data-parallel-size", type=int, default=1, metavar="INT")
     parser.add_argument("--max-tokens", type=int, default=64, metavar="INT")
     parser.add_argument("--processes", nargs="+", metavar=("HOST:PORT", "COUNT"), help="HOST:PORT COUNT ID, or auto")
@@ -39,7 +40,7 @@ def main() -> None:
             parser.error("--processes takes HOST:PORT COUNT ID, or auto")
         address, count, process_id = args.processes
         processes.initialize(address, int(count), int(process_id))
-    names = ("tensor_parallel_size", "expert_parallel_size", "data_parallel_size")
+    names = ("tensor_parallel_size", "expert_parallel_size", "enable_dp_attention", "data_parallel_size")
     sizes = {name: getattr(args, name) for name in names}
     llm = LLM(args.model, **sizes)  # all processes but the first work for that one here, and end
     started = time.monotonic()

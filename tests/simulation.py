@@ -87,10 +87,12 @@ class Device:
 
     As the compiled step, it knows by slot how long sequences are and which have stopped, and takes from a plan no more
     than that. A round with drafts computes up to `num_spare_tokens` more than it may accept: those of a tree.
+    Pages of a slot are numbered from `first_page` of it on; copies have numbers of all pages.
     """
 
-    def __init__(self, groups, num_spare_tokens=0):
+    def __init__(self, groups, num_spare_tokens=0, first_page=lambda slot: 0):
         self.groups = groups
+        self.first_page = first_page
         self.num_spare_tokens = num_spare_tokens
         self.kv = {}
         self.states = {}  # slot, or minus an entry of a snapshot and one -> what the state depends on
@@ -178,7 +180,7 @@ class Device:
                 num_nodes = num_drafts + self.num_spare_tokens if num_drafts else 0
                 for position in range(first + 1, min(first + 1 + num_nodes, row.request.max_total_tokens - 1)):
                     for group in range(self.groups.size):
-                        self.kv[self._entry(row.request, position, group)] = "drafted"
+                        self.kv[self._entry(row, position, group)] = "drafted"
 
     def _stop(self, request, slot, token):
         num_tokens = self.lengths[slot] + 1
@@ -206,7 +208,7 @@ class Device:
         for row, tokens in zip(rows, sequences, strict=True):
             for position in range(row.start, row.start + row.num_tokens):
                 for group in range(self.groups.size):
-                    entry = self._entry(row.request, position, group)
+                    entry = self._entry(row, position, group)
                     assert entry not in written, f"{entry} is written twice in one step"
                     written.add(entry)
                     self.kv[entry] = (group, row.request.salt, tuple(tokens[: position + 1]))
@@ -216,7 +218,7 @@ class Device:
         for group, window in enumerate(self.groups.windows):
             first = 0 if window is None else max(row.start - window + 1, 0)
             for position in range(first, len(tokens)):
-                content = self.kv.get(self._entry(row.request, position, group))
+                content = self.kv.get(self._entry(row, position, group))
                 expected = (group, row.request.salt, tuple(tokens[: position + 1]))
                 assert content == expected, f"{row.request.request_id} finds {content} at position {position}"
 
@@ -226,11 +228,11 @@ class Device:
         self.history[row.slot][len(tokens)] = token = next_token(tokens)
         return token
 
-    def _entry(self, request, position, group):
+    def _entry(self, row, position, group):
         column, offset = divmod(position, self.groups.page_size)
-        page = request.pages[column * self.groups.size + group]
+        page = row.request.pages[column * self.groups.size + group]
         assert page != RELEASED
-        return page, offset
+        return self.first_page(row.slot) + page, offset
 
 
 class Loop:
@@ -239,11 +241,11 @@ class Loop:
     With drafts, slots have different numbers of them, `max_drafts` at most.
     """
 
-    def __init__(self, scheduler, depth=0, max_steps=1, max_drafts=0, *, may_split=False):
+    def __init__(self, scheduler, depth=0, max_steps=1, max_drafts=0, *, may_split=False, first_page=lambda slot: 0):
         self.scheduler, self.depth, self.max_steps = scheduler, depth, max_steps
         slots = range(scheduler.max_num_seqs)
         self.num_drafts = [(max_drafts + slot) % (max_drafts + 1) for slot in slots] if max_drafts else ()
-        self.device = Device(scheduler.groups, scheduler.num_spare_tokens)
+        self.device = Device(scheduler.groups, scheduler.num_spare_tokens if max_drafts else 0, first_page)
         self.may_split = may_split and max_steps == 1 and not max_drafts
         self.in_flight = []
         self.plans = []

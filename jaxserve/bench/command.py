@@ -197,10 +197,10 @@ def _check_fits(schedule: ScheduleConfig, name: str, request: WorkloadRequest) -
             f"{name} has {tokens}, but max_model_len is {schedule.max_model_len}; raise it, or choose another workload"
         )
     num_pages = schedule.kv_groups.num_pages(num_tokens - 1)  # the last token is never computed
-    if num_pages > schedule.num_pages:
+    if num_pages > schedule.num_shard_pages:
         raise ConfigError(
             f"{name} has {tokens}, which need {num_pages} pages of {schedule.page_size} tokens, but num_pages is "
-            f"{schedule.num_pages}; raise it, or choose another workload"
+            f"{schedule.num_shard_pages}; raise it, or choose another workload"
         )
 
 

@@ -36,7 +36,7 @@ def build_arch(config: EngineConfig) -> ArchConfig:
         generator = pooling.generator_config(raw, registry.FAMILIES)
         arch = pooling.pooling_arch(registry.from_hf_config(generator), pooler)
     arch = arch.within(config.max_model_len or arch.max_position)
-    arch = arch.over(config.tensor_parallel_size).with_expert_shards(config.expert_parallel_size)
+    arch = arch.divided(config.tensor_parallel_size, config.expert_parallel_size, config.num_data_shards)
     # generation_config.json adds the ids that end a chat turn.
     return dataclasses.replace(arch, eos_ids=arch.eos_ids | token_id_set(generation.get("eos_token_id")))
 

@@ -31,7 +31,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sharded import new_scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
 def replay_log(path: str | Path) -> int:
     """Make the plans of a log again, and return their number; RuntimeError where one is another."""
     schedule, events = read_log(path)
-    return replay(events, Scheduler.of(schedule))
+    return replay(events, new_scheduler(schedule))
 
 
 def _to_json(field: Any) -> Any:

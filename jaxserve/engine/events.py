@@ -16,7 +16,7 @@ from jaxserve.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from jaxserve.scheduling.plan import StepPlan
-    from jaxserve.scheduling.scheduler import Scheduler
+    from jaxserve.scheduling.sharded import AnyScheduler
 
 
 # To the core
@@ -101,7 +101,7 @@ Record = Callable[[ReplicaEvent], None]
 
 def replay(
     events: Iterable[ReplicaEvent],
-    scheduler: Scheduler,
+    scheduler: AnyScheduler,
     launch: Callable[[StepPlan, int], None] = lambda plan, bucket: None,
     read_weights: Callable[[str], None] = lambda path: None,
 ) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router
+from jaxserve.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from jaxserve.engine.replica import Replica
@@ -54,8 +55,13 @@ class LoadBalancer:
         self._num_cache_resets = [0] * len(replicas)
         self._changed = set(range(len(replicas)))  # replicas whose state the router does not know
         if not self.is_lone:
-            for index, replica in enumerate(replicas):
-                replica.scheduler.watcher = partial(self._changed.add, index)
+            for index in range(len(replicas)):
+                self._scheduler(index).watcher = partial(self._changed.add, index)
+
+    def _scheduler(self, index: int) -> Scheduler:
+        scheduler = self._replicas[index].scheduler
+        assert isinstance(scheduler, Scheduler), "rows of one among several replicas are not divided; the config checks"
+        return scheduler
 
     @property
     def num_queued(self) -> int:
@@ -103,12 +109,12 @@ class LoadBalancer:
     def _note_changes(self) -> None:
         """Note the state of the replicas that have changed."""
         for index in self._changed:
-            self._note_state(index, is_open=self._replicas[index].scheduler.admission.has_room())
+            self._note_state(index, is_open=self._scheduler(index).admission.has_room())
         self._changed.clear()  # not one by one: an interrupted call is repeated
 
     def _note_state(self, index: int, *, is_open: bool) -> None:
         """Report the load of a replica to the router, and note whether it has requests and whether any waits."""
-        scheduler = self._replicas[index].scheduler
+        scheduler = self._scheduler(index)
         self._router.set_load(index, scheduler.admission.load, is_open=is_open)
         if scheduler.has_unfinished():
             self._idle.pop(index, None)
@@ -150,14 +156,14 @@ class LoadBalancer:
 
     def _fits(self, request: Request, route: Route) -> bool:
         request.num_shared_tokens = route.num_shared_tokens
-        has_room = self._replicas[route.replica].scheduler.admission.has_room(request)
+        has_room = self._scheduler(route.replica).admission.has_room(request)
         if not has_room:
             self._changed.add(route.replica)  # it may have room for another request when the next call looks again
         return has_room
 
     def _must_wait(self, request: Request, route: Route) -> bool:
         request.num_shared_tokens = route.num_shared_tokens
-        return self._replicas[route.replica].scheduler.admission.must_wait(request)
+        return self._scheduler(route.replica).admission.must_wait(request)
 
     def _give_to_idle(self, requests: Sequence[Request]) -> None:
         """Bind queued requests to idle replicas, one to each, wherever their prefixes are."""
@@ -182,7 +188,7 @@ class LoadBalancer:
     def _prefix(self, request: Request) -> Prefix:
         prefix = self._prefixes.get(request.request_id)
         if prefix is None:
-            prefix = self._prefixes[request.request_id] = self._replicas[0].scheduler.admission.prefix(request)
+            prefix = self._prefixes[request.request_id] = self._scheduler(0).admission.prefix(request)
         return prefix
 
     def _usable_prefix(self, request: Request) -> Prefix:

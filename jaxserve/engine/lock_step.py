@@ -12,7 +12,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.execution.executor import Executor
 from jaxserve.execution.program_store import source_digest
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sharded import AnyScheduler
 
 _OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that each process may have of its own
 
@@ -32,7 +32,7 @@ def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None
                 )
 
 
-def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: Devices) -> None:
+def follow(peers: Follower, scheduler: AnyScheduler, executor: Executor, devices: Devices) -> None:
     """Replay the leading process's events until it ends. End this process if that cannot go on."""
 
     def launch(plan: StepPlan, bucket: int) -> None:

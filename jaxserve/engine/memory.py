@@ -166,7 +166,7 @@ def _num_pages_that_fit(
 def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_bytes: int) -> float:
     """Return the bytes of a pool on a CPU: a share of the memory, no more than the requests of a step can use."""
     row_pages = KVGroups(page_size, arch.kv_windows).num_pages(config.max_model_len or arch.max_position)
-    max_num_seqs, _ = default_batch(config, on_cpu=True)
+    max_num_seqs = default_batch(config, on_cpu=True)[0] // config.num_data_shards
     share = machine_bytes() * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
     return float(min(share - slot_bytes(config, arch, on_cpu=True), max_num_seqs * row_pages * page_bytes))
 

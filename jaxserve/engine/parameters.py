@@ -209,7 +209,8 @@ def not_packed(
 
 def meshes_of(config: EngineConfig) -> list[Mesh | None]:
     """Return the mesh of each replica; None for a replica on one device."""
-    return replica_meshes(config.tensor_parallel_size, config.data_parallel_size, config.expert_parallel_size)
+    sizes = config.tensor_parallel_size, config.data_parallel_size, config.expert_parallel_size
+    return replica_meshes(*sizes, config.num_data_shards)
 
 
 def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:

@@ -28,7 +28,7 @@ from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.draft_pacer import DISPATCH_S, DraftPacer
 from jaxserve.scheduling.pacer import MAX_STEPS, Pacer
 from jaxserve.scheduling.plan import PlanKind
-from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.sharded import new_scheduler
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
@@ -104,7 +104,7 @@ class Replica:
     ) -> None:
         s = executor.schedule
         self.executor = executor
-        self.scheduler = Scheduler.of(s)
+        self.scheduler = new_scheduler(s)
         self.pacer = Pacer(config.multi_step, lambda bucket: s.max_steps(bucket, config.max_steps))
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.in_flight: deque[InFlight] = deque()
@@ -214,7 +214,7 @@ class Replica:
         if plan.num_prefill_tokens or plan.num_drafts or plan.is_split:
             self.pacer.pause()
         else:
-            bucket = self.executor.multi_step_bucket_for(plan.num_rows)
+            bucket = self.executor.multi_step_bucket_for(plan.num_even_rows)
             self.pacer.ended(bucket, plan.num_steps, int(num_tokens.max()), result.ended_s)
         if not self.executor.schedule.pools:
             self._stats.num_sampled_tokens += int(num_tokens.sum())
@@ -305,11 +305,11 @@ class Replica:
         """Return whether rows with a constraint can compute a token before the host has read it."""
         if not self._constrained or self._most_in_flight == 1 or not self.scheduler.has_split_rows:
             return False
-        return self.executor.split_bucket_for(self.scheduler.num_running) is not None
+        return self.executor.split_bucket_for(self.scheduler.num_even_rows) is not None
 
     def _max_steps(self, wanted: int) -> int:
         """Return the steps that the next dispatch may have: `wanted` as far as programs go, or as many as pay if 0."""
-        bucket = self.executor.multi_step_bucket_for(self.scheduler.num_running)
+        bucket = self.executor.multi_step_bucket_for(self.scheduler.num_even_rows)
         if bucket is None or self._has_whole_logprobs():
             return 1
         return self.pacer.max_steps(bucket, wanted)
@@ -385,11 +385,11 @@ class Replica:
 def _bucket(plan: StepPlan, executor: Executor) -> int:
     match plan.kind:
         case PlanKind.STEP:
-            return executor.bucket_for(plan.num_tokens)
+            return executor.bucket_for(plan.num_even_tokens)
         case PlanKind.SPLIT:
-            bucket = executor.split_bucket_for(plan.num_rows)
+            bucket = executor.split_bucket_for(plan.num_even_rows)
         case PlanKind.MULTI_STEP:
-            bucket = executor.multi_step_bucket_for(plan.num_rows)
+            bucket = executor.multi_step_bucket_for(plan.num_even_rows)
         case PlanKind.SPECULATIVE:
             bucket = executor.speculative_bucket_for(plan.num_rows)
     assert bucket is not None, "what is planned has a program"

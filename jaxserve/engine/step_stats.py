@@ -119,7 +119,7 @@ class StepStatsWriter:
             num_axis_tokens *= self._executor.schedule.max_nodes + 1
         attention = attention_cost(work.start, work.num_tokens, arch.attended_windows)
         num_rows, num_steps = self._executor.schedule.num_rows(bucket), work.num_steps
-        num_tokens = int(work.num_tokens.sum())
+        num_tokens, num_shares = int(work.num_tokens.sum()), len(arch.attended_windows) * arch.num_data_shards
         return StepStats(
             step_id=plan.step_id,
             num_steps=num_steps,
@@ -137,7 +137,7 @@ class StepStatsWriter:
             device_ms=device_s * 1e3,
             wall_ms=wall_s * 1e3,
             weight_bytes=self._executor.weight_bytes(num_axis_tokens, -(-num_tokens // num_steps)) * num_steps,
-            kv_bytes=attention.num_kv_tokens * self._executor.kv_token_bytes // len(arch.attended_windows),
+            kv_bytes=attention.num_kv_tokens * self._executor.kv_token_bytes // num_shares,
             flops=self._executor.step_flops(num_axis_tokens * num_steps, num_rows * num_steps, attention.num_scores),
             num_drafted_tokens=0 if rounds is None else int(rounds.drafted.sum()),
             num_accepted_tokens=0 if rounds is None else int(rounds.accepted.sum()),

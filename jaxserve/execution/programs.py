@@ -36,7 +36,7 @@ from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.dispatch import products_by
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import PlanKind
-from jaxserve.sharding import TENSOR, over_devices, replicated, specs_of, tensor_size
+from jaxserve.sharding import MODEL, over_devices, replicated, specs_of, tensor_size
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class Programs:
         masks = MaskLayout.of(self.schedule, self.arch.vocab_size)
         options: dict[str, Any] = {"backend": self._backend, "num_devices": self.num_devices}
         compute, sample = make_split_step(self.arch, layout, masks, observer=self.observer, **options)
-        part = PartitionSpec(None, TENSOR) if self.mesh else PartitionSpec()
+        part = PartitionSpec(None, MODEL) if self.mesh else PartitionSpec()
         shape = (layout.num_rows, self.arch.local(self.num_devices).vocab_size * self.num_devices)
         sharding = NamedSharding(self.mesh, part) if self.mesh else None
         logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
@@ -358,7 +358,8 @@ class Programs:
         if self.arch.pooler is not None:
             return
         copies = self._operand(CopyLayout.of(self.schedule).shape, jnp.int32)
-        self.copy_pages = get("copy_pages", copy_pages, state.kv_pages, copies)
+        copy = partial(copy_pages, axis=self.arch.local(num_devices).token_axis)
+        self.copy_pages = get("copy_pages", copy, state.kv_pages, copies)
         self.set_slot = get("set_slot", make_set_slot(self.arch, num_devices=num_devices), state, index, row)
         set_masks = make_set_masks(self.arch, masks, num_devices=num_devices)
         self.set_masks = get("set_masks", set_masks, state.slots.allowed, words)

@@ -16,9 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.execution.batch import StepBatch
 from jaxserve.execution.rows import Rows, Tokens, advance, planned_rows, ragged_rows, remember, state_rows, tokens_of
+from jaxserve.execution.shares import Shares
 from jaxserve.execution.state import CLIPPED, ServeState
 from jaxserve.layers.experts import RoutedTokens
 from jaxserve.layers.kv_forms import NewTokens
+from jaxserve.layers.own_tokens import all_tokens
 from jaxserve.layers.state_forms import StateRows
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
@@ -118,7 +120,7 @@ Observe = Callable[[ServeState, Rows, Array, Array], Any]
 
 def vocab_split(arch: ArchConfig, num_devices: int) -> VocabSplit | None:
     """Return the layout of logits over the devices; None if one device has all of them."""
-    axis = arch.local(num_devices).tensor_axis
+    axis = arch.local(num_devices).vocab_axis
     return VocabSplit(axis, num_devices, arch.vocab_size) if axis else None
 
 
@@ -240,14 +242,21 @@ def run_model(
 
     The state has what layers keep of the tokens, and their experts in the counts.
     """
-    forms = zip(model.arch.kv_group_forms, ragged_rows(state.sequences, rows, num_rows), strict=True)
+    arch, live, shares = model.arch, tokens.live, None
+    if arch.token_axis is not None:
+        shares = Shares.of(rows, tokens, state.sequences.length.shape[0], arch.num_data_shards)
+        rows, tokens, num_rows = shares.own(rows, tokens, lax.axis_index(arch.token_axis))
+        live = shares.live
+    forms = zip(arch.kv_group_forms, ragged_rows(state.sequences, rows, num_rows), strict=True)
     groups = tuple(form.step_rows(model.backend, group) for form, group in forms)
     attend = partial(paged_attend, backend=model.backend)
-    routed = None if model.arch.experts is None else RoutedTokens.of(tokens.live, state.expert_tokens)
+    routed = None if arch.experts is None else RoutedTokens.of(live, state.expert_tokens)
     carry = AttentionCarry(state.kv_pages, groups, tree_mask, state.states, state_rows, routed)
     hidden, features, carry = decoder.forward_with_features(
-        params, model.arch, tokens.token_ids, tokens.position, attend, carry, model.feature_layers
+        params, arch, tokens.token_ids, tokens.position, attend, carry, model.feature_layers
     )
+    if shares is not None:
+        hidden = all_tokens(hidden, arch.token_axis).at[shares.place].get(**CLIPPED)
     counts = None if carry.routed is None else carry.routed.counts
     state = dataclasses.replace(state, kv_pages=carry.kv_pages, states=carry.states, expert_tokens=counts)
     return hidden, features if model.feature_layers else hidden, state

@@ -195,7 +195,7 @@ class Runner:
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of one token in the pool of a device, all layers and any scales included."""
-        arch, num_tokens = self.programs.arch, self.schedule.num_pages * self.schedule.page_size
+        arch, num_tokens = self.programs.arch, self.schedule.num_shard_pages * self.schedule.page_size
         return int(self._kv_bytes * arch.num_layers_read // (num_tokens * arch.kv_group_layers))
 
     def close(self) -> None:

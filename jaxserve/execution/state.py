@@ -10,6 +10,7 @@ from typing import Any, no_type_check
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
@@ -30,7 +31,7 @@ from jaxserve.sampling import (
 )
 from jaxserve.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.sharding import joined, tensor_size
+from jaxserve.sharding import DATA, MODEL, TENSOR, MeshAxes, joined, tensor_size
 
 # Options of reads and writes by slot, row or token in every step: indices out of range are padding, and none is
 # negative, for which XLA would compare and add.
@@ -136,7 +137,7 @@ def new_state(
     counts = None
     if schedule.count_expert_tokens and arch.experts is not None:
         counts = jnp.zeros((arch.num_layers - len(arch.dense_layers), arch.experts.num_experts), jnp.int32)
-    pool = new_pool(arch, schedule.num_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
+    pool = new_pool(arch, schedule.num_shard_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
     states = new_states(arch, schedule.num_state_entries)
     if (pooler := arch.pooler) is None:
         slots = new_slots(arch, schedule.max_num_seqs, schedule.max_model_len)
@@ -159,10 +160,10 @@ def abstract_state(
     """Shapes and dtypes of the state; over the devices of a mesh, shardings too.
 
     The pool is split by its kv heads, states by their heads, counts and masks of tokens by the vocabulary; the state of
-    a proposer is whole on every device.
+    a proposer is whole on every device. Devices with rows of their own have pages of their own, too.
     """
 
-    def shapes(arch: ArchConfig) -> ServeState:
+    def shapes(arch: ArchConfig, schedule: ScheduleConfig = schedule) -> ServeState:
         make = partial(new_state, arch, schedule, kv_dtype=kv_dtype, backend=backend, new_draft=new_draft)
         return jax.eval_shape(make)
 
@@ -170,7 +171,12 @@ def abstract_state(
         return shapes(arch)
     local = arch.local(tensor_size(mesh))
     # A backend may pad the heads of each device, so global shapes follow from those of one device.
-    return joined(mesh, shapes(local), shapes(local.times(MANY)))
+    larger: dict[MeshAxes, Any] = {
+        TENSOR: shapes(local.times(MANY)),
+        MODEL: shapes(dataclasses.replace(local, vocab_size=MANY * local.vocab_size)),
+        DATA: shapes(local, dataclasses.replace(schedule, num_pages=MANY * schedule.num_pages)),
+    }
+    return joined(mesh, shapes(local), larger)
 
 
 def new_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
@@ -192,9 +198,16 @@ def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
     return shapes
 
 
-def copy_pages(kv_pages: Pages, blob: Int[Array, "2 E"]) -> Pages:
-    """Return a pool, which is donated, with copies of some pages; every layout has them on axis 1."""
+def copy_pages(kv_pages: Pages, blob: Int[Array, "2 E"], axis: str | None = None) -> Pages:
+    """Return a pool, which is donated, with copies of some pages; every layout has them on axis 1.
+
+    Along an axis, each device has as many pages of all that are numbered, in order. Both of a copy are on one of them.
+    """
     source, target = blob
+    if axis is not None:
+        num_pages = jax.tree.leaves(kv_pages)[0].shape[1]
+        source, target = blob - lax.axis_index(axis) * num_pages
+        target = jnp.where(target < 0, num_pages, target)  # out of range, dropped
     return jax.tree.map(lambda x: x.at[:, target].set(x.at[:, source].get(mode="clip"), mode="drop"), kv_pages)
 
 

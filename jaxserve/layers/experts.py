@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.layers.linear import LinearContext, Weight, as_matrix, linear
 from jaxserve.layers.mlp import swiglu
+from jaxserve.layers.own_tokens import all_tokens, sum_of_own_tokens
 
 
 class Experts(NamedTuple):
@@ -39,7 +40,7 @@ class Experts(NamedTuple):
         beside_mlp: True if layers have an MLP besides.
         num_shards: number of equal shares of whole experts that different devices have; each device has a part of
             every expert of its share.
-        shard_axis: mesh axis of the shares, where these are the sizes of one device.
+        shard_axis: mesh axes of the shares, where these are the sizes of one device.
     """
 
     num_experts: int
@@ -56,13 +57,13 @@ class Experts(NamedTuple):
     activation: Callable[[Array], Array] = swiglu
     beside_mlp: bool = False
     num_shards: int = 1
-    shard_axis: str | None = None
+    shard_axis: tuple[str, ...] | None = None
 
-    def local(self, num_devices: int, shard_axis: str) -> Experts:
-        """Return the sizes on one of `num_devices`."""
+    def local(self, num_devices: int, shard_axis: tuple[str, ...], num_data_shards: int = 1) -> Experts:
+        """Return the sizes on one of `num_devices`, each set of `num_data_shards` of which has all shared experts."""
         return self._replace(
             ffn_size=self.ffn_size * self.num_shards // num_devices,
-            shared_ffn_size=self.shared_ffn_size // num_devices,
+            shared_ffn_size=self.shared_ffn_size * num_data_shards // num_devices,
             shard_axis=shard_axis,
         )
 
@@ -199,23 +200,27 @@ def mixture(
     axis: str | tuple[str, ...] | None = None,
     routed: RoutedTokens | None = None,
     routing: Float[Array, "T D"] | None = None,
+    token_axis: str | None = None,
 ) -> tuple[Float[Array, "T D"], RoutedTokens | None]:
     """Return the weighted sum of each token's experts and of those of every token, which are SwiGLU; and `routed`.
 
     Every device has all tokens and routes them alike. It computes those of its own experts, and the sum over the
-    devices, which tensor parallelism needs too, is that of all experts.
+    devices, which tensor parallelism needs too, is that of all experts. Along an axis where devices have tokens of
+    their own, each gathers those of all first, and gets the sums of its own: exchanging only what experts were chosen
+    for would take as much room for the worst case, in which no pair may be dropped.
 
     Args:
         x: normed inputs.
         matrices: router and experts.
         experts: number of experts, and of those of a token.
-        axis: mesh axes over whose devices experts and F are split.
-        routed: mask of the tokens that are not padding, and counts so far; None if no token is padding.
+        axis: mesh axes over whose devices experts and F are split, besides `token_axis`.
+        routed: mask of the tokens that are not padding, of all devices, and counts so far; None if no token is padding.
         routing: inputs of the router; None if they are those of the experts.
+        token_axis: mesh axis along which devices have tokens, and experts, of their own; None if all have the same.
     """
-    logits = linear(
-        x if routing is None else routing, matrices.router, LinearContext(dtype=jnp.float32), bias=matrices.logit_bias
-    )
+    own, x = x, all_tokens(x, token_axis)
+    routing = x if routing is None else all_tokens(routing, token_axis)
+    logits = linear(routing, matrices.router, LinearContext(dtype=jnp.float32), bias=matrices.logit_bias)
     weights, ids = route(logits, experts, matrices.router_bias)
     if matrices.weight_factors is not None:
         weights *= matrices.weight_factors.astype(weights.dtype)[ids]
@@ -235,11 +240,12 @@ def mixture(
     outputs = down.linear_groups(inner, sizes, plain, down_bias)
     of_tokens = outputs[pairs.place].reshape(*ids.shape, -1).astype(jnp.float32)
     y = jnp.sum(of_tokens * weights[:, :, None], axis=1).astype(x.dtype)
+    y = sum_of_own_tokens(y, token_axis)
     if matrices.shared_gate_up is not None and matrices.shared_down is not None:
-        inner = linear(x, matrices.shared_gate_up, LinearContext(activation=swiglu))
+        inner = linear(own, matrices.shared_gate_up, LinearContext(activation=swiglu))
         whole = LinearContext(dtype=x.dtype, axis=axis)
         shared = as_matrix(matrices.shared_down).multiply(inner, whole).astype(x.dtype)  # summed below
-        y += shared if matrices.shared_gate is None else jax.nn.sigmoid(linear(x, matrices.shared_gate)) * shared
+        y += shared if matrices.shared_gate is None else jax.nn.sigmoid(linear(own, matrices.shared_gate)) * shared
     return y if axis is None else lax.psum(y, axis), routed
 
 
@@ -253,4 +259,4 @@ def _of_share(bias: Float[Array, "E N"] | None, first: Any, experts: Experts) ->
 def _axes_of_parts(axis: str | tuple[str, ...], experts: Experts) -> tuple[str, ...]:
     """Return the mesh axes over whose devices each expert is split; devices along the others have other experts."""
     axes = (axis,) if isinstance(axis, str) else axis
-    return tuple(name for name in axes if name != experts.shard_axis)
+    return tuple(name for name in axes if name not in (experts.shard_axis or ()))

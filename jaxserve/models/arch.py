@@ -16,7 +16,7 @@ from jaxserve.models.kv_places import STATES, KVPlace, LayerKind, place_layers
 from jaxserve.models.layer_facts import GlobalAttention, LatentAttention, LayerInputs, LayerOptions, local_heads
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
 from jaxserve.pooling import Pooler
-from jaxserve.sharding import EXPERT, TENSOR
+from jaxserve.sharding import DATA, EXPERTS, MODEL, TENSOR
 from jaxserve.weights import Schemes
 
 
@@ -57,6 +57,7 @@ class ArchConfig:
     parallel: bool = False  # True if the MLP reads what attention reads, not what it adds to
     num_devices: int = 1  # devices that share heads, where these are the sizes of the whole model
     tensor_axis: tuple[str, ...] | None = None  # mesh axes of the split, where these are the sizes of one device
+    num_data_shards: int = 1  # sets of devices among which rows and their pages are divided
     schemes: Schemes | None = None  # quantisation of the checkpoint's matrices
     experts: Experts | None = None  # experts of the layers; None for one MLP in each
     dense_layers: frozenset[int] = frozenset()  # layers with one MLP although others have experts
@@ -105,10 +106,11 @@ class ArchConfig:
         """Return the sizes on one of `num_devices`; the vocabulary is padded on the last device if it does not divide.
 
         Raises:
-            ConfigError: `num_devices` does not divide the query heads or a feed-forward size.
+            ConfigError: the devices that have the same rows cannot share the query heads or a feed-forward size.
         """
         if num_devices == 1:
             return self
+        num_all, num_devices = num_devices, num_devices // self.num_data_shards
         assert self.global_attention is None or self.num_devices == num_devices, "`over` chooses pages for the devices"
         sizes, experts = {"num_attention_heads": self.num_heads}, self.experts
         if experts is None or self.dense_layers or experts.beside_mlp:
@@ -119,18 +121,19 @@ class ArchConfig:
             sizes["intermediate_size of shared experts"] = experts.shared_ffn_size
         for name, size in sizes.items():
             if size % num_devices:
+                share = "" if self.num_data_shards == 1 else " / expert_parallel_size"
                 raise ConfigError(
-                    f"tensor_parallel_size must divide {name}, got {num_devices} and {size}; "
+                    f"tensor_parallel_size{share} must divide {name}, got {num_devices} and {size}; "
                     f"set it to a divisor of {math.gcd(*sizes.values())}"
                 )
         return dataclasses.replace(
             self,
-            vocab_size=-(-self.vocab_size // num_devices),
+            vocab_size=-(-self.vocab_size // num_all),
             num_heads=self.num_heads // num_devices,
             num_kv_heads=local_heads(HeadVectors(self.num_kv_heads, self.head_dim), num_devices).num_kv_heads,
             global_attention=self.global_attention and self.global_attention.local(num_devices),
             ffn_size=self.ffn_size // num_devices,
-            experts=experts and experts.local(num_devices, EXPERT),
+            experts=experts and experts.local(num_all, EXPERTS, self.num_data_shards),
             state=self.state and self.state.local(num_devices),
             num_devices=1,
             tensor_axis=TENSOR,
@@ -139,6 +142,39 @@ class ArchConfig:
     def over(self, num_devices: int) -> "ArchConfig":
         """Return the config of a model whose heads are divided among so many devices."""
         return dataclasses.replace(self, num_devices=num_devices)
+
+    def divided(self, num_devices: int, num_expert_shards: int = 1, num_data_shards: int = 1) -> "ArchConfig":
+        """Return the config of a model that is divided among so many devices.
+
+        Args:
+            num_devices: number of devices.
+            num_expert_shards: number of shares of whole experts.
+            num_data_shards: number of sets of devices that have rows of their own; each set divides the heads.
+
+        Raises:
+            ConfigError: the experts or the rows cannot be divided.
+        """
+        arch = self.with_expert_shards(num_expert_shards)._with_data_shards(num_data_shards)
+        return arch.over(num_devices // num_data_shards)
+
+    def _with_data_shards(self, num_shards: int) -> "ArchConfig":
+        if num_shards > 1 and (self.state is not None or self.layer_inputs is not None):
+            what = "layers with a state" if self.state is not None else "layers with inputs of their own"
+            raise ConfigError(
+                f"enable_dp_attention must be False for {self.architecture}, as rows of {what} are not divided "
+                f"among devices, got True; drop it"
+            )
+        return dataclasses.replace(self, num_data_shards=num_shards)
+
+    @property
+    def token_axis(self) -> str | None:
+        """Mesh axis along which devices have tokens of their own, where these are the sizes of one device."""
+        return DATA if self.tensor_axis and self.num_data_shards > 1 else None
+
+    @property
+    def vocab_axis(self) -> tuple[str, ...] | None:
+        """Mesh axes over which the vocabulary is split, where these are the sizes of one device."""
+        return MODEL if self.tensor_axis else None
 
     def with_expert_shards(self, num_shards: int) -> "ArchConfig":
         """Return the config of a model whose experts are divided among so many sets of devices.
@@ -174,10 +210,9 @@ class ArchConfig:
         return next(filter(None, self.ropes), None)
 
     def times(self, factor: int) -> "ArchConfig":
-        """Return the config with heads and vocabulary multiplied by `factor`."""
+        """Return the config with heads multiplied by `factor`."""
         return dataclasses.replace(
             self,
-            vocab_size=self.vocab_size * factor,
             num_heads=self.num_heads * factor,
             num_kv_heads=self.num_kv_heads * factor,
             global_attention=self.global_attention and self.global_attention.times(factor),

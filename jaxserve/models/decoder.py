@@ -16,6 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import LinearContext, Matrix, StackedMatrix, embed, linear
+from jaxserve.layers.own_tokens import all_tokens, own_tokens
 from jaxserve.layers.rope import rotation
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
@@ -155,8 +156,8 @@ def embed_tokens(
 ) -> Float[Array, "T D"]:
     """Return the inputs of the first layer."""
     # The dtype is that of the norms, which are never quantised.
-    context = LinearContext(dtype=jax.tree.leaves(params["final_norm"])[0].dtype, axis=arch.tensor_axis)
-    x = embed(token_ids, params["embed"], context)
+    context = LinearContext(dtype=jax.tree.leaves(params["final_norm"])[0].dtype, axis=arch.vocab_axis)
+    x = own_tokens(embed(all_tokens(token_ids, arch.token_axis), params["embed"], context), arch.token_axis)
     if arch.embed_scale != 1.0:
         x *= jnp.asarray(arch.embed_scale, x.dtype)
     if POSITION_EMBED in params:

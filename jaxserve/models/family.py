@@ -78,10 +78,15 @@ class FlopCounts:
     def of(cls, arch: ArchConfig, specs: list[ParamSpec]) -> "FlopCounts":
         """Count the rows of a model, or of one device's part of it."""
         matrices = [spec for spec in specs if spec.is_matrix and spec.path[0] in ("layers", LAYER_PROJECTION)]
-        layers = sum(spec.mean_token_rows * spec.shape[1] for spec in matrices)
+        # A device with rows of its own computes the attention and the MLP of its share of the tokens alone.
+        num_shares = arch.num_data_shards if arch.token_axis else 1
+        layers = sum(
+            spec.mean_token_rows * spec.shape[1] // (num_shares if spec.experts is None else 1) for spec in matrices
+        )
         of_states = 0 if arch.state is None else arch.num_states * arch.state.token_flops
         head = (arch.vocab_size if arch.pooler is None else arch.pooler.num_labels) * arch.hidden_size
-        return cls(2 * layers + of_states, 2 * head, int(2 * arch.num_heads * arch.mean_score_size))
+        per_score = int(2 * arch.num_heads * arch.mean_score_size / num_shares)
+        return cls(2 * layers + of_states, 2 * head, per_score)
 
     def step(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the operations of a step.

@@ -46,7 +46,7 @@ def read(
     if (inputs := arch.layer_inputs) is None:
         return None
     shape = (x.shape[0], arch.num_layers, inputs.size)
-    rows = embed(token_ids, params[LAYER_EMBED], LinearContext(dtype=x.dtype, axis=arch.tensor_axis))
+    rows = embed(token_ids, params[LAYER_EMBED], LinearContext(dtype=x.dtype, axis=arch.vocab_axis))
     rows *= jnp.asarray(math.sqrt(inputs.size), x.dtype)
     projected = linear(x, params[LAYER_PROJECTION]) * jnp.asarray(arch.hidden_size**-0.5, x.dtype)
     projected = rms_norm(projected.reshape(shape), params["layer_input_norm"], arch.norm_eps)

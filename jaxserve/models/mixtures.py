@@ -175,5 +175,5 @@ def mix(
         p.get("expert_factors"),
     )
     before: RoutedTokens | None = getattr(carry, "routed", None)
-    y, routed = mixture(x, matrices, _of(arch), arch.tensor_axis, before, routing)
+    y, routed = mixture(x, matrices, _of(arch), arch.tensor_axis, before, routing, arch.token_axis)
     return y, carry if routed is None else dataclasses.replace(carry, routed=routed)

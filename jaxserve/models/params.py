@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from jaxserve.layers.experts import Experts
 from jaxserve.quant import packed, plain
 from jaxserve.quant.weight_format import FormatChoice
-from jaxserve.sharding import EXPERT, held_heads, named_sharding, split_dimension, tensor_size, whole_shape
+from jaxserve.sharding import (
+    EXPERTS,
+    held_heads,
+    named_sharding,
+    num_parts,
+    part_of,
+    split_axes,
+    split_dimension,
+    whole_shape,
+)
 from jaxserve.weights import StoredTensor
 from jaxserve.weights.rows import Params, build_tree, leaf_at
 from jaxserve.weights.stored_tensor import Part, host_rows
@@ -124,7 +133,7 @@ class ParamSpec:
 
     def on_device(self, num_devices: int) -> "ParamSpec":
         """Return the spec with as many experts as one of `num_devices` has; the shape stays that of the whole."""
-        return dataclasses.replace(self, experts=self.experts and self.experts.local(num_devices, EXPERT))
+        return dataclasses.replace(self, experts=self.experts and self.experts.local(num_devices, EXPERTS))
 
 
 def matrix_transform(
@@ -172,7 +181,7 @@ def matrix_transform(
 def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:
     """Lay out a whole tensor, for example of random weights, over devices in the layout of `matrix_transform`."""
     if spec.split_dimension == 0:
-        array = array.at[_rows_held(spec, tensor_size(mesh))].get(mode="fill", fill_value=0)
+        array = array.at[_rows_held(spec, mesh)].get(mode="fill", fill_value=0)
     return jax.device_put(array, named_sharding(mesh, spec.axes))
 
 
@@ -186,7 +195,7 @@ def unsplit(specs: Sequence[ParamSpec], params: Params) -> Params:
     def leaf(spec: ParamSpec) -> Any:
         array = leaf_at(params, spec.path)
         if isinstance(array, Array) and isinstance(array.sharding, NamedSharding) and spec.split_dimension == 0:
-            return _Unsplit(spec, array, array.sharding.mesh.size)
+            return _Unsplit(spec, array, array.sharding.mesh)
         return array
 
     return build_tree(specs, leaf)
@@ -198,7 +207,7 @@ class _Unsplit:
 
     spec: ParamSpec
     array: Array
-    num_devices: int
+    mesh: Mesh | AbstractMesh
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -213,7 +222,7 @@ class _Unsplit:
         return self.array.is_fully_addressable
 
     def __getitem__(self, rows: slice) -> NDArray[Any]:
-        _, firsts = np.unique(_rows_held(self.spec, self.num_devices), return_index=True)
+        _, firsts = np.unique(_rows_held(self.spec, self.mesh), return_index=True)
         wanted = firsts[: len(self)][rows]  # positions of the rows in the array
         out = np.empty((len(wanted), *self.shape[1:]), self.dtype)
         for shard in self.array.addressable_shards:
@@ -229,18 +238,22 @@ class _Unsplit:
         return self.shape[0]
 
 
-def _rows_held(spec: ParamSpec, num_devices: int) -> NDArray[np.int64]:
-    """Return the rows of a tensor that each device holds, device by device; the index `num_rows` is a row of zeros."""
+def _rows_held(spec: ParamSpec, mesh: Mesh | AbstractMesh) -> NDArray[np.int64]:
+    """Return the rows of a tensor that each device holds, device by device; the index `num_rows` is a row of zeros.
+
+    Rows that several devices hold are there once.
+    """
     num_rows = spec.shape[0]
     parts = np.split(np.arange(num_rows), np.cumsum(spec.hf_rows)[:-1])
-    shares = [np.concatenate(_share(spec, parts, index, num_devices)[0]) for index in range(num_devices)]
+    firsts = range(num_parts(mesh, split_axes(spec.axes)))  # the first devices have all parts, in order
+    shares = [np.concatenate(_share(spec, parts, index, mesh)[0]) for index in firsts]
     return np.concatenate([np.pad(s, (0, len(shares[0]) - len(s)), constant_values=num_rows) for s in shares])
 
 
 def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:
     """Yield the part of a tensor that each device of this process reads; the last parts are padded with zeros."""
     devices = list(sharding.mesh.devices.flat)
-    shares = [_share(spec, tensor.parts, index, len(devices)) for index in range(len(devices))]
+    shares = [_share(spec, tensor.parts, index, sharding.mesh) for index in range(len(devices))]
     num_rows = sum(map(len, shares[0][0]))
     for device, (parts, row_parts) in zip(devices, shares, strict=True):
         if device.process_index != jax.process_index():  # read by its own process
@@ -249,25 +262,24 @@ def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> I
 
 
 def _share(
-    spec: ParamSpec, parts: Sequence[Part], index: int, num_devices: int
+    spec: ParamSpec, parts: Sequence[Part], index: int, mesh: Mesh | AbstractMesh
 ) -> tuple[list[Part], Sequence[Part] | None]:
     """Return device `index`'s slices of the parts of a tensor, and whole rows if the device has some columns of them.
 
     Of the matrices of experts a device has those of its own experts.
     """
-    if spec.experts is not None:
-        index, shard = divmod(index, spec.experts.num_shards)
-        num_devices //= spec.experts.num_shards
-        if spec.is_matrix:  # biases are one array of all experts
-            parts = parts[_slice(len(parts) // spec.experts.num_shards, shard)]
+    axes = split_axes(spec.axes) if spec.experts is None else "tensor"
+    if spec.experts is not None and spec.is_matrix:  # biases are one array of all experts
+        parts = parts[_slice(len(parts) // spec.experts.num_shards, part_of(mesh, index, EXPERTS))]
+    place, count = part_of(mesh, index, axes), num_parts(mesh, axes)
     if spec.split_dimension == 1:
-        return [part[:, _slice(part.shape[1] // num_devices, index)] for part in parts], parts
+        return [part[:, _slice(part.shape[1] // count, place)] for part in parts], parts
     if not spec.heads:
-        return [part[_slice(-(-len(part) // num_devices), index)] for part in parts], None
+        return [part[_slice(-(-len(part) // count), place)] for part in parts], None
     return [
         part[_slice(len(part) // num_heads, head)]
         for part, num_heads in zip(parts, spec.heads, strict=True)
-        for head in held_heads(num_heads, index, num_devices)
+        for head in held_heads(num_heads, place, count)
     ], None
 
 

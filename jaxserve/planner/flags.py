@@ -11,6 +11,7 @@ PLANNED = {  # engine options that change what is planned
     "linear_backend",
     "multi_step",
     "dtype",
+    "enable_dp_attention",
     "expert_parallel_size",
     "gpu_memory_utilization",
     "kv_cache_dtype",

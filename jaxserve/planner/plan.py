@@ -158,8 +158,8 @@ class Plan:
     @property
     def kv_tokens(self) -> int:
         """Tokens that the pools of all chips hold in requests of max_model_len tokens."""
-        num_tokens = self.schedule.max_model_len
-        return self.memory.num_pages * num_tokens // self.schedule.kv_groups.num_pages(num_tokens)
+        num_tokens, num_shards = self.schedule.max_model_len, self.schedule.num_data_shards
+        return num_shards * self.memory.num_pages * num_tokens // self.schedule.kv_groups.num_pages(num_tokens)
 
     @property
     def num_requests(self) -> int:
@@ -167,8 +167,9 @@ class Plan:
         return self.capacity(self.schedule.max_model_len)
 
     def capacity(self, num_tokens: int) -> int:
-        """Return how many requests of `num_tokens` tokens fit in the pool at the same time."""
-        return self.memory.num_pages // self.schedule.kv_groups.num_pages(num_tokens)
+        """Return how many requests of `num_tokens` tokens fit in the pool, or those of all shards, at the same time."""
+        num_pages = self.schedule.kv_groups.num_pages(num_tokens)
+        return self.schedule.num_data_shards * (self.memory.num_pages // num_pages)
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class Sizes:
         """Resolve the sizes; see `make_plan`."""
         name, arch = read_model(config.model)
         arch = arch.within(config.max_model_len or arch.max_position)
-        arch = arch.over(target.num_devices).with_expert_shards(config.expert_parallel_size)
+        arch = arch.divided(target.num_devices, config.expert_parallel_size, config.num_data_shards)
         sheet, local = target.sheet, arch.local(target.num_devices)
         dtype = compute_dtype(config, arch, on_cpu=sheet is None)
         kv_dtype = pool_dtype(config, dtype)
@@ -222,7 +223,7 @@ class Sizes:
         params = abstract_params(arch, dtype, config.quantization, target.num_devices, matrix_dtype=matrices)
         memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
         num_pages = memory.num_pages or schedule.kv_groups.num_pages(schedule.max_model_len)
-        schedule = dataclasses.replace(schedule, num_pages=num_pages)
+        schedule = dataclasses.replace(schedule, num_pages=num_pages * schedule.num_data_shards)
         return cls(name, target, arch, local, dtype, kv_dtype, backend, params, schedule, memory)
 
     def roofline(self, collectives: tuple[Collective, ...] = (), collective_tokens: int = 1) -> Roofline:
@@ -311,7 +312,8 @@ def make_plan(
     if sheet is None or memory.missing:
         return Plan(*names, memory.times(target.devices_per_chip), num_expert_shards=config.expert_parallel_size)
     # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
-    small = dataclasses.replace(schedule, num_pages=schedule.kv_groups.num_pages(schedule.max_model_len))
+    num_pages = schedule.num_data_shards * schedule.kv_groups.num_pages(schedule.max_model_len)
+    small = dataclasses.replace(schedule, num_pages=num_pages)
     started = time.perf_counter()
     kinds = sizes.dtype, sizes.kv_dtype, sizes.backend, config.quantization, config.linear_backend
     compiler = StepCompiler(target, small, *kinds)
@@ -381,7 +383,8 @@ def _memory(
 
 def _speed(roofline: Roofline, num_pages: int, prompt_tokens: int, context_tokens: int, batch: int) -> Speed:
     schedule = roofline.schedule
-    most = min(schedule.max_num_seqs, num_pages // schedule.kv_groups.num_pages(context_tokens))
+    most = schedule.num_data_shards * (num_pages // schedule.kv_groups.num_pages(context_tokens))
+    most = min(schedule.max_num_seqs, most)
     rows = sorted({count for count in (*_ROWS, batch, most) if count <= most})
     step_ms = {count: roofline.decode_ms(count, context_tokens) for count in rows}
     return Speed(

@@ -176,7 +176,10 @@ class StepCompiler:
         leave_tpus_alone()
         num_shards = 1 if arch.experts is None else arch.experts.num_shards
         devices = self._chip.devices(self.target.topology)
-        return tensor_mesh(self.target.num_devices, devices, num_expert_shards=num_shards)
+        num_data_shards = arch.num_data_shards
+        return tensor_mesh(
+            self.target.num_devices, devices, num_expert_shards=num_shards, num_data_shards=num_data_shards
+        )
 
     def _state(self, arch: ArchConfig) -> ServeState:
         return abstract_state(arch, self.schedule, kv_dtype=self.kv_dtype, backend=self.backend, mesh=self._mesh(arch))
@@ -248,9 +251,15 @@ def _array_bytes(kind: str, bits: str, sizes: str) -> int:
 
 
 def layer_collectives(program: str, num_copies: int) -> tuple[Collective, ...]:
-    """Return the collectives of one layer from the text of a compiled program that has `num_copies` unrolled layers."""
+    """Return the collectives of one layer from the text of a compiled program that has `num_copies` unrolled layers.
+
+    Counts are those of most layers: some layers may have no experts.
+    """
     in_layers = "\n".join(line for line in program.splitlines() if _IN_LAYER.search(line))
-    return tuple(Collective(x.kind, x.count // num_copies, x.num_bytes // num_copies) for x in collectives(in_layers))
+    return tuple(
+        Collective(x.kind, max(1, round(x.count / num_copies)), x.num_bytes // num_copies)
+        for x in collectives(in_layers)
+    )
 
 
 def estimate_ms(program: jax.stages.Compiled) -> float | None:

@@ -23,6 +23,7 @@ def build_report(plan: Plan) -> Json:
         "num_chips": plan.target.num_chips,
         "num_devices": plan.target.num_devices,
         "expert_parallel_size": plan.num_expert_shards,
+        "enable_dp_attention": schedule.num_data_shards > 1,
         "dtype": plan.dtype,
         "quantization": plan.quantization,
         "kv_dtype": plan.kv_dtype,
@@ -99,7 +100,8 @@ def _header(plan: Plan) -> str:
     stored = f"{plan.dtype}, weights in {plan.quantization}," if plan.quantization else plan.dtype
     where = plan.target.name
     if plan.num_expert_shards > 1:
-        where += f", each device with 1 of {plan.num_expert_shards} shares of the experts"
+        what = "experts" if schedule.num_data_shards == 1 else "experts and of the requests"
+        where += f", each device with 1 of {plan.num_expert_shards} shares of the {what}"
     return (
         f"{plan.model} in {stored} on {where}: {_verdict(plan)}\n"
         f"requests of up to {schedule.max_model_len} tokens, {schedule.max_num_seqs} of them in a step of up to "

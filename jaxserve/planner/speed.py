@@ -50,24 +50,33 @@ class Roofline:
 
     def ttft_ms(self, prompt_tokens: int) -> float:
         """Return the time of all prefill steps of a prompt that runs alone."""
-        budget = self.schedule.max_num_batched_tokens
+        budget = self.schedule.of_shard.max_num_batched_tokens
         starts = range(0, prompt_tokens, budget)
         return sum(self.step_ms([start], [min(budget, prompt_tokens - start)]) for start in starts)
 
     def step_ms(self, starts: Sequence[int], counts: Sequence[int]) -> float:
-        """Return the time of a step whose rows compute `counts` tokens each, after `starts` earlier ones."""
-        bucket = min(size for size in self.schedule.buckets() if size >= sum(counts))
+        """Return the time of a step whose rows compute `counts` tokens each, after `starts` earlier ones.
+
+        Where rows are divided among shards, they take turns, and the first shard has the most tokens.
+        """
+        num_shards = self.schedule.num_data_shards
+        bucket = min(size for size in self.schedule.buckets() if size >= num_shards * sum(counts[::num_shards]))
         attention = attention_cost(np.array(starts), np.array(counts), self.arch.attended_windows)
-        kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // len(self.arch.attended_windows)
+        num_shares = len(self.arch.attended_windows) * num_shards
+        kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // num_shares
         num_bytes = self.weight_reads.step(bucket, sum(counts)) + kv_bytes + 2 * len(counts) * self.state_bytes
         flops = flop_counts(self.arch).step(bucket, self.schedule.num_rows(bucket), attention.num_scores)
         split = split_time(0.0, flops, num_bytes, self.peak_rates)
         return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)
 
     def _exchange_ms(self, num_tokens: int) -> float:
-        """Return the time of rings over all links: a chip sends n - 1 of n shards, in an all-reduce twice."""
+        """Return the time of rings over all links: a chip sends n - 1 of n shards, in an all-reduce twice.
+
+        The result of a reduce-scatter is one of these shards, that of the others all.
+        """
         if self.num_chips == 1:
             return 0.0  # exchanges between the devices of one chip are not modelled
         share = (self.num_chips - 1) / self.num_chips
-        sent = sum((2 if x.kind == "all-reduce" else 1) * share * x.num_bytes for x in self.collectives)
+        factors = {"all-reduce": 2, "reduce-scatter": self.num_chips}
+        sent = sum(factors.get(x.kind, 1) * share * x.num_bytes for x in self.collectives)
         return sent * self.arch.num_layers * num_tokens / self.collective_tokens / self.link_bytes_per_s * 1e3

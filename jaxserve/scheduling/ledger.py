@@ -24,6 +24,7 @@ class Ledger:
         groups: groups of layers with pages of their own.
         num_pages: pages in the pool.
         weights: weights of tenants; 1 for others.
+        first_slot: number of the first slot.
 
     Attributes:
         page_size: tokens per page.
@@ -50,6 +51,7 @@ class Ledger:
         groups: KVGroups,
         num_pages: int,
         weights: Mapping[str, float] | None = None,
+        first_slot: int = 0,
     ) -> None:
         self.groups = groups
         self.page_size, self._group_size = groups.page_size, groups.size
@@ -61,13 +63,14 @@ class Ledger:
         self.running: dict[str, Request] = {}
         self.waiting = WaitingQueue(weights or {}, self.running)
         self.num_running_of: dict[int, int] = {}
-        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._slots = range(first_slot, first_slot + max_num_seqs)
+        self.free_slots = list(reversed(self._slots))
         self.unshared: set[Request] = set()
         self.num_prefill_tokens = 0
         self.num_growing = 0
         self.num_waiting_tokens = 0
         self.num_waiting_pages = 0
-        self._num_slots, self._num_pages = max_num_seqs, num_pages
+        self._num_pages = num_pages
 
     @property
     def num_available(self) -> int:
@@ -330,7 +333,7 @@ class Ledger:
         assert sum(self.num_running_of.values()) == len(self.running)
         self.waiting.check_integrity()
         slots = [*self.free_slots, *(request.slot for request in self.running.values())]
-        assert sorted(slots) == list(range(self._num_slots)), f"slots are lost or shared: {slots}"
+        assert sorted(slots) == list(self._slots), f"slots are lost or shared: {slots}"
 
 
 def num_remaining(request: Request) -> int:

@@ -57,6 +57,8 @@ class StepPlan:
         num_steps: rounds that the device goes at most; without drafts the largest of `max_new`, and 1 at least.
         num_drafts: tokens to draft for each row in each round, so that a round may sample one more than that; empty in
             plans without drafts. All rows of a plan with drafts are in decode.
+        num_uneven_tokens: tokens that shards have less than the one with the most, all together, where rows are divided
+            among shards with equal shares of the token axis.
         is_split: True if the model and the sampling are two programs, of which the second starts once the plans before
             are updated. All rows of such a plan are in decode.
     """
@@ -81,6 +83,7 @@ class StepPlan:
     wants_prompt_logprobs: bool = False
     num_steps: int = 1
     num_drafts: list[int] = field(default_factory=list)
+    num_uneven_tokens: int = 0
     is_split: bool = False
 
     @property
@@ -101,6 +104,16 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Length of a step's token axis, before padding."""
         return self.num_decode_tokens + self.num_prefill_tokens
+
+    @property
+    def num_even_tokens(self) -> int:
+        """Length of the token axis, before padding, if each shard has as much of it as the one with the most tokens."""
+        return self.num_tokens + self.num_uneven_tokens
+
+    @property
+    def num_even_rows(self) -> int:
+        """Rows in decode, if there are no others and each shard had as many as the one with the most."""
+        return self.num_rows + self.num_uneven_tokens
 
     def digest(self, previous: int) -> int:
         """Return a checksum of the plans so far, of which that before this one is `previous`. Ask before the next."""

@@ -89,6 +89,7 @@ class Scheduler:
         max_model_len: limit on a request's prompt and output tokens together.
         policy: order of requests, and a prompt's share of a step; None is the default for the budget.
         num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
+        first_slot: number of the first slot.
 
     Attributes:
         groups: groups of layers with pages of their own.
@@ -111,6 +112,7 @@ class Scheduler:
         max_model_len: int,
         policy: Policy | None = None,
         num_spare_tokens: int = 0,
+        first_slot: int = 0,
     ):
         assert max_num_batched_tokens >= max_num_seqs, "all rows in decode must fit one step; the config checks it"
         self.max_num_seqs = max_num_seqs
@@ -124,6 +126,7 @@ class Scheduler:
         self.watcher: Callable[[], None] | None = None
         self.groups = groups
         self.num_spare_tokens = num_spare_tokens
+        self._first_slot = first_slot
         self.policy = policy or Policy.of(max_num_batched_tokens)
         self._requests: dict[str, Request] = {}  # waiting and running
         self._next_step_id = 0
@@ -138,6 +141,7 @@ class Scheduler:
             groups=self.groups,
             num_pages=self.num_pages,
             weights=dict(self.policy.weights),
+            first_slot=self._first_slot,
         )
         self._columns_at_once = self._ledger.columns_at_once
         self._decodes = Decodes(self._ledger, self.policy, self.num_spare_tokens)
@@ -146,8 +150,8 @@ class Scheduler:
         self.admission = Admission(self._ledger, self._prefills)
 
     @classmethod
-    def of(cls, schedule: ScheduleConfig) -> Scheduler:
-        """Return a scheduler of these sizes."""
+    def of(cls, schedule: ScheduleConfig, first_slot: int = 0) -> Scheduler:
+        """Return a scheduler of these sizes, whose slots are numbered from `first_slot` on."""
         return cls(
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
@@ -156,6 +160,7 @@ class Scheduler:
             max_model_len=schedule.max_total_tokens,
             policy=schedule.policy,
             num_spare_tokens=schedule.num_spare_drafts,
+            first_slot=first_slot,
         )
 
     @property
@@ -172,6 +177,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests with pages and a slot."""
         return len(self._ledger.running)
+
+    @property
+    def num_even_rows(self) -> int:
+        """Running requests, which are not divided among shards."""
+        return self.num_running
 
     @property
     def running_slots(self) -> list[int]:
@@ -304,18 +314,39 @@ class Scheduler:
             timing: the fields of a `Timing`, by which rows in decode get their tokens in time; empty if not known.
             may_split: True if a plan of one step without drafts may be split for rows that wait for tokens.
         """
+        plan = self.begin()
+        num_steps = self.most_steps(max_steps, num_drafts) if num_drafts else 0
+        if not num_steps:
+            num_drafts = ()
+            num_steps = self.most_steps(max_steps) if max_steps > 1 else 1
+        return self.fill(plan, max(num_steps, 1), num_drafts, timing, may_split=may_split)
+
+    def begin(self) -> StepPlan:
+        """Begin a plan: rows give way to waiting requests of higher classes."""
         self.num_schedules += 1
         if self._ledger.cache.snapshots is not None:
             self._ledger.cache.snapshots.begin_plan()
         plan = StepPlan(self._next_step_id)
         make_room(self._ledger, self.policy, plan)
+        return plan
+
+    def most_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
+        """Return the most steps that the plan begun may have; see `Decodes.most_steps`."""
+        return self._decodes.most_steps(limit, num_drafts)
+
+    def fill(
+        self,
+        plan: StepPlan,
+        num_steps: int,
+        num_drafts: Sequence[int] = (),
+        timing: Sequence[float] = (),
+        *,
+        may_split: bool = False,
+    ) -> StepPlan | None:
+        """Return the plan begun with rows of `num_steps` steps, at most what `most_steps` allows; see `schedule`."""
         num_displaced = len(plan.preempted)
         rows = self._ledger.running.values()
-        num_steps = self._decodes.most_steps(max_steps, num_drafts) if num_drafts else 0
-        if not num_steps:
-            num_drafts = ()
-            num_steps = self._decodes.most_steps(max_steps) if max_steps > 1 else 1
-        plan.num_steps = max(num_steps, 1)
+        plan.num_steps = num_steps
         plan.is_split = may_split and self._decodes.most_steps(1) > 0 and any(map(may_sample_late, rows))
         held_back = self._decodes.rows_to_hold_back()
         in_prefill_before = self._decodes.schedule(plan, held_back, num_drafts)

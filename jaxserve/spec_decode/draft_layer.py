@@ -244,7 +244,7 @@ class DraftLayer:
     ) -> tuple[Float[Array, "T D"], Pages]:
         """Return the layer's outputs for features and the tokens behind them, and the pool."""
         target, own = params
-        table, axis = (own["embed"], None) if "embed" in own else (target["embed"], self.target.tensor_axis)
+        table, axis = (own["embed"], None) if "embed" in own else (target["embed"], self.target.vocab_axis)
         embedding = embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis))
         attend = partial(paged_attend, backend=self.backend)
         num_rows = jnp.int32(rows.slot.shape[0])

@@ -124,4 +124,4 @@ def apply_blocks(blocks: Sequence[Params], hidden: Float[Array, "R D"]) -> Float
 def whole_logits(params: Any, arch: ArchConfig, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
     """Return logits of a model over its whole vocabulary, on each of its devices."""
     logits = decoder.compute_logits(params, arch, hidden)
-    return logits if arch.tensor_axis is None else lax.all_gather(logits, arch.tensor_axis, axis=1, tiled=True)
+    return logits if arch.vocab_axis is None else lax.all_gather(logits, arch.vocab_axis, axis=1, tiled=True)

@@ -65,6 +65,39 @@ def test_whole_experts_take_the_same_memory_and_links_but_few_tokens_read_more_o
         plan_of("llama-3.1-8b", "h200x4", expert_parallel_size=4)
 
 
+def test_requests_that_are_divided_among_chips_have_as_many_times_the_room() -> None:
+    """A chip has all latents of its own requests, and attention whole: their part of the weights is not divided."""
+    everywhere, divided = (
+        make_plan(
+            EngineConfig(
+                model="deepseek-v3",
+                tensor_parallel_size=8,
+                expert_parallel_size=8,
+                enable_dp_attention=num_shares > 1,
+                max_model_len=8192,
+                max_num_seqs=128 // num_shares,
+                max_num_batched_tokens=1024 // num_shares,
+            ),
+            parse_target("h200x8"),
+            context_tokens=8192,
+        )
+        for num_shares in (1, 8)
+    )
+    assert divided.schedule.max_num_seqs == everywhere.schedule.max_num_seqs
+    assert divided.memory.page == everywhere.memory.page
+    more = divided.memory.weights - everywhere.memory.weights
+    assert divided.memory.pool_limit == pytest.approx(everywhere.memory.pool_limit - more, rel=0.01)
+    assert divided.schedule.num_pages == 8 * divided.memory.num_pages
+    assert divided.num_requests == 8 * (divided.memory.num_pages // 512) > 4 * everywhere.num_requests
+    assert divided.speed is not None
+    assert everywhere.speed is not None
+    assert max(everywhere.speed.step_ms) < max(divided.speed.step_ms) == 128, "more rows fit"
+    spared = 64 * 8192 * everywhere.memory.page // 16 * 7 // 8 - more  # bytes that a chip reads less
+    assert everywhere.speed.step_ms[64] - divided.speed.step_ms[64] == pytest.approx(spared / 4.8e9, rel=0.1)
+    assert divided.speed.ttft_ms > everywhere.speed.ttft_ms, "a prompt alone is computed by one share"
+    assert "shares of the experts and of the requests: fits" in render(divided)
+
+
 def test_learned_positions_are_on_every_chip_and_end_the_model() -> None:
     plan, (_, arch) = plan_of("gpt-neo-2.7b", "h200x4"), read_model("gpt-neo-2.7b")
     num_params = registry.num_params(arch) + 3 * arch.max_position * arch.hidden_size

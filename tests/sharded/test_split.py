@@ -1,6 +1,7 @@
 """Split of a model: heads of each device, possible splits, and messages for impossible ones."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +90,27 @@ def test_experts_that_cannot_be_divided_or_counted() -> None:
     assert (local.ffn_size, local.num_held, local.most_read(1), local.most_read(9)) == (3, 3, 2, 3)
     flops = [registry.flop_counts(arch.with_expert_shards(n).local(2)).per_token for n in (1, 2)]
     assert flops[0] == flops[1], "on average over the devices"
+
+
+def test_rows_that_cannot_be_divided() -> None:
+    split: dict[str, Any] = {"tensor_parallel_size": 4, "expert_parallel_size": 2, "enable_dp_attention": True}
+    with pytest.raises(ConfigError, match="needs an expert_parallel_size above 1"):
+        EngineConfig(enable_dp_attention=True, tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match="data_parallel_size must be 1 with enable_dp_attention, got 2"):
+        EngineConfig(**split, data_parallel_size=2)
+    with pytest.raises(ConfigError, match="speculative_config must be None with enable_dp_attention"):
+        EngineConfig(**split, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    with pytest.raises(ConfigError, match="must be False for Qwen3NextForCausalLM, as rows of layers with a state"):
+        registry.from_hf_config(hf_dict("qwen3_next", num_experts=6)).divided(4, 2, 2)
+    arch = registry.from_hf_config(hf_dict("olmoe", num_experts=6, intermediate_size=6, num_attention_heads=8))
+    with pytest.raises(ConfigError, match=r"_size / expert_parallel_size must divide num_attention_heads, got 3 and 8"):
+        arch.divided(6, 2, 2).local(6)
+    local = arch.divided(2, 2, 2).local(2)
+    assert (local.num_heads, local.num_kv_heads, local.vocab_size) == (8, 2, 66)
+    assert local.experts is not None
+    assert (local.experts.num_held, local.experts.ffn_size) == (3, 6)
+    whole, halves = (registry.flop_counts(each) for each in (arch, local))
+    assert (2 * halves.per_token, 2 * halves.per_score) == (whole.per_token, whole.per_score), "on average"
 
 
 def test_more_devices_than_there_are() -> None:

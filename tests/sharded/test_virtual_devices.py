@@ -20,7 +20,7 @@ def test_on_eight_devices() -> None:
 @pytest.mark.full
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "name", ["engine", "experts", "logits", "replicas", "sampling", "speculation", "stored", "weights"]
+    "name", ["dp_attention", "engine", "experts", "logits", "replicas", "sampling", "speculation", "stored", "weights"]
 )
 def test_more_on_eight_devices(name: str) -> None:
     """Run the checks that are marked as full, and more random requests."""

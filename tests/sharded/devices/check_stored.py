@@ -14,7 +14,7 @@ from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.quant import weight_format
-from jaxserve.sharding import TENSOR, named_sharding, over_devices, tensor_mesh
+from jaxserve.sharding import MODEL, named_sharding, over_devices, tensor_mesh
 from jaxserve.weights import CheckpointError
 from tests.checkpoints import reference_logits
 from tests.models.test_parity import attend
@@ -26,10 +26,14 @@ from tests.quant.test_stored_experts import write as write_experts
 from tests.weights.gguf_files import write_gguf
 
 
-def split(path: Path, n: int, *, native: bool, num_shards: int = 1) -> tuple[Any, Any, Any]:
-    """Return the model, the mesh and parameters over n devices, of which sets have `num_shards` shares of experts."""
-    arch = registry.from_hf_config(weights.read_config(path)).with_expert_shards(num_shards)
-    mesh = tensor_mesh(n, num_expert_shards=num_shards)
+def split(path: Path, n: int, *, native: bool, num_shards: int = 1, with_rows: bool = False) -> tuple[Any, Any, Any]:
+    """Return the model, the mesh and parameters over n devices, of which sets have `num_shards` shares of experts.
+
+    `with_rows` gives these sets rows of their own, too.
+    """
+    num_data_shards = num_shards if with_rows else 1
+    arch = registry.from_hf_config(weights.read_config(path)).divided(n, num_shards, num_data_shards)
+    mesh = tensor_mesh(n, num_expert_shards=num_shards, num_data_shards=num_data_shards)
     assert mesh is not None
     specs = registry.param_specs(arch)
     shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
@@ -37,9 +41,9 @@ def split(path: Path, n: int, *, native: bool, num_shards: int = 1) -> tuple[Any
     return arch, mesh, weights.load(path, specs, jnp.float32, shardings, transform, schemes=arch.schemes)
 
 
-def split_logits(path: Path, token_ids: np.ndarray, n: int, *, native: bool = False, num_shards: int = 1) -> np.ndarray:
-    """Return logits [T, V] of one sequence over n devices."""
-    arch, mesh, params = split(path, n, native=native, num_shards=num_shards)
+def split_logits(path: Path, token_ids: np.ndarray, n: int, *, native: bool = False, **shares: Any) -> np.ndarray:
+    """Return logits [T, V] of one sequence over n devices; the same sequence in each share that has rows of its own."""
+    arch, mesh, params = split(path, n, native=native, **shares)
 
     def run(params: dict, token_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(len(token_ids))
@@ -47,7 +51,7 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, native: bool = Fa
         return decoder.compute_logits(params, arch.local(n), hidden)
 
     ids = jax.device_put(token_ids, named_sharding(mesh, ()))
-    program = over_devices(run, mesh, (params, ids), PartitionSpec(None, TENSOR))
+    program = over_devices(run, mesh, (params, ids), PartitionSpec(None, MODEL))
     logits = jax.jit(program, compiler_options={"xla_backend_optimization_level": 0})(params, ids)
     return np.asarray(logits)[:, : arch.vocab_size]
 
@@ -79,7 +83,8 @@ def test_logits_are_those_of_one_device(tmp_path: Path, case: str) -> None:
 
 EXPERTS = ["gpt_oss mxfp4", "qwen3_moe fp8-block", "deepseek_v3 fp8-block", "qwen3_moe ct-int4", "qwen3_moe gptq"]
 EXPERTS_OVER = [f"{pair} over {n}" for pair in EXPERTS for n in ("2", "4", "4 in 2 shares")]
-EXPERTS_OVER += [f"qwen3_moe ct-w8a8 over {n}" for n in ("2", "4 in 2 shares")]
+EXPERTS_OVER += [f"qwen3_moe ct-w8a8 over {n}" for n in ("2", "4 in 2 shares", "4 in 2 shares with rows")]
+EXPERTS_OVER += [f"{pair} over 4 in 2 shares with rows" for pair in EXPERTS]
 SOME_EXPERTS = ("gpt_oss mxfp4 over 4", "deepseek_v3 fp8-block over 4 in 2 shares")
 
 
@@ -92,7 +97,8 @@ def test_experts_are_split_as_well(tmp_path: Path, case: str) -> None:
     token_ids = np.random.default_rng(0).integers(0, 131, 20).astype(np.int32)
     expected = reference_logits(model, token_ids)
     for native in {False, name in NATIVE and packed_linear.unsupported("int4", "cpu") is None}:
-        assert_near(split_logits(tmp_path, token_ids, n, native=native, num_shards=num_shards), expected, name)
+        shares = {"num_shards": num_shards, "with_rows": form.endswith("with rows")}
+        assert_near(split_logits(tmp_path, token_ids, n, native=native, **shares), expected, name)
 
 
 GGUF_OVER = [f"{kind} over {n}" for kind in ("Q4_0", "Q4_K", "Q8_0", "Q6_K") for n in (2, 4)]

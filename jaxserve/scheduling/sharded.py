@@ -1,0 +1,282 @@
+"""ShardedScheduler: one plan for all shards of the rows, each with slots, pages and a prefix cache of its own.
+
+Where attention is data parallel, the devices of a shard have the keys and values of its rows alone, and a step gives
+each shard an equal share of the token axis. So each shard has a scheduler of its own, and their plans are joined: the
+rows of one shard follow those of another. A request goes to a shard as soon as it comes: to the one with the least to
+compute and to hold, or one that has its prefix. Where a shard has room left and nothing waits for it, requests that
+wait for others are distributed anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxserve.errors import RequestError
+from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.router import NO_PREFIX, Prefix, Router
+from jaxserve.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from jaxserve.schedule_config import ScheduleConfig
+
+
+class ShardedAdmission:
+    """Requests of all shards, for those who estimate how long others wait."""
+
+    def __init__(self, shards: Sequence[Scheduler]) -> None:
+        self._shards = shards
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests with pages and a slot, shard by shard."""
+        return [request for shard in self._shards for request in shard.admission.running]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests without, shard by shard."""
+        return [request for shard in self._shards for request in shard.admission.waiting]
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that these have to compute, as far as is known."""
+        return sum(shard.admission.num_waiting_tokens for shard in self._shards)
+
+
+class ShardedScheduler:
+    """Schedulers of all shards behind the interface of one; see `Scheduler` for what is not described here.
+
+    Args:
+        schedule: sizes of all shards together.
+
+    Attributes:
+        shards: scheduler of each shard.
+        admission: requests of all shards.
+    """
+
+    def __init__(self, schedule: ScheduleConfig) -> None:
+        own, count = schedule.of_shard, schedule.num_data_shards
+        self.shards = [Scheduler.of(own, first_slot=index * own.max_num_seqs) for index in range(count)]
+        self.max_num_seqs, self.max_num_batched_tokens = schedule.max_num_seqs, schedule.max_num_batched_tokens
+        self.num_pages, self.page_size, self.groups = schedule.num_pages, schedule.page_size, schedule.kv_groups
+        self.policy = self.shards[0].policy
+        self.admission = ShardedAdmission(self.shards)
+        self._shard_pages = own.num_pages
+        self._router = Router(count)
+        self._requests: dict[str, tuple[Request, int]] = {}  # unfinished requests, and the shard of each
+        self._parts: dict[int, list[tuple[int, StepPlan]]] = {}  # plans of shards in flight, with their rows, by id
+        self._next_step_id = 0
+        self._last_updated_step_id = -1
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without pages and slot."""
+        return sum(shard.num_waiting for shard in self.shards)
+
+    @property
+    def num_deferred(self) -> int:
+        """Waiting requests that wait for a prompt with which they share a prefix."""
+        return sum(shard.num_deferred for shard in self.shards)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with pages and a slot."""
+        return sum(shard.num_running for shard in self.shards)
+
+    @property
+    def num_even_rows(self) -> int:
+        """Running requests, if each shard had as many as the fullest."""
+        return len(self.shards) * max(shard.num_running for shard in self.shards)
+
+    @property
+    def running_slots(self) -> list[int]:
+        """Slots of the running requests."""
+        return [slot for shard in self.shards for slot in shard.running_slots]
+
+    @property
+    def waiting_slots(self) -> list[int]:
+        """Slots of the running requests whose every token must be read before the next is sampled."""
+        return [slot for shard in self.shards for slot in shard.waiting_slots]
+
+    @property
+    def has_split_rows(self) -> bool:
+        """True if a running request can compute a token before it is read, but not sample the next."""
+        return any(shard.has_split_rows for shard in self.shards)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if a running request wants log probabilities of its samples."""
+        return any(shard.wants_logprobs for shard in self.shards)
+
+    @property
+    def num_pages_used(self) -> int:
+        """Pages that running requests own."""
+        return sum(shard.num_pages_used for shard in self.shards)
+
+    def has_unfinished(self) -> bool:
+        """Return whether any request waits or runs."""
+        return any(shard.has_unfinished() for shard in self.shards)
+
+    # Events
+
+    def add(self, request: Request) -> None:
+        """Queue a new request at a shard."""
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"request_id must be unique among unfinished requests, got {request.request_id!r} again; "
+                "use another id, or abort the request that has it"
+            )
+        self._bind(request, self._choose(request))
+
+    def check_fits(self, request: Request) -> None:
+        """Raise RequestError where a request could not run to its end even alone on its shard."""
+        self.shards[0].check_fits(request)
+
+    def finish(self, request_id: str, reason: FinishReason) -> Request | None:
+        """End a request in whatever state it is."""
+        if request_id not in self._requests:
+            return None
+        _, index = self._requests.pop(request_id)
+        return self.shards[index].finish(request_id, reason)
+
+    def withdraw(self) -> list[Request]:
+        """Forget the requests that wait and return them in the order in which they came."""
+        withdrawn = [request for shard in self.shards for request in shard.withdraw()]
+        for request in withdrawn:
+            del self._requests[request.request_id]
+        return sorted(withdrawn, key=lambda request: request.arrival)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content."""
+        for index, shard in enumerate(self.shards):
+            self._router.forget(index)
+            shard.reset_prefix_cache()
+
+    def restart(self) -> None:
+        """Go on as a new scheduler would."""
+        self._requests.clear()
+        self._parts.clear()
+        for index, shard in enumerate(self.shards):
+            self._router.forget(index)
+            shard.restart()
+
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
+        """Append tokens that no plan has sampled to a request."""
+        request, index = self._requests[request_id]
+        taken = self.shards[index].extend(request_id, token_ids)
+        if request.status is RequestStatus.FINISHED:
+            del self._requests[request_id]
+        return taken
+
+    # One step
+
+    def schedule(
+        self,
+        max_steps: int = 1,
+        num_drafts: Sequence[int] = (),
+        timing: Sequence[float] = (),
+        *,
+        may_split: bool = False,
+    ) -> StepPlan | None:
+        """Plan the next step of all shards, as many steps at once as each of them can go."""
+        assert not num_drafts, "there is no speculation where rows are divided; the config checks it"
+        self._distribute()
+        begun = [shard.begin() for shard in self.shards]
+        busy, num_steps = [shard for shard in self.shards if shard.has_unfinished()], max_steps
+        for shard in busy:
+            num_steps = shard.most_steps(num_steps) if num_steps > 1 else 1
+        may_split = may_split and all(shard.most_steps(1) for shard in busy)
+        parts = [
+            shard.fill(plan, max(num_steps, 1), timing=timing, may_split=may_split)
+            for shard, plan in zip(self.shards, begun, strict=True)
+        ]
+        if not any(parts):
+            return None
+        joined = self._join(begun, parts)
+        self._parts[joined.step_id] = [(index, part) for index, part in enumerate(parts) if part is not None]
+        self._next_step_id += 1
+        return joined
+
+    def update(self, plan: StepPlan, sampled: Sequence[list[int]]) -> list[Request]:
+        """Take the token ids that each row of a plan has sampled; return the requests that they ended."""
+        assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
+        self._last_updated_step_id = plan.step_id
+        ended: list[Request] = []
+        first = 0
+        for index, part in self._parts.pop(plan.step_id):
+            ended += self.shards[index].update(part, sampled[first : first + part.num_rows])
+            first += part.num_rows
+        for request in ended:
+            del self._requests[request.request_id]
+        return ended
+
+    def check_integrity(self) -> None:
+        """Assert that every shard is sound, and that each request is where it is thought to be."""
+        for index, shard in enumerate(self.shards):
+            shard.check_integrity()
+            own = {each.request_id for each in (*shard.admission.running, *shard.admission.waiting)}
+            assert own == {request_id for request_id, (_, other) in self._requests.items() if other == index}
+
+    # Parts
+
+    def _prefix(self, request: Request) -> Prefix:
+        return self.shards[0].admission.prefix(request) if request.read_prefix_cache else NO_PREFIX
+
+    def _choose(self, request: Request, *, only_with_room: bool = False) -> int | None:
+        """Return the shard of least cost for a request; None if it must have room for it now and there is none.
+
+        The load of a shard is what there is to compute before, and the tokens that its rows hold pages of.
+        """
+        for index, shard in enumerate(self.shards):
+            num_held = shard.num_pages_used * self.page_size // self.groups.size
+            is_open = not only_with_room or shard.admission.has_room(request)
+            self._router.set_load(index, shard.admission.load + num_held, is_open=is_open)
+        route = self._router.choose(self._prefix(request), only_open=True)
+        return None if route is None else route.replica
+
+    def _bind(self, request: Request, index: int | None) -> None:
+        """Give a request to a shard, which will have its prefix."""
+        assert index is not None, "all shards are open to requests that may wait"
+        self.shards[index].add(request)
+        self._requests[request.request_id] = request, index
+        self._router.note(index, self._prefix(request))
+
+    def _distribute(self) -> None:
+        """Give waiting requests to other shards, if there is one for which none waits although it has room."""
+        if not self.num_waiting:
+            return
+        if any(not shard.num_waiting and shard.admission.has_room() for shard in self.shards):
+            for request in self.withdraw():
+                index = self._choose(request, only_with_room=True)
+                self._bind(request, self._choose(request) if index is None else index)
+
+    def _join(self, begun: Sequence[StepPlan], parts: Sequence[StepPlan | None]) -> StepPlan:
+        """Return the plan of all rows: those of one shard after those of another."""
+        plan = StepPlan(self._next_step_id)
+        for index, part in enumerate(parts):
+            plan.preempted += begun[index].preempted
+            if part is None:
+                continue
+            for name in ("requests", "slots", "starts", "counts", "max_new", "admitted", "grown"):
+                getattr(plan, name).extend(getattr(part, name))
+            first_page = index * self._shard_pages
+            plan.copies += [(first_page + source, first_page + target) for source, target in part.copies]
+            for name in ("num_decode_tokens", "num_prefill_tokens", "num_cached_tokens"):
+                setattr(plan, name, getattr(plan, name) + getattr(part, name))
+            plan.wants_logprobs |= part.wants_logprobs
+            plan.wants_prompt_logprobs |= part.wants_prompt_logprobs
+            plan.is_split |= part.is_split
+            plan.num_steps = max(plan.num_steps, part.num_steps)
+        plan.num_pages_used = self.num_pages_used
+        most = max(part.num_tokens for part in parts if part is not None)
+        plan.num_uneven_tokens = most * len(parts) - plan.num_tokens
+        return plan
+
+
+AnyScheduler = Scheduler | ShardedScheduler
+
+
+def new_scheduler(schedule: ScheduleConfig) -> AnyScheduler:
+    """Return the scheduler of one pool, or of the pools of all shards."""
+    return Scheduler.of(schedule) if schedule.num_data_shards == 1 else ShardedScheduler(schedule)

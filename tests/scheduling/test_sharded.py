@@ -1,0 +1,121 @@
+"""Rows divided among shards: random traffic on a simulated device with pages of each shard, and who goes where."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, num_computed, rows_of
+
+from jaxserve.request import FinishReason, RequestStatus
+from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.sharded import ShardedScheduler, new_scheduler
+from tests.random_runs import examples
+
+REQUESTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "prompt": st.builds(
+                lambda num_common, tail: [1, 2, 3, 4, 3, 2, 1, 0, 1, 1, 2, 2][:num_common] + tail,
+                st.integers(0, 12),
+                st.lists(st.integers(0, 1), min_size=1, max_size=6),
+            ),
+            "max_tokens": st.integers(1, 12),
+            "stop_ids": st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+            "waits_for_tokens": st.sampled_from([False, False, True]),
+            "shares_last_page": st.booleans(),
+        }
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def make(num_shards: int, seqs: int = 2, budget: int = 8, num_pages: int = 16, page_size: int = 2) -> ShardedScheduler:
+    """Return a scheduler of shards with these sizes each."""
+    sizes = (num_shards * seqs, num_shards * budget, 40, page_size, num_shards * num_pages)
+    scheduler = new_scheduler(ScheduleConfig(*sizes, num_data_shards=num_shards))
+    assert isinstance(scheduler, ShardedScheduler)
+    return scheduler
+
+
+def loop_of(scheduler: ShardedScheduler, *args: int, **kwargs: bool) -> Loop:
+    own = scheduler.shards[0]
+    return Loop(scheduler, *args, **kwargs, first_page=lambda slot: slot // own.max_num_seqs * own.num_pages)
+
+
+@given(
+    requests=REQUESTS,
+    arrivals=st.lists(st.integers(0, 6), min_size=12, max_size=12),
+    aborted=st.sets(st.integers(0, 11), max_size=2),
+    num_shards=st.integers(2, 4),
+    seqs=st.integers(1, 3),
+    budget=st.integers(3, 10),
+    num_pages=st.integers(15, 20),
+    depth=st.integers(0, 2),
+    max_steps=st.sampled_from([1, 4]),
+    may_split=st.booleans(),
+)
+@settings(max_examples=examples(60), deadline=None)
+def test_outputs_are_those_of_each_request_alone(
+    requests, arrivals, aborted, num_shards, seqs, budget, num_pages, depth, max_steps, may_split
+):
+    scheduler = make(num_shards, seqs, budget, num_pages)
+    loop = loop_of(scheduler, depth, max_steps, may_split=may_split)
+    made = [make_request(str(index), **fields) for index, fields in enumerate(requests)]
+    for index, request in enumerate(made):
+        for _ in range(arrivals[index]):
+            if scheduler.has_unfinished() or loop.in_flight:
+                loop.step()
+        loop.add(request)
+        if index in aborted:
+            assert scheduler.finish(request.request_id, FinishReason.ABORT) is request
+    loop.drain()
+    for index, request in enumerate(made):
+        assert request.status is RequestStatus.FINISHED
+        if index not in aborted:
+            assert (request.output_token_ids, request.finish_reason) == generate_alone(request)
+    assert scheduler.num_pages_used == 0
+    for plan in loop.plans:
+        num_tokens = [0] * num_shards
+        for row in rows_of(plan):
+            num_tokens[row.slot // seqs] += row.num_tokens
+        assert max(num_tokens) <= budget
+        assert plan.num_even_tokens == num_shards * max(num_tokens), "each shard has as much of the token axis"
+
+
+def test_requests_go_where_the_least_is_to_do_and_to_their_prefixes():
+    scheduler = make(num_shards=4, seqs=4, budget=64, num_pages=20)
+    loop = loop_of(scheduler)
+    loop.add(*(make_request(str(index), [index % 5] * 8, 12) for index in range(8)))
+    loop.step()
+    assert [shard.num_running for shard in scheduler.shards] == [2] * 4
+    loop.drain()
+    loop.add(make_request("first", [4, 3, 2, 1, 0] * 4, 4)).drain()
+    [first] = {row.slot // 4 for plan in loop.plans[-1:] for row in rows_of(plan)}
+    again = make_request("again", [*[4, 3, 2, 1, 0] * 4, 2], 4)
+    loop.add(again).step()
+    assert again.slot // 4 == first
+    assert loop.plans[-1].num_cached_tokens == 20
+
+
+def test_each_of_several_prefixes_that_come_at_once_is_computed_once():
+    scheduler = make(num_shards=2, seqs=4, budget=64, num_pages=40)
+    loop = loop_of(scheduler)
+    prefixes = [[4, 3, 2, 1] * 5, [0, 1, 0, 2] * 5]
+    loop.add(*(make_request(str(index), [*prefixes[index % 2], 1 + index // 2], 2) for index in range(8))).drain()
+    num_prompt_tokens = 2 * 20 + 8  # each prefix, and the last token of each request
+    assert num_computed(loop.plans) == num_prompt_tokens + 8, "the second token of each is computed from the first"
+    assert {row.slot // 4 for plan in loop.plans for row in rows_of(plan)} == {0, 1}
+
+
+def test_no_shard_is_idle_while_requests_wait_for_the_one_that_has_their_prefix():
+    scheduler = make(num_shards=2, seqs=1, budget=16, num_pages=20)
+    loop = loop_of(scheduler)
+    long, *short = (make_request(str(index), [0] * 8 + [index], 2 if index else 30) for index in range(5))
+    loop.add(long).step()
+    loop.add(*short)
+    num_steps = 0
+    while any(request.status is not RequestStatus.FINISHED for request in short):
+        loop.step()
+        num_steps += 1
+    assert num_steps <= 10, "two tokens of each of the short ones, one after the other on the other shard"
+    assert long.status is RequestStatus.RUNNING
+    loop.drain()
