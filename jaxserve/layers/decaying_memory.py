@@ -71,7 +71,7 @@ def advance(
 def _single_tokens(
     heads: Heads, rows: StateRows, memory: Float32[Array, "L N V Dv Dk"], layer: Int[Array, ""]
 ) -> tuple[Float32[Array, "T V Dv"], Float32[Array, "L N V Dv Dk"]]:
-    """Return what the tokens of rows with one token read, zeros for others, and the memory they leave."""
+    """Return what the tokens of rows with one token read, any numbers for others, and the memory they leave."""
     (T, V, _), R, nowhere = heads.v.shape, rows.start.shape[0], memory.shape[1]
     group = V // heads.k.shape[1]
     is_single = _is_single(rows)
@@ -97,7 +97,8 @@ def _single_tokens(
         out = out.at[jnp.where(is_there, token, T)].set(read, mode="drop")
         return out, memory.at[layer, jnp.where(is_there, rows.target[row], nowhere)].set(new, mode="drop")
 
-    return lax.fori_loop(0, -(-num_rows // size), compute, (jnp.zeros_like(heads.v), memory))
+    # The values are the layer's own numbers: XLA would make zeros of all layers at once, and keep them.
+    return lax.fori_loop(0, -(-num_rows // size), compute, (heads.v, memory))
 
 
 def _is_single(rows: StateRows) -> Bool[Array, " R"]:
