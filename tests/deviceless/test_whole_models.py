@@ -38,10 +38,10 @@ def check_exchanges(arch, num_tokens, text, num_copies):
     assert sum(x.count for x in collectives("\n".join(lines))) == 2 * num_copies + 1
 
 
-def check_makers(kv_pages, text):
+def check_makers(pool, text, dtype="bf16"):
     """Check that nothing makes an array of the shape of the pool by copying."""
-    shape = ",".join(map(str, jax.tree.leaves(kv_pages)[0].shape))
-    makers = re.findall(rf"= bf16\[{shape}\]\S* ([a-z-]+)\(", text)
+    shape = ",".join(map(str, jax.tree.leaves(pool)[0].shape))
+    makers = re.findall(rf"= {dtype}\[{shape}\]\S* ([a-z-]+)\(", text)
     assert makers, "the pool is in the program"
     assert not {"copy", "copy-start", "transpose", "concatenate", "pad", "convert"} & set(makers)
 
@@ -93,9 +93,9 @@ def test_steps_work_in_place(targets, name, target, num_layers, decode_megabytes
 
 
 def smallest_sizes():
-    """Return the planner's config of the smallest published size of each architecture without states of layers."""
+    """Return the planner's config of the smallest published size of each architecture."""
     by_size = sorted((registry.num_params(arch), name, arch) for name, arch in map(read_model, known_models()))
-    return {arch.architecture: name for _, name, arch in reversed(by_size) if arch.state is None}
+    return {arch.architecture: name for _, name, arch in reversed(by_size)}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def smallest_sizes():
     ],
 )
 def test_first_layers_work_in_place(targets, name, target):
-    """The decode step over a layer of each kind: the pool is updated in place, and temporaries are small beside it."""
+    """The decode step over a layer of each kind: pools are updated in place, and temporaries are small beside them."""
     target, arch = targets(target), layers_of_each_kind(read_model(name)[1])
     arch = dataclasses.replace(arch, schemes=None)
     sizes = {"num_query_heads": arch.num_heads, "page_size": None, "kv_dtype": BFLOAT16}
@@ -115,12 +115,15 @@ def test_first_layers_work_in_place(targets, name, target):
         backend = arch.kv.select_backend(AUTO, **sizes, platform=None)
     page_size = arch.kv.default_page_size(backend, BFLOAT16)
     num_pages = 16 * POOL_TOKENS // page_size * len(arch.kv_windows)
-    schedule = ScheduleConfig(64, 64, 8192, page_size, num_pages, windows=arch.kv_windows)
+    num_snapshots = None if arch.state is None else 32
+    schedule = ScheduleConfig(64, 64, 8192, page_size, num_pages, windows=arch.kv_windows, num_snapshots=num_snapshots)
     state = abstract_state(arch, schedule, kv_dtype=BFLOAT16, backend=backend)
     (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend).compile(arch, (64,))
     memory, pool_bytes = program.memory_analysis(), tree_bytes(state.kv_pages)
     assert memory.alias_size_in_bytes >= pool_bytes
     check_makers(state.kv_pages, program.as_text())
+    if arch.state is not None:
+        check_makers(state.states, program.as_text(), "f32")
     assert temp_bytes(program) <= pool_bytes / 2
 
 
