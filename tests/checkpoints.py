@@ -58,7 +58,7 @@ FAMILIES = tuple(CONFIGS)
 # They differ most in their layers; by default tests that are alike for all families take only these.
 VARIED = ("llama", "gpt2", "gemma3", "gemma4", "olmoe", "deepseek_v3", "gpt_oss", "qwen3_5")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # families that attend over latents
-HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families with gated delta nets
+DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families with gated delta nets
 MIXTURES = (  # families with experts
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", *LATENT, "qwen3_next", "qwen3_5_moe", "gemma4_moe"),
     *("granite_moe", "granite_moe_shared", "granite_moe_hybrid"),
@@ -175,10 +175,10 @@ _LATENT_SIZES = {
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
 }
-HYBRID_TYPES = ["linear_attention", "full_attention"]
-_HYBRID_SIZES = {
+STATE_TYPES = ["linear_attention", "full_attention"]
+_DELTA_SIZES = {
     "head_dim": 16,
-    "layer_types": HYBRID_TYPES,
+    "layer_types": STATE_TYPES,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 12,
@@ -231,8 +231,10 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "num_experts": 5,
         "num_experts_per_tok": 2,
         "shared_intermediate_size": 56,
-        "position_embedding_type": "rope",
-        "layer_types": ["full_attention"] * 2,
+        "layer_types": STATE_TYPES,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 12,
     },
     "mixtral": {"num_experts": 5, "sliding_window": 9},
     "qwen2_moe": {
@@ -274,9 +276,9 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.5,
         "rope_parameters": {**ROPES["yarn"], "truncate": False},
     },
-    "qwen3_next": {**_HYBRID_SIZES, **_SHARED_EXPERTS},
-    "qwen3_5": _HYBRID_SIZES,
-    "qwen3_5_moe": {**_HYBRID_SIZES, **_SHARED_EXPERTS},
+    "qwen3_next": {**_DELTA_SIZES, **_SHARED_EXPERTS},
+    "qwen3_5": _DELTA_SIZES,
+    "qwen3_5_moe": {**_DELTA_SIZES, **_SHARED_EXPERTS},
 }
 _WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more than rounding
 

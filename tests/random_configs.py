@@ -5,15 +5,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from tests.checkpoints import (
+    DELTA,
     FACTORS,
     GROWING,
-    HYBRID,
-    HYBRID_TYPES,
     LATENT,
     LAYER_TYPES,
     MIXTURES,
     PARTIAL,
     ROPES,
+    STATE_TYPES,
     head_dim_of,
     head_size,
     longrope,
@@ -34,8 +34,8 @@ def _dense(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str, 
     num_layers, rope = sizes["num_hidden_layers"], dict(sizes["rope_parameters"])
     if family.startswith("gemma4"):
         return _gemma4(family, sizes, rng)
-    if family in HYBRID:
-        return _hybrid(num_layers, rope, sizes["head_dim"], rng)
+    if family in DELTA:
+        return _delta(num_layers, rope, sizes["head_dim"], rng)
     if family in PARTIAL:
         rope |= _fraction(head_dim_of(family, sizes), rng)
     if family == "phi3":
@@ -94,12 +94,18 @@ def _mixture(family: str, rng: random.Random) -> dict[str, Any]:
     return {**sizes, **switches}
 
 
-def _hybrid(layers: int, rope: dict[str, Any], head_dim: int, rng: random.Random) -> dict[str, Any]:
+def _state_types(layers: int, rng: random.Random) -> list[str]:
+    """Return random kinds of layers, some of which have attention."""
+    kinds = [rng.choice(STATE_TYPES) for _ in range(layers)]
+    kinds[rng.randrange(layers)] = STATE_TYPES[1]
+    return kinds
+
+
+def _delta(layers: int, rope: dict[str, Any], head_dim: int, rng: random.Random) -> dict[str, Any]:
     """Return random overrides of a family with gated delta nets."""
-    kinds, key_heads = [rng.choice(HYBRID_TYPES) for _ in range(layers)], rng.choice([1, 2, 3])
-    kinds[rng.randrange(layers)] = HYBRID_TYPES[1]
+    key_heads = rng.choice([1, 2, 3])
     return {
-        "layer_types": kinds,
+        "layer_types": _state_types(layers, rng),
         "rope_parameters": rope | _fraction(head_dim, rng),
         "linear_num_key_heads": key_heads,
         "linear_num_value_heads": key_heads * rng.choice([1, 2, 4]),
@@ -170,10 +176,11 @@ def _latent(family: str, rng: random.Random, layers: int, rope: dict[str, Any]) 
     return {**overrides, "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(layers)]}
 
 
-def _granite(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
+def _granite(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """Return random overrides of one of Granite's families."""
     if not family.startswith("granite"):
         return {}
+    layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
     factors = {name: value * rng.uniform(0.5, 1.5) for name, value in FACTORS.items()}
     if family == "granite_swa":
         types = [rng.choice(LAYER_TYPES) for _ in range(layers)]
@@ -181,14 +188,19 @@ def _granite(family: str, layers: int, rng: random.Random) -> dict[str, Any]:
         return {**factors, "sliding_window": rng.choice([3, 8]), "layer_types": types, "layer_rope_theta": thetas}
     if family == "granite_moe_hybrid":
         dense: dict[str, Any] = {"num_experts": 0} if rng.random() < 0.5 else {}
-        types = ["full_attention"] * layers
-        rotation = {"position_embedding_type": rng.choice(["rope", None])}
         return {
             **factors,
             **dense,
-            **rotation,
-            "layer_types": types,
-            "mamba_n_heads": 1,
+            "position_embedding_type": rng.choice(["rope", None]),
+            "layer_types": _state_types(layers, rng),
+            "mamba_n_heads": heads * rng.choice([1, 2]),  # a divisor of the doubled hidden size
+            "mamba_n_groups": rng.choice([1, heads // sizes["num_key_value_heads"], heads]),
+            "mamba_d_state": rng.choice([6, 8, 17]),
+            "mamba_d_conv": rng.choice([2, 3, 4]),
+            "mamba_conv_bias": rng.random() < 0.5,
+            "mamba_proj_bias": rng.random() < 0.5,
+            "mamba_chunk_size": rng.choice([8, 64]),
+            "time_step_limit": rng.choice([(0.0, float("inf")), (0.6, 0.8)]),
             "shared_intermediate_size": 41,
         }
     return factors
@@ -243,7 +255,7 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
                 if family in LATENT
                 else _mixture(family, rng)
             )
-        overrides |= _granite(family, layers, rng) | _dense(family, overrides, rng)
+        overrides |= _granite(family, overrides, rng) | _dense(family, overrides, rng)
         if family == "gemma3":
             local = {"rope_type": "default", "rope_theta": 10 ** rng.uniform(3, 5)}
             overrides["rope_parameters"] = {LAYER_TYPES[0]: local, LAYER_TYPES[1]: overrides["rope_parameters"]}

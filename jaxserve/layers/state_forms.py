@@ -6,7 +6,9 @@ alike. A model's form is `ArchConfig.state`.
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from jaxtyping import Array, Int
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float32, Int
 
 
 class StateRows(NamedTuple):
@@ -36,6 +38,19 @@ class StateRows(NamedTuple):
     def q_lens(self) -> Int[Array, " R"]:
         """Tokens of each row."""
         return self.cu_q_lens[1:] - self.cu_q_lens[:-1]
+
+
+def read_entries(
+    pool: Float32[Array, "L N *D"], layer: Int[Array, ""], source: Int[Array, " R"], start: Int[Array, " R"]
+) -> Float32[Array, "R *D"]:
+    """Return what rows go on from in one layer: their entries, or zeros for those that start a sequence."""
+
+    def read() -> Float32[Array, "R *D"]:
+        return pool.at[layer, source].get(mode="clip")
+
+    if start.shape == (1,):  # a branch, as XLA:CPU would fuse the reading of one row with what needs it later
+        return lax.cond(start[0] == 0, lambda: jnp.zeros((1, *pool.shape[2:]), pool.dtype), read)
+    return jnp.where(start.reshape(-1, *[1] * (pool.ndim - 2)) == 0, 0.0, read())
 
 
 @runtime_checkable

@@ -1,7 +1,11 @@
-"""Granite 3 and 4, dense or with experts, and with sliding windows: Llama's layers, with factors on what they add."""
+"""Granite 3 and 4: Llama's layers, with factors on what they add.
+
+They are dense or have experts, and some have sliding windows, or Mamba-2 in place of attention in most layers.
+"""
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,7 +29,9 @@ from jaxserve.models.hf_config import (
     read_fields,
 )
 from jaxserve.models.layer_facts import LayerOptions
+from jaxserve.models.mamba import mamba, mamba_specs, read_mamba
 from jaxserve.models.params import Params, ParamSpec
+from jaxserve.models.state_layers import replace_attention
 
 _FACTORS = {
     "embedding_multiplier": POSITIVE,
@@ -63,7 +69,8 @@ _SHARED_DEFAULTS = {
 }
 _SHARED_FIELDS = {"num_hidden_layers": SIZE, "num_local_experts": COUNT, "shared_intermediate_size": COUNT}
 _HYBRID_FIELDS = {"layer_types": STRINGS.or_null(), "position_embedding_type": one_of(["rope", "nope"]).or_null()}
-_ATTENTION = ("attention", FULL)  # the first is the name in published checkpoints
+_ATTENTION = ("attention", FULL)  # the first is the name in published checkpoints, the second transformers'
+_MAMBA = ("mamba", "linear_attention")  # likewise
 _TENSORS = {  # tensors of a layer in checkpoints, by the name of the row
     "router": "block_sparse_moe.router.layer",
     "experts_gate_up": "block_sparse_moe.input_linear",
@@ -126,23 +133,19 @@ def shared_moe_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def hybrid_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse the config.json of a Granite 4 model whose layers all have attention.
-
-    Raises:
-        ConfigError: some layers are Mamba's, or a field has a wrong value.
-    """
+    """Parse the config.json of a Granite 4 model, whose layers have attention or Mamba-2."""
     config = {**_SHARED_DEFAULTS, "shared_intermediate_size": 1024, **config}
     values, arch = read_fields(config, _HYBRID_FIELDS), shared_moe_arch(config)
-    kinds = values["layer_types"] or ["mamba"] * arch.num_layers
-    others = [layer for layer, kind in enumerate(kinds) if kind not in _ATTENTION]
-    if others:
+    kinds = values["layer_types"] or [_MAMBA[0]] * arch.num_layers
+    if len(kinds) != arch.num_layers or not {*_ATTENTION, *_MAMBA}.issuperset(kinds):
         raise ConfigError(
-            f"layer_types must be {' or '.join(map(repr, _ATTENTION))} in every layer (Mamba's are not supported), "
-            f"got {kinds[others[0]]!r} in {len(others)} of {len(kinds)}"
+            f"layer_types must be {arch.num_layers} of {_ATTENTION[0]!r} and {_MAMBA[0]!r} (or {FULL!r} and "
+            f"{_MAMBA[1]!r}), got {kinds}"
         )
-    layer_windows([FULL] * len(kinds), arch.num_layers, None)
+    states = frozenset(layer for layer, kind in enumerate(kinds) if kind in _MAMBA)
     has_rope = values["position_embedding_type"] == "rope"
-    return arch if has_rope else dataclasses.replace(arch, ropes=(None,) * arch.num_layers)
+    ropes = tuple(rope if has_rope and layer not in states else None for layer, rope in enumerate(arch.ropes))
+    return dataclasses.replace(arch, ropes=ropes, state=read_mamba(config) if states else None, state_layers=states)
 
 
 def moe_param_specs(arch: ArchConfig) -> list[ParamSpec]:
@@ -157,6 +160,11 @@ def moe_param_specs(arch: ArchConfig) -> list[ParamSpec]:
         return dataclasses.replace(spec, hf_names=names, stacked=spec.path[-1] in _STACKED)
 
     return [fused(spec) for spec in mixtures.param_specs(arch)]
+
+
+def hybrid_param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return the rows of `moe_param_specs`, with those of Mamba-2 in place of attention in layers that have it."""
+    return replace_attention(moe_param_specs(arch), arch, mamba_specs)
 
 
 def swa_param_specs(arch: ArchConfig) -> list[ParamSpec]:
@@ -175,11 +183,16 @@ def block(
     options: LayerOptions,
     attend: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
-    """Apply one decoder layer: x + factor * attention, then + factor * SwiGLU or mixture. See `llama.block`."""
+    """Apply one decoder layer: x + factor * attention or Mamba-2, then + factor * MLP or mixture. See `llama.block`."""
     with jax.named_scope("attention"):
-        q, k, v = llama.project_qkv(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
-        out, carry = attend(q, k, v, rope, carry, layer, options, p.get("sinks"))
-        x += arch.residual_scale * llama.project_out(p, out, arch)
+        norm = RmsNorm(p["input_norm"], arch.norm_eps)
+        if options.state is None:
+            q, k, v = llama.project_qkv(p, x, arch, norm)
+            out, carry = attend(q, k, v, rope, carry, layer, options, p.get("sinks"))
+            out = llama.project_out(p, out, arch)
+        else:
+            out, carry = mamba(p, norm(x), partial(attend, carry=carry, layer=layer, options=options), arch)
+        x += arch.residual_scale * out
     with jax.named_scope("mlp"):
         if "router" in p:
             out, carry = mixtures.mix(p, rms_norm(x, p["mlp_norm"], arch.norm_eps), arch, carry)
@@ -192,5 +205,5 @@ GRANITE = ModelFamily(granite_arch, llama.param_specs, block, rms_norm, llama.FO
 _FOLDS = llama.FOLDS[:2]  # the norm before experts, where there are any, feeds the router too
 GRANITE_MOE = ModelFamily(moe_arch, moe_param_specs, block, rms_norm, _FOLDS)
 GRANITE_MOE_SHARED = ModelFamily(shared_moe_arch, moe_param_specs, block, rms_norm, _FOLDS)
-GRANITE_MOE_HYBRID = ModelFamily(hybrid_arch, moe_param_specs, block, rms_norm, _FOLDS)
+GRANITE_MOE_HYBRID = ModelFamily(hybrid_arch, hybrid_param_specs, block, rms_norm, _FOLDS)
 GRANITE_SWA = ModelFamily(granite_swa_arch, swa_param_specs, block, rms_norm, llama.FOLDS)

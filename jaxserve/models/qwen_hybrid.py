@@ -21,6 +21,7 @@ from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import FULL, SIZE, STRINGS, SWITCH, Kind, read_fields
 from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
+from jaxserve.models.state_layers import replace_attention
 
 _LINEAR = "linear_attention"
 _DEFAULTS = {
@@ -129,10 +130,7 @@ def param_specs(arch: ArchConfig, *, is_grouped: bool) -> list[ParamSpec]:
         specs = llama.param_specs(arch)
     else:
         specs = mixtures.param_specs(arch, shared="shared_expert", shared_gate=True)
-    of_attention = ("qkv_proj", "qkv_bias", "o_proj", "o_bias", "q_norm", "k_norm")
-    own = [spec for spec in specs if spec.path[-1] not in of_attention or spec.path[1] not in arch.state_layers]
-    for layer in sorted(arch.state_layers & set(range(arch.num_layers))):
-        own += delta.delta_specs(arch, layer, is_grouped=is_grouped)
+    own = replace_attention(specs, arch, partial(delta.delta_specs, is_grouped=is_grouped))
     return [_offset(_gated(spec)) for spec in own]
 
 

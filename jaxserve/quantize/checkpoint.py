@@ -96,7 +96,7 @@ def quantize_checkpoint(
         )
     if arch.state is not None:
         raise ConfigError(
-            f"the model must have attention in all layers, as delta nets are not calibrated yet, got "
+            f"the model must have attention in all layers, as states of layers are not calibrated yet, got "
             f'{arch.architecture}; quantise it while it is loaded with quantization="int8"'
         )
     grid = grid_of(options, arch)

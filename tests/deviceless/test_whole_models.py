@@ -41,10 +41,10 @@ def check_exchanges(arch, num_tokens, text, num_copies):
     assert sum(x.count for x in collectives("\n".join(lines))) == 2 * num_copies + 1
 
 
-def check_makers(kv_pages, text):
+def check_makers(pool, text, dtype="bf16"):
     """Check that nothing makes an array of the shape of the pool by copying."""
-    shape = ",".join(map(str, jax.tree.leaves(kv_pages)[0].shape))
-    makers = re.findall(rf"= bf16\[{shape}\]\S* ([a-z-]+)\(", text)
+    shape = ",".join(map(str, jax.tree.leaves(pool)[0].shape))
+    makers = re.findall(rf"= {dtype}\[{shape}\]\S* ([a-z-]+)\(", text)
     assert makers, "the pool is in the program"
     assert not {"copy", "copy-start", "transpose", "concatenate", "pad", "convert"} & set(makers)
 
@@ -126,6 +126,8 @@ def test_first_layers_work_in_place(targets, name, target, tmp_path, monkeypatch
     memory, pool_bytes = program.memory_analysis(), tree_bytes(state.kv_pages)
     assert memory.alias_size_in_bytes >= pool_bytes
     check_makers(state.kv_pages, program.as_text())
+    if arch.state is not None:
+        check_makers(state.states, program.as_text(), "f32")
     assert temp_bytes(program) <= pool_bytes / 2
     if target.sheet.chip.platform == "gpu":
         assert thunks_of_step(tmp_path) == ["kCommandBuffer"]

@@ -1,4 +1,4 @@
-"""Models with gated delta nets: the invariants of the whole engine, whose slots have states beside their pages."""
+"""Models with delta nets or Mamba-2: the invariants of the whole engine, whose slots have states beside their pages."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +15,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.sizes import EOS, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, run_alone, tokens
+from tests.parameters import some_by_default
 from tests.random_runs import examples
 
 Start = Callable[..., Engine]
@@ -22,12 +23,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=
 LAYERS = ["linear_attention", "linear_attention", "full_attention"]
 
 
-@pytest.fixture(scope="module")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a Qwen3.5 checkpoint of three layers."""
-    path: Path = tmp_path_factory.mktemp("qwen3_5")
+@pytest.fixture(scope="module", params=some_by_default(["qwen3_5", "granite_moe_hybrid"], "qwen3_5"))
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a checkpoint of three layers."""
+    family: str = request.param
+    path: Path = tmp_path_factory.mktemp(family)
     sizes = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": EOS}
-    checkpoints.write_checkpoint(path, "qwen3_5", num_hidden_layers=len(LAYERS), layer_types=LAYERS, **sizes)
+    checkpoints.write_checkpoint(path, family, num_hidden_layers=len(LAYERS), layer_types=LAYERS, **sizes)
     return str(path)
 
 
@@ -79,7 +81,7 @@ def test_prefixes_are_found_where_prompts_end_and_from_the_third_on_where_they_p
 
 
 def test_drafts_are_refused(start: Start, hybrid: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"attention in all layers.* cannot go back.*Qwen3_5ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"attention in all layers.* cannot go back.*ForCausalLM"):
         start(model=hybrid, speculative_config=SpeculationConfig(method="ngram", num_speculative_tokens=2))
     checkpoints.write_checkpoint(tmp_path, "llama", vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
     with pytest.raises(ConfigError, match="take another draft model"):

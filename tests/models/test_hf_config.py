@@ -8,7 +8,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.models import registry
 from jaxserve.models.layer_facts import LatentAttention
-from tests.checkpoints import CONFIGS, FAMILIES, HYBRID, LONGROPE, PARTIAL, ROPES, hf_dict, renamed
+from tests.checkpoints import CONFIGS, DELTA, FAMILIES, LONGROPE, PARTIAL, ROPES, hf_dict, renamed
 
 YARN, LLAMA3 = ROPES["yarn"], ROPES["llama3"]
 LLAMA_FIELDS = [family for family in FAMILIES if "rms_norm_eps" in hf_dict(family)]  # families with Llama's fields
@@ -86,8 +86,13 @@ MIXTURE_UNSUPPORTED = [
     ("deepseek_v3", {"qk_rope_head_dim": 7}, ["head_dim", "7"]),
     ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "2", "['dense']"]),
-    ("granite_moe_hybrid", {"layer_types": ["mamba", "attention"]}, ["Mamba", "'mamba' in 1 of 2"]),
+    ("granite_moe_hybrid", {"layer_types": ["mamba", "mamba2"]}, ["layer_types", "'mamba2'"]),
     ("granite_moe_hybrid", {"layer_types": ["attention"]}, ["layer_types", "2"]),
+    ("granite_moe_hybrid", {"layer_types": None}, ["a layer with attention"]),
+    ("granite_moe_hybrid", {"mamba_d_head": 12}, ["mamba_d_head", "8 x 12 and 2 x 64"]),
+    ("granite_moe_hybrid", {"mamba_n_groups": 3}, ["mamba_n_groups", "8 and 3"]),
+    ("granite_moe_hybrid", {"time_step_limit": [0.1, "x"]}, ["time_step_limit", "'x'"]),
+    ("granite_moe_hybrid", {"mamba_conv_bias": None}, ["mamba_conv_bias"]),
     ("granite_moe_hybrid", {"position_embedding_type": "alibi"}, ["position_embedding_type", "'alibi'"]),
     ("granite_moe_hybrid", {"num_local_experts": 0, "shared_intermediate_size": 0}, ["shared_intermediate_size", "0"]),
     ("granite_moe", {"num_local_experts": 1}, ["num_experts_per_tok", "2 and 1"]),
@@ -138,7 +143,7 @@ DENSE_UNSUPPORTED = [
             (f, renamed(f, change), renamed(f, dict.fromkeys(named)))
             for f in FAMILIES
             for change, named in UNSUPPORTED
-            if renamed(f, change) and not (f in (*PARTIAL, *HYBRID) and "partial_rotary_factor" in named)
+            if renamed(f, change) and not (f in (*PARTIAL, *DELTA) and "partial_rotary_factor" in named)
         ),
         *GPT_UNSUPPORTED,
         *MIXTURE_UNSUPPORTED,
@@ -273,7 +278,11 @@ OWN_ABSENT = {
     "gpt_neo": ["activation_function", "intermediate_size", "window_size", "attention_types"],
     "granite_moe": ["num_local_experts", "num_experts_per_tok"],
     "granite_moe_shared": ["num_local_experts", "num_experts_per_tok", "shared_intermediate_size"],
-    "granite_moe_hybrid": ["num_local_experts", "num_experts_per_tok", "shared_intermediate_size"],
+    "granite_moe_hybrid": [
+        *("num_local_experts", "num_experts_per_tok", "shared_intermediate_size", "position_embedding_type"),
+        *("mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand", "mamba_chunk_size"),
+        *("mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
+    ],
     "mixtral": ["num_local_experts", "num_experts_per_tok", "sliding_window"],
     "qwen2_moe": ["num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"],
     "qwen3_moe": ["num_local_experts", "moe_intermediate_size", "norm_topk_prob"],

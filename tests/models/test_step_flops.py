@@ -39,7 +39,7 @@ def dense_attend(
     sinks: Array | None = None,
 ) -> tuple[Array, Any]:
     if options.state is not None:
-        return jnp.zeros((len(q[0]), options.state.num_value_heads, options.state.value_dim)), carry
+        return jnp.zeros((len(q[0]), *options.state.new(1, 1).memory.shape[2:4])), carry
     k, v, carry = options.share(k, v, carry)
     expand = None
     if isinstance(v, HeadMatrices):  # absorbed

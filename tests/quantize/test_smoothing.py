@@ -13,7 +13,7 @@ from jaxserve.quantize.grid import Grid
 from jaxserve.quantize.layer import empty_stats, layer_outputs, layer_stats
 from jaxserve.quantize.rounding import output_error
 from jaxserve.quantize.smoothing import Channels, balance_factors, fold_factors, search_factors
-from tests.checkpoints import FAMILIES, MIXTURES, reference_logits, write_checkpoint
+from tests.checkpoints import DELTA, FAMILIES, MIXTURES, reference_logits, write_checkpoint
 from tests.parameters import some_by_default
 
 
@@ -26,7 +26,7 @@ def layers_of(arch, checkpoint):
 
 
 @pytest.mark.parametrize(
-    "family", some_by_default([family for family in FAMILIES if family not in (*MIXTURES, "gemma4")], "llama")
+    "family", some_by_default([family for family in FAMILIES if family not in (*MIXTURES, *DELTA, "gemma4")], "llama")
 )
 def test_folded_layers_compute_the_logits_of_transformers(tmp_path, family):
     model = write_checkpoint(tmp_path, family)

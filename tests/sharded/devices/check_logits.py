@@ -30,6 +30,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"tie_word_embeddings": False},
     "mixtral": {"num_key_value_heads": 4},
     "olmoe": {"num_key_value_heads": 2},
+    "granite_moe_hybrid": {"mamba_proj_bias": True},
     "qwen3_next": {"linear_num_key_heads": 8, "linear_num_value_heads": 16},
     "qwen3_5": {"linear_num_key_heads": 8, "linear_num_value_heads": 8},
     "qwen3_5_moe": {"linear_num_key_heads": 8, "linear_num_value_heads": 16},

@@ -1,0 +1,153 @@
+"""Mamba-2 (arXiv 2405.21060) of a block: its tensors, and its computation around `layers/mamba.py`."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.mamba import Mamba, MambaInputs
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
+from jaxserve.models.params import Params, ParamSpec
+
+_INFINITY = {"__float__": "Infinity"}  # what transformers writes
+
+
+def _is_limit(value: object) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    low, high = map(_number, value)
+    return all(isinstance(x, int | float) for x in (low, high)) and 0 <= low <= high
+
+
+def _number(value: Any) -> Any:
+    return math.inf if value == _INFINITY else value
+
+
+_DEFAULTS = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "time_step_limit": [0.0, _INFINITY],
+}
+_FIELDS = {
+    "hidden_size": SIZE,
+    "mamba_n_heads": SIZE,
+    "mamba_n_groups": SIZE,
+    "mamba_d_state": SIZE,
+    "mamba_d_head": Kind("a positive integer or 'auto'", lambda value: value == "auto" or SIZE.holds(value)),
+    "mamba_d_conv": SIZE,
+    "mamba_expand": SIZE,
+    "mamba_chunk_size": SIZE,  # has no influence on results
+    "mamba_conv_bias": SWITCH,
+    "mamba_proj_bias": SWITCH,
+    "time_step_limit": Kind("two numbers, 0 <= least <= greatest", _is_limit),
+}
+
+
+def read_mamba(config: Mapping[str, Any]) -> Mamba:
+    """Read the sizes of Mamba-2 layers from a config.json."""
+    values = read_fields({**_DEFAULTS, **config}, _FIELDS)
+    inner, heads = values["mamba_expand"] * values["hidden_size"], values["mamba_n_heads"]
+    head_dim = inner // heads if values["mamba_d_head"] == "auto" else values["mamba_d_head"]
+    if heads * head_dim != inner:
+        raise ConfigError(
+            f"mamba_n_heads x mamba_d_head must be mamba_expand x hidden_size, "
+            f"got {heads} x {values['mamba_d_head']} and {values['mamba_expand']} x {values['hidden_size']}"
+        )
+    if heads % values["mamba_n_groups"]:
+        raise ConfigError(
+            f"mamba_n_heads must be a multiple of mamba_n_groups, got {heads} and {values['mamba_n_groups']}"
+        )
+    least, greatest = map(_number, values["time_step_limit"])
+    return Mamba(
+        num_groups=values["mamba_n_groups"],
+        num_heads=heads,
+        state_dim=values["mamba_d_state"],
+        head_dim=head_dim,
+        width=values["mamba_d_conv"],
+        time_step_limit=(float(least), float(greatest)),
+        conv_bias=values["mamba_conv_bias"],
+        proj_bias=values["mamba_proj_bias"],
+    )
+
+
+def mamba_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
+    """Return one row per tensor of a layer's Mamba-2, without the norm before it."""
+    sizes, D = arch.state, arch.hidden_size
+    assert isinstance(sizes, Mamba), "layers with a state are Mamba's here"
+    H, G, inner, shared = sizes.num_heads, sizes.num_groups, sizes.inner_size, sizes.group_size
+
+    def spec(
+        name: str, hf_name: str, rows: tuple[int, ...], heads: tuple[int, ...], *inner: int, **facts: Any
+    ) -> ParamSpec:
+        axes = ("heads", *("embed" if size == D else None for size in inner))
+        names = (f"model.layers.{layer}.mamba.{hf_name}",) * len(rows)
+        return ParamSpec(("layers", layer, name), (sum(rows), *inner), axes, names, rows, heads=heads, **facts)
+
+    mixed, mixed_heads = (inner, shared, shared), (H, G, G)
+    projected, projected_heads = (inner, *mixed, H), (H, *mixed_heads, H)
+    path, out = ("layers", layer), f"model.layers.{layer}.mamba.out_proj"
+    specs = [
+        spec("in_proj", "in_proj.weight", projected, projected_heads, D),
+        spec("taps", "conv1d.weight", mixed, mixed_heads, 1, sizes.width, exact=True, is_array=True),
+        spec("decay", "A_log", (H,), (H,), init="zeros", exact=True),
+        spec("time_bias", "dt_bias", (H,), (H,), init="ones", exact=True),
+        spec("skip", "D", (H,), (H,), init="ones", exact=True),
+        spec("mamba_norm", "norm.weight", (inner,), (H,), init="ones"),
+        ParamSpec((*path, "mamba_out"), (D, inner), ("embed", "heads"), (f"{out}.weight",), (D,)),
+    ]
+    if sizes.conv_bias:
+        specs.append(spec("conv_bias", "conv1d.bias", mixed, mixed_heads, init="zeros"))
+    if sizes.proj_bias:
+        specs.append(spec("in_bias", "in_proj.bias", projected, projected_heads, init="zeros"))
+        specs.append(ParamSpec((*path, "mamba_out_bias"), (D,), ("embed",), (f"{out}.bias",), (D,), "zeros"))
+    return specs
+
+
+def mamba(p: Params, normed: Float[Array, "T D"], attend: Any, arch: ArchConfig) -> tuple[Float[Array, "T D"], Any]:
+    """Return what Mamba-2 adds to the residual stream, and the carry.
+
+    Args:
+        p: parameters of the layer.
+        normed: norm of the residual stream.
+        attend: function of the inputs and three Nones, as of a block whose layer has a state.
+        arch: sizes of the model, or of one device's part of it.
+    """
+    sizes = arch.state
+    assert isinstance(sizes, Mamba), "layers with a state are Mamba's here"
+    projected = linear(normed, p["in_proj"], bias=p.get("in_bias"))
+    z, mixed, step = jnp.split(projected, [sizes.inner_size, projected.shape[1] - sizes.num_heads], axis=1)
+    step = jax.nn.softplus(step.astype(jnp.float32) + p["time_bias"][None, :])
+    step = jnp.clip(step, *sizes.time_step_limit)
+    decay = -jnp.exp(p["decay"])[None, :] * step
+    out, carry = attend(MambaInputs(mixed, p["taps"], p.get("conv_bias"), step, decay, p["skip"]), None, None, None)
+    gated = out.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
+    out = (_group_norm(gated, sizes, arch) * p["mamba_norm"].astype(jnp.float32)[None, :]).astype(normed.dtype)
+    return linear(out, p["mamba_out"], LinearContext(axis=arch.tensor_axis), bias=p.get("mamba_out_bias")), carry
+
+
+def _group_norm(x: Float32[Array, "T inner"], sizes: Mamba, arch: ArchConfig) -> Float32[Array, "T inner"]:
+    """Return the root-mean-square norm over all heads of each group, some of which other devices may have."""
+    T, G, shares = len(x), sizes.num_groups, sizes.num_shares
+    groups = x.reshape(T, G, -1)
+    squares = jnp.sum(jnp.square(groups), axis=2)
+    if shares > 1:
+        assert arch.tensor_axis is not None, "devices that share groups have a mesh"
+        everywhere = lax.all_gather(squares, arch.tensor_axis, axis=1, tiled=True)
+        whole = jnp.repeat(jnp.sum(everywhere.reshape(T, -1, shares), axis=2), shares, axis=1)
+        squares = lax.dynamic_slice_in_dim(whole, lax.axis_index(arch.tensor_axis) * G, G, axis=1)
+    mean = squares / (groups.shape[2] * shares)
+    return (groups * lax.rsqrt(mean + arch.norm_eps)[:, :, None]).reshape(x.shape)
