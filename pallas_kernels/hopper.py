@@ -10,6 +10,7 @@ SHARED_BYTES = 232448 - 2048  # shared memory of a multiprocessor, less the barr
 WARPGROUP_ROWS = 64  # rows of a wgmma instruction
 WARPGROUP_THREADS = 128
 REGISTERS = 65536  # registers of a multiprocessor
+MOST_REGISTERS = 256  # registers that a thread can ask for
 
 
 def other_chip() -> str | None:
@@ -52,4 +53,7 @@ def computing_registers(loading: int, *, num_loading: int, num_computing: int) -
     """
     num_warpgroups = num_loading + num_computing
     at_start = REGISTERS // (num_warpgroups * WARPGROUP_THREADS) // 8 * 8
-    return (num_warpgroups * at_start - num_loading * loading) // num_computing // 8 * 8
+    assert loading % 8 == 0, "threads have registers in eights"
+    assert loading <= at_start, "loading threads give registers back"
+    left = (num_warpgroups * at_start - num_loading * loading) // num_computing // 8 * 8
+    return min(left, MOST_REGISTERS)

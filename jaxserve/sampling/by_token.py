@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 ARGMAX_BLOCK = 64  # block size of the first reduction
 ARGMAX_ROWS = 16  # rows from which blocks are three times faster on CPUs than reading all logits twice; slower below
 LANES = 128  # lanes of a TPU
-# Tokens that a GPU selects one by one. For more it sorts all logits, by a library that cannot be part of a CUDA graph.
+# Tokens that a GPU selects one by one: more than requests tend to ask for. For more of them it sorts all logits, by a
+# library that cannot be part of a CUDA graph.
 SELECTED_ONE_BY_ONE = 64
 
 
@@ -90,7 +91,7 @@ def add_by_products(table: Float[Array, "R V"], token_ids: Int[Array, "R B"], va
 
 
 def top_one_by_one(logits: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """Compute `top_tokens` without a sort: the largest, then the largest after it, reading the logits once each."""
+    """Compute `top_tokens` without a sort: the largest, then the largest after it, reading the logits twice each."""
     num_rows, vocab_size = logits.shape
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
 

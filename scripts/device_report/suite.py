@@ -52,8 +52,14 @@ def run(files: Sequence[str], device: str, dry_run: bool) -> Figures:
         command += ["-n", str(NUM_PROCESSES)] if find_spec("xdist") is not None else []
         command += ["--timeout", str(TIMEOUT_S)] if find_spec("pytest_timeout") is not None else []
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, cwd=ROOT, env=env, check=False, capture_output=True, text=True)
-    print(done.stdout, done.stderr, file=sys.stderr)
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or [""]
+    lines = []
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in map(str.rstrip, process.stdout):
+            print(line, file=sys.stderr, flush=True)  # at once, in case the time is up before the end
+            lines.append(line)
+    summary = next((line.strip("= ") for line in reversed(lines) if line), "")
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return {"summary": lines[-1].strip("= "), "passed": done.returncode == 0, "failures": failures[:20]}
+    return {"summary": summary, "passed": process.returncode == 0, "failures": failures[:20]}

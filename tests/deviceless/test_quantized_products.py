@@ -27,6 +27,7 @@ OFFSETS = {"zero": "uint8", "minimum": "float32"}
 SHAPES = [  # rows, outputs, inputs, group size, elements, what else groups have
     (64, 6144, 4096, 64, "int4", None),
     (64, 4096, 14336, 128, "int4", "zero"),
+    (64, 6144, 4096, 128, "int4", "zero"),  # three warpgroups would copy 192 zero points at once
     (256, 4096, 14336, None, "int8", None),
     (1, 28672, 4096, 128, "e4m3", None),
     (16, 6144, 3072, 128, "int4", None),

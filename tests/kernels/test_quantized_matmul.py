@@ -1,10 +1,14 @@
 """Products with quantised matrices on GPUs and TPUs: values in the interpreters, planted bugs, plans and choices."""
 
 import itertools
+import math
 
 import interpreted
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import ptx
 import pytest
 
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
@@ -18,7 +22,7 @@ from jaxserve.pallas_kernels.quantized_matmul import (
     quantized_matmul,
 )
 from jaxserve.pallas_kernels.quantized_matmul.cases import BY_NAME, CASES, GPU_CASES
-from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import stage_bytes
+from jaxserve.pallas_kernels.quantized_matmul.interface import PACKED
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import LANES, block_bytes
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
 
@@ -201,7 +205,30 @@ def test_blocks_fit_the_memory_of_tpus(chip):
         assert 0 <= call.output_tiles * tiles.outputs - N < tiles.outputs
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["int4", "e2m1", "int8", "e4m3"])
+def test_elements_become_floats_in_the_registers_of_gpus(kind, dtype):
+    """Every byte, at every place of a register; `exchanged` has brought the bytes of packed elements apart."""
+    fragments = pytest.importorskip("jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.fragments")
+    codes = np.stack([np.roll(np.arange(256, dtype=np.uint8), 61 * place) for place in range(4)], axis=1)
+    is_packed = kind in PACKED
+    for part, half in itertools.product(range(1 + is_packed), range(2)):
+        found = ptx.evaluate(fragments._code(kind, dtype, part, half), codes.view(np.uint32)[:, 0])
+        found = found.view(jnp.dtype(dtype)).reshape(-1, 2).astype(np.float32)
+        own = codes[:, [half, half + 2]] if is_packed else codes[:, 2 * half : 2 * half + 2]
+        own = np.ascontiguousarray(own >> 4 * part & 15 if is_packed else own)
+        expected = {
+            "int4": lambda own=own: own + np.float32(fragments.BIAS[dtype]),
+            "e2m1": lambda own=own: own.view(ml_dtypes.float4_e2m1fn),
+            "int8": lambda own=own: own.view(np.int8),
+            "e4m3": lambda own=own: own.view(ml_dtypes.float8_e4m3fn),
+        }[kind]()
+        np.testing.assert_array_equal(found, expected.astype(np.float32))
+
+
 def test_blocks_fit_the_memory_of_gpus():
+    memory = pytest.importorskip("jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.memory")
+
     shapes = ((6144, 4096), (4096, 14336), (28672, 4096), (128256, 4096), (32064, 4096), (384, 1792))
     for rows, (N, K), elements in itertools.product((1, 64, 2048), shapes, ("int4", "int8")):
         facts = {"num_rows": rows, "num_outputs": N, "num_inputs": K, "num_groups": K // 64, "platform": "gpu"}
@@ -210,7 +237,10 @@ def test_blocks_fit_the_memory_of_gpus():
             assert mosaic_gpu.supports(problem) is None
             call = mosaic_gpu.call_for(problem)
         tiles = call.tiles
-        assert tiles.stages * stage_bytes(problem, tiles.rows, tiles.columns, tiles.warpgroups) <= SHARED_BYTES
+        arrays = [array for array in memory.shared_memory(call) if hasattr(array, "dtype")]
+        assert sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays) <= SHARED_BYTES
+        for grid in arrays[2:4]:  # a stage's scales, and its zero points, are copied at once
+            assert len(grid.shape) == 1 or math.prod(grid.shape[2:]) * grid.dtype.itemsize % 128 == 0
         assert tiles.stages >= 2
         assert call.blocks * tiles.splits * tiles.columns == problem.row_bytes
         assert 0 <= call.output_tiles * tiles.item_outputs - N < tiles.item_outputs

@@ -21,7 +21,14 @@ from jaxtyping import Array, Float, Int
 from jaxserve.pallas_kernels import hopper
 from jaxserve.pallas_kernels.dispatch import import_failure
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized
-from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import MIN_COLUMNS, UNIT, Call, Sizes, choose_tiles
+from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import (
+    LEAST_GROUP,
+    MIN_COLUMNS,
+    UNIT,
+    Call,
+    Sizes,
+    choose_tiles,
+)
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS, shape_class, unsupported
 
 __all__ = ["call_for", "multiply", "supports"]
@@ -39,8 +46,9 @@ def supports(problem: Problem) -> str | None:
         return f"zero points must be those of int4, not of {problem.elements}"
     if problem.row_bytes % MIN_COLUMNS:
         return f"rows of the matrix must have a multiple of {MIN_COLUMNS} bytes, not {problem.row_bytes}"
-    if problem.group_size % UNIT and UNIT % problem.group_size:
-        return f"groups must be of {UNIT} columns or of a multiple or a part of them, not of {problem.group_size}"
+    if problem.group_size % UNIT and (UNIT % problem.group_size or problem.group_size < LEAST_GROUP):
+        known = f"{UNIT} columns, or of a multiple or a part of them of {LEAST_GROUP} or more"
+        return f"groups must be of {known}, not of {problem.group_size}"
     reason = import_failure(_KERNEL, "Pallas for GPUs") or (hopper.other_chip() if problem.platform == "gpu" else None)
     if reason is not None:
         return reason

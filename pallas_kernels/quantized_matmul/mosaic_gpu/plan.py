@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem
 
+LEAST_GROUP = 8  # columns of the least groups: those of a wgmma's registers that lie beside each other
+COPY_BYTES = 128  # a copy to shared memory has a multiple of
 UNIT = 64  # columns that one wgmma of registers multiplies: a line of 128 bytes of x
 MIN_COLUMNS = 64  # bytes of a row of elements in a block, or twice as many
 MIN_ROWS = 8  # rows of x that a tile has a multiple of
@@ -146,6 +148,7 @@ def choose_tiles(problem: Problem, sizes: Sizes, num_cores: int) -> Tiles:
         if columns % problem.group_size == 0 or problem.group_size % columns == 0
         for warpgroups, most in MOST_ROWS.items()
         if warpgroups <= sizes.warpgroups and (rows <= most or warpgroups == least)
+        if all(size % COPY_BYTES == 0 for size in grid_bytes(problem, columns, warpgroups))
         if (stages := min(sizes.stages, RING_BYTES // stage_bytes(problem, rows, columns, warpgroups))) >= 2
     ]
     if not possible:
@@ -160,12 +163,17 @@ def choose_tiles(problem: Problem, sizes: Sizes, num_cores: int) -> Tiles:
     return min(choices, key=lambda tiles: _cost(problem, tiles, num_cores))
 
 
+def grid_bytes(problem: Problem, columns: int, warpgroups: int) -> tuple[int, ...]:
+    """Return the bytes of each grid of a block's groups: of scales, and of zero points or minima."""
+    count = problem.block_groups(columns) * warpgroups * WARPGROUP_ROWS
+    sizes = (problem.scale_dtype.itemsize if problem.is_scaled else 0, problem.offset_bytes)
+    return tuple(count * size for size in sizes if size)
+
+
 def stage_bytes(problem: Problem, rows: int, columns: int, warpgroups: int) -> int:
     """Return the bytes of a block in shared memory."""
-    outputs = warpgroups * WARPGROUP_ROWS
-    grid = problem.block_groups(columns) * outputs * (problem.scale_dtype.itemsize + problem.offset_bytes)
-    x_bytes = rows * columns * problem.dtype.itemsize
-    return problem.per_byte * (x_bytes + (grid if problem.is_scaled or problem.offset_bytes else 0)) + outputs * columns
+    x_bytes, element_bytes = rows * columns * problem.dtype.itemsize, warpgroups * WARPGROUP_ROWS * columns
+    return problem.per_byte * (x_bytes + sum(grid_bytes(problem, columns, warpgroups))) + element_bytes
 
 
 def _cost(problem: Problem, tiles: Tiles, num_cores: int) -> float:
