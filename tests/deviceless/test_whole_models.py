@@ -101,10 +101,18 @@ def smallest_sizes():
     return {arch.architecture: name for _, name, arch in reversed(by_size)}
 
 
+def marks_of(name, target):
+    """Return the marks of a model's test on a target: by default few are compiled, and one is known to fail."""
+    if (name, target) == ("gpt-oss-20b", "v6e:1x1"):
+        reason = "the experts' 2,880 columns do not fill lanes: XLA multiplies, and copies them in every step"
+        return [pytest.mark.full, pytest.mark.xfail(reason=reason, strict=True)]
+    return [] if name in ("gpt2", "gemma-4-e2b") else [pytest.mark.full]
+
+
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        pytest.param(name, target, marks=[] if name in ("gpt2", "gemma-4-e2b") else pytest.mark.full)
+        pytest.param(name, target, marks=marks_of(name, target))
         for name in smallest_sizes().values()
         for target in ("h200", "v6e:1x1")
     ],
