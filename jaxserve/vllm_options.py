@@ -79,6 +79,8 @@ VLLM_OPTIONS = (
     VllmOption("max_parallel_loading_workers", "loading needs no workers", (None,)),
     VllmOption("served_model_name", "has no effect offline", None),
     VllmOption("disable_sliding_window", "a model's sliding window is kept", (False,)),
+    VllmOption("mamba_cache_dtype", "states of layers are float32", ("auto", "float32")),
+    VllmOption("mamba_ssm_cache_dtype", "states of layers are float32", ("auto", "float32")),
     VllmOption("calculate_kv_scales", "scales of a quantised KV cache are per token and head", (False,)),
     # Tasks, adapters and other features
     VllmOption("task", "runner and convert say what a model does", ("auto", "generate", None)),

@@ -29,13 +29,13 @@ class Document:
             self._content = json.loads(path.read_text())
             if any(self._content.get(key) != value for key, value in expected.items()):
                 what = f"of a {'dry run' if dry_run else device.upper()} in the format {expected['format']}"
-                raise SystemExit(f"{path} must hold a report {what}; name another")
+                raise SystemExit(f"{path} must hold a report {what}; name another with --json")
 
     @classmethod
     def read(cls, path: Path, device: str) -> "Document":
         """The report that is there."""
         if not path.exists():
-            raise SystemExit(f"{path} must be there to be reported; measure a part first")
+            raise SystemExit(f"{path} must be there to be reported; measure a part first, or name another with --json")
         return cls(path, device, bool(json.loads(path.read_text()).get("dry_run")))
 
     @property

@@ -173,13 +173,19 @@ def run(device: str, parts: Parts, doc: str | None) -> None:
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=[*parts, "all", "report"], default="all")
-    parser.add_argument("--json", type=Path, default=ROOT / f"scripts/results/{device}.json", metavar="FILE")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help=f"scripts/results/{device}.json, or of a dry run {device}-dry-run.json",
+    )
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots there; needs matplotlib")
     parser.add_argument("--minutes", type=float, default=8, help="for each part")
     parser.add_argument("--only", default="", metavar="TEXT", help="points whose name contains it")
     parser.add_argument("--missing", action="store_true", help="only points without figures in the file")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on a CPU, to try the script itself")
     args = parser.parse_args()
+    args.json = args.json or ROOT / f"scripts/results/{device}{'-dry-run' * args.dry_run}.json"
     chosen = {"all": list(parts), "report": []}.get(args.part, [args.part])
     document = Document(args.json, device, args.dry_run) if chosen else Document.read(args.json, device)
     if chosen:
