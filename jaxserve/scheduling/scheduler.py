@@ -60,7 +60,7 @@ be appended behind that one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.errors import RequestError
 from jaxserve.kv_cache.groups import KVGroups
@@ -76,6 +76,24 @@ from jaxserve.scheduling.prefill import Prefills
 
 if TYPE_CHECKING:
     from jaxserve.schedule_config import ScheduleConfig
+
+
+class Decoded(NamedTuple):
+    """A plan with its rows in decode, which lacks those in prefill.
+
+    Attributes:
+        plan: the plan.
+        num_displaced: rows preempted for requests of higher classes.
+        held_back: rows in decode that get what prompts leave.
+        in_prefill: running rows between two chunks.
+        beside_decode: True if any row in decode waits for the step.
+    """
+
+    plan: StepPlan
+    num_displaced: int
+    held_back: list[Request]
+    in_prefill: list[Request]
+    beside_decode: bool
 
 
 class Scheduler:
@@ -96,6 +114,7 @@ class Scheduler:
         policy: order of requests, and a prompt's share of a step.
         num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
         num_wasted_tokens: tokens that were sampled for requests that had ended.
+        deadlines: deadlines of tokens.
         admission: answers to a load balancer; another object after `restart`.
         watcher: function called after every change of what `admission` answers, but for `add`.
         num_schedules: calls of `schedule`.
@@ -128,6 +147,7 @@ class Scheduler:
         self.num_spare_tokens = num_spare_tokens
         self._first_slot = first_slot
         self.policy = policy or Policy.of(max_num_batched_tokens)
+        self.deadlines = Deadlines(self.policy.targets, self.policy.prefill_share)
         self._requests: dict[str, Request] = {}  # waiting and running
         self._next_step_id = 0
         self._last_updated_step_id = -1
@@ -146,7 +166,6 @@ class Scheduler:
         self._columns_at_once = self._ledger.columns_at_once
         self._decodes = Decodes(self._ledger, self.policy, self.num_spare_tokens)
         self._prefills = Prefills(self._ledger, self.policy)
-        self._deadlines = Deadlines(self.policy.targets, self.policy.prefill_share)
         self.admission = Admission(self._ledger, self._prefills)
 
     @classmethod
@@ -319,7 +338,11 @@ class Scheduler:
         if not num_steps:
             num_drafts = ()
             num_steps = self.most_steps(max_steps) if max_steps > 1 else 1
-        return self.fill(plan, max(num_steps, 1), num_drafts, timing, may_split=may_split)
+        decoded = self.decode(plan, max(num_steps, 1), num_drafts, may_split=may_split)
+        times = Timing(*timing) if timing else None
+        filled = self.fill(decoded, self.deadlines.most_prefill_tokens([plan], times))
+        self.deadlines.note_first_tokens([plan], times)
+        return filled
 
     def begin(self) -> StepPlan:
         """Begin a plan: rows give way to waiting requests of higher classes."""
@@ -334,16 +357,10 @@ class Scheduler:
         """Return the most steps that the plan begun may have; see `Decodes.most_steps`."""
         return self._decodes.most_steps(limit, num_drafts)
 
-    def fill(
-        self,
-        plan: StepPlan,
-        num_steps: int,
-        num_drafts: Sequence[int] = (),
-        timing: Sequence[float] = (),
-        *,
-        may_split: bool = False,
-    ) -> StepPlan | None:
-        """Return the plan begun with rows of `num_steps` steps, at most what `most_steps` allows; see `schedule`."""
+    def decode(
+        self, plan: StepPlan, num_steps: int, num_drafts: Sequence[int] = (), *, may_split: bool = False
+    ) -> Decoded:
+        """Give rows in decode `num_steps` steps of the plan begun, at most what `most_steps` allows; see `schedule`."""
         num_displaced = len(plan.preempted)
         rows = self._ledger.running.values()
         plan.num_steps = num_steps
@@ -351,17 +368,20 @@ class Scheduler:
         held_back = self._decodes.rows_to_hold_back()
         in_prefill_before = self._decodes.schedule(plan, held_back, num_drafts)
         beside_decode = bool(plan.num_rows or held_back) or any(row.status is RequestStatus.BLOCKED for row in rows)
-        times = Timing(*timing) if timing else None
+        return Decoded(plan, num_displaced, held_back, in_prefill_before, beside_decode)
+
+    def fill(self, decoded: Decoded, most_prefill_tokens: int) -> StepPlan | None:
+        """Return the plan with rows in prefill of so many tokens at most; None if it has no rows."""
+        plan = decoded.plan
         self._prefills.schedule(
             plan,
-            in_prefill_before,
-            beside_decode=beside_decode,
-            num_displaced=num_displaced,
-            most_tokens=self._deadlines.most_prefill_tokens(plan, times),
+            decoded.in_prefill,
+            beside_decode=decoded.beside_decode,
+            num_displaced=decoded.num_displaced,
+            most_tokens=most_prefill_tokens,
         )
-        self._deadlines.note_first_tokens(plan, times)
-        if held_back:
-            self._decodes.schedule_held_back(plan, held_back)
+        if decoded.held_back:
+            self._decodes.schedule_held_back(plan, decoded.held_back)
         self._notify()
         if not plan.requests:
             return None

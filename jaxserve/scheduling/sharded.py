@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError
 from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduling.deadlines import Timing
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.router import NO_PREFIX, Prefix, Router
 from jaxserve.scheduling.scheduler import Scheduler
@@ -187,10 +188,14 @@ class ShardedScheduler:
         for shard in busy:
             num_steps = shard.most_steps(num_steps) if num_steps > 1 else 1
         may_split = may_split and all(shard.most_steps(1) for shard in busy)
-        parts = [
-            shard.fill(plan, max(num_steps, 1), timing=timing, may_split=may_split)
+        decoded = [
+            shard.decode(plan, max(num_steps, 1), may_split=may_split)
             for shard, plan in zip(self.shards, begun, strict=True)
         ]
+        times, deadlines = Timing(*timing) if timing else None, self.shards[0].deadlines
+        most_tokens = deadlines.most_prefill_tokens(begun, times)
+        parts = [shard.fill(part, most_tokens) for shard, part in zip(self.shards, decoded, strict=True)]
+        deadlines.note_first_tokens(begun, times)
         if not any(parts):
             return None
         joined = self._join(begun, parts)

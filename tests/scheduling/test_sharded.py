@@ -1,11 +1,15 @@
 """Rows divided among shards: random traffic on a simulated device with pages of each shard, and who goes where."""
 
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, num_computed, rows_of
 
 from jaxserve.request import FinishReason, RequestStatus
 from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.deadlines import Timing
 from jaxserve.scheduling.sharded import ShardedScheduler, new_scheduler
 from tests.random_runs import examples
 
@@ -28,10 +32,12 @@ REQUESTS = st.lists(
 )
 
 
-def make(num_shards: int, seqs: int = 2, budget: int = 8, num_pages: int = 16, page_size: int = 2) -> ShardedScheduler:
+def make(
+    num_shards: int, seqs: int = 2, budget: int = 8, num_pages: int = 16, page_size: int = 2, **options: Any
+) -> ShardedScheduler:
     """Return a scheduler of shards with these sizes each."""
     sizes = (num_shards * seqs, num_shards * budget, 40, page_size, num_shards * num_pages)
-    scheduler = new_scheduler(ScheduleConfig(*sizes, num_data_shards=num_shards))
+    scheduler = new_scheduler(ScheduleConfig(*sizes, num_data_shards=num_shards, **options))
     assert isinstance(scheduler, ShardedScheduler)
     return scheduler
 
@@ -119,3 +125,28 @@ def test_no_shard_is_idle_while_requests_wait_for_the_one_that_has_their_prefix(
     assert num_steps <= 10, "two tokens of each of the short ones, one after the other on the other shard"
     assert long.status is RequestStatus.RUNNING
     loop.drain()
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_shards_share_the_slack_of_the_row_that_is_due_first(num_shards):
+    scheduler = make(num_shards, seqs=4, budget=64, num_pages=200, targets=((0, 1.0, 0.1),))
+    loop = loop_of(scheduler)
+    row = make_request("row", [0], 30)
+    loop.add(row)
+
+    def num_prompt_tokens(now_s: float) -> list[int]:
+        """Tokens of prompts by shard in the step that begins then, of which a token takes 1 ms."""
+        plan = scheduler.schedule(timing=Timing(now_s, 0.01, 0.001, 0.0))
+        loop.in_flight.append((plan, loop.device.run(plan)))
+        loop.update()
+        counts = [0] * num_shards
+        for each in rows_of(plan):
+            counts[each.slot // 4] += 0 if each.request is row else each.num_tokens
+        return counts
+
+    num_prompt_tokens(0.95)
+    loop.add(*(make_request(str(index), [index % 5] * 30, 2, priority=1) for index in range(3 * num_shards)))
+    assert num_prompt_tokens(1.0495) == [40 // num_shards] * num_shards, "due at 1.1: 50 ms, of which a step takes 10"
+    assert num_prompt_tokens(1.5) == [8] * num_shards, "late: the share that is reserved on each"
+    loop.drain()
+    assert (row.output_token_ids, row.finish_reason) == generate_alone(row)
