@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.page_pool import PagePool
@@ -13,6 +14,24 @@ from jaxserve.scheduling.waiting import WaitingQueue
 
 RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
 TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one they take twice as long
+
+
+class Demand(NamedTuple):
+    """What the start of waiting requests takes.
+
+    Attributes:
+        num_requests: number of requests, thus slots.
+        num_tokens: tokens that they have to compute.
+        num_pages: pages that they take.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_pages: int = 0
+
+    def plus(self, other: Demand) -> Demand:
+        """Return the sum of both."""
+        return Demand(*map(sum, zip(self, other, strict=True)))
 
 
 class Ledger:
@@ -103,11 +122,21 @@ class Ledger:
         self._count_waiting(request, -1)
 
     def _count_waiting(self, request: Request, sign: int) -> None:
-        num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
+        _, num_tokens, num_pages = self.demand(request)
         self.num_waiting_tokens += sign * num_tokens
+        self.num_waiting_pages += sign * num_pages
+
+    def demand(self, request: Request) -> Demand:
+        """Return what the start of a waiting request takes, as far as is known."""
+        num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
         # Columns of a first chunk, and one more, which the scheduler keeps free for every row that can grow.
         num_columns = self.groups.num_columns(min(num_tokens, self.max_num_batched_tokens)) + 1
-        self.num_waiting_pages += sign * num_columns * self.groups.size
+        return Demand(1, num_tokens, num_columns * self.groups.size)
+
+    @property
+    def waiting_demand(self) -> Demand:
+        """What the start of all waiting requests takes."""
+        return Demand(len(self.waiting), self.num_waiting_tokens, self.num_waiting_pages)
 
     # Running rows
 

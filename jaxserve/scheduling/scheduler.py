@@ -59,7 +59,8 @@ be appended behind that one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.errors import RequestError
@@ -188,6 +189,12 @@ class Scheduler:
         return len(self._ledger.waiting)
 
     @property
+    def first_waiting_priority(self) -> int:
+        """Highest class of a waiting request; below all if none waits."""
+        waiting = self._ledger.waiting
+        return waiting.first_priority if waiting else sys.maxsize
+
+    @property
     def num_deferred(self) -> int:
         """Waiting requests that wait for a prompt with which they share a prefix, not for slots or pages."""
         return self._prefills.num_held
@@ -272,12 +279,16 @@ class Scheduler:
             self._notify()
         return request
 
-    def withdraw(self) -> list[Request]:
-        """Forget the requests that wait and return them in their order, for another scheduler to take.
+    def withdraw(self, requests: Iterable[Request] | None = None) -> list[Request]:
+        """Forget requests that wait and return them in their order, for another scheduler to take.
 
         Those with tokens on the device stay: what there is to compute of them is not known yet.
+
+        Args:
+            requests: waiting requests; None for all.
         """
-        withdrawn = [request for request in self._ledger.waiting.in_order() if not request.num_pending_tokens]
+        waiting = self._ledger.waiting.in_order() if requests is None else requests
+        withdrawn = [request for request in waiting if not request.num_pending_tokens]
         for request in withdrawn:
             self._ledger.dequeue(request)
             self._prefills.forget(request)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, num_computed, rows_of
 
-from jaxserve.request import FinishReason, RequestStatus
+from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.deadlines import Timing
 from jaxserve.scheduling.sharded import ShardedScheduler, new_scheduler
@@ -25,6 +25,7 @@ REQUESTS = st.lists(
             "stop_ids": st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
             "waits_for_tokens": st.sampled_from([False, False, True]),
             "shares_last_page": st.booleans(),
+            "priority": st.sampled_from([0, 0, 5]),
         }
     ),
     min_size=1,
@@ -150,3 +151,62 @@ def test_shards_share_the_slack_of_the_row_that_is_due_first(num_shards):
     assert num_prompt_tokens(1.5) == [8] * num_shards, "late: the share that is reserved on each"
     loop.drain()
     assert (row.output_token_ids, row.finish_reason) == generate_alone(row)
+
+
+def running_of(scheduler: ShardedScheduler) -> list[list[str]]:
+    """Ids of the running requests of each shard."""
+    return [[request.request_id for request in shard.admission.running] for shard in scheduler.shards]
+
+
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_higher_classes_come_first_on_whichever_shard_there_is_room(has_prefix):
+    scheduler = make(num_shards=2, seqs=1, budget=64, num_pages=20)
+    loop = loop_of(scheduler)
+    prefix = [0] * 20
+    loop.add(make_request("long", [*prefix, 1], 18)).step()
+    loop.add(make_request("short", [1] * 9, 4)).step()
+    low, high = ([*prefix, 2], [*prefix, 3]) if has_prefix else ([2] * 9, [3] * 9)
+    loop.add(make_request("low", low, 4, priority=5, arrival=1), make_request("high", high, 4, priority=0, arrival=2))
+    while not any("high" in ids or "low" in ids for ids in running_of(scheduler)):
+        loop.step()
+    assert running_of(scheduler) == [["long"], ["high"]]
+    loop.drain()
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_lower_classes_give_way_on_whichever_shard_they_run(comes_first):
+    scheduler = make(num_shards=2, seqs=1, budget=64, num_pages=20)
+    loop = loop_of(scheduler)
+    prefix = [0] * 20
+    loop.add(make_request("long", [*prefix, 1], 18)).step()
+    low = make_request("low", [1] * 9, 18, priority=5)
+    high = make_request("high", [*prefix, 3], 4)
+    if comes_first:  # it waits for the shard with its prefix; the other has begun nothing yet
+        loop.add(make_request("short", [2] * 9, 1)).step()
+        loop.add(low, high).step()
+    else:
+        loop.add(low).step()
+        loop.add(high).step()
+    assert running_of(scheduler) == [["long"], ["high"]]
+    loop.drain()
+    assert (low.output_token_ids, low.finish_reason) == generate_alone(low)
+
+
+def test_only_requests_that_move_leave_their_queue():
+    scheduler = make(num_shards=2, seqs=1, budget=16, num_pages=20)
+    loop = loop_of(scheduler)
+    long, *others = (
+        make_request(str(index), [0] * 8 + [index], 8 if index else 30, arrival=index) for index in range(5)
+    )
+    loop.add(long).step()
+    loop.add(*others)
+    withdrawn: list[Request] = []
+    for shard in scheduler.shards:
+        withdraw = shard.withdraw
+        shard.withdraw = lambda requests=None, withdraw=withdraw: withdrawn.extend(made := withdraw(requests)) or made
+    num_waiting = scheduler.num_waiting
+    for _ in range(4):
+        loop.step()
+    assert len(withdrawn) <= 1
+    assert scheduler.num_waiting == num_waiting - 1
+    loop.drain()
