@@ -40,7 +40,7 @@ class Admission:
 
     @property
     def queued(self) -> Demand:
-        """What the start of all of these takes."""
+        """Demand of all of these."""
         return self._ledger.waiting_demand
 
     @property

@@ -17,7 +17,7 @@ TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by
 
 
 class Demand(NamedTuple):
-    """What the start of waiting requests takes.
+    """Slots, tokens and pages that the start of waiting requests takes.
 
     Attributes:
         num_requests: number of requests, thus slots.
@@ -135,7 +135,7 @@ class Ledger:
 
     @property
     def waiting_demand(self) -> Demand:
-        """What the start of all waiting requests takes."""
+        """Demand of all waiting requests."""
         return Demand(len(self.waiting), self.num_waiting_tokens, self.num_waiting_pages)
 
     # Running rows

@@ -345,10 +345,10 @@ class Scheduler:
             may_split: True if a plan of one step without drafts may be split for rows that wait for tokens.
         """
         plan = self.begin()
-        num_steps = self.most_steps(max_steps, num_drafts) if num_drafts else 0
+        num_steps = self.most_steps(min(max_steps, self.steps_left(num_drafts)), num_drafts) if num_drafts else 0
         if not num_steps:
             num_drafts = ()
-            num_steps = self.most_steps(max_steps) if max_steps > 1 else 1
+            num_steps = self.most_steps(min(max_steps, self.steps_left())) if max_steps > 1 else 1
         decoded = self.decode(plan, max(num_steps, 1), num_drafts, may_split=may_split)
         times = Timing(*timing) if timing else None
         filled = self.fill(decoded, self.deadlines.most_prefill_tokens([plan], times))
@@ -367,6 +367,10 @@ class Scheduler:
     def most_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
         """Return the most steps that the plan begun may have; see `Decodes.most_steps`."""
         return self._decodes.most_steps(limit, num_drafts)
+
+    def steps_left(self, num_drafts: Sequence[int] = ()) -> int:
+        """Return the steps until all running rows have ended; see `Decodes.steps_left`."""
+        return self._decodes.steps_left(num_drafts)
 
     def decode(
         self, plan: StepPlan, num_steps: int, num_drafts: Sequence[int] = (), *, may_split: bool = False

@@ -197,6 +197,8 @@ class ShardedScheduler:
         self._distribute()
         begun = [shard.begin() for shard in self.shards]
         busy, num_steps = [shard for shard in self.shards if shard.has_unfinished()], max_steps
+        if num_steps > 1:
+            num_steps = min(num_steps, max((shard.steps_left() for shard in busy), default=0))
         for shard in busy:
             num_steps = shard.most_steps(num_steps) if num_steps > 1 else 1
         may_split = may_split and all(shard.most_steps(1) for shard in busy)

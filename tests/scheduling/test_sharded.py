@@ -210,3 +210,16 @@ def test_only_requests_that_move_leave_their_queue():
     assert len(withdrawn) <= 1
     assert scheduler.num_waiting == num_waiting - 1
     loop.drain()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_row_at_its_end_shortens_plans_only_where_something_waits_for_its_shard(depth):
+    def num_steps(*late: Request) -> list[int]:
+        scheduler = make(num_shards=2, seqs=1, budget=16, num_pages=40)
+        loop = loop_of(scheduler, depth, max_steps=8)
+        loop.add(make_request("short", [0] * 4, 4), make_request("long", [1] * 4, 34)).step()
+        loop.add(*late).drain()
+        return [plan.num_steps for plan in loop.plans]
+
+    assert num_steps() == [1, 8, 8, 8, 8, 1], "the first token, and 33 more"
+    assert max(num_steps(make_request("late", [2] * 4, 2))[:2]) <= 3, "the three tokens that the short one has left"
