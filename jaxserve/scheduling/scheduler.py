@@ -184,6 +184,11 @@ class Scheduler:
         )
 
     @property
+    def max_prompt_tokens(self) -> int:
+        """Most tokens of one prompt in a step."""
+        return self.max_num_batched_tokens
+
+    @property
     def num_waiting(self) -> int:
         """Requests without pages and slot, new or preempted."""
         return len(self._ledger.waiting)
@@ -206,7 +211,7 @@ class Scheduler:
 
     @property
     def num_even_rows(self) -> int:
-        """Running requests, which are not divided among shards."""
+        """Running requests, if each shard had as many as the fullest; here there is one."""
         return self.num_running
 
     @property

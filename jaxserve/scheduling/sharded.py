@@ -60,6 +60,7 @@ class ShardedScheduler:
 
     Attributes:
         shards: scheduler of each shard.
+        max_prompt_tokens: most tokens of one prompt in a step.
         admission: requests of all shards.
     """
 
@@ -70,6 +71,7 @@ class ShardedScheduler:
         self.num_pages, self.page_size, self.groups = schedule.num_pages, schedule.page_size, schedule.kv_groups
         self.policy = self.shards[0].policy
         self.admission = ShardedAdmission(self.shards)
+        self.max_prompt_tokens = own.max_num_batched_tokens
         self._shard_pages = own.num_pages
         self._router = Router(count)
         self._requests: dict[str, tuple[Request, int]] = {}  # unfinished requests, and the shard of each
