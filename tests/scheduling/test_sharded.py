@@ -193,22 +193,29 @@ def test_lower_classes_give_way_on_whichever_shard_they_run(comes_first):
 
 
 def test_only_requests_that_move_leave_their_queue():
-    scheduler = make(num_shards=2, seqs=1, budget=16, num_pages=20)
+    scheduler = make(num_shards=2, seqs=2, budget=64, num_pages=20)
     loop = loop_of(scheduler)
-    long, *others = (
-        make_request(str(index), [0] * 8 + [index], 8 if index else 30, arrival=index) for index in range(5)
-    )
-    loop.add(long).step()
-    loop.add(*others)
-    withdrawn: list[Request] = []
+    withdrawn: list[str] = []
     for shard in scheduler.shards:
-        withdraw = shard.withdraw
-        shard.withdraw = lambda requests=None, withdraw=withdraw: withdrawn.extend(made := withdraw(requests)) or made
-    num_waiting = scheduler.num_waiting
-    for _ in range(4):
+        forget = shard._prefills.forget
+        shard._prefills.forget = lambda request, forget=forget: (withdrawn.append(request.request_id), forget(request))[
+            1
+        ]
+    for index, (prompt, max_tokens) in enumerate([([1] * 9, 20), ([2] * 9, 20), ([3] * 24, 12)]):
+        request = make_request(f"running {index}", prompt, max_tokens)
+        scheduler._bind(request, index // 2)
+    loop.step()
+    assert [shard.num_running for shard in scheduler.shards] == [2, 1]
+    large = [make_request(f"large {index}", [4, index] * 10, 4, arrival=index) for index in range(3)]
+    small = make_request("small", [0] * 3, 4, arrival=3)
+    for request in large:
+        scheduler._bind(request, 0)
+    for _ in range(3):
         loop.step()
-    assert len(withdrawn) <= 1
-    assert scheduler.num_waiting == num_waiting - 1
+    assert withdrawn == [], "the other shard has a slot, but too few pages"
+    scheduler._bind(small, 0)
+    loop.step()
+    assert withdrawn == ["small"]
     loop.drain()
 
 
@@ -223,3 +230,20 @@ def test_a_row_at_its_end_shortens_plans_only_where_something_waits_for_its_shar
 
     assert num_steps() == [1, 8, 8, 8, 8, 1], "the first token, and 33 more"
     assert max(num_steps(make_request("late", [2] * 4, 2))[:2]) <= 3, "the three tokens that the short one has left"
+
+
+def test_a_prefix_follows_a_request_that_moves():
+    scheduler = make(num_shards=2, seqs=1, budget=64, num_pages=20)
+    loop = loop_of(scheduler)
+    loop.add(make_request("long", [0] * 3, 34)).step()
+    loop.add(make_request("short", [1] * 3, 3)).step()
+    moved = make_request("moved", [2] * 20, 18)
+    scheduler._bind(moved, 0)
+    while moved.status is not RequestStatus.RUNNING:
+        loop.step()
+    assert moved.slot == 1
+    again = make_request("again", [*[2] * 20, 3], 18)
+    loop.add(again)
+    assert [len(shard.admission.waiting) for shard in scheduler.shards] == [0, 1]
+    loop.drain()
+    assert (again.output_token_ids, again.finish_reason) == generate_alone(again)
