@@ -24,9 +24,9 @@ class Admission:
 
     def load_behind(self, ahead: Demand) -> int:
         """Return the load before a request that comes behind these waiting ones."""
-        ledger = self._ledger
-        num_rows, num_tokens = len(ledger.running) + ahead.num_requests, ledger.num_prefill_tokens + ahead.num_tokens
-        return len(ledger.running) + num_tokens + ROW_CHARGE_TOKENS * num_rows
+        ledger, num_running = self._ledger, len(self._ledger.running)
+        num_tokens = num_running + ledger.num_prefill_tokens + ahead.num_tokens
+        return num_tokens + ROW_CHARGE_TOKENS * (num_running + ahead.num_requests)
 
     @property
     def running(self) -> list[Request]:
