@@ -69,11 +69,11 @@ class EngineConfig:
             `tensor_parallel_size` devices equally many have each share and split its experts among them; all other
             layers are split over all devices. It must divide `tensor_parallel_size` and the number of experts.
         enable_dp_attention: make attention data parallel over these shares, as SGLang does under this name: the devices
-            of each share have rows of their own, and only the keys, values or latents of these. So
-            `expert_parallel_size` times as many tokens have room where each device would hold all latents. A request
-            goes to the share with the least work, preferably one that has its prefix cached. Attention and MLPs, but
-            not routed experts, are then whole on each share, and `max_num_seqs`, `max_num_batched_tokens` and
-            `num_pages` are those of each.
+            of each share have rows of their own, and only the keys, values or latents of these. Where each device
+            would hold all latents, `expert_parallel_size` times as many tokens have room in a pool of so many bytes,
+            of which there are fewer: attention and MLPs, but not routed experts, are whole on each share. A request
+            goes to the share with the least work, preferably one that has its prefix cached. `max_num_seqs`,
+            `max_num_batched_tokens` and `num_pages` are those of each.
         data_parallel_size: number of replicas of the model, each on its own `tensor_parallel_size` devices and with its
             own pool; a request goes to a replica that has room for it, preferably one that has its prefix cached.
         max_model_len: longest prompt plus output; None is the model's own.
@@ -99,6 +99,7 @@ class EngineConfig:
             `priority` first, preempts running ones of a higher where slots or pages are full, and serves those of one
             `priority` in the order in which they come. With both, tenants get equal service where requests name them.
         tenant_weights: shares of tenants in what their class gets, by their names, as a dict or as JSON; 1 for others.
+            Not with `enable_dp_attention`, where tenants get equal service in each share by itself.
         target_ttft_ms: time after a request's arrival at which its first token is due: a number, or numbers by
             `priority`, as a dict or as JSON. It needs target_itl_ms, and counts as 0 where that alone is given.
         target_itl_ms: time after that at which each further token is due, likewise. Steps compute no more tokens of
@@ -366,6 +367,7 @@ def _check_devices(config: EngineConfig) -> None:
         )
     for name, value, alone in (
         ("data_parallel_size", config.data_parallel_size, 1),
+        ("tenant_weights", config.tenant_weights or None, None),
         ("speculative_config", config.speculative_config, None),
     ):
         if value != alone:

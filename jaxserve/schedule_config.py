@@ -48,9 +48,10 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
+            own = [size // self.num_data_shards for size in (self.max_num_batched_tokens, self.max_num_seqs)]
             raise ConfigError(
                 f"max_num_batched_tokens must be at least max_num_seqs so that all running requests fit one step, "
-                f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
+                f"got {own[0]} and {own[1]}; raise the first or lower the second"
             )
 
     @property

@@ -57,7 +57,7 @@ class Backlog:
         """Return the time that a prompt takes beyond a step of one token, where nothing else is computed."""
         for replica in self._core.replicas:
             if (rates := replica.step_stats.costs.rates()) is not None:
-                num_steps = (num_tokens - 1) // replica.scheduler.max_num_batched_tokens
+                num_steps = (num_tokens - 1) // replica.scheduler.max_prompt_tokens
                 return num_tokens * rates.prefill_token_s + num_steps * rates.prefill_step_s
         return 0.0
 
@@ -79,12 +79,13 @@ class Backlog:
         running = works_of(filter(is_ahead, _copied(lambda: scheduler.admission.running)), self.lengths)
         first = [request for request in _copied(lambda: scheduler.admission.waiting) if is_ahead(request)]
         waiting = works_of([*first, *later], self.lengths, costs.cached_share)
-        mean = sum(sum(work) for work in running + waiting) / max(len(running) + len(waiting), 1)
+        num_requests = len(running) + len(waiting) + 1  # where rows are divided, so many shards have any at most
+        mean = sum(sum(work) for work in running + waiting) / max(num_requests - 1, 1)
         groups = scheduler.groups
         tokens_per_page = mean / groups.num_pages(int(mean)) if groups.sliding and mean >= 1 else 0.0
         sizes = Sizes(
             num_slots=scheduler.max_num_seqs,
-            num_batched_tokens=scheduler.max_num_batched_tokens,
+            num_batched_tokens=min(scheduler.max_num_batched_tokens, scheduler.max_prompt_tokens * num_requests),
             num_kv_tokens=scheduler.num_pages * (tokens_per_page or scheduler.page_size / groups.size),
             page_size=scheduler.page_size,
             long_threshold=scheduler.policy.long_threshold,

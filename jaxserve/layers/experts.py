@@ -60,7 +60,13 @@ class Experts(NamedTuple):
     shard_axis: tuple[str, ...] | None = None
 
     def local(self, num_devices: int, shard_axis: tuple[str, ...], num_data_shards: int = 1) -> Experts:
-        """Return the sizes on one of `num_devices`, each set of `num_data_shards` of which has all shared experts."""
+        """Return the sizes on one device.
+
+        Args:
+            num_devices: number of devices that have all routed experts together.
+            shard_axis: mesh axes of the shares.
+            num_data_shards: number of equal sets of these devices, each of which has the shared experts whole.
+        """
         return self._replace(
             ffn_size=self.ffn_size * self.num_shards // num_devices,
             shared_ffn_size=self.shared_ffn_size * num_data_shards // num_devices,

@@ -13,6 +13,7 @@ down prompts as long as they run. All is a function of the request and of times 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.request import Request
@@ -60,34 +61,39 @@ class Deadlines:
         first_s = request.first_due_s or request.arrival_s + target[0]
         return first_s + (request.num_tokens - request.num_prompt_tokens) * target[1]
 
-    def most_prefill_tokens(self, plan: StepPlan, timing: Timing | None) -> int:
-        """Return the most tokens of prompts beside rows in decode that have their tokens in the plan already.
+    def most_prefill_tokens(self, plans: Sequence[StepPlan], timing: Timing | None) -> int:
+        """Return the most tokens of prompts in each of some plans beside rows in decode, which these have already.
+
+        The plans of one step share its slack: the measured time of a token is that of one more in any of them.
 
         Args:
-            plan: plan of the rows in decode.
-            timing: times of the plan; None where they are not known.
+            plans: plans of the rows in decode: one, or those of all shards.
+            timing: times of the step; None where they are not known.
         """
         if timing is None or not self._targets:
             return sys.maxsize
-        due = [due_s for request in plan.requests if (due_s := self.next_due_s(request)) is not None]
+        rows = [request for plan in plans for request in plan.requests]
+        due = [due_s for request in rows if (due_s := self.next_due_s(request)) is not None]
         if not due:
             return sys.maxsize
-        fixed_s = timing.prefill_step_s + plan.num_rows * timing.decode_token_s
+        fixed_s = timing.prefill_step_s + len(rows) * timing.decode_token_s
         left_s = min(due) - timing.starts_s - fixed_s
-        return max(int(left_s / max(timing.prefill_token_s, 1e-9)), self._prefill_share)
+        return max(int(left_s / max(timing.prefill_token_s, 1e-9)) // len(plans), self._prefill_share)
 
     def next_due_s(self, request: Request) -> float | None:
         """Return when the token that a row of a plan samples is due: it counts as computed already."""
         target, due_s = self._target(request), self.next_token_s(request)
         return None if target is None or due_s is None else due_s - target[1]
 
-    def note_first_tokens(self, plan: StepPlan, timing: Timing | None) -> None:
-        """Note when further tokens are due of requests whose first one the plan samples."""
+    def note_first_tokens(self, plans: Sequence[StepPlan], timing: Timing | None) -> None:
+        """Note when further tokens are due of requests whose first one the plans of a step sample."""
         if timing is None or not self._targets:
             return
-        num_rows = plan.num_decode_tokens
-        ends_s = timing.starts_s + timing.prefill_step_s + num_rows * timing.decode_token_s
-        ends_s += plan.num_prefill_tokens * timing.prefill_token_s
-        for request, most in zip(plan.requests, plan.max_new, strict=True):
+        ends_s = timing.starts_s + timing.prefill_step_s
+        ends_s += sum(plan.num_decode_tokens for plan in plans) * timing.decode_token_s
+        ends_s += sum(plan.num_prefill_tokens for plan in plans) * timing.prefill_token_s
+        for request, most in (
+            (row, most) for plan in plans for row, most in zip(plan.requests, plan.max_new, strict=True)
+        ):
             if most and not request.first_due_s and (target := self._target(request)) is not None:
                 request.first_due_s = max(request.arrival_s + target[0], ends_s)

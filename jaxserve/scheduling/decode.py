@@ -33,7 +33,7 @@ class Decodes:
     def most_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
         """Return the most steps that one plan may have, if all rows are in decode and pages for their tokens are there.
 
-        Return 0 if a waiting request could join sooner, in the slot of a row that ends.
+        Where requests wait, a row that ends limits them, as one could join in its slot; 0 if one can join at once.
 
         Args:
             limit: most steps.
@@ -43,11 +43,18 @@ class Decodes:
         num_tokens, num_spare = 1 + max(num_drafts, default=0), self._num_spare_tokens if num_drafts else 0
         if not ledger.running or (ledger.waiting and ledger.free_slots) or ledger.num_prefill_tokens:
             return 0
-        left = [request.max_total_tokens - request.num_tokens for request in ledger.running.values()]
-        num_steps = min(limit, -(-(min if ledger.waiting else max)(left) // num_tokens))
+        num_steps = min(limit, -(-min(self._left()) // num_tokens)) if ledger.waiting else limit
         while num_steps and ledger.num_pages_short(num_steps * num_tokens + num_spare) > ledger.num_available:
             num_steps //= 2
         return num_steps
+
+    def steps_left(self, num_drafts: Sequence[int] = ()) -> int:
+        """Return the steps that the row with the most tokens left has; 0 without rows."""
+        return -(-max(self._left(), default=0) // (1 + max(num_drafts, default=0)))
+
+    def _left(self) -> list[int]:
+        """Return the tokens that rows may still sample."""
+        return [request.max_total_tokens - request.num_tokens for request in self._ledger.running.values()]
 
     def rows_to_hold_back(self) -> list[Request]:
         """Rows in decode that would take the prompts' share of the budget, in turn; none without prompts to compute."""

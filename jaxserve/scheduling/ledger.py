@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.page_pool import PagePool
@@ -13,6 +14,24 @@ from jaxserve.scheduling.waiting import WaitingQueue
 
 RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
 TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one they take twice as long
+
+
+class Demand(NamedTuple):
+    """Slots, tokens and pages that the start of waiting requests takes.
+
+    Attributes:
+        num_requests: number of requests, thus slots.
+        num_tokens: tokens that they have to compute.
+        num_pages: pages that they take.
+    """
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_pages: int = 0
+
+    def plus(self, other: Demand) -> Demand:
+        """Return the sum of both."""
+        return Demand(*map(sum, zip(self, other, strict=True)))
 
 
 class Ledger:
@@ -77,11 +96,6 @@ class Ledger:
         """Pages that can be allocated."""
         return self.cache.num_available
 
-    @property
-    def num_tokens_ahead(self) -> int:
-        """Tokens to compute before those of a request added now."""
-        return len(self.running) + self.num_prefill_tokens + self.num_waiting_tokens
-
     # The queue
 
     def enqueue(self, request: Request) -> None:
@@ -103,11 +117,21 @@ class Ledger:
         self._count_waiting(request, -1)
 
     def _count_waiting(self, request: Request, sign: int) -> None:
-        num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
+        _, num_tokens, num_pages = self.demand(request)
         self.num_waiting_tokens += sign * num_tokens
+        self.num_waiting_pages += sign * num_pages
+
+    def demand(self, request: Request) -> Demand:
+        """Return what the start of a waiting request takes, as far as is known."""
+        num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
         # Columns of a first chunk, and one more, which the scheduler keeps free for every row that can grow.
         num_columns = self.groups.num_columns(min(num_tokens, self.max_num_batched_tokens)) + 1
-        self.num_waiting_pages += sign * num_columns * self.groups.size
+        return Demand(1, num_tokens, num_columns * self.groups.size)
+
+    @property
+    def waiting_demand(self) -> Demand:
+        """Demand of all waiting requests."""
+        return Demand(len(self.waiting), self.num_waiting_tokens, self.num_waiting_pages)
 
     # Running rows
 
@@ -291,6 +315,8 @@ class Ledger:
         """Register the full pages of a running request that were not yet, and the last one if others may copy it."""
         num_certain = request.num_known_tokens - bool(request.output_token_ids)  # the last output may not be computed
         num_tokens = min(request.num_computed_tokens, num_certain)
+        # Of a request that was preempted, the last output may be at the end of a page that is registered already.
+        num_tokens = max(num_tokens, request.num_registered_columns * self.page_size)
         column, size = num_tokens // self.page_size, self._group_size
         self.register_columns(request, column)
         if not request.shares_last_page or not num_tokens % self.page_size or request in self.unshared:

@@ -23,7 +23,8 @@ class PlanKind(enum.Enum):
 class StepPlan:
     """Work of one step: rows in decode first, then those in prefill, then the newly admitted.
 
-    Rows in decode that were held back for the share of prompts and got the rest of the budget come last.
+    Rows in decode that were held back for the share of prompts and got the rest of the budget come last. Where rows are
+    divided among shards, all rows of a shard are in this order, and those of the next follow.
 
     A row is one request's share of the step: tokens [start, start + count) of the request are computed. Rows are kept
     as columns. An object per row and step would cost more to make than all else that a row in decode needs, and many

@@ -220,6 +220,13 @@ class Router:
             for oldest in list(islice(all_holders, len(all_holders) - _MAX_PREFIXES + _MAX_PREFIXES // 64)):
                 del all_holders[oldest]
 
+    def drop(self, replica: int, prefix: Prefix, num_tokens: int) -> None:
+        """Record that a replica will not compute more than so many tokens of what `note` has recorded."""
+        for length, prefix_hash in zip(prefix.lengths, prefix.hashes, strict=True):
+            if length > num_tokens and replica in (holders := self._holders.get(prefix_hash, {})):
+                # Empty or not, it stays: longer prefixes of others are found behind it.
+                self._holders[prefix_hash] = {other: epoch for other, epoch in holders.items() if other != replica}
+
     def forget(self, replica: int) -> None:
         """Drop all prefixes of a replica whose cache was lost."""
         self._epochs[replica] += 1

@@ -59,8 +59,9 @@ be appended behind that one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.errors import RequestError
 from jaxserve.kv_cache.groups import KVGroups
@@ -76,6 +77,24 @@ from jaxserve.scheduling.prefill import Prefills
 
 if TYPE_CHECKING:
     from jaxserve.schedule_config import ScheduleConfig
+
+
+class Decoded(NamedTuple):
+    """A plan with its rows in decode, which lacks those in prefill.
+
+    Attributes:
+        plan: the plan.
+        num_displaced: rows preempted for requests of higher classes.
+        held_back: rows in decode that get what prompts leave.
+        in_prefill: running rows between two chunks.
+        beside_decode: True if any row in decode waits for the step.
+    """
+
+    plan: StepPlan
+    num_displaced: int
+    held_back: list[Request]
+    in_prefill: list[Request]
+    beside_decode: bool
 
 
 class Scheduler:
@@ -96,6 +115,7 @@ class Scheduler:
         policy: order of requests, and a prompt's share of a step.
         num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
         num_wasted_tokens: tokens that were sampled for requests that had ended.
+        deadlines: deadlines of tokens.
         admission: answers to a load balancer; another object after `restart`.
         watcher: function called after every change of what `admission` answers, but for `add`.
         num_schedules: calls of `schedule`.
@@ -128,6 +148,7 @@ class Scheduler:
         self.num_spare_tokens = num_spare_tokens
         self._first_slot = first_slot
         self.policy = policy or Policy.of(max_num_batched_tokens)
+        self.deadlines = Deadlines(self.policy.targets, self.policy.prefill_share)
         self._requests: dict[str, Request] = {}  # waiting and running
         self._next_step_id = 0
         self._last_updated_step_id = -1
@@ -146,7 +167,6 @@ class Scheduler:
         self._columns_at_once = self._ledger.columns_at_once
         self._decodes = Decodes(self._ledger, self.policy, self.num_spare_tokens)
         self._prefills = Prefills(self._ledger, self.policy)
-        self._deadlines = Deadlines(self.policy.targets, self.policy.prefill_share)
         self.admission = Admission(self._ledger, self._prefills)
 
     @classmethod
@@ -164,9 +184,20 @@ class Scheduler:
         )
 
     @property
+    def max_prompt_tokens(self) -> int:
+        """Most tokens of one prompt in a step."""
+        return self.max_num_batched_tokens
+
+    @property
     def num_waiting(self) -> int:
         """Requests without pages and slot, new or preempted."""
         return len(self._ledger.waiting)
+
+    @property
+    def first_waiting_priority(self) -> int:
+        """Highest class of a waiting request; below all if none waits."""
+        waiting = self._ledger.waiting
+        return waiting.first_priority if waiting else sys.maxsize
 
     @property
     def num_deferred(self) -> int:
@@ -180,7 +211,7 @@ class Scheduler:
 
     @property
     def num_even_rows(self) -> int:
-        """Running requests, which are not divided among shards."""
+        """Running requests, if each shard had as many as the fullest; here there is one."""
         return self.num_running
 
     @property
@@ -253,12 +284,16 @@ class Scheduler:
             self._notify()
         return request
 
-    def withdraw(self) -> list[Request]:
-        """Forget the requests that wait and return them in their order, for another scheduler to take.
+    def withdraw(self, requests: Iterable[Request] | None = None) -> list[Request]:
+        """Forget requests that wait and return them in their order, for another scheduler to take.
 
         Those with tokens on the device stay: what there is to compute of them is not known yet.
+
+        Args:
+            requests: waiting requests; None for all.
         """
-        withdrawn = [request for request in self._ledger.waiting.in_order() if not request.num_pending_tokens]
+        waiting = self._ledger.waiting.in_order() if requests is None else requests
+        withdrawn = [request for request in waiting if not request.num_pending_tokens]
         for request in withdrawn:
             self._ledger.dequeue(request)
             self._prefills.forget(request)
@@ -315,11 +350,15 @@ class Scheduler:
             may_split: True if a plan of one step without drafts may be split for rows that wait for tokens.
         """
         plan = self.begin()
-        num_steps = self.most_steps(max_steps, num_drafts) if num_drafts else 0
+        num_steps = self.most_steps(min(max_steps, self.steps_left(num_drafts)), num_drafts) if num_drafts else 0
         if not num_steps:
             num_drafts = ()
-            num_steps = self.most_steps(max_steps) if max_steps > 1 else 1
-        return self.fill(plan, max(num_steps, 1), num_drafts, timing, may_split=may_split)
+            num_steps = self.most_steps(min(max_steps, self.steps_left())) if max_steps > 1 else 1
+        decoded = self.decode(plan, max(num_steps, 1), num_drafts, may_split=may_split)
+        times = Timing(*timing) if timing else None
+        filled = self.fill(decoded, self.deadlines.most_prefill_tokens([plan], times))
+        self.deadlines.note_first_tokens([plan], times)
+        return filled
 
     def begin(self) -> StepPlan:
         """Begin a plan: rows give way to waiting requests of higher classes."""
@@ -334,16 +373,14 @@ class Scheduler:
         """Return the most steps that the plan begun may have; see `Decodes.most_steps`."""
         return self._decodes.most_steps(limit, num_drafts)
 
-    def fill(
-        self,
-        plan: StepPlan,
-        num_steps: int,
-        num_drafts: Sequence[int] = (),
-        timing: Sequence[float] = (),
-        *,
-        may_split: bool = False,
-    ) -> StepPlan | None:
-        """Return the plan begun with rows of `num_steps` steps, at most what `most_steps` allows; see `schedule`."""
+    def steps_left(self, num_drafts: Sequence[int] = ()) -> int:
+        """Return the steps until all running rows have ended; see `Decodes.steps_left`."""
+        return self._decodes.steps_left(num_drafts)
+
+    def decode(
+        self, plan: StepPlan, num_steps: int, num_drafts: Sequence[int] = (), *, may_split: bool = False
+    ) -> Decoded:
+        """Give rows in decode `num_steps` steps of the plan begun, at most what `most_steps` allows; see `schedule`."""
         num_displaced = len(plan.preempted)
         rows = self._ledger.running.values()
         plan.num_steps = num_steps
@@ -351,17 +388,20 @@ class Scheduler:
         held_back = self._decodes.rows_to_hold_back()
         in_prefill_before = self._decodes.schedule(plan, held_back, num_drafts)
         beside_decode = bool(plan.num_rows or held_back) or any(row.status is RequestStatus.BLOCKED for row in rows)
-        times = Timing(*timing) if timing else None
+        return Decoded(plan, num_displaced, held_back, in_prefill_before, beside_decode)
+
+    def fill(self, decoded: Decoded, most_prefill_tokens: int) -> StepPlan | None:
+        """Return the plan with rows in prefill of so many tokens at most; None if it has no rows."""
+        plan = decoded.plan
         self._prefills.schedule(
             plan,
-            in_prefill_before,
-            beside_decode=beside_decode,
-            num_displaced=num_displaced,
-            most_tokens=self._deadlines.most_prefill_tokens(plan, times),
+            decoded.in_prefill,
+            beside_decode=decoded.beside_decode,
+            num_displaced=decoded.num_displaced,
+            most_tokens=most_prefill_tokens,
         )
-        self._deadlines.note_first_tokens(plan, times)
-        if held_back:
-            self._decodes.schedule_held_back(plan, held_back)
+        if decoded.held_back:
+            self._decodes.schedule_held_back(plan, decoded.held_back)
         self._notify()
         if not plan.requests:
             return None

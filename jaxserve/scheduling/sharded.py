@@ -3,23 +3,31 @@
 Where attention is data parallel, the devices of a shard have the keys and values of its rows alone, and a step gives
 each shard an equal share of the token axis. So each shard has a scheduler of its own, and their plans are joined: the
 rows of one shard follow those of another. A request goes to a shard as soon as it comes: to the one with the least to
-compute and to hold, or one that has its prefix. Where a shard has room left and nothing waits for it, requests that
-wait for others are distributed anew.
+compute and to hold, or one that has its prefix; if none has room, to one where rows of lower classes give way. Where
+a shard could start a request of a class at once, and nothing of that class or above waits for it, requests that wait
+for others move there: those of the highest class first, in the order in which they came.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError
 from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduling.deadlines import Timing
+from jaxserve.scheduling.ledger import Demand
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.router import NO_PREFIX, Prefix, Router
 from jaxserve.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from jaxserve.schedule_config import ScheduleConfig
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    """Return the key by which requests of all shards come in turn; without classes all have the same priority."""
+    return request.priority, request.arrival
 
 
 class ShardedAdmission:
@@ -52,6 +60,7 @@ class ShardedScheduler:
 
     Attributes:
         shards: scheduler of each shard.
+        max_prompt_tokens: most tokens of one prompt in a step.
         admission: requests of all shards.
     """
 
@@ -62,6 +71,7 @@ class ShardedScheduler:
         self.num_pages, self.page_size, self.groups = schedule.num_pages, schedule.page_size, schedule.kv_groups
         self.policy = self.shards[0].policy
         self.admission = ShardedAdmission(self.shards)
+        self.max_prompt_tokens = own.max_num_batched_tokens
         self._shard_pages = own.num_pages
         self._router = Router(count)
         self._requests: dict[str, tuple[Request, int]] = {}  # unfinished requests, and the shard of each
@@ -127,7 +137,12 @@ class ShardedScheduler:
                 f"request_id must be unique among unfinished requests, got {request.request_id!r} again; "
                 "use another id, or abort the request that has it"
             )
-        self._bind(request, self._choose(request))
+        indices: Collection[int] = range(len(self.shards))
+        lower = [index for index in indices if self.shards[index].admission.would_yield(request.priority, 0)]
+        if lower and not any(shard.admission.has_room(request) for shard in self.shards):
+            num_ahead = [shard.admission.num_ahead(request.priority) for shard in self.shards]
+            indices = [index for index in lower if self._would_yield(request, index, num_ahead[index])] or indices
+        self._bind(request, self._cheapest(request, indices, [shard.admission.queued for shard in self.shards]))
 
     def check_fits(self, request: Request) -> None:
         """Raise RequestError where a request could not run to its end even alone on its shard."""
@@ -141,11 +156,11 @@ class ShardedScheduler:
         return self.shards[index].finish(request_id, reason)
 
     def withdraw(self) -> list[Request]:
-        """Forget the requests that wait and return them in the order in which they came."""
+        """Forget the requests that wait and return them by class, in the order in which they came."""
         withdrawn = [request for shard in self.shards for request in shard.withdraw()]
         for request in withdrawn:
             del self._requests[request.request_id]
-        return sorted(withdrawn, key=lambda request: request.arrival)
+        return sorted(withdrawn, key=_turn)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached content."""
@@ -184,13 +199,19 @@ class ShardedScheduler:
         self._distribute()
         begun = [shard.begin() for shard in self.shards]
         busy, num_steps = [shard for shard in self.shards if shard.has_unfinished()], max_steps
+        if num_steps > 1:
+            num_steps = min(num_steps, max((shard.steps_left() for shard in busy), default=0))
         for shard in busy:
             num_steps = shard.most_steps(num_steps) if num_steps > 1 else 1
         may_split = may_split and all(shard.most_steps(1) for shard in busy)
-        parts = [
-            shard.fill(plan, max(num_steps, 1), timing=timing, may_split=may_split)
+        decoded = [
+            shard.decode(plan, max(num_steps, 1), may_split=may_split)
             for shard, plan in zip(self.shards, begun, strict=True)
         ]
+        times, deadlines = Timing(*timing) if timing else None, self.shards[0].deadlines
+        most_tokens = deadlines.most_prefill_tokens(begun, times)
+        parts = [shard.fill(part, most_tokens) for shard, part in zip(self.shards, decoded, strict=True)]
+        deadlines.note_first_tokens(begun, times)
         if not any(parts):
             return None
         joined = self._join(begun, parts)
@@ -223,33 +244,82 @@ class ShardedScheduler:
     def _prefix(self, request: Request) -> Prefix:
         return self.shards[0].admission.prefix(request) if request.read_prefix_cache else NO_PREFIX
 
-    def _choose(self, request: Request, *, only_with_room: bool = False) -> int | None:
-        """Return the shard of least cost for a request; None if it must have room for it now and there is none.
+    def _would_yield(self, request: Request, index: int, num_ahead: int) -> bool:
+        return self.shards[index].admission.would_yield(request.priority, num_ahead, request)
+
+    def _cheapest(self, request: Request, indices: Collection[int], ahead: Sequence[Demand]) -> int:
+        """Return the shard of least cost for a request.
 
         The load of a shard is what there is to compute before, and the tokens that its rows hold pages of.
+
+        Args:
+            request: the request.
+            indices: shards to choose from, one at least.
+            ahead: demand of the requests that come before it in each shard.
         """
         for index, shard in enumerate(self.shards):
             num_held = shard.num_pages_used * self.page_size // self.groups.size
-            is_open = not only_with_room or shard.admission.has_room(request)
-            self._router.set_load(index, shard.admission.load + num_held, is_open=is_open)
+            load = shard.admission.load_behind(ahead[index]) + num_held
+            self._router.set_load(index, load, is_open=index in indices)
         route = self._router.choose(self._prefix(request), only_open=True)
-        return None if route is None else route.replica
+        assert route is not None, "a shard is open"
+        return route.replica
 
-    def _bind(self, request: Request, index: int | None) -> None:
+    def _bind(self, request: Request, index: int) -> None:
         """Give a request to a shard, which will have its prefix."""
-        assert index is not None, "all shards are open to requests that may wait"
         self.shards[index].add(request)
         self._requests[request.request_id] = request, index
         self._router.note(index, self._prefix(request))
 
+    def _move(self, request: Request, source: int, target: int) -> None:
+        """Move a waiting request, and what is expected to be cached for it."""
+        self.shards[source].withdraw([request])
+        num_cached = self.shards[source].admission.num_cached_tokens(request)
+        self._router.drop(source, self._prefix(request), num_cached)
+        self._bind(request, target)
+
     def _distribute(self) -> None:
-        """Give waiting requests to other shards, if there is one for which none waits although it has room."""
+        """Move waiting requests to shards that can start them, and for which none waits of their class or above."""
         if not self.num_waiting:
             return
-        if any(not shard.num_waiting and shard.admission.has_room() for shard in self.shards):
-            for request in self.withdraw():
-                index = self._choose(request, only_with_room=True)
-                self._bind(request, self._choose(request) if index is None else index)
+        first = [shard.first_waiting_priority for shard in self.shards]
+        ahead = [Demand() for _ in self.shards]
+        if not self._takers(min(first), first, ahead):
+            return
+        waiting = [(each, index) for index, shard in enumerate(self.shards) for each in shard.admission.waiting]
+        for request, own in sorted(waiting, key=lambda entry: _turn(entry[0])):
+            takers = self._takers(request.priority, first, ahead)
+            if not takers:  # nor are there any for those behind it
+                return
+            index = own if request.num_pending_tokens else self._best(request, own, takers, ahead)
+            if index != own:
+                self._move(request, own, index)
+            ahead[index] = ahead[index].plus(self.shards[index].admission.demand(request))
+
+    def _takers(self, priority: int, first: Sequence[int], ahead: Sequence[Demand]) -> list[int]:
+        """Return the shards that could start some request of a class now, if it came behind those ahead.
+
+        Args:
+            priority: the class.
+            first: highest class that waits for each shard but for those that have moved.
+            ahead: demand of those ahead, by shard.
+        """
+        return [
+            index
+            for index, shard in enumerate(self.shards)
+            if first[index] > priority
+            and (
+                shard.admission.has_room(None, ahead[index])
+                or shard.admission.would_yield(priority, ahead[index].num_requests)
+            )
+        ]
+
+    def _best(self, request: Request, own: int, takers: Sequence[int], ahead: Sequence[Demand]) -> int:
+        """Return the shard of least cost that has room for a request, else whose rows would give way, else its own."""
+        indices = [own, *takers]
+        have_room = [index for index in indices if self.shards[index].admission.has_room(request, ahead[index])]
+        able = have_room or [index for index in indices if self._would_yield(request, index, ahead[index].num_requests)]
+        return self._cheapest(request, able, ahead) if able else own
 
     def _join(self, begun: Sequence[StepPlan], parts: Sequence[StepPlan | None]) -> StepPlan:
         """Return the plan of all rows: those of one shard after those of another."""

@@ -213,6 +213,10 @@ class WaitingQueue:
         """Highest class of a waiting request; some request must wait."""
         return next(priority for priority in self._priorities if self._classes[priority].num_waiting)
 
+    def num_ahead(self, priority: int) -> int:
+        """Return the number of waiting requests of a class and those above."""
+        return sum(self._classes[each].num_waiting for each in self._priorities if each <= priority)
+
     # Requests
 
     def append(self, request: Request) -> None:

@@ -131,3 +131,22 @@ def test_an_urgent_prompt_goes_before_unfinished_ones_of_a_lower_class():
     plan = loop.step()
     assert starts(plan) == {"urgent": (0, 20), "long": (32, 12)}
     assert not plan.preempted, "what is left of the step goes to the other one"
+
+
+def test_a_row_that_gives_way_again_before_its_next_token_is_read_keeps_the_page_that_it_shares():
+    loop = Loop(make_scheduler(max_num_seqs=1, max_num_batched_tokens=3, page_size=2, num_pages=15), depth=2)
+    requests = [
+        make_request(str(index), [0] * num_prompt, num_output, priority=priority, shares_last_page=shares)
+        for index, (num_prompt, num_output, shares, priority) in enumerate(
+            [(1, 5, True, 5), (1, 2, False, 0), (2, 6, True, 5), (2, 3, True, 5), (3, 3, False, 0)]
+        )
+    ]
+    for request, num_steps in zip(requests, (3, 3, 0, 2, 3), strict=True):
+        for _ in range(num_steps):
+            if loop.scheduler.has_unfinished() or loop.in_flight:
+                loop.step()
+        loop.add(request)
+    loop.drain()
+    assert max(request.num_preemptions for request in requests) == 2
+    for request in requests:
+        assert (request.output_token_ids, request.finish_reason) == generate_alone(request)

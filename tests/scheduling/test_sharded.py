@@ -1,11 +1,15 @@
 """Rows divided among shards: random traffic on a simulated device with pages of each shard, and who goes where."""
 
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, num_computed, rows_of
 
-from jaxserve.request import FinishReason, RequestStatus
+from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.deadlines import Timing
 from jaxserve.scheduling.sharded import ShardedScheduler, new_scheduler
 from tests.random_runs import examples
 
@@ -21,6 +25,7 @@ REQUESTS = st.lists(
             "stop_ids": st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
             "waits_for_tokens": st.sampled_from([False, False, True]),
             "shares_last_page": st.booleans(),
+            "priority": st.sampled_from([0, 0, 5]),
         }
     ),
     min_size=1,
@@ -28,10 +33,12 @@ REQUESTS = st.lists(
 )
 
 
-def make(num_shards: int, seqs: int = 2, budget: int = 8, num_pages: int = 16, page_size: int = 2) -> ShardedScheduler:
+def make(
+    num_shards: int, seqs: int = 2, budget: int = 8, num_pages: int = 16, page_size: int = 2, **options: Any
+) -> ShardedScheduler:
     """Return a scheduler of shards with these sizes each."""
     sizes = (num_shards * seqs, num_shards * budget, 40, page_size, num_shards * num_pages)
-    scheduler = new_scheduler(ScheduleConfig(*sizes, num_data_shards=num_shards))
+    scheduler = new_scheduler(ScheduleConfig(*sizes, num_data_shards=num_shards, **options))
     assert isinstance(scheduler, ShardedScheduler)
     return scheduler
 
@@ -119,3 +126,124 @@ def test_no_shard_is_idle_while_requests_wait_for_the_one_that_has_their_prefix(
     assert num_steps <= 10, "two tokens of each of the short ones, one after the other on the other shard"
     assert long.status is RequestStatus.RUNNING
     loop.drain()
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_shards_share_the_slack_of_the_row_that_is_due_first(num_shards):
+    scheduler = make(num_shards, seqs=4, budget=64, num_pages=200, targets=((0, 1.0, 0.1),))
+    loop = loop_of(scheduler)
+    row = make_request("row", [0], 30)
+    loop.add(row)
+
+    def num_prompt_tokens(now_s: float) -> list[int]:
+        """Tokens of prompts by shard in the step that begins then, of which a token takes 1 ms."""
+        plan = scheduler.schedule(timing=Timing(now_s, 0.01, 0.001, 0.0))
+        loop.in_flight.append((plan, loop.device.run(plan)))
+        loop.update()
+        counts = [0] * num_shards
+        for each in rows_of(plan):
+            counts[each.slot // 4] += 0 if each.request is row else each.num_tokens
+        return counts
+
+    num_prompt_tokens(0.95)
+    loop.add(*(make_request(str(index), [index % 5] * 30, 2, priority=1) for index in range(3 * num_shards)))
+    assert num_prompt_tokens(1.0495) == [40 // num_shards] * num_shards, "due at 1.1: 50 ms, of which a step takes 10"
+    assert num_prompt_tokens(1.5) == [8] * num_shards, "late: the share that is reserved on each"
+    loop.drain()
+    assert (row.output_token_ids, row.finish_reason) == generate_alone(row)
+
+
+def running_of(scheduler: ShardedScheduler) -> list[list[str]]:
+    """Ids of the running requests of each shard."""
+    return [[request.request_id for request in shard.admission.running] for shard in scheduler.shards]
+
+
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_higher_classes_come_first_on_whichever_shard_there_is_room(has_prefix):
+    scheduler = make(num_shards=2, seqs=1, budget=64, num_pages=20)
+    loop = loop_of(scheduler)
+    prefix = [0] * 20
+    loop.add(make_request("long", [*prefix, 1], 18)).step()
+    loop.add(make_request("short", [1] * 9, 4)).step()
+    low, high = ([*prefix, 2], [*prefix, 3]) if has_prefix else ([2] * 9, [3] * 9)
+    loop.add(make_request("low", low, 4, priority=5, arrival=1), make_request("high", high, 4, priority=0, arrival=2))
+    while not any("high" in ids or "low" in ids for ids in running_of(scheduler)):
+        loop.step()
+    assert running_of(scheduler) == [["long"], ["high"]]
+    loop.drain()
+
+
+@pytest.mark.parametrize("comes_first", [True, False])
+def test_lower_classes_give_way_on_whichever_shard_they_run(comes_first):
+    scheduler = make(num_shards=2, seqs=1, budget=64, num_pages=20)
+    loop = loop_of(scheduler)
+    prefix = [0] * 20
+    loop.add(make_request("long", [*prefix, 1], 18)).step()
+    low = make_request("low", [1] * 9, 18, priority=5)
+    high = make_request("high", [*prefix, 3], 4)
+    if comes_first:  # it waits for the shard with its prefix; the other has begun nothing yet
+        loop.add(make_request("short", [2] * 9, 1)).step()
+        loop.add(low, high).step()
+    else:
+        loop.add(low).step()
+        loop.add(high).step()
+    assert running_of(scheduler) == [["long"], ["high"]]
+    loop.drain()
+    assert (low.output_token_ids, low.finish_reason) == generate_alone(low)
+
+
+def test_only_requests_that_move_leave_their_queue():
+    scheduler = make(num_shards=2, seqs=2, budget=64, num_pages=20)
+    loop = loop_of(scheduler)
+    withdrawn: list[str] = []
+    for shard in scheduler.shards:
+        forget = shard._prefills.forget
+        shard._prefills.forget = lambda request, forget=forget: (withdrawn.append(request.request_id), forget(request))[
+            1
+        ]
+    for index, (prompt, max_tokens) in enumerate([([1] * 9, 20), ([2] * 9, 20), ([3] * 24, 12)]):
+        request = make_request(f"running {index}", prompt, max_tokens)
+        scheduler._bind(request, index // 2)
+    loop.step()
+    assert [shard.num_running for shard in scheduler.shards] == [2, 1]
+    large = [make_request(f"large {index}", [4, index] * 10, 4, arrival=index) for index in range(3)]
+    small = make_request("small", [0] * 3, 4, arrival=3)
+    for request in large:
+        scheduler._bind(request, 0)
+    for _ in range(3):
+        loop.step()
+    assert withdrawn == [], "the other shard has a slot, but too few pages"
+    scheduler._bind(small, 0)
+    loop.step()
+    assert withdrawn == ["small"]
+    loop.drain()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_row_at_its_end_shortens_plans_only_where_something_waits_for_its_shard(depth):
+    def num_steps(*late: Request) -> list[int]:
+        scheduler = make(num_shards=2, seqs=1, budget=16, num_pages=40)
+        loop = loop_of(scheduler, depth, max_steps=8)
+        loop.add(make_request("short", [0] * 4, 4), make_request("long", [1] * 4, 34)).step()
+        loop.add(*late).drain()
+        return [plan.num_steps for plan in loop.plans]
+
+    assert num_steps() == [1, 8, 8, 8, 8, 1], "the first token, and 33 more"
+    assert max(num_steps(make_request("late", [2] * 4, 2))[:2]) <= 3, "the three tokens that the short one has left"
+
+
+def test_a_prefix_follows_a_request_that_moves():
+    scheduler = make(num_shards=2, seqs=1, budget=64, num_pages=20)
+    loop = loop_of(scheduler)
+    loop.add(make_request("long", [0] * 3, 34)).step()
+    loop.add(make_request("short", [1] * 3, 3)).step()
+    moved = make_request("moved", [2] * 20, 18)
+    scheduler._bind(moved, 0)
+    while moved.status is not RequestStatus.RUNNING:
+        loop.step()
+    assert moved.slot == 1
+    again = make_request("again", [*[2] * 20, 3], 18)
+    loop.add(again)
+    assert [len(shard.admission.waiting) for shard in scheduler.shards] == [0, 1]
+    loop.drain()
+    assert (again.output_token_ids, again.finish_reason) == generate_alone(again)

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from jaxserve.metrics import EngineStats
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.sharded import new_scheduler
 from jaxserve.scheduling.step_costs import Rates, StepCosts
 from jaxserve.scheduling.wait_estimate import OutputLengths, Sizes, Work, estimate_wait
 from simulate import modelled
@@ -112,6 +114,25 @@ def test_a_free_engine_starts_at_once() -> None:
     assert wait == (0.0, pytest.approx(RATES.step_s(40, 0)))
     long = estimate_wait(RATES, SIZES, [], [], Work(640.0, 1.0))
     assert long.first_token_s > 10 * RATES.step_s(32, 0)
+
+
+def test_a_lone_prompt_has_the_budget_of_one_shard() -> None:
+    def estimates(num_shards: int) -> tuple[float, Any, Any]:
+        sizes = (4 * num_shards, 64 * num_shards, 8192, 16, 1000 * num_shards)
+        scheduler = new_scheduler(ScheduleConfig(*sizes, num_data_shards=num_shards))
+        costs = SimpleNamespace(rates=lambda: RATES, cached_share=0.0)
+        replica = SimpleNamespace(scheduler=scheduler, step_stats=SimpleNamespace(costs=costs))
+        core: Any = SimpleNamespace(replicas=[replica], queued=[], inbox=[])
+        backlog = Backlog(core)
+        alone = backlog.wait(640)
+        for index in range(3):
+            params = SamplingParams(max_tokens=1)
+            scheduler.add(Request(str(index), [index] * 640, params, 0, 641, arrival=index))
+        return backlog.prefill_s(640), alone, backlog.wait(640)
+
+    one, four = estimates(1), estimates(4)
+    assert four[:2] == one[:2]
+    assert four[2].first_token_s < one[2].first_token_s, "the others have shards of their own"
 
 
 def test_a_request_waits_for_the_first_slot_that_is_free() -> None:

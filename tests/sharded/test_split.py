@@ -15,6 +15,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import build_schedule
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
+from jaxserve.schedule_config import resolve_schedule
 from jaxserve.sharding import held_heads, tensor_mesh
 from tests.checkpoints import hf_dict
 
@@ -100,6 +101,11 @@ def test_rows_that_cannot_be_divided() -> None:
         EngineConfig(**split, data_parallel_size=2)
     with pytest.raises(ConfigError, match="speculative_config must be None with enable_dp_attention"):
         EngineConfig(**split, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    with pytest.raises(ConfigError, match=r"tenant_weights must be None with enable_dp_attention, got \{'a': 2"):
+        EngineConfig(**split, tenant_weights={"a": 2})
+    few = EngineConfig(**split, max_num_batched_tokens=16, max_num_seqs=32)
+    with pytest.raises(ConfigError, match="got 16 and 32"):
+        resolve_schedule(few, max_position=64, platform="cpu", page_size=16, num_pages=10)
     with pytest.raises(ConfigError, match="must be False for Qwen3NextForCausalLM, as rows of layers with a state"):
         registry.from_hf_config(hf_dict("qwen3_next", num_experts=6)).divided(4, 2, 2)
     arch = registry.from_hf_config(hf_dict("olmoe", num_experts=6, intermediate_size=6, num_attention_heads=8))
