@@ -62,7 +62,7 @@ SetSlot = Callable[[ServeState, Array, SlotRow], ServeState]
 SetMasks = Callable[[Array, Array], Array]
 
 
-# What XLA records in CUDA graphs: what it does by default on one device, and control flow.
+# Kinds of operations that XLA records in CUDA graphs: its defaults for one device, and control flow.
 _GRAPH_NODES = (
     *("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION"),
     *("CONDITIONAL", "WHILE"),

@@ -315,7 +315,7 @@ class Ledger:
         """Register the full pages of a running request that were not yet, and the last one if others may copy it."""
         num_certain = request.num_known_tokens - bool(request.output_token_ids)  # the last output may not be computed
         num_tokens = min(request.num_computed_tokens, num_certain)
-        # Of a request that was preempted, the last output may be at the end of a page that is registered already.
+        # The last output of a preempted request may be at the end of a page that is registered already.
         num_tokens = max(num_tokens, request.num_registered_columns * self.page_size)
         column, size = num_tokens // self.page_size, self._group_size
         self.register_columns(request, column)

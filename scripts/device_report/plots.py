@@ -17,9 +17,7 @@ _LABELS = {"decode": "decode attention", "mixed": "mixed attention", "serve": "e
 def draw(document: Document, directory: Path) -> list[str]:
     """The paths of those for which there are figures; else a line that says why there are none."""
     if find_spec("matplotlib") is None:
-        from jaxserve.errors import install_extra  # noqa: PLC0415 - the project may not be installed
-
-        return [f"there are no plots, because they need matplotlib; {install_extra('bench')}"]
+        return ["there are no plots, because they need matplotlib; pip install matplotlib"]
     if document.copy_gb_per_s is None:
         return ["there are no plots, because they need the peak rates: --part peak_rates"]
     directory.mkdir(parents=True, exist_ok=True)

@@ -111,7 +111,7 @@ def marks_of(name, target):
     """Return the marks of a model's test on a target: by default few are compiled, and some are known to fail."""
     known = KNOWN_TO_FAIL.get((name, target))
     marks = [] if name in ("gpt2", "gemma-4-e2b") else [pytest.mark.full]
-    return marks if known is None else [*marks, pytest.mark.xfail(reason=known, strict=True)]
+    return marks if known is None else [*marks, pytest.mark.xfail(reason=known, raises=AssertionError, strict=True)]
 
 
 @pytest.mark.parametrize(

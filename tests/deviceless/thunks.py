@@ -1,4 +1,4 @@
-"""What XLA runs of a program for a GPU, one after the other, as it dumps it."""
+"""Dumps of XLA: the order in which the host begins the parts of a program for a GPU."""
 
 import re
 from pathlib import Path
