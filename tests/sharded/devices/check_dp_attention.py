@@ -24,19 +24,11 @@ from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
 from tests.parameters import mainly
 from tests.random_runs import examples
-from tests.sharded.devices.sizes import SIZES
+from tests.sharded.devices.sizes import MIXTURE, SIZES
 from tests.tiny_tokenizers import byte_level, write
 
 pytestmark = pytest.mark.usefixtures("fewer_programs")
 
-MODEL: dict[str, Any] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "num_experts": 8,
-    "n_group": 4,
-    "num_hidden_layers": 2,
-}
 # Family, devices, shares with rows of their own, and quantisation. With latents every device would have all of them
 # otherwise; in the second case each share has two devices, which split its heads and each of its experts.
 CASES = [
@@ -65,7 +57,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Start an engine on one device, and one whose rows are divided among several."""
     family, *sizes, quantization = request.param
     path = tmp_path_factory.mktemp(family)
-    write_checkpoint(path, family, **MODEL)
+    write_checkpoint(path, family, **MIXTURE)
     same = OPTIONS | {"quantization": quantization, "count_expert_tokens": True}
     alone, divided = (Engine(EngineConfig(str(path), **same, **more)) for more in ({}, options(*sizes)))
     return alone, divided
@@ -132,7 +124,7 @@ def test_the_pool_has_as_many_times_the_pages_and_is_never_exchanged(pair: Pair)
 def test_beams_and_rows_with_constraints(tmp_path: Path) -> None:
     """Beams copy pages, which have numbers of their own in each share; constraints need split plans of all shares."""
     pytest.importorskip("llguidance")
-    write_checkpoint(tmp_path, "deepseek_v3", **MODEL | {"vocab_size": 331})  # an odd number: padded on one device
+    write_checkpoint(tmp_path, "deepseek_v3", **MIXTURE | {"vocab_size": 331})  # an odd number: padded on one device
     write(tmp_path, byte_level(320))
     sizes = OPTIONS | {"skip_tokenizer_init": False, "multi_step": 1, "compile_ahead": "background"}
     found = []
@@ -157,7 +149,7 @@ def test_beams_and_rows_with_constraints(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_shares", [2, 4])
 def test_every_share_has_attention_whole_and_is_saved_once(tmp_path: Path, num_shares: int) -> None:
-    write_checkpoint(tmp_path / "hf", "deepseek_v3", **MODEL)
+    write_checkpoint(tmp_path / "hf", "deepseek_v3", **MIXTURE)
     config = weights.read_config(tmp_path / "hf")
     specs = registry.param_specs(registry.from_hf_config(config).divided(4, 4, num_shares))
     mesh = tensor_mesh(4, num_expert_shards=4, num_data_shards=num_shares)

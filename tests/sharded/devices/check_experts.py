@@ -26,21 +26,13 @@ from tests.checkpoints import reference_logits, write_checkpoint
 from tests.e2e.workloads import assert_same, generate, tokens
 from tests.models.test_parity import attend
 from tests.parameters import some_by_default
-from tests.sharded.devices.sizes import SIZES
+from tests.sharded.devices.sizes import MIXTURE, SIZES
 
 pytestmark = pytest.mark.usefixtures("fewer_programs")
 
 PACKED = packed_linear.unsupported("float32", "cpu") is None
 DEVICES = 4
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"]
-MODEL: dict[str, Any] = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "num_experts": 8,
-    "n_group": 4,
-    "num_hidden_layers": 2,
-}
 
 
 def load(path: Path, num_shards: int, **form: Any) -> tuple[ArchConfig, list[Any], Any]:
@@ -70,7 +62,7 @@ def split_logits(path: Path, token_ids: np.ndarray, num_shards: int, **form: Any
 
 @pytest.mark.parametrize("family", some_by_default(FAMILIES, "qwen2_moe", "deepseek_v3"))
 def test_divided_experts_compute_the_same_with_the_same_exchange(tmp_path: Path, family: str) -> None:
-    model = write_checkpoint(tmp_path, family, **MODEL)
+    model = write_checkpoint(tmp_path, family, **MIXTURE)
     token_ids = np.random.default_rng(0).integers(0, 131, 30).astype(np.int32)
     expected = reference_logits(model, token_ids)
     alone, program = split_logits(tmp_path, token_ids, 1, native=PACKED)
@@ -85,7 +77,7 @@ def test_divided_experts_compute_the_same_with_the_same_exchange(tmp_path: Path,
 @pytest.mark.parametrize("quantization", some_by_default(["none", "int8", "int4"], "int4"))
 def test_an_engine_has_the_same_tokens_and_counts_those_of_experts(tmp_path: Path, quantization: str) -> None:
     """No block of a quantised expert is cut on any number of devices, but those of other matrices are."""
-    write_checkpoint(tmp_path, "qwen2_moe", **MODEL | {"moe_intermediate_size": 256, "num_hidden_layers": 1})
+    write_checkpoint(tmp_path, "qwen2_moe", **MIXTURE | {"moe_intermediate_size": 256, "num_hidden_layers": 1})
     is_exact = quantization == "none"
     num_devices, multi_step = (1, 5) if is_exact else (DEVICES, 1)  # one program for several steps compiles longest
     prompts, params = [tokens(9, n) for n in range(3)], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -106,7 +98,7 @@ def test_an_engine_has_the_same_tokens_and_counts_those_of_experts(tmp_path: Pat
 
 @pytest.mark.parametrize("form", ["float", "packed int8"])
 def test_a_device_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
-    write_checkpoint(tmp_path, "mixtral", **MODEL | {"intermediate_size": 128})
+    write_checkpoint(tmp_path, "mixtral", **MIXTURE | {"intermediate_size": 128})
     copied = []
     copy = stored_tensor._copy
     monkeypatch.setattr(stored_tensor, "_copy", lambda piece: (copied.append(piece[1].nbytes), copy(piece)))
@@ -124,7 +116,7 @@ def test_a_device_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: pytes
 
 
 def test_experts_are_saved_in_their_order(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "hf", "olmoe", **MODEL)
+    write_checkpoint(tmp_path / "hf", "olmoe", **MIXTURE)
     _, specs, params = load(tmp_path / "hf", 2)
     weights.save(tmp_path / "saved", specs, unsplit(specs, params), weights.read_config(tmp_path / "hf"))
     saved, wanted = (weights.load(tmp_path / name, specs, jnp.float32) for name in ("saved", "hf"))

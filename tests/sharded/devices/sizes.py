@@ -22,3 +22,12 @@ SIZES: dict[str, Any] = {
     "forbid_compiles": True,
     "skip_tokenizer_init": True,
 }
+
+MIXTURE: dict[str, Any] = {  # sizes of small mixtures of experts, whose heads and experts four devices share
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "num_experts": 8,
+    "n_group": 4,
+    "num_hidden_layers": 2,
+}
