@@ -1,5 +1,5 @@
-// Products by integer arithmetic, for processors that multiply bytes: 64 products and their sums are one instruction
-// (VNNI), where float arithmetic has three instructions for 16 products.
+// Products by integer arithmetic, for processors that multiply bytes: one instruction has 64 products and sums of them
+// (VNNI), or two have 32 (AVX2), where float arithmetic has three for 16, or 8.
 //
 // A block of up to 128 columns of a token becomes integers of 24 bits times a power of two, and an integer three signed
 // bytes, its digits: x = (d[0] + 2^8 d[1] + 2^16 d[2]) * factor. The largest integer is about 2^22 or more, so that an
@@ -15,18 +15,16 @@
 #include <limits>
 #include <utility>
 
+#include "bytes.h"
 #include "products.h"
 
-#ifdef __AVX512VNNI__
+#ifdef NATIVE_DIGITS
 
 namespace NATIVE_ISA {
 
-constexpr int kDigits = 3;
-constexpr int kChunkColumns = 4;  // columns whose products one instruction adds to a lane
-constexpr int kChunkWords = 4;  // a word of these columns' digits for each, and an empty one
 constexpr int64_t kDigitColumns = 128;  // most columns of a block: 128 * 2^23 fits an int32
 constexpr int64_t kScalesAhead = 512;  // bytes of scales that are fetched ahead
-constexpr int kMaxDigitTokens = 8;  // tokens of a tile, as many as the registers hold three sums of
+constexpr int kMaxDigitTokens = NATIVE_WIDTH == 16 ? 8 : 4;  // tokens of a tile, as many as the registers hold sums of
 
 // What else is known of a block of one token. Sums start from what the shift of elements would add to them.
 struct DigitBlock {
@@ -43,21 +41,27 @@ struct DigitTile {
   int num_tokens;
 };
 
+inline I<4> load_ints(const int32_t* from) {
+  I<4> to;
+  std::memcpy(&to, from, sizeof(to));
+  return to;
+}
+
 // A format of words has
 //   kElementColumns, kChunks: the columns and the chunks in a word
-//   kShift: what is added to elements to make them unsigned
+//   kShift: what is added to elements to make them bytes as the processor multiplies them
 //   bytes(words, chunk): the elements of a chunk
-//   arranged(columns): 16 columns in the order of the chunks
+//   columns(x, chunk): the columns of a chunk in those of a word
 struct Int8Digits {
   using Weight = uint32_t;
-  static constexpr int kElementColumns = 4, kChunks = 1, kShift = 128;
+  static constexpr int kElementColumns = 4, kChunks = 1, kShift = kSignedElements ? 0 : 128;
   static constexpr bool kHasZeros = false;
 
-  static inline NATIVE_INLINE __m512i bytes(const I<16>& words, int) {
-    return _mm512_xor_si512((__m512i)words, _mm512_set1_epi8(-128));
+  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int) {
+    return kSignedElements ? words : words ^ static_cast<int32_t>(0x80808080);
   }
 
-  static inline __m512i arranged(__m512i columns) { return columns; }
+  static inline I<4> columns(const int32_t* x, int) { return load_ints(x); }
 };
 
 // The chunks are the even columns of a word and the odd ones.
@@ -66,27 +70,15 @@ struct Int4Digits {
   static constexpr int kElementColumns = 8, kChunks = 2, kShift = 8;
   static constexpr bool kHasZeros = true;
 
-  static inline NATIVE_INLINE __m512i bytes(const I<16>& words, int chunk) {
-    const __m512i shifted = chunk == 0 ? (__m512i)words : _mm512_srli_epi32((__m512i)words, 4);
-    return _mm512_and_si512(shifted, _mm512_set1_epi8(15));
+  static inline NATIVE_INLINE I<NATIVE_WIDTH> bytes(const I<NATIVE_WIDTH>& words, int chunk) {
+    return (chunk == 0 ? words : words >> 4) & 0x0f0f0f0f;
   }
 
-  static inline __m512i arranged(__m512i columns) {
-    const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-    return _mm512_permutexvar_epi32(order, columns);
+  static inline I<4> columns(const int32_t* x, int chunk) {
+    const F<4> low = bits_of<F<4>>(load_ints(x)), high = bits_of<F<4>>(load_ints(x + 4));
+    return bits_of<I<4>>(chunk == 0 ? shuffle<0, 2, 4, 6>(low, high) : shuffle<1, 3, 5, 7>(low, high));
   }
 };
-
-// Call use(i) for i in [0, N) without a loop: compilers keep arrays in registers only if every index is a constant.
-template <int... I, typename Use>
-inline NATIVE_INLINE void unrolled(std::integer_sequence<int, I...>, const Use& use) {
-  (use(I), ...);
-}
-
-template <int N, typename Use>
-inline NATIVE_INLINE void unrolled(const Use& use) {
-  unrolled(std::make_integer_sequence<int, N>{}, use);
-}
 
 // Sizes of a matrix's groups of columns: each is some words of a row and some blocks, whose last may be shorter.
 template <typename Format>
@@ -108,40 +100,40 @@ struct DigitGroups {
 template <typename Format>
 inline void write_digits(const float* x, int64_t size, int64_t num_chunks, int32_t* to, int64_t stride,
                          DigitBlock& block) {
-  constexpr int W = 16;
+  constexpr int W = NATIVE_WIDTH;
   I<W> most = {};
   for (int64_t k = 0; k < size; k += W) {
     const I<W> magnitude = bits_of<I<W>>(load_some<W>(x + k, size - k)) & 0x7fffffff;
     most = magnitude > most ? magnitude : most;
   }
   // The largest integer has digits if its magnitude is below 2^23 - 2^15 - 2^7; factors below 2^-126 would be zeros.
-  const uint32_t largest = _mm512_reduce_max_epi32((__m512i)most);
+  const uint32_t largest = max_lanes<W>(most);
   const uint32_t exponent = std::max<uint32_t>((largest + 0x10200) >> 23, 23);
   const float inverse = bits_of<float>((276 - exponent) << 23);
   const bool is_finite = largest < 0x7f800000;
   block.factor = is_finite ? bits_of<float>((exponent - 22) << 23) : std::numeric_limits<float>::quiet_NaN();
 
   // In a sum with 2^7 in each digit, digits are unsigned, and flipping their highest bits takes it away again.
-  const __m512i sevens = _mm512_set1_epi32(0x808080);
-  const __m512i transposed = _mm512_set4_epi32(0x0f0b0703, 0x0e0a0602, 0x0d090501, 0x0c080400);
-  __m512i sums = _mm512_setzero_si512();
-  for (int64_t k = 0, chunk = 0; chunk < num_chunks; k += W, chunk += W / kChunkColumns) {
-    const F<W> scaled = load_some<W>(x + k, size - k) * inverse;
-    const __m512i sum = _mm512_add_epi32(_mm512_cvtps_epi32((__m512)scaled), sevens);
-    const __m512i digits = _mm512_shuffle_epi8(Format::arranged(_mm512_xor_si512(sum, sevens)), transposed);
-    sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), digits);
-    int32_t words[W];
-    std::memcpy(words, &digits, sizeof(words));
-    for (int64_t i = 0; i < std::min<int64_t>(W / kChunkColumns, num_chunks - chunk); ++i, to += stride) {
-      std::memcpy(to, words + i * kChunkWords, sizeof(int32_t) * kChunkWords);
+  constexpr int32_t kSevens = 0x808080;
+  alignas(64) int32_t all_digits[kDigitColumns];
+  const int64_t num_columns = num_chunks * kChunkColumns;
+  for (int64_t k = 0; k < num_columns; k += W) {
+    const F<W> scaled = load_some<W>(x + k, std::max<int64_t>(size - k, 0)) * inverse;
+    const I<W> digits = (nearest(scaled) + kSevens) ^ kSevens;
+    std::memcpy(all_digits + k, &digits, sizeof(digits));
+  }
+  I<4> sums = {};
+  for (int64_t k = 0; k < num_columns; k += Format::kElementColumns) {
+    for (int c = 0; c < Format::kChunks; ++c, to += stride) {
+      const I<4> digits = transposed_bytes(Format::columns(all_digits + k, c));
+      sums = add_bytes(sums, digits);
+      std::memcpy(to, &digits, sizeof(digits));
     }
   }
-  const I<W> lanes = (I<W>)sums;
   int32_t total = 0;
   for (int d = 0; d < kDigits; ++d) {
-    const int32_t digits = lanes[d] + lanes[d + 4] + lanes[d + 8] + lanes[d + 12];
-    block.starts[d] = -Format::kShift * digits;
-    total += digits << 8 * d;
+    block.starts[d] = -Format::kShift * sums[d];
+    total += sums[d] << 8 * d;
   }
   block.sum = static_cast<float>(total) * block.factor;
 }
@@ -207,17 +199,6 @@ struct DigitRange {
   int64_t first, end;
 };
 
-// Add the products of a chunk with one digit of its columns. GCC 12 copies and spills sums if it sees the additions.
-template <int Panels>
-inline NATIVE_INLINE void add_products(__m512i (&sums)[Panels], const __m512i (&bytes)[Panels], const int32_t& digit) {
-  if constexpr (Panels == 1) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums[0]) : "v"(bytes[0]), "m"(digit));
-  } else {
-    const __m512i digits = _mm512_set1_epi32(digit);
-    for (int v = 0; v < Panels; ++v) asm("vpdpbusd %2, %1, %0" : "+v"(sums[v]) : "v"(bytes[v]), "v"(digits));
-  }
-}
-
 // Return how many elements ahead to fetch, with `left` of them to the end of a panel. Behind it are panels that are
 // read at once with it: what follows them all is fetched.
 template <int Panels>
@@ -238,10 +219,57 @@ inline NATIVE_INLINE void fetch_scales(const LinearProblem& p, int64_t panel, in
   }
 }
 
-// Add the products of some blocks to a tile's sums [Tokens, Panels] in `kept`, and write y after the last block.
+// Return the vectors of a tile whose sums of products the registers hold.
+template <int Tokens, int V>
+constexpr int vectors_at_once() {
+  if (NATIVE_WIDTH == 16) return V;
+  return std::min(V, NATIVE_WIDTH == 8 ? (Tokens <= 2 ? 2 : 1) : (Tokens <= 2 ? 4 : 2));
+}
+
+// Add the products of a block of V vectors to `sums`, which begin with what the shift of elements would add to them.
+// Elements that are `fetched_ahead` of the vectors' are fetched if these come from memory.
+template <typename Format, bool FromMemory, int Tokens, int V>
+inline NATIVE_INLINE void add_block(const uint32_t* const (&from)[V], int64_t num_words, int64_t fetched_ahead,
+                                    const int32_t* digits, I<NATIVE_WIDTH> (&sums)[Tokens][kDigits][V]) {
+  constexpr int W = NATIVE_WIDTH, kSumWords = kMostChunks / Format::kChunks;
+  for (int64_t first = 0; first < num_words; first += kSumWords) {
+    ProductSums<W> products[Tokens][kDigits][V];
+    unrolled<Tokens>([&](int t) NATIVE_INLINE {
+      unrolled<kDigits>([&](int d) NATIVE_INLINE {
+        unrolled<V>([&](int v) NATIVE_INLINE { products[t][d][v] = ProductSums<W>{}; });
+      });
+    });
+    const auto add_word = [&](int64_t element) NATIVE_INLINE {
+      I<W> words[V];
+      for (int v = 0; v < V; ++v) words[v] = load_words<W>(from[v] + element);
+      if constexpr (FromMemory) {
+        for (int v = 0; v < V; v += kVectors) __builtin_prefetch(from[v] + element + fetched_ahead);
+      }
+      for (int c = 0; c < Format::kChunks; ++c) {
+        I<W> bytes[V];
+        for (int v = 0; v < V; ++v) bytes[v] = Format::bytes(words[v], c);
+        unrolled<Tokens>([&](int t) NATIVE_INLINE { add_products<V>(products[t], bytes, digits + t * kChunkWords); });
+        digits += Tokens * kChunkWords;
+      }
+    };
+    if (kSumWords <= 4 && first + kSumWords <= num_words) {
+      unrolled<std::min(kSumWords, 4)>([&](int i) NATIVE_INLINE { add_word((first + i) * kPanelRows); });
+    } else {
+      const int64_t end = std::min<int64_t>(first + kSumWords, num_words) * kPanelRows;
+      for (int64_t element = first * kPanelRows; element < end; element += kPanelRows) add_word(element);
+    }
+    unrolled<Tokens>([&](int t) NATIVE_INLINE {
+      unrolled<kDigits>([&](int d) NATIVE_INLINE {
+        unrolled<V>([&](int v) NATIVE_INLINE { sums[t][d][v] += widened<W>(products[t][d][v]); });
+      });
+    });
+  }
+}
+
+// Add the products of some blocks to a tile's sums [Tokens, V] in `kept`, and write y after the last block.
 template <typename Format, int Tokens, int Panels, bool FromMemory>
 void multiply_digits(const LinearProblem& p, const DigitTile& tile, int64_t panel, DigitRange range, float* kept) {
-  constexpr int W = 16;
+  constexpr int W = NATIVE_WIDTH, V = Panels * kVectors, kTogether = vectors_at_once<Tokens, V>();
   const DigitGroups<Format> groups(p);
   const int64_t stride = groups.num_words() * kPanelRows;
   int64_t group = range.first / groups.blocks, index = range.first % groups.blocks;
@@ -249,51 +277,46 @@ void multiply_digits(const LinearProblem& p, const DigitTile& tile, int64_t pane
   const auto* from = static_cast<const uint32_t*>(p.weight) + panel * stride + first_word * kPanelRows;
   const uint32_t* end = static_cast<const uint32_t*>(p.weight) + (panel + 1) * stride;
   const int32_t* digits = tile.digits + first_word * Format::kChunks * Tokens * kChunkWords;
-  F<W> sums[Tokens][Panels] = {};
+  F<W> sums[Tokens][V] = {};
   if (range.first > 0) {
     for (int t = 0; t < Tokens; ++t) {
-      for (int v = 0; v < Panels; ++v) sums[t][v] = load<W>(kept + (t * Panels + v) * W);
+      for (int v = 0; v < V; ++v) sums[t][v] = load<W>(kept + (t * V + v) * W);
     }
   }
   for (int64_t i = range.first; i < range.end; ++i) {
     const DigitBlock* block = tile.blocks + i * Tokens;
-    __m512i parts[kDigits][Tokens][Panels];
-    unrolled<Tokens>([&](int t) NATIVE_INLINE {
-      for (int d = 0; d < kDigits; ++d) {
-        for (int v = 0; v < Panels; ++v) parts[d][t][v] = _mm512_set1_epi32(block[t].starts[d]);
-      }
-    });
-    const uint32_t* fetched = from + ahead<Panels>(end - from, stride, kPrefetchBytes);
+    const int64_t num_words = groups.words_of(index);
+    const int64_t fetched_ahead = ahead<Panels>(end - from, stride, kPrefetchBytes);
     if constexpr (FromMemory) fetch_scales<Panels>(p, panel, group, groups.num_groups);
-    for (int64_t left = groups.words_of(index); left > 0; --left, from += kPanelRows, fetched += kPanelRows) {
-      I<W> words[Panels];
-      for (int v = 0; v < Panels; ++v) words[v] = load_words<W>(from + v * stride);
-      if constexpr (FromMemory) {
-        for (int v = 0; v < Panels; ++v) __builtin_prefetch(fetched + v * stride);
-      }
-      for (int c = 0; c < Format::kChunks; ++c) {
-        __m512i bytes[Panels];
-        for (int v = 0; v < Panels; ++v) bytes[v] = Format::bytes(words[v], c);
-        unrolled<Tokens>([&](int t) NATIVE_INLINE {
-          for (int d = 0; d < kDigits; ++d) add_products(parts[d][t], bytes, digits[t * kChunkWords + d]);
-        });
-        digits += Tokens * kChunkWords;
-      }
-    }
-    const GroupScales<Panels> scales(p, p.zeros != nullptr, panel, group);
-    unrolled<Tokens>([&](int t) NATIVE_INLINE {
-      for (int v = 0; v < Panels; ++v) {
-        const I<W> low = (I<W>)parts[0][t][v] + ((I<W>)parts[1][t][v] << 8);
-        F<W> sum = fma<W>(to_floats<W>((I<W>)parts[2][t][v]), all<W>(65536.0f), to_floats<W>(low)) * block[t].factor;
-        if (p.zeros) sum = fma<W>(all<W>(-block[t].sum), scales.zeros[v] - static_cast<float>(Format::kShift), sum);
-        sums[t][v] = fma<W>(scales.scales[v], sum, sums[t][v]);
-      }
+    const GroupScales<V> scales(p, p.zeros != nullptr, panel, group);
+    unrolled<V / kTogether>([&](int part) NATIVE_INLINE {
+      const int first = part * kTogether;
+      I<W> parts[Tokens][kDigits][kTogether];
+      unrolled<Tokens>([&](int t) NATIVE_INLINE {
+        for (int d = 0; d < kDigits; ++d) {
+          for (int v = 0; v < kTogether; ++v) parts[t][d][v] = block[t].starts[d] - I<W>{};
+        }
+      });
+      const uint32_t* at[kTogether];
+      for (int v = 0; v < kTogether; ++v) at[v] = from + (first + v) / kVectors * stride + (first + v) % kVectors * W;
+      add_block<Format, FromMemory>(at, num_words, fetched_ahead, digits, parts);
+      unrolled<Tokens>([&](int t) NATIVE_INLINE {
+        for (int v = 0; v < kTogether; ++v) {
+          const int u = first + v;
+          const I<W> low = parts[t][0][v] + (parts[t][1][v] << 8);
+          F<W> sum = fma<W>(to_floats<W>(parts[t][2][v]), all<W>(65536.0f), to_floats<W>(low)) * block[t].factor;
+          if (p.zeros) sum = fma<W>(all<W>(-block[t].sum), scales.zeros[u] - static_cast<float>(Format::kShift), sum);
+          sums[t][u] = fma<W>(scales.scales[u], sum, sums[t][u]);
+        }
+      });
     });
+    from += num_words * kPanelRows;
+    digits += num_words * Format::kChunks * Tokens * kChunkWords;
     if (++index == groups.blocks) index = 0, ++group;
   }
   if (range.end == groups.num_blocks()) return finish<Tokens, Panels>(p, tile.first_token, panel, sums);
   for (int t = 0; t < Tokens; ++t) {
-    for (int v = 0; v < Panels; ++v) store<W>(kept + (t * Panels + v) * W, sums[t][v]);
+    for (int v = 0; v < V; ++v) store<W>(kept + (t * V + v) * W, sums[t][v]);
   }
 }
 
@@ -302,7 +325,9 @@ using ByDigitTokens = std::array<MultiplyDigits, kMaxDigitTokens>;
 using DigitTokenCounts = std::make_integer_sequence<int, kMaxDigitTokens>;
 
 // Return the panels that a lone tile works on at once.
-constexpr int lone_digit_panels(int num_tokens) { return num_tokens == 1 ? 4 : num_tokens <= 4 ? 2 : 1; }
+constexpr int lone_digit_panels(int num_tokens) {
+  return NATIVE_WIDTH < 16 ? 1 : num_tokens == 1 ? 4 : num_tokens <= 4 ? 2 : 1;
+}
 
 template <typename Format, int... I>
 constexpr ByDigitTokens lone_digit_tiles(std::integer_sequence<int, I...>) {

@@ -17,11 +17,14 @@ namespace NATIVE_ISA {
 
 using native::GroupedProblem;
 
-#ifdef __AVX512VNNI__
+#ifdef NATIVE_INT8_DIGITS
 using TokensForInt8 = DigitTokens<Int8Digits>;
-using TokensForInt4 = DigitTokens<Int4Digits>;
 #else
 using TokensForInt8 = PackedTokens<Int8>;
+#endif
+#ifdef NATIVE_DIGITS
+using TokensForInt4 = DigitTokens<Int4Digits>;
+#else
 using TokensForInt4 = PackedTokens<Int4>;
 #endif
 
@@ -43,24 +46,27 @@ class Product {
   Product(Executor& executor, const LinearProblem& p, float* buffer, int64_t wanted_tasks)
       : p_(p), tokens_(executor, p, buffer), num_panels_(num_panels(p)) {
     num_blocks_ = (p.num_tokens + kTaskTokens - 1) / kTaskTokens;
-    const int64_t wanted_ranges = std::max<int64_t>(1, wanted_tasks / num_blocks_);
-    range_ = ((num_panels_ + wanted_ranges - 1) / wanted_ranges + kPanels - 1) / kPanels * kPanels;
+    num_units_ = (num_panels_ + kPanels - 1) / kPanels;
+    num_ranges_ = std::clamp<int64_t>(wanted_tasks / num_blocks_, 1, num_units_);
   }
 
-  int64_t num_tasks() const { return num_blocks_ * ((num_panels_ + range_ - 1) / range_); }
+  int64_t num_tasks() const { return num_blocks_ * num_ranges_; }
 
   void run(int64_t task) const {
     const int64_t block = task % num_blocks_, num_tiles = tokens_.num_tiles();
-    const int64_t first_panel = task / num_blocks_ * range_, end_panel = std::min(first_panel + range_, num_panels_);
+    const int64_t first_panel = start(task / num_blocks_), end_panel = start(task / num_blocks_ + 1);
     if (num_tiles == 1) return multiply_panels(p_, tokens_, first_panel, end_panel);
     const int64_t first_tile = block * num_tiles / num_blocks_, end_tile = (block + 1) * num_tiles / num_blocks_;
     multiply_blocks(p_, tokens_, first_tile, end_tile, first_panel, end_panel);
   }
 
  private:
+  // Return the first panel of a range. Ranges differ by one unit at most.
+  int64_t start(int64_t range) const { return std::min(range * num_units_ / num_ranges_ * kPanels, num_panels_); }
+
   const LinearProblem& p_;
   Tokens tokens_;
-  int64_t num_panels_, num_blocks_, range_;
+  int64_t num_panels_, num_blocks_, num_units_, num_ranges_;
 };
 
 template <typename Tokens>

@@ -26,8 +26,6 @@ constexpr int64_t kLineBytes = 64, kPrefetchBytes = 2048;
 constexpr int64_t kSerialProducts = 32 << 10;  // below, waking a thread costs more than it saves
 constexpr int64_t kTasksPerThread = 6;
 
-#define NATIVE_INLINE __attribute__((always_inline))
-
 // Fetch the lines of V vectors' panels that are needed some time later. A core's own prefetcher stops at each page.
 template <int V, typename Element>
 inline NATIVE_INLINE void prefetch(const Element* from, int64_t stride) {

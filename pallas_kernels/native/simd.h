@@ -4,12 +4,26 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
+#define NATIVE_INLINE __attribute__((always_inline))
+
 namespace NATIVE_ISA {
+
+// Call use(i) for i in [0, N) without a loop: compilers keep arrays in registers only if every index is a constant.
+template <int... I, typename Use>
+inline NATIVE_INLINE void unrolled(std::integer_sequence<int, I...>, const Use& use) {
+  (use(I), ...);
+}
+
+template <int N, typename Use>
+inline NATIVE_INLINE void unrolled(const Use& use) {
+  unrolled(std::make_integer_sequence<int, N>{}, use);
+}
 
 template <int W>
 struct Simd {
@@ -269,6 +283,18 @@ inline float fold_lanes(const F<W>& x, const Combine& combine) {
 template <int W>
 inline float sum_lanes(const F<W>& x) {
   return fold_lanes<W>(x, [](const auto& a, const auto& b) { return a + b; });
+}
+
+// Return the largest lane of integers.
+template <int W>
+inline int32_t max_lanes(const I<W>& x) {
+  if constexpr (W == 1) {
+    return x[0];
+  } else {
+    I<W / 2> halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    return max_lanes<W / 2>(halves[0] > halves[1] ? halves[0] : halves[1]);
+  }
 }
 
 template <int W>

@@ -1,0 +1,157 @@
+// Sums of products of bytes, as each instruction set has them: what digits.h needs of a processor. NATIVE_DIGITS is
+// defined if the processor multiplies bytes of 4 bits faster than floats, NATIVE_INT8_DIGITS if those of 8 bits too.
+
+#pragma once
+
+#include "simd.h"
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define NATIVE_DIGITS
+#define NATIVE_INT8_DIGITS
+#elif defined(__AVX512VNNI__)
+#define NATIVE_DIGITS
+#define NATIVE_INT8_DIGITS
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define NATIVE_DIGITS
+#endif
+
+#ifdef NATIVE_DIGITS
+
+namespace NATIVE_ISA {
+
+constexpr int kDigits = 3;  // digits of an integer
+constexpr int kChunkColumns = 4;  // columns whose products are added to a lane at once
+constexpr int kChunkWords = 4;  // a word of these columns' digits for each, and an empty one
+
+// ProductSums are W lanes of sums, each of the products of four elements of a row with four digits, chunk after chunk.
+//   kMostChunks: how many chunks they hold before they must be widened, of elements of 4 bits
+//   kSignedElements: whether elements are signed bytes, else unsigned ones
+#if defined(__ARM_FEATURE_DOTPROD)
+
+constexpr bool kSignedElements = true;
+constexpr int kMostChunks = 1 << 10;
+template <int W>
+using ProductSums = I<W>;
+
+template <int W>
+inline I<W> widened(const ProductSums<W>& sums) {
+  return sums;
+}
+
+// Add the products of a chunk of V vectors with the digits of one token.
+template <int V>
+inline NATIVE_INLINE void add_products(ProductSums<4> (&sums)[kDigits][V], const I<4> (&bytes)[V],
+                                       const int32_t* digits) {
+  const int8x16_t all_digits = vreinterpretq_s8_s32(vld1q_s32(digits));
+  for (int v = 0; v < V; ++v) {
+    const int8x16_t elements = (int8x16_t)bytes[v];
+    sums[0][v] = (I<4>)vdotq_laneq_s32((int32x4_t)sums[0][v], elements, all_digits, 0);
+    sums[1][v] = (I<4>)vdotq_laneq_s32((int32x4_t)sums[1][v], elements, all_digits, 1);
+    sums[2][v] = (I<4>)vdotq_laneq_s32((int32x4_t)sums[2][v], elements, all_digits, 2);
+  }
+}
+
+inline I<4> nearest(const F<4>& x) { return (I<4>)vcvtnq_s32_f32((float32x4_t)x); }
+
+// Transpose the 4 x 4 bytes of 4 words.
+inline I<4> transposed_bytes(const I<4>& words) {
+  const uint8x16_t order = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+  return (I<4>)vqtbl1q_u8((uint8x16_t)words, order);
+}
+
+// Add the four bytes of each word to a lane.
+inline I<4> add_bytes(const I<4>& sums, const I<4>& words) {
+  return (I<4>)vdotq_s32((int32x4_t)sums, (int8x16_t)words, vdupq_n_s8(1));
+}
+
+#else
+
+constexpr bool kSignedElements = false;
+
+#ifdef __AVX512VNNI__
+
+constexpr int kMostChunks = 1 << 10;
+template <int W>
+using ProductSums = I<W>;
+
+template <int W>
+inline I<W> widened(const ProductSums<W>& sums) {
+  return sums;
+}
+
+// Add the products of a chunk of V vectors with the digits of one token. GCC 12 copies and spills sums if it sees the
+// additions.
+template <int V>
+inline NATIVE_INLINE void add_products(ProductSums<16> (&sums)[kDigits][V], const I<16> (&bytes)[V],
+                                       const int32_t* digits) {
+  unrolled<kDigits>([&](int d) NATIVE_INLINE {
+    if constexpr (V == 1) {
+      asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums[d][0]) : "v"(bytes[0]), "m"(digits[d]));
+    } else {
+      const __m512i all_digits = _mm512_set1_epi32(digits[d]);
+      unrolled<V>([&](int v) NATIVE_INLINE {
+        asm("vpdpbusd %2, %1, %0" : "+v"(sums[d][v]) : "v"(bytes[v]), "v"(all_digits));
+      });
+    }
+  });
+}
+
+#else
+
+// Lanes are pairs of 16 bits: two products are at most 2 * 15 * 128, and eight times that fits.
+constexpr int kMostChunks = 8;
+template <int W>
+struct Pairs {
+  typedef int16_t Vector __attribute__((vector_size(4 * W)));
+};
+template <int W>
+using ProductSums = typename Pairs<W>::Vector;
+
+template <int W>
+inline I<W> widened(const ProductSums<W>& sums) {
+  return (I<W>)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+}
+
+// Add the products of a chunk of V vectors with the digits of one token. GCC 12 computes all products before it adds any,
+// and spills sums, if it sees the instructions.
+template <int V>
+inline NATIVE_INLINE void add_products(ProductSums<NATIVE_WIDTH> (&sums)[kDigits][V], const I<NATIVE_WIDTH> (&bytes)[V],
+                                       const int32_t* digits) {
+  unrolled<kDigits>([&](int d) NATIVE_INLINE {
+    const I<NATIVE_WIDTH> all_digits = digits[d] - I<NATIVE_WIDTH>{};
+    unrolled<V>([&](int v) NATIVE_INLINE {
+      ProductSums<NATIVE_WIDTH> products;
+      asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0"
+          : "+x"(sums[d][v]), "=&x"(products)
+          : "x"(bytes[v]), "x"(all_digits));
+    });
+  });
+}
+
+#endif
+
+inline I<4> nearest(const F<4>& x) { return (I<4>)_mm_cvtps_epi32((__m128)x); }
+
+#ifdef __AVX512F__
+inline I<16> nearest(const F<16>& x) { return (I<16>)_mm512_cvtps_epi32((__m512)x); }
+#else
+inline I<8> nearest(const F<8>& x) { return (I<8>)_mm256_cvtps_epi32((__m256)x); }
+#endif
+
+// Transpose the 4 x 4 bytes of 4 words.
+inline I<4> transposed_bytes(const I<4>& words) {
+  return (I<4>)_mm_shuffle_epi8((__m128i)words, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+}
+
+// Add the four bytes of each word to a lane.
+inline I<4> add_bytes(const I<4>& sums, const I<4>& words) {
+  const __m128i pairs = _mm_maddubs_epi16(_mm_set1_epi8(1), (__m128i)words);
+  return sums + (I<4>)_mm_madd_epi16(pairs, _mm_set1_epi16(1));
+}
+
+#endif
+
+}  // namespace NATIVE_ISA
+
+#endif
