@@ -44,7 +44,6 @@ class Problem:
         elements: kind of the elements, such as "int4".
         has_zero: True if groups have zero points.
         has_minimum: True if groups have minima.
-        further: names of what else makes up the matrix, which no kernel knows.
         dtype: dtype of the rows.
         scale_dtype: dtype of the scales.
         result_dtype: dtype of the results.
@@ -58,7 +57,6 @@ class Problem:
     elements: str
     has_zero: bool
     has_minimum: bool
-    further: tuple[str, ...]
     dtype: jnp.dtype
     scale_dtype: jnp.dtype
     result_dtype: jnp.dtype
@@ -108,7 +106,6 @@ class Quantized(NamedTuple):
         scale: scale of each row's groups of columns.
         zero: zero points of the groups; None for those of the elements' kind.
         kind: kind of the elements: "int8", "e4m3", "int4" or "e2m1".
-        further: names of what else makes up the matrix.
         minimum: minima of the groups, where there are no zero points.
     """
 
@@ -116,7 +113,6 @@ class Quantized(NamedTuple):
     scale: Float[Array, "layers groups out"]
     zero: Shaped[Array, "layers groups out"] | None
     kind: str
-    further: tuple[str, ...] = ()
     minimum: Float[Array, "layers groups out"] | None = None
 
     @property
@@ -129,7 +125,7 @@ class Quantized(NamedTuple):
         _, num_outputs, row_bytes = self.elements.shape
         sizes = (x.shape[0], num_outputs, row_bytes * (2 if self.kind in PACKED else 1), self.scale.shape[1])
         dtypes, has = (x.dtype, self.scale.dtype, result_dtype), (self.zero is not None, self.minimum is not None)
-        return Problem(*sizes, self.kind, *has, self.further, *dtypes, platform)
+        return Problem(*sizes, self.kind, *has, *dtypes, platform)
 
 
 @runtime_checkable

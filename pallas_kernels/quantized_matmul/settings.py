@@ -40,8 +40,6 @@ def unsupported(problem: Problem, platform: str, dtypes: Collection[str]) -> str
         return f"elements must be one of {ELEMENTS}, not {problem.elements}"
     if problem.num_outputs % ALIGNED:
         return f"rows of the matrix must be a multiple of {ALIGNED}, not {problem.num_outputs}"
-    if problem.further:
-        return f"it has no {', '.join(problem.further)}"
     if problem.dtype.name not in dtypes or problem.scale_dtype.name not in SCALES:
         names = f"{problem.dtype} and {problem.scale_dtype}"
         return f"rows must be one of {tuple(dtypes)} and scales one of {SCALES}, not {names}"

@@ -1,5 +1,6 @@
 """Products with quantised matrices compile for chips, and steps read the matrices where and as they are."""
 
+import dataclasses
 import math
 import re
 
@@ -15,6 +16,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.planner.plan import read_model
 from jaxserve.planner.program import StepCompiler, abstract_params, temp_bytes
 from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.weights.quantized import read_schemes
 from tests.deviceless.layers import first_layers
 
 pytestmark = pytest.mark.deviceless
@@ -84,28 +86,40 @@ def test_products_compile_for_gpus_without_spills(h200, capfd, monkeypatch):
         assert program.memory_analysis().temp_size_in_bytes <= 2 * sums + 2 * num_rows * inputs
 
 
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": False}
+
+
 @pytest.mark.parametrize(
-    ("name", "num_layers", "megabytes", "num_kernels"),
+    ("name", "num_layers", "megabytes", "num_kernels", "checkpoint"),
     [
-        ("v6e:1x1", None, 64, 4),
-        ("v6e:2x2", None, 64, 4),
-        ("h200", 1, 110, 5),
-        ("h200x4", 1, 110, 5),
-        pytest.param("h200", None, 110, 32 * 4 + 1, marks=[pytest.mark.full, pytest.mark.exhaustive]),
+        ("v6e:1x1", None, 64, 4, None),
+        ("v6e:2x2", None, 64, 4, None),
+        ("v6e:2x2", None, 64, 4, GPTQ),
+        ("h200", 1, 110, 5, None),
+        ("h200x4", 1, 110, 5, None),
+        ("h200x2", 1, 110, 4, GPTQ),
+        pytest.param("h200", None, 110, 32 * 4 + 1, None, marks=[pytest.mark.full, pytest.mark.exhaustive]),
     ],
 )
-def test_a_step_makes_no_floats_of_a_matrix(targets, name, num_layers, megabytes, num_kernels):
-    """Temporaries are small beside the logits of all rows, and no array of floats has the size of a matrix."""
+def test_a_step_makes_no_floats_of_a_matrix(targets, name, num_layers, megabytes, num_kernels, checkpoint):
+    """Temporaries are small beside the logits of all rows, and no array of floats has the size of a matrix.
+
+    Without a checkpoint in activation order, whose inputs all devices exchange, the embedding and the head are
+    quantised as well.
+    """
     target, arch, num_rows = targets(name), first_layers(read_model("llama-3.1-8b")[1], num_layers), 64
+    arch = dataclasses.replace(arch, schemes=read_schemes({"quantization_config": checkpoint}))
+    quantization = None if checkpoint else "int4"
     local, backend = arch.local(target.num_devices), BACKENDS[target.sheet.chip.platform]
     page_size = default_page_size(backend, num_kv_heads=local.num_kv_heads, head_dim=128, kv_dtype=BFLOAT16)
     schedule = ScheduleConfig(num_rows, 2048, 8192, page_size, 20_000 // page_size)
-    (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend, "int4").compile(arch, (num_rows,))
+    (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend, quantization).compile(arch, (num_rows,))
     assert temp_bytes(program) <= num_rows * arch.vocab_size * 4 + megabytes * 1e6
-    planned = tree_bytes(abstract_params(arch, BFLOAT16, "int4", target.num_devices))
+    planned = tree_bytes(abstract_params(arch, BFLOAT16, quantization, target.num_devices))
     assert planned <= program.memory_analysis().argument_size_in_bytes <= planned + 3e9, "weights and a pool of 2.6 GB"
     text = program.as_text()
-    sizes_of_matrices = {local.hidden_size, local.ffn_size, 2 * local.ffn_size, local.vocab_size}
+    sizes_of_matrices = {local.hidden_size, local.ffn_size, 2 * local.ffn_size}
+    sizes_of_matrices |= set() if checkpoint else {local.vocab_size}
     sizes_of_matrices |= {num * local.head_dim for num in (local.num_heads, local.num_heads + 2 * local.num_kv_heads)}
     wide = {
         (dtype, shape)

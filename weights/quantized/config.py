@@ -287,9 +287,10 @@ def _gptq(config: Mapping[str, Any]) -> Schemes:
 def _gptq_scheme(config: Mapping[str, Any], form: str, where: str) -> Scheme:
     elements = _int_elements("GPTQ", config, (4, 8), where)
     tensors: tuple[tuple[Role, str], ...] = (("elements", "qweight"), ("scale", "scales"), ("zero", "qzeros"))
-    if config.get("desc_act"):
+    group = _group(config)
+    if config.get("desc_act") and group is not None:
         tensors += (("order", "g_idx"),)
-    return Scheme(form, elements, "gptq", tensors, _group(config), zero_offset=0 if form == "gptq_v2" else 1)
+    return Scheme(form, elements, "gptq", tensors, group, zero_offset=0 if form == "gptq_v2" else 1)
 
 
 def _awq(config: Mapping[str, Any]) -> Schemes:
