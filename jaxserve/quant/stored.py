@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 
 from jaxserve.layers.linear import LinearContext
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
-from jaxserve.pallas_kernels.quantized_matmul import INT4_ZERO, Quantized, e2m1_floats, packed, unpacked
+from jaxserve.pallas_kernels.quantized_matmul import (
+    FLOAT16_BITS,
+    INT4_ZERO,
+    Quantized,
+    e2m1_floats,
+    packed,
+    scale_floats,
+    unpacked,
+)
 from jaxserve.quant import activations
 from jaxserve.quant.products import ScaledMatrix
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
@@ -37,7 +45,7 @@ class StoredMatrix(ScaledMatrix):
 
     Attributes:
         elements: elements of one byte, or pairs of elements of four bits, as `quantized_matmul` has them.
-        scale: scales of each row's groups of columns.
+        scale: scales of each row's groups of columns; bits of those in float16.
         row_scale: further scale of each row, of schemes with a scale of the whole tensor.
         zero: zero points of the groups.
         minimum: minima of the groups, subtracted from elements times scales, where there are no zero points.
@@ -195,10 +203,10 @@ class SchemeFormat(WeightFormat):
         # A device with one group may still have another one than its neighbour.
         is_shared = (scheme.group or row.shape[1]) >= row.shape[1]
         group_axis = None if is_shared else in_axis
-        elements = _ELEMENT_DTYPES[scheme.elements]
+        elements, scales = _ELEMENT_DTYPES[scheme.elements], np.dtype(scheme.scale_dtype)
         leaves = [
             Leaf((num_rows, in_size // 2 if scheme.is_packed else in_size), elements, row.axes),
-            Leaf.grid(*size, np.dtype(scheme.scale_dtype), (out_axis, group_axis)),
+            Leaf.grid(*size, FLOAT16_BITS if scales == np.float16 else scales, (out_axis, group_axis)),
         ]
         if scheme.has("global_scale"):
             leaves.append(Leaf((num_rows, 1), np.dtype(np.float32), (out_axis, None)))
@@ -252,7 +260,7 @@ class SchemeFormat(WeightFormat):
             elements = elements if matrix.order is None else elements[:, matrix.order]
             matrix.elements[rows] = packed(elements) if self.scheme.is_packed else elements
             grids = self._grids(row, part, columns)
-            matrix.scale[:, rows] = grids.scale.T
+            matrix.scale.view(np.dtype(self.scheme.scale_dtype))[:, rows] = grids.scale.T
             if matrix.zero is not None and grids.zero is not None:
                 matrix.zero[:, rows] = grids.zero.T
             if matrix.minimum is not None and grids.minimum is not None:
@@ -382,7 +390,7 @@ def _dequantize(
     """Return rows in float32."""
     q, rest = _floats(scheme, elements), iter(optional)
     has_minimum = scheme.has("minimum")
-    wide = scale.astype(jnp.float32)
+    wide = scale_floats(scale)
     if scheme.has("global_scale"):
         further = next(rest)
         wide = activations.divide(wide, further) if scheme.divides else wide * further

@@ -7,11 +7,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped, UInt8
 from numpy.typing import NDArray
 
 PACKED = ("int4", "e2m1")  # kinds of elements of which two share a byte
 INT4_ZERO = 8  # zero point of four bits where there are no others
+
+FLOAT16_BITS = np.dtype(np.uint16)  # dtype of scales that are float16, held as their bits: TPU kernels take no float16
 
 
 def packed(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -30,6 +33,18 @@ def e2m1_floats(codes: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     size = (codes & 7).astype(jnp.float32)
     size = jnp.maximum(size * 0.5, jnp.maximum(size - 2, size * 2 - 8))
     return size * (1 - (codes & 8).astype(jnp.float32) * 0.25)
+
+
+def scale_floats(scale: Shaped[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Return scales in float32. Bits of float16 are decoded as integers: TPUs would make its subnormal numbers zero."""
+    if scale.dtype != FLOAT16_BITS:
+        return scale.astype(jnp.float32)
+    bits = scale.astype(jnp.int32)
+    size = bits & 0x7FFF
+    rebias = jnp.where(size < 0x7C00, 112, 224) << 23  # 224 for infinity and NaN
+    wide = lax.bitcast_convert_type((size << 13) + rebias, jnp.float32)
+    wide = jnp.where(size < 0x400, size.astype(jnp.float32) * 2.0**-24, wide)
+    return jnp.where(bits < 0x8000, wide, -wide)
 
 
 @dataclass(frozen=True)
@@ -103,14 +118,14 @@ class Quantized(NamedTuple):
 
     Attributes:
         elements: elements, or bytes with two of them.
-        scale: scale of each row's groups of columns.
+        scale: scale of each row's groups of columns; `FLOAT16_BITS` of float16.
         zero: zero points of the groups; None for those of the elements' kind.
         kind: kind of the elements: "int8", "e4m3", "int4" or "e2m1".
         minimum: minima of the groups, where there are no zero points.
     """
 
     elements: Shaped[Array, "layers out in_bytes"]
-    scale: Float[Array, "layers groups out"]
+    scale: Shaped[Array, "layers groups out"]
     zero: Shaped[Array, "layers groups out"] | None
     kind: str
     minimum: Float[Array, "layers groups out"] | None = None

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from jaxserve.pallas_kernels.quantized_matmul.interface import Problem
+from jaxserve.pallas_kernels.quantized_matmul.interface import FLOAT16_BITS, Problem
 from jaxserve.pallas_kernels.tuning import Settings
 
 SETTINGS = Settings(Path(__file__).parent / "tuned")
 ALIGNED = 16  # rows of a matrix: for others, lines of grids are not whole for TMA, and XLA lays out TPU's transposed
 ELEMENTS = ("int8", "int4", "e4m3", "e2m1")
-SCALES = ("float32", "bfloat16", "float8_e4m3fn")
+SCALES = ("float32", "bfloat16", FLOAT16_BITS.name, "float8_e4m3fn")
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:

@@ -16,10 +16,12 @@ from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError, products_b
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES
 from jaxserve.pallas_kernels.quantized_matmul import (
     BACKENDS,
+    FLOAT16_BITS,
     Problem,
     mosaic_gpu,
     mosaic_tpu,
     quantized_matmul,
+    scale_floats,
 )
 from jaxserve.pallas_kernels.quantized_matmul.cases import BY_NAME, CASES, GPU_CASES
 from jaxserve.pallas_kernels.quantized_matmul.interface import PACKED
@@ -202,6 +204,11 @@ def test_blocks_fit_the_memory_of_tpus(chip):
         assert tiles.outputs % LANES == problem.row_bytes % tiles.columns == tiles.columns % LANES == 0
         assert call.row_tiles * tiles.rows >= rows
         assert 0 <= call.output_tiles * tiles.outputs - N < tiles.outputs
+
+
+def test_all_scales_of_float16_are_exact():
+    bits = np.arange(2**16, dtype=FLOAT16_BITS)
+    np.testing.assert_array_equal(jax.jit(scale_floats)(bits), bits.view(np.float16).astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

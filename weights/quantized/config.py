@@ -329,9 +329,9 @@ def _group(config: Mapping[str, Any]) -> int | None:
 
 _MINIMUM: tuple[tuple[Role, str], ...] = (("minimum", "weight_minimum"),)
 GGUF_SCHEMES: Mapping[str, Scheme] = {
-    "Q8_0": Scheme("gguf Q8_0", "int8", "plain", _PLAIN_SCALED, 32),
-    "Q4_0": Scheme("gguf Q4_0", "int4", "nibbles", _PACKED_SCALED, 32),
-    "Q5_0": Scheme("gguf Q5_0", "int8", "plain", _PLAIN_SCALED, 32),
+    "Q8_0": Scheme("gguf Q8_0", "int8", "plain", _PLAIN_SCALED, 32, scale_dtype="float16"),
+    "Q4_0": Scheme("gguf Q4_0", "int4", "nibbles", _PACKED_SCALED, 32, scale_dtype="float16"),
+    "Q5_0": Scheme("gguf Q5_0", "int8", "plain", _PLAIN_SCALED, 32, scale_dtype="float16"),
     "Q4_K": Scheme("gguf Q4_K", "int4", "nibbles", (*_PACKED_SCALED, *_MINIMUM), 32),
     "Q6_K": Scheme("gguf Q6_K", "int8", "plain", _PLAIN_SCALED, 16),
 }
