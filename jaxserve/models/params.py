@@ -43,6 +43,7 @@ __all__ = [
     "lookup_bytes",
     "lookup_tables",
     "matrix_transform",
+    "multiplied",
     "split_array",
     "stack_layers",
     "step_bytes",
@@ -154,15 +155,13 @@ def matrix_transform(
         native: True to pack matrices for the native CPU kernels.
         matrix_dtype: dtype of matrices that stay floats; None for that of all tensors.
     """
-    tied = all(spec.path != ("lm_head",) for spec in specs)
-    looked_up = ((LAYER_EMBED,),) if tied else ((LAYER_EMBED,), ("embed",))  # tables that nothing is multiplied with
+    is_multiplied = multiplied(specs)
 
     def transform(spec: ParamSpec, tensor: StoredTensor) -> Any:
         own = form.at(spec) or plain.FORMAT
         if own is plain.FORMAT:
             tensor = dataclasses.replace(tensor, dtype=spec.dtype(tensor.dtype, matrix_dtype))
-        has_kernel = own.native_dtype(tensor.dtype) is not None
-        is_packed = native and has_kernel and spec.is_matrix and not spec.is_array and spec.path not in looked_up
+        is_packed = native and is_multiplied(spec) and own.native_dtype(tensor.dtype) is not None
         convert = partial(packed.pack, own) if is_packed else own.convert
         sharding = tensor.sharding
         if not isinstance(sharding, NamedSharding) or spec.split_dimension is None:
@@ -176,6 +175,13 @@ def matrix_transform(
         return _join([convert(spec, shard) for shard in shards], axes, sharding.mesh)
 
     return transform
+
+
+def multiplied(specs: Sequence[ParamSpec]) -> Callable[[ParamSpec], bool]:
+    """Return a function that says if one of these tensors is a matrix of products, which native kernels may have."""
+    tied = all(spec.path != ("lm_head",) for spec in specs)
+    looked_up = ((LAYER_EMBED,),) if tied else ((LAYER_EMBED,), ("embed",))  # tables that nothing is multiplied with
+    return lambda spec: spec.is_matrix and not spec.is_array and spec.path not in looked_up
 
 
 def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:

@@ -24,7 +24,7 @@ from jaxserve.engine.memory import (
     state_bytes,
     tree_bytes,
 )
-from jaxserve.engine.parameters import compute_dtype, matrix_dtype
+from jaxserve.engine.parameters import compute_dtype, matrix_dtype, not_packed
 from jaxserve.errors import ConfigError
 from jaxserve.execution.state import abstract_state
 from jaxserve.metrics import PeakRates
@@ -35,6 +35,7 @@ from jaxserve.models.weight_reads import WeightReads
 from jaxserve.planner.program import Collective, StepCompiler, StepProgram, abstract_params
 from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import DataSheet, Target
+from jaxserve.quant import weight_format
 from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
 
 _CONFIGS = Path(__file__).parent / "configs"
@@ -220,7 +221,12 @@ class Sizes:
             has_states=arch.state is not None,
         )
         matrices = matrix_dtype(config, arch, on_cpu=sheet is None)
-        params = abstract_params(arch, dtype, config.quantization, target.num_devices, matrix_dtype=matrices)
+        form = weight_format(config.quantization, arch.schemes)
+        params = abstract_params(
+            *(arch, dtype, config.quantization, target.num_devices),
+            matrix_dtype=matrices,
+            native=sheet is None and not_packed(config, form, matrices, "cpu") is None,
+        )
         memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
         num_pages = memory.num_pages or schedule.kv_groups.num_pages(schedule.max_model_len)
         schedule = dataclasses.replace(schedule, num_pages=num_pages * schedule.num_data_shards)

@@ -21,11 +21,11 @@ from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_sta
 from jaxserve.execution.step import make_admit, make_serve_step, make_set_slot, step_options
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, build_tree, stack_layers
+from jaxserve.models.params import Params, ParamSpec, build_tree, multiplied, stack_layers
 from jaxserve.pallas_kernels.deviceless import Chip, UnknownTopologyError
 from jaxserve.pallas_kernels.dispatch import products_by
 from jaxserve.planner.targets import Target
-from jaxserve.quant import plain, weight_format
+from jaxserve.quant import packed, plain, weight_format
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.sharding import named_sharding, over_devices, specs_of, tensor_mesh, whole_shape
 
@@ -202,16 +202,21 @@ def abstract_params(
     *,
     is_stacked: bool = False,
     matrix_dtype: jnp.dtype | None = None,
+    native: bool = False,
 ) -> Params:
     """Return the shapes of the weights: of one device's share, or, given a mesh, of the whole with shardings.
 
-    Matrices that are not quantised have `matrix_dtype`, by default `dtype`.
+    Matrices that are not quantised have `matrix_dtype`, by default `dtype`. With `native`, those of one device are
+    packed for the native CPU kernels.
     """
-    form, whole = weight_format(quantization, arch.schemes), {spec.path: spec for spec in registry.param_specs(arch)}
+    form, specs = weight_format(quantization, arch.schemes), registry.param_specs(arch)
+    whole, is_multiplied = {spec.path: spec for spec in specs}, multiplied(specs)
 
     def tensor(spec: ParamSpec) -> Any:
         own = form.at(whole[spec.path]) or plain.FORMAT
         own_dtype = spec.dtype(dtype, matrix_dtype) if own is plain.FORMAT else dtype
+        if native and is_multiplied(spec) and own.native_dtype(own_dtype) is not None:
+            return packed.abstract(own, whole[spec.path].on_device(num_devices), spec.shape, own_dtype)
         leaves = own.leaves(whole[spec.path], spec.shape, own_dtype)
         return own.weight(*(_tensor(leaf.shape, leaf.dtype, leaf.axes, mesh) for leaf in leaves))
 

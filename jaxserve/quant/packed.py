@@ -3,6 +3,7 @@
 from typing import no_type_check
 
 import jax
+import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -79,13 +80,21 @@ def unsupported(form: FormatChoice, dtype: DTypeLike, platform: str | None = Non
     return packed_linear.unsupported(stored, platform or jax.default_backend())
 
 
+def abstract(form: WeightFormat, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> NativeMatrix:
+    """Return the shapes of what `pack` makes of a device's part of a matrix, [N, K]."""
+    leaves, native = form.leaves(row, shape, dtype), form.native_dtype(dtype)
+    assert native is not None, "see `unsupported`"
+    (N, K), num_groups, has_zeros = shape, leaves[1].shape[0] if len(leaves) > 1 else 0, len(leaves) > 2
+    num_matrices, gated = row.num_matrices, row.gated
+    return NativeMatrix(
+        packed_linear.abstract(N, K, native, num_groups, num_matrices=num_matrices, gated=gated, has_zeros=has_zeros)
+    )
+
+
 def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:
     """Read a device's part of a matrix into panels of what native kernels take; see `WeightFormat.each_slab`."""
-    N, K = tensor.shape
-    leaves, dtype = form.leaves(row, tensor.shape, tensor.dtype), form.native_dtype(tensor.dtype)
+    dtype = form.native_dtype(tensor.dtype)
     assert dtype is not None, "see `unsupported`"
-    num_groups = leaves[1].shape[0] if len(leaves) > 1 else 0
-    packer = Packer(N, K, dtype, num_groups, num_matrices=row.num_matrices, gated=row.gated, has_zeros=len(leaves) > 2)
-
-    form.each_slab(row, tensor, leaves, packer.write)
+    packer = Packer(abstract(form, row, tensor.shape, tensor.dtype).packed, dtype)
+    form.each_slab(row, tensor, form.leaves(row, tensor.shape, tensor.dtype), packer.write)
     return NativeMatrix(packer.matrix(tensor.sharding))

@@ -13,13 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Shaped
 from numpy.typing import NDArray
 
 from jaxserve.layers.linear import LinearContext
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
-from jaxserve.pallas_kernels.quantized_matmul import INT4_ZERO, Quantized, e2m1_floats, packed, unpacked
+from jaxserve.pallas_kernels.quantized_matmul import (
+    FLOAT16_BITS,
+    INT4_ZERO,
+    Quantized,
+    e2m1_floats,
+    packed,
+    scale_floats,
+    unpacked,
+)
 from jaxserve.quant import activations
 from jaxserve.quant.products import ScaledMatrix
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
@@ -36,12 +45,12 @@ class StoredMatrix(ScaledMatrix):
 
     Attributes:
         elements: elements of one byte, or pairs of elements of four bits, as `quantized_matmul` has them.
-        scale: scales of each row's groups of columns.
+        scale: scales of each row's groups of columns; bits of those in float16.
         row_scale: further scale of each row, of schemes with a scale of the whole tensor.
         zero: zero points of the groups.
         minimum: minima of the groups, subtracted from elements times scales, where there are no zero points.
-        order: input of each column, where groups of the checkpoint are not consecutive columns: they are sorted by
-            group. Group of each column on devices that have some columns of each group.
+        order: input of each column, where groups of the checkpoint are not consecutive columns: those of the whole
+            matrix are sorted by group, and each device has its share of them, whose inputs other devices have.
         input_factor: factor of each input.
         input_scale: scale of activations.
         scheme: scheme of the checkpoint.
@@ -63,16 +72,9 @@ class StoredMatrix(ScaledMatrix):
         *outer, in_bytes = self.elements.shape
         return (*outer, in_bytes * (2 if self.scheme.is_packed else 1))
 
-    @property
-    def is_sorted(self) -> bool:
-        """True if columns are sorted by group, and groups are consecutive columns."""
-        return self.order is not None and _can_sort(self.scheme, self.shape[-1], self.scale.shape[-2])
-
     def quantized(self) -> Quantized:
         """Return what kernels multiply, if this holds the matrices of all layers."""
-        order = None if self.is_sorted else self.order
-        further = () if order is None else ("order of columns",)
-        return Quantized(self.elements, self.scale, self.zero, self.scheme.elements, further, self.minimum)
+        return Quantized(self.elements, self.scale, self.zero, self.scheme.elements, self.minimum)
 
     def row_factor(self) -> Float32[Array, " out"] | None:
         """Return the further scales of rows."""
@@ -92,7 +94,8 @@ class StoredMatrix(ScaledMatrix):
         self, x: Float[Array, "T in"], context: LinearContext
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
         """Return x as columns take it, and no factor; or that quantised as the scheme says."""
-        if self.is_sorted:
+        if self.order is not None:
+            x = x if context.axis is None else lax.all_gather(x, context.axis, axis=1, tiled=True)
             x = x.at[:, self.order].get(mode="promise_in_bounds", unique_indices=True)
         if self.input_factor is not None:
             x = (x * self.input_factor[None]).astype(x.dtype)
@@ -107,12 +110,12 @@ class StoredMatrix(ScaledMatrix):
 
     def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
         """Return rows of the matrix that multiplies what `quantize_inputs` returns."""
-        return _dequantize(self.scheme, None if self.is_sorted else self.order, *arrays)
+        return _dequantize(self.scheme, *arrays)
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
-        """Return the rows `ids`, clipped to valid ones."""
+        """Return the rows `ids`, clipped to valid ones, of a matrix that is not split by columns."""
         rows = super().rows(ids)
-        if self.is_sorted:
+        if self.order is not None:
             rows = jnp.zeros_like(rows).at[:, self.order].set(rows)
         return rows if self.input_factor is None else rows * self.input_factor[None]
 
@@ -198,12 +201,12 @@ class SchemeFormat(WeightFormat):
         num_groups = len(_first_columns(scheme, row.shape[1], in_size))
         size = (num_rows, num_groups)
         # A device with one group may still have another one than its neighbour.
-        is_shared = scheme.has("order") or (scheme.group or row.shape[1]) >= row.shape[1]
+        is_shared = (scheme.group or row.shape[1]) >= row.shape[1]
         group_axis = None if is_shared else in_axis
-        elements = _ELEMENT_DTYPES[scheme.elements]
+        elements, scales = _ELEMENT_DTYPES[scheme.elements], np.dtype(scheme.scale_dtype)
         leaves = [
             Leaf((num_rows, in_size // 2 if scheme.is_packed else in_size), elements, row.axes),
-            Leaf.grid(*size, np.dtype(scheme.scale_dtype), (out_axis, group_axis)),
+            Leaf.grid(*size, FLOAT16_BITS if scales == np.float16 else scales, (out_axis, group_axis)),
         ]
         if scheme.has("global_scale"):
             leaves.append(Leaf((num_rows, 1), np.dtype(np.float32), (out_axis, None)))
@@ -241,23 +244,23 @@ class SchemeFormat(WeightFormat):
 
     def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
         """Read a device's part as it is stored, some rows of each of its tensors at a time."""
-        parts = self._parts(row, tensor)
+        parts, whole = self._parts(row, tensor), tensor.whole_rows()
+        columns = parts[0].columns
         leaves = self.leaves(row, tensor.shape, tensor.dtype)
         buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves]
         matrix = self.weight(*buffers)
         if matrix.order is not None:
-            group_of = _common_order(row, parts, matrix.scale.shape[0])
-            matrix.order[:] = _sorted_columns(row, group_of, self.scheme) if matrix.is_sorted else group_of
+            matrix.order[:] = _sorted_columns(row, self._parts(row, whole), self.scheme)[slice(*columns)]
         if matrix.input_factor is not None:
             matrix.input_factor[:] = _common(row, [part.input_factor() for part in parts], "pre_quant_scale")
 
         def add(start: int, part: Any) -> None:
             rows, elements = slice(start, start + len(part)), part.elements()
             elements = nibbles(elements) if self.scheme.is_packed else elements
-            elements = elements[:, matrix.order] if matrix.is_sorted else elements
+            elements = elements if matrix.order is None else elements[:, matrix.order]
             matrix.elements[rows] = packed(elements) if self.scheme.is_packed else elements
-            grids = self._grids(row, part)
-            matrix.scale[:, rows] = grids.scale.T
+            grids = self._grids(row, part, columns)
+            matrix.scale.view(np.dtype(self.scheme.scale_dtype))[:, rows] = grids.scale.T
             if matrix.zero is not None and grids.zero is not None:
                 matrix.zero[:, rows] = grids.zero.T
             if matrix.minimum is not None and grids.minimum is not None:
@@ -265,7 +268,8 @@ class SchemeFormat(WeightFormat):
             if matrix.row_scale is not None:
                 matrix.row_scale[rows] = part.global_scale()
 
-        tensor.each_slice(_slab_rows(tensor.shape[1]), add)
+        read = tensor if matrix.order is None else whole
+        read.each_slice(_slab_rows(read.shape[1]), add)
         if matrix.input_scale is not None:
             matrix.input_scale[...] = self._input_scale(parts)
         return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
@@ -275,7 +279,7 @@ class SchemeFormat(WeightFormat):
         self._parts(row, tensor)
 
         def add(start: int, part: Any) -> None:
-            elements, (scale, zero, minimum) = part.elements(), self._grids(row, part)
+            elements, (scale, zero, minimum) = part.elements(), self._grids(row, part, part.columns)
             if self.scheme.is_packed:
                 elements = nibbles(elements)
                 is_signed = zero is None and minimum is None
@@ -295,11 +299,11 @@ class SchemeFormat(WeightFormat):
             )
         return parts
 
-    def _grids(self, row: Row, part: QuantizedPart) -> _Grids:
-        """Return what a part's rows have for each of a device's groups."""
-        groups = _first_columns(self.scheme, row.shape[1], part.shape[1])
-        if not self.scheme.has("order"):
-            groups = (part.columns[0] + groups) // (self.scheme.group or row.shape[1])
+    def _grids(self, row: Row, part: QuantizedPart, columns: tuple[int, int]) -> _Grids:
+        """Return what a part's rows have for each of a device's groups, those of consecutive columns."""
+        start, stop = columns
+        firsts = start + _first_columns(self.scheme, row.shape[1], stop - start)
+        groups = firsts // (self.scheme.group or row.shape[1])
         zero = _columns(part.zero(), groups) if self.scheme.has("zero") else None
         minimum = _columns(part.minimum(), groups) if self.scheme.has("minimum") else None
         return _Grids(_columns(part.scale(), groups), zero, minimum)
@@ -332,9 +336,7 @@ def _slab_rows(in_size: int) -> int:
 
 
 def _first_columns(scheme: Scheme, whole_size: int, in_size: int) -> NDArray[np.int64]:
-    """Return the first column of each of a device's groups; the number of each where the order is another one."""
-    if scheme.has("order"):
-        return np.arange(-(-whole_size // (scheme.group or whole_size)))
+    """Return the first column of each of a device's groups."""
     return np.arange(0, in_size, _group_size(scheme, whole_size, in_size))
 
 
@@ -356,15 +358,6 @@ def _with_zeros(
     return elements, np.where(is_flat, minimum, scale), zero
 
 
-def _common_order(row: Row, parts: Sequence[QuantizedPart], num_groups: int) -> NDArray[np.int32]:
-    order = _common(row, [part.group_of() for part in parts], "order of columns (g_idx)")
-    if order.size and not 0 <= order.min() <= order.max() < num_groups:
-        raise CheckpointError(
-            f"g_idx of {row.hf_names[0]} must name {num_groups} groups, got {order.min()} to {order.max()}"
-        )
-    return order
-
-
 def _common(row: Row, arrays: Sequence[NDArray[Any]], what: str) -> NDArray[Any]:
     """Return the array that all parts of a tensor have, of a value for each column."""
     if any(not np.array_equal(array, arrays[0]) for array in arrays):
@@ -375,25 +368,21 @@ def _common(row: Row, arrays: Sequence[NDArray[Any]], what: str) -> NDArray[Any]
     return arrays[0]
 
 
-def _can_sort(scheme: Scheme, in_size: int, num_groups: int) -> bool:
-    """Return whether a device has all columns of each group, and groups are equally large."""
-    return num_groups * (scheme.group or in_size) == in_size
-
-
-def _sorted_columns(row: Row, group_of: NDArray[np.int32], scheme: Scheme) -> NDArray[np.int32]:
-    """Return the columns of each group after those of the group before."""
-    size = scheme.group or len(group_of)
-    counts = np.bincount(group_of)
-    if (counts != size).any():
+def _sorted_columns(row: Row, parts: Sequence[QuantizedPart], scheme: Scheme) -> NDArray[np.int32]:
+    """Return the columns of each group of a whole matrix after those of the group before."""
+    group_of = _common(row, [part.group_of() for part in parts], "order of columns (g_idx)")
+    size, order = scheme.group or row.shape[1], np.argsort(group_of, kind="stable").astype(np.int32)
+    if (group_of[order] != np.arange(len(order)) // size).any():
+        groups, counts = np.unique(group_of, return_counts=True)
         raise CheckpointError(
-            f"g_idx of {row.hf_names[0]} must name each group {size} times, got {counts.min()} to {counts.max()}"
+            f"g_idx of {row.hf_names[0]} must name each group for {size} of {len(order)} columns, the last one for the "
+            f"rest, got {groups[0]} to {groups[-1]} for {counts.min()} to {counts.max()} each"
         )
-    return np.argsort(group_of, kind="stable").astype(np.int32)
+    return order
 
 
 def _dequantize(
     scheme: Scheme,
-    order: Int[Array, " in"] | None,
     elements: Shaped[Array, "rows in_bytes"],
     scale: Shaped[Array, "rows groups"],
     *optional: Shaped[Array, "rows _"],
@@ -401,11 +390,11 @@ def _dequantize(
     """Return rows in float32."""
     q, rest = _floats(scheme, elements), iter(optional)
     has_minimum = scheme.has("minimum")
-    wide = scale.astype(jnp.float32)
+    wide = scale_floats(scale)
     if scheme.has("global_scale"):
         further = next(rest)
         wide = activations.divide(wide, further) if scheme.divides else wide * further
-    spread = partial(_spread, order, q.shape[-1])
+    spread = partial(_spread, q.shape[-1])
     if scheme.has("zero"):
         q = q - spread(next(rest).astype(jnp.float32))
     elif scheme.elements == "int4" and not has_minimum:
@@ -422,13 +411,7 @@ def _floats(scheme: Scheme, elements: Shaped[Array, "rows in_bytes"]) -> Float32
     return e2m1_floats(codes.astype(jnp.int32)) if scheme.elements == "e2m1" else codes.astype(jnp.float32)
 
 
-def _spread(
-    order: Int[Array, " in"] | None, in_size: int, grid: Float32[Array, "rows groups"]
-) -> Float32[Array, "rows _"]:
+def _spread(in_size: int, grid: Float32[Array, "rows groups"]) -> Float32[Array, "rows _"]:
     """Return the value of each column's group; a single group is broadcast."""
     num_groups = grid.shape[-1]
-    if num_groups == 1:
-        return grid
-    if order is not None:
-        return jnp.take(grid, order, axis=-1)
-    return jnp.repeat(grid, in_size // num_groups, axis=-1)
+    return grid if num_groups == 1 else jnp.repeat(grid, in_size // num_groups, axis=-1)

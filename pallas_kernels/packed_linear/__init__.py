@@ -14,7 +14,7 @@ int32, or 8 of int4, shifted to 0 to 15, in a uint32. Each group begins a word.
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple, no_type_check
 
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from jaxserve.pallas_kernels import native
 
-__all__ = ["PANEL_ROWS", "PackedMatrix", "Packer", "multiply", "pack", "rows", "unpack", "unsupported"]
+__all__ = ["PANEL_ROWS", "PackedMatrix", "Packer", "abstract", "multiply", "pack", "rows", "unpack", "unsupported"]
 
 PANEL_ROWS = 16
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "uint4")
@@ -95,13 +95,23 @@ def pack(
     N, K = np.shape(weight)
     num_groups = 0 if scales is None else np.shape(scales)[1]
     dtype = jnp.result_type(weight)
-    packer = Packer(N, K, dtype, num_groups, num_matrices=num_matrices, gated=gated, has_zeros=zeros is not None)
+    shapes = abstract(N, K, dtype, num_groups, num_matrices=num_matrices, gated=gated, has_zeros=zeros is not None)
+    packer = Packer(shapes, dtype)
     packer.write(0, weight, scales, zeros)
     return packer.matrix()
 
 
-class Packer:
-    """Packer of a matrix `[N, K]` some rows at a time, so that memory never holds it in another form.
+def abstract(
+    N: int,
+    K: int,
+    dtype: DTypeLike,
+    num_groups: int = 0,
+    *,
+    num_matrices: int = 1,
+    gated: bool = False,
+    has_zeros: bool = False,
+) -> PackedMatrix:
+    """Return the shapes of a packed matrix `[N, K]`.
 
     Args:
       N: number of rows, the outputs of the product; those of all matrices.
@@ -112,52 +122,49 @@ class Packer:
       gated: True if the product is to be SwiGLU, see `PackedMatrix.gated`.
       has_zeros: True if groups of int4 or uint4 have zero points; without, they are 0.
     """
+    name = jnp.dtype(dtype).name
+    if (name in _GROUPED) != (num_groups > 0):
+        raise ValueError(f"{_GROUPED}, and they alone, must have scales, got {name} in {num_groups} groups")
+    if num_groups and K % num_groups:
+        raise ValueError(f"each row's {K} weights must divide into {num_groups} groups")
+    if has_zeros and name not in _LOWEST:
+        raise ValueError(f"only weights of {tuple(_LOWEST)} can have zero points, got {dtype}")
+    num_parts = 2 if gated else 1
+    if N % num_matrices:
+        raise ValueError(f"the rows must divide into {num_matrices} matrices, got {N}")
+    if N // num_matrices % num_parts:
+        raise ValueError(f"a gated matrix must have an even number of rows, got {N // num_matrices}")
+    num_outputs, num_rows = N // num_matrices // num_parts, PANEL_ROWS // num_parts
+    columns, stored = K, _WORD_DTYPES.get(name, jnp.dtype(dtype))
+    if num_groups:
+        columns = num_groups * -(-K // num_groups // _WORD_COLUMNS[stored])
+    num_zeros = num_groups if has_zeros or name == "uint4" else 0  # the kernel's own zero point is that of int4
+    arrays: Any = (
+        jax.ShapeDtypeStruct((num_matrices * -(-num_outputs // num_rows), size, num_parts, num_rows), dtype)
+        for size, dtype in ((columns, stored), (num_groups, jnp.float32), (num_zeros, jnp.float32))
+    )
+    weights, scales, zeros = arrays
+    return PackedMatrix(weights, scales, zeros, num_outputs, K, num_matrices)
 
-    def __init__(
-        self,
-        N: int,
-        K: int,
-        dtype: DTypeLike,
-        num_groups: int = 0,
-        *,
-        num_matrices: int = 1,
-        gated: bool = False,
-        has_zeros: bool = False,
-    ) -> None:
-        name = jnp.dtype(dtype).name
-        if (name in _GROUPED) != (num_groups > 0):
-            raise ValueError(f"{_GROUPED}, and they alone, must have scales, got {name} in {num_groups} groups")
-        if num_groups and K % num_groups:
-            raise ValueError(f"each row's {K} weights must divide into {num_groups} groups")
-        if has_zeros and name not in _LOWEST:
-            raise ValueError(f"only weights of {tuple(_LOWEST)} can have zero points, got {dtype}")
-        num_parts = 2 if gated else 1
-        if N % num_matrices:
-            raise ValueError(f"the rows must divide into {num_matrices} matrices, got {N}")
-        if N // num_matrices % num_parts:
-            raise ValueError(f"a gated matrix must have an even number of rows, got {N // num_matrices}")
-        self._num_inputs, self._num_outputs, self._num_groups = K, N // num_matrices // num_parts, num_groups
-        self._num_matrices = num_matrices
-        self._lowest = _LOWEST.get(name)
-        columns, stored = K, _WORD_DTYPES.get(name, jnp.dtype(dtype))
-        if num_groups:
-            columns = num_groups * -(-K // num_groups // _WORD_COLUMNS[stored])
-        has_zeros = has_zeros or name == "uint4"  # the kernel's own zero point is that of int4
-        self._weights, self._scales, self._zeros = (
-            _empty_panels(num_matrices, self._num_outputs, num_parts, size, dtype)
-            for size, dtype in (
-                (columns, stored),
-                (num_groups, jnp.dtype(jnp.float32)),
-                (num_groups if has_zeros else 0, jnp.dtype(jnp.float32)),
-            )
-        )
+
+class Packer:
+    """Packer of a matrix `[N, K]` some rows at a time, so that memory never holds it in another form.
+
+    Args:
+      shapes: shapes of the packed matrix.
+      dtype: dtype of the weights.
+    """
+
+    def __init__(self, shapes: PackedMatrix, dtype: DTypeLike) -> None:
+        self._shapes, self._lowest = shapes, _LOWEST.get(jnp.dtype(dtype).name)
+        self._weights, self._scales, self._zeros = map(_empty, (shapes.weights, shapes.scales, shapes.zeros))
 
     def write(
         self, start: int, weight: ArrayLike, scales: ArrayLike | None = None, zeros: ArrayLike | None = None
     ) -> None:
         """Write rows from `start` on, best whole panels. Threads may write different rows."""
         elements = np.asarray(weight)
-        self._write(self._weights, start, self._words(elements) if self._num_groups else elements)
+        self._write(self._weights, start, self._words(elements) if self._shapes.scales.size else elements)
         if scales is not None:
             self._write(self._scales, start, np.asarray(scales))
         if zeros is not None and self._lowest is not None:
@@ -167,26 +174,26 @@ class Packer:
         """Return rows of elements as words, each group padded to whole ones."""
         dtype = self._weights.dtype
         shifted = (elements.astype(np.int8) - np.int8(self._lowest or 0)).view(np.uint8)
-        groups = shifted.reshape(len(elements), self._num_groups, -1)
+        groups = shifted.reshape(len(elements), self._shapes.scales.shape[1], -1)
         padding = -groups.shape[2] % _WORD_COLUMNS[dtype]
         padded = np.pad(groups, ((0, 0), (0, 0), (0, padding))) if padding else groups
         bytes_of_words = padded if self._lowest is None else padded[..., ::2] | padded[..., 1::2] << 4
         return np.ascontiguousarray(bytes_of_words).view(dtype.newbyteorder("<")).reshape(len(elements), -1)
 
     def _write(self, panels: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
-        num_parts, end = panels.shape[2], start + len(rows)
-        of_matrices = panels.reshape(self._num_matrices, -1, *panels.shape[1:])
-        for block in range(start // self._num_outputs, -(-end // self._num_outputs)):
+        num_parts, num_outputs, end = panels.shape[2], self._shapes.num_outputs, start + len(rows)
+        of_matrices = panels.reshape(self._shapes.num_matrices, -1, *panels.shape[1:])
+        for block in range(start // num_outputs, -(-end // num_outputs)):
             matrix, part = divmod(block, num_parts)
-            offset = block * self._num_outputs - start  # index in `rows` of the part's first row
-            low, high = max(0, offset), min(len(rows), offset + self._num_outputs)
+            offset = block * num_outputs - start  # index in `rows` of the part's first row
+            low, high = max(0, offset), min(len(rows), offset + num_outputs)
             _write_panels(of_matrices[matrix, :, :, part], low - offset, rows[low:high])
 
     def matrix(self, sharding: Sharding | None = None) -> PackedMatrix:
         """Return the packed matrix, which takes over the memory, on the default or another sharding."""
         panels = (self._weights, self._scales, self._zeros)
         weights, scales, zeros = (jax.device_put(array, sharding) for array in panels)
-        return PackedMatrix(weights, scales, zeros, self._num_outputs, self._num_inputs, self._num_matrices)
+        return replace(self._shapes, weights=weights, scales=scales, zeros=zeros)
 
 
 class Unpacked(NamedTuple):
@@ -299,11 +306,10 @@ def _from_words(words: Shaped[Array, "T words"], num_groups: int, matrix: Packed
     return elements.reshape(len(words), num_groups, -1)[:, :, : K // num_groups].reshape(len(words), K)
 
 
-def _empty_panels(num_matrices: int, num_outputs: int, num_parts: int, K: int, dtype: DTypeLike) -> NDArray[Any]:
+def _empty(array: Any) -> NDArray[Any]:
     """Return zeros in anonymous memory: aligned so that XLA takes it over, returned to the system when freed."""
-    num_rows, dtype = PANEL_ROWS // num_parts, jnp.dtype(dtype)
-    shape = (num_matrices * -(-num_outputs // num_rows), K, num_parts, num_rows)
-    return np.ndarray(shape, dtype, mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize), access=mmap.ACCESS_COPY))
+    num_bytes = prod(array.shape) * array.dtype.itemsize
+    return np.ndarray(array.shape, array.dtype, mmap.mmap(-1, max(1, num_bytes), access=mmap.ACCESS_COPY))
 
 
 def _write_panels(panels: Shaped[np.ndarray, "panels K rows"], start: int, rows: Shaped[np.ndarray, "N K"]) -> None:

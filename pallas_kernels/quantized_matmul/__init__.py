@@ -26,17 +26,20 @@ from jaxtyping import Array, Float, Int
 from jaxserve.pallas_kernels.dispatch import AUTO, XLA, product_backend, select, target_platform
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu
 from jaxserve.pallas_kernels.quantized_matmul.interface import (
+    FLOAT16_BITS,
     INT4_ZERO,
     Backend,
     Problem,
     Quantized,
     e2m1_floats,
     packed,
+    scale_floats,
     unpacked,
 )
 
 __all__ = [
     "BACKENDS",
+    "FLOAT16_BITS",
     "INT4_ZERO",
     "Backend",
     "Problem",
@@ -44,6 +47,7 @@ __all__ = [
     "e2m1_floats",
     "packed",
     "quantized_matmul",
+    "scale_floats",
     "unpacked",
 ]
 

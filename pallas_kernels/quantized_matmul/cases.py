@@ -13,7 +13,14 @@ from jaxtyping import Array, Float, Int32
 from numpy.typing import NDArray
 
 from jaxserve.pallas_kernels.quantized_matmul import reference
-from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, PACKED, Problem, Quantized, packed
+from jaxserve.pallas_kernels.quantized_matmul.interface import (
+    FLOAT16_BITS,
+    INT4_ZERO,
+    PACKED,
+    Problem,
+    Quantized,
+    packed,
+)
 
 E4M3, E2M1 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float4_e2m1fn)
 
@@ -78,6 +85,7 @@ class Case:
         elements = np.stack([self._stored(values.elements) for values in layers])
         scale = np.stack([values.scale if i == self.layer else values.scale * stale for i, values in enumerate(layers)])
         scale = scale.astype(jnp.dtype(self.scale_dtype))
+        scale = scale.view(FLOAT16_BITS) if scale.dtype == np.float16 else scale
         zeros = [values.zero.astype(np.uint8) for values in layers if values.zero is not None]
         minima = [values.minimum for values in layers if values.minimum is not None]
         grids = (scale, *(np.stack(grid) if grid else None for grid in (zeros, minima)))
@@ -136,6 +144,7 @@ CASES: tuple[Case, ...] = (
     Case("few_outputs", "int8", num_outputs=128),
     Case("minima", group_size=32, num_inputs=1024, has_minimum=True),
     Case("e2m1_and_e4m3", "e2m1", group_size=16, scale_dtype="float8_e4m3fn"),
+    Case("int8_and_float16", "int8", 32, num_rows=40, num_inputs=1024, scale_dtype="float16"),
     Case("e2m1_and_bfloat16", "e2m1", group_size=32, num_rows=40, scale_dtype="bfloat16"),
     Case("a_partial_block_of_outputs", has_zero=True, num_outputs=208, group_size=64, num_layers=2),
 )

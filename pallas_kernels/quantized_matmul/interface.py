@@ -7,11 +7,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int32, Shaped, UInt8
 from numpy.typing import NDArray
 
 PACKED = ("int4", "e2m1")  # kinds of elements of which two share a byte
 INT4_ZERO = 8  # zero point of four bits where there are no others
+
+FLOAT16_BITS = np.dtype(np.uint16)  # dtype of scales that are float16, held as their bits: TPU kernels take no float16
 
 
 def packed(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -32,6 +35,18 @@ def e2m1_floats(codes: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
     return size * (1 - (codes & 8).astype(jnp.float32) * 0.25)
 
 
+def scale_floats(scale: Shaped[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Return scales in float32. Bits of float16 are decoded as integers: TPUs would make its subnormal numbers zero."""
+    if scale.dtype != FLOAT16_BITS:
+        return scale.astype(jnp.float32)
+    bits = scale.astype(jnp.int32)
+    size = bits & 0x7FFF
+    rebias = jnp.where(size < 0x7C00, 112, 224) << 23  # 224 for infinity and NaN
+    wide = lax.bitcast_convert_type((size << 13) + rebias, jnp.float32)
+    wide = jnp.where(size < 0x400, size.astype(jnp.float32) * 2.0**-24, wide)
+    return jnp.where(bits < 0x8000, wide, -wide)
+
+
 @dataclass(frozen=True)
 class Problem:
     """Static facts of a call, by which a backend decides if it can run it.
@@ -44,7 +59,6 @@ class Problem:
         elements: kind of the elements, such as "int4".
         has_zero: True if groups have zero points.
         has_minimum: True if groups have minima.
-        further: names of what else makes up the matrix, which no kernel knows.
         dtype: dtype of the rows.
         scale_dtype: dtype of the scales.
         result_dtype: dtype of the results.
@@ -58,7 +72,6 @@ class Problem:
     elements: str
     has_zero: bool
     has_minimum: bool
-    further: tuple[str, ...]
     dtype: jnp.dtype
     scale_dtype: jnp.dtype
     result_dtype: jnp.dtype
@@ -105,18 +118,16 @@ class Quantized(NamedTuple):
 
     Attributes:
         elements: elements, or bytes with two of them.
-        scale: scale of each row's groups of columns.
+        scale: scale of each row's groups of columns; `FLOAT16_BITS` of float16.
         zero: zero points of the groups; None for those of the elements' kind.
         kind: kind of the elements: "int8", "e4m3", "int4" or "e2m1".
-        further: names of what else makes up the matrix.
         minimum: minima of the groups, where there are no zero points.
     """
 
     elements: Shaped[Array, "layers out in_bytes"]
-    scale: Float[Array, "layers groups out"]
+    scale: Shaped[Array, "layers groups out"]
     zero: Shaped[Array, "layers groups out"] | None
     kind: str
-    further: tuple[str, ...] = ()
     minimum: Float[Array, "layers groups out"] | None = None
 
     @property
@@ -129,7 +140,7 @@ class Quantized(NamedTuple):
         _, num_outputs, row_bytes = self.elements.shape
         sizes = (x.shape[0], num_outputs, row_bytes * (2 if self.kind in PACKED else 1), self.scale.shape[1])
         dtypes, has = (x.dtype, self.scale.dtype, result_dtype), (self.zero is not None, self.minimum is not None)
-        return Problem(*sizes, self.kind, *has, self.further, *dtypes, platform)
+        return Problem(*sizes, self.kind, *has, *dtypes, platform)
 
 
 @runtime_checkable

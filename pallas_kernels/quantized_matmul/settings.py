@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from jaxserve.pallas_kernels.quantized_matmul.interface import Problem
+from jaxserve.pallas_kernels.quantized_matmul.interface import FLOAT16_BITS, Problem
 from jaxserve.pallas_kernels.tuning import Settings
 
 SETTINGS = Settings(Path(__file__).parent / "tuned")
 ALIGNED = 16  # rows of a matrix: for others, lines of grids are not whole for TMA, and XLA lays out TPU's transposed
 ELEMENTS = ("int8", "int4", "e4m3", "e2m1")
-SCALES = ("float32", "bfloat16", "float8_e4m3fn")
+SCALES = ("float32", "bfloat16", FLOAT16_BITS.name, "float8_e4m3fn")
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:
@@ -40,8 +40,6 @@ def unsupported(problem: Problem, platform: str, dtypes: Collection[str]) -> str
         return f"elements must be one of {ELEMENTS}, not {problem.elements}"
     if problem.num_outputs % ALIGNED:
         return f"rows of the matrix must be a multiple of {ALIGNED}, not {problem.num_outputs}"
-    if problem.further:
-        return f"it has no {', '.join(problem.further)}"
     if problem.dtype.name not in dtypes or problem.scale_dtype.name not in SCALES:
         names = f"{problem.dtype} and {problem.scale_dtype}"
         return f"rows must be one of {tuple(dtypes)} and scales one of {SCALES}, not {names}"

@@ -118,7 +118,7 @@ def run_quantized(case, name):
     def multiply(x, arrays, layer):
         return backend.multiply(problem, x, arguments.matrix._replace(**arrays), layer)
 
-    arrays = {key: array for key, array in arguments.matrix._asdict().items() if key not in ("kind", "further")}
+    arrays = {key: array for key, array in arguments.matrix._asdict().items() if key != "kind"}
     here = SETTINGS.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
     with here, SETTINGS.sized(**SMALL_TILES[name]), _watched(name, num_kernels=1) as has_races:
         assert backend.supports(problem) is None, (backend.supports(problem), kind)

@@ -312,7 +312,7 @@ def test_rows_may_come_in_any_order(shape, num_rows, gated):
     """The memory that rows are written to becomes the matrix, uncopied."""
     N, K = shape[0] * (2 if gated else 1), shape[1]
     weight, scales = matrix((N, K)).astype(np.int8), matrix((N, 1), 1)
-    packer = packed_linear.Packer(N, K, np.int8, num_groups=1, gated=gated)
+    packer = packed_linear.Packer(packed_linear.abstract(N, K, np.int8, num_groups=1, gated=gated), np.int8)
     for start in reversed(range(0, N, num_rows)):
         packer.write(start, weight[start : start + num_rows], scales[start : start + num_rows])
     packed = packer.matrix()

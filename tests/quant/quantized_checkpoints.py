@@ -345,6 +345,7 @@ CASES: dict[str, Case] = {
     "gptq-wide": Case({**GPTQ, "group_size": 128}, write_gptq(4, 128)),  # the last group is a smaller one
     "gptq-zeros": Case({**GPTQ, "sym": False, "group_size": 16}, write_gptq(4, 16, symmetric=False)),
     "gptq-order": Case({**GPTQ, "desc_act": True, "sym": False}, write_gptq(4, 32, symmetric=False, act_order=True)),
+    "gptq-order-wide": Case({**GPTQ, "group_size": 128, "desc_act": True}, write_gptq(4, 128, act_order=True)),
     "gptq-v2": Case(
         {**GPTQ, "checkpoint_format": "gptq_v2", "sym": False}, write_gptq(4, 32, version=2, symmetric=False)
     ),

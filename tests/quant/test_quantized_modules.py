@@ -190,12 +190,14 @@ def test_what_is_not_supported_is_named(tmp_path: Path, config: dict[str, Any], 
 def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
     write_quantized(tmp_path, CASES["gptq-order"], **ONE_LAYER)
     tensors = safetensors_of(tmp_path)
-    name = "model.layers.0.self_attn.k_proj"
+    name, o_order = "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.o_proj.g_idx"
     changes: list[tuple[dict[str, Any], str]] = [
         ({f"{name}.scales": None}, rf"1 modules without them: {name}.scales \(gptq\)"),
         ({f"{name}.qweight": tensors[f"{name}.qweight"].astype(np.int8)}, rf"{name}.weight must be int32 .* got int8"),
         ({f"{name}.qweight": tensors[f"{name}.qweight"][:-1]}, r"\(80, 152\) instead of \(80, 160\)"),
         ({f"{name}.g_idx": tensors[f"{name}.g_idx"][::-1].copy()}, "must have the same order of columns"),
+        ({f"{name}.g_idx": tensors[f"{name}.g_idx"] + 1}, r"g_idx of .*k_proj.* among 5 groups, got 1 to 5"),
+        ({o_order: np.minimum(tensors[o_order], 3)}, r"o_proj.* 32 of 160 columns, .* got 0 to 3 for 32 to 64"),
         ({f"{name}.bias": np.ones(80, np.float16)}, "bias must be zero"),
     ]
     for change, message in changes:

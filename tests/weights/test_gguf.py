@@ -29,6 +29,7 @@ from jaxserve.quant.packed import NativeMatrix
 from jaxserve.quant.stored import StoredMatrix
 from jaxserve.text.loading import load_hf_tokenizer, load_tokenizer
 from jaxserve.weights import gguf_store
+from jaxserve.weights.gguf_blocks import BLOCK_TYPES
 from jaxserve.weights.quantized.config import GGUF_SCHEMES
 from jaxserve.weights.rows import leaf_at
 from tests import tiny_tokenizers
@@ -67,6 +68,9 @@ def test_weights_are_those_of_the_package(tmp_path: Path, kind: str) -> None:
         if kind in GGUF_SCHEMES and spec.is_matrix:
             assert isinstance(found, StoredMatrix)
             assert found.scheme == GGUF_SCHEMES[kind]
+            if kind in ("Q8_0", "Q4_0"):  # no more bytes than in the file
+                block = BLOCK_TYPES[kind]
+                assert device_bytes(found) == expected.size // block.num_columns * block.num_bytes
             if spec.path[-1] == "qkv_proj":  # fused, and of rows in another order
                 np.testing.assert_array_equal(found.rows(jnp.arange(spec.shape[0])), expected)
 
@@ -159,9 +163,10 @@ def test_plans_count_the_bytes_that_are_loaded(tmp_path: Path, kind: str, num_de
     assert jax.tree.structure(planned) == jax.tree.structure(params)
     held, size = device_bytes(params), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(planned))
     assert size == held if num_devices == 1 else held / 2 < size < held
-    if num_devices == 1 and kind in GGUF_SCHEMES:
+    if num_devices == 1:
+        _, _, packed = loaded(path, native=packed_linear.unsupported("int4", "cpu") is None)
         config = EngineConfig(str(path), dtype="float32")
-        assert make_plan(config, parse_target("cpu")).memory.weights == held
+        assert make_plan(config, parse_target("cpu")).memory.weights == device_bytes(packed)
 
 
 @pytest.mark.parametrize("kind", some_by_default(list(KINDS), "Q4_K"))

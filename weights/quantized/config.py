@@ -287,9 +287,10 @@ def _gptq(config: Mapping[str, Any]) -> Schemes:
 def _gptq_scheme(config: Mapping[str, Any], form: str, where: str) -> Scheme:
     elements = _int_elements("GPTQ", config, (4, 8), where)
     tensors: tuple[tuple[Role, str], ...] = (("elements", "qweight"), ("scale", "scales"), ("zero", "qzeros"))
-    if config.get("desc_act"):
+    group = _group(config)
+    if config.get("desc_act") and group is not None:
         tensors += (("order", "g_idx"),)
-    return Scheme(form, elements, "gptq", tensors, _group(config), zero_offset=0 if form == "gptq_v2" else 1)
+    return Scheme(form, elements, "gptq", tensors, group, zero_offset=0 if form == "gptq_v2" else 1)
 
 
 def _awq(config: Mapping[str, Any]) -> Schemes:
@@ -328,9 +329,9 @@ def _group(config: Mapping[str, Any]) -> int | None:
 
 _MINIMUM: tuple[tuple[Role, str], ...] = (("minimum", "weight_minimum"),)
 GGUF_SCHEMES: Mapping[str, Scheme] = {
-    "Q8_0": Scheme("gguf Q8_0", "int8", "plain", _PLAIN_SCALED, 32),
-    "Q4_0": Scheme("gguf Q4_0", "int4", "nibbles", _PACKED_SCALED, 32),
-    "Q5_0": Scheme("gguf Q5_0", "int8", "plain", _PLAIN_SCALED, 32),
+    "Q8_0": Scheme("gguf Q8_0", "int8", "plain", _PLAIN_SCALED, 32, scale_dtype="float16"),
+    "Q4_0": Scheme("gguf Q4_0", "int4", "nibbles", _PACKED_SCALED, 32, scale_dtype="float16"),
+    "Q5_0": Scheme("gguf Q5_0", "int8", "plain", _PLAIN_SCALED, 32, scale_dtype="float16"),
     "Q4_K": Scheme("gguf Q4_K", "int4", "nibbles", (*_PACKED_SCALED, *_MINIMUM), 32),
     "Q6_K": Scheme("gguf Q6_K", "int8", "plain", _PLAIN_SCALED, 16),
 }

@@ -140,9 +140,14 @@ class QuantizedPart:
 
     def group_of(self) -> NDArray[np.int32]:
         """Return the group of each column."""
-        if self.scheme.has("order"):
-            return np.asarray(self.tensors["order"]).astype(np.int32)[slice(*self.columns)]
         group = self.scheme.group or self.whole[1]
+        if self.scheme.has("order"):
+            order: NDArray[np.int32] = np.asarray(self.tensors["order"]).astype(np.int32)
+            if not 0 <= order.min() <= order.max() < (num_groups := -(-self.whole[1] // group)):
+                raise CheckpointError(
+                    f"g_idx of {self.name} must name one among {num_groups} groups, got {order.min()} to {order.max()}"
+                )
+            return order[slice(*self.columns)]
         return (np.arange(*self.columns) // group).astype(np.int32)
 
     def on_host(self, read: Callable[[Tensor], NDArray[Any]]) -> "QuantizedPart":

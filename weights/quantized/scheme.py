@@ -62,8 +62,8 @@ class Scheme:
             `input_factor` of each column multiplies activations before they are quantised.
         group: number of consecutive columns that share a scale; None for all of them.
         block_rows: number of consecutive rows that share a scale, in the file.
-        scale_dtype: dtype of scales on devices, which has all values of that in the file: float32, e4m3 as in the file,
-            bfloat16 for powers of two, or those themselves for experts. Kernels do not know float16.
+        scale_dtype: dtype of scales on devices, which has all values of that in the file: float32; float16 or e4m3 as
+            there; bfloat16 for powers of two, or those themselves for experts.
         zero_offset: number that a file's zero points lack, added to whole words before they are unpacked.
         divides: True if `global_scale` divides the other scale.
         activation: quantisation of the activations; None if they stay as they are.

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.pallas_kernels import hopper
 from jaxserve.pallas_kernels.dispatch import import_failure
-from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized
+from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized, scale_floats
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import (
     LEAST_GROUP,
     MIN_COLUMNS,
@@ -79,7 +79,7 @@ def multiply(problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer:
     y = _kernel().multiply(call, x, matrix, layer).sum(axis=0)[:T, :N]
     if problem.is_scaled:
         return y
-    return y * jnp.take(matrix.scale, layer, axis=0).astype(jnp.float32)
+    return y * scale_floats(jnp.take(matrix.scale, layer, axis=0))
 
 
 def _kernel() -> ModuleType:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS, computing_registers
-from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quantized
+from jaxserve.pallas_kernels.quantized_matmul.interface import FLOAT16_BITS, INT4_ZERO, Quantized
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu import fragments
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.memory import Shared, shared_memory
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import UNIT, Call
@@ -227,8 +227,9 @@ class ThreadBlock:
                 values -= jnp.asarray(bias + (0 if problem.has_minimum else INT4_ZERO), dtype)
         if not problem.is_scaled or call.scales_sums:
             return values
-        if problem.scale_dtype.itemsize <= 2 and dtype == jnp.bfloat16 and not problem.has_minimum:
-            return values * of_groups(shared.scale, lambda scale: scale.astype(dtype))  # scales are exact in it
+        is_exact = dtype == jnp.bfloat16 and problem.scale_dtype.name in ("bfloat16", "float8_e4m3fn")
+        if is_exact and not problem.has_minimum:
+            return values * of_groups(shared.scale, lambda scale: scale.astype(dtype))
         values = values.astype(jnp.float32) * of_groups(shared.scale, lambda scale: scale)
         if problem.has_minimum:
             values -= of_groups(shared.offset, lambda minimum: minimum)
@@ -237,6 +238,8 @@ class ThreadBlock:
     def _rows(self, grid: Any, warpgroup: Any) -> Any:
         """Return a group's values for this warpgroup's rows of the matrix, as floats."""
         values = _load(grid.at[pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)], _LAYOUT.reduce(1))
+        if values.dtype == FLOAT16_BITS:
+            values = lax.bitcast_convert_type(values, jnp.float16)
         return (values.astype(jnp.int32) if values.dtype == jnp.uint8 else values).astype(jnp.float32)
 
     def _store(self, products: Any, number: Any, warpgroup: Any) -> None:

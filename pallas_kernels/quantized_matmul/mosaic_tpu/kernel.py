@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quantized, e2m1_floats
+from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quantized, e2m1_floats, scale_floats
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import GRID_ROWS, LANES, Call
 
 
@@ -80,7 +80,7 @@ def _kernel(call: Call, layer: Any, x: Any, elements: Any, scale: Any, *rest: An
         if grid is None or grid.dtype == jnp.float32:
             return grid
         values, copy = grid[...], scratch.pop()
-        copy[...] = (values.astype(jnp.int32) if grid.dtype == jnp.uint8 else values).astype(jnp.float32)
+        copy[...] = values.astype(jnp.int32).astype(jnp.float32) if grid.dtype == jnp.uint8 else scale_floats(values)
         return copy
 
     scale, offset = wide(scale), wide(offset)

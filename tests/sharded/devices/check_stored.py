@@ -58,7 +58,8 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, native: bool = Fa
 
 # Each device has 80 or 40 columns of the output projection, and 112 or 56 of the down projection.
 NAMES = ["ct-fp8-tensor", "ct-fp8-channel", "fp8-block", "ct-nvfp4", "ct-mxfp4-weights"]
-NAMES += ["ct-int4-zeros", "ct-int8-zeros", "ct-w8a8", "gptq-order", "modelopt-int4-awq", "awq"]
+NAMES += ["ct-int4-zeros", "ct-int8-zeros", "ct-w8a8", "gptq-order", "gptq-order-wide"]
+NAMES += ["modelopt-int4-awq", "awq"]
 SOME = ("ct-int4-zeros over 2", "gptq-order over 2", "modelopt-int4-awq over 4", "ct-nvfp4 over 4", "fp8-block over 4")
 
 CASES_OVER = [f"{name} over {n}" for name in NAMES for n in (2, 4)]
@@ -82,6 +83,7 @@ def test_logits_are_those_of_one_device(tmp_path: Path, case: str) -> None:
 
 
 EXPERTS = ["gpt_oss mxfp4", "qwen3_moe fp8-block", "deepseek_v3 fp8-block", "qwen3_moe ct-int4", "qwen3_moe gptq"]
+EXPERTS += ["qwen3_moe gptq-order"]
 EXPERTS_OVER = [f"{pair} over {n}" for pair in EXPERTS for n in ("2", "4", "4 in 2 shares")]
 EXPERTS_OVER += [f"qwen3_moe ct-w8a8 over {n}" for n in ("2", "4 in 2 shares", "4 in 2 shares with rows")]
 EXPERTS_OVER += [f"{pair} over 4 in 2 shares with rows" for pair in EXPERTS]
