@@ -46,6 +46,15 @@ class DoneLines:
         self.num_records += 1
 
 
+def check_new(path: Path) -> None:
+    """Raise ConfigError if a file that is not there cannot be created; it is not created here."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise ConfigError(f"cannot write the batch output {path}: there is no directory {folder}; create it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write the batch output {path}: {folder} is not writable; choose another directory")
+
+
 class BatchOutput:
     """Locked output file to which records are appended."""
 
