@@ -50,6 +50,8 @@ def main() -> None:
         if args.make and not (args.checkpoint / "config.json").exists():
             _say(f"{args.checkpoint}: {make_checkpoint(args.make, args.checkpoint):,} parameters")
         vocab_size = _vocab_size(args.checkpoint)
+        if args.json and not args.json.absolute().parent.is_dir():
+            raise ConfigError(f"json must be a file in a directory that exists, got {args.json}")
     except ConfigError as error:
         _say(f"bench_baselines.py: error: {error}")
         sys.exit(2)

@@ -23,7 +23,7 @@ from jaxserve.scheduling.prefill import Prefills
 
 
 class Updates:
-    """What happens to requests when tokens become known.
+    """Changes of requests as their tokens become known.
 
     Plans come in the order in which they were made, once each. A request may have been preempted since, or have ended.
 
