@@ -15,7 +15,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from jaxserve import __version__, interrupts
 from jaxserve.bench.flags import add_bench
 from jaxserve.config import EngineConfig
 from jaxserve.distributed import peers
-from jaxserve.errors import ConfigError, PeerLostError, RequestError, install_extra
+from jaxserve.errors import ConfigError, PeerLostError, RequestError, did_you_mean, install_extra
 from jaxserve.live_stats import LiveStats, wait_until_warm
 from jaxserve.planner.flags import PLANNED, add_plan, find_compilers, use_compilers
 from jaxserve.quantize.flags import add_quantize, quantize_options
@@ -41,9 +41,13 @@ _NOT_FLAGS = {"skip_tokenizer_init", "forbid_compiles"}  # not useful on a comma
 _DIRECTORIES = {"model", "tokenizer", "compilation_cache_dir"}
 _DEFAULT_MAX_TOKENS = 256
 _PROCESS_FLAGS = {  # arguments of distributed.initialize, in its order
-    "coordinator_address": (str, "HOST:PORT", "of process 0, where the others reach it; the port must be free there"),
-    "num_processes": (int, "INT", "how many there are"),
-    "process_id": (int, "INT", "of this one, from 0"),
+    "coordinator_address": (
+        str,
+        "HOST:PORT",
+        "address at which the others reach process 0; the port must be free on its host",
+    ),
+    "num_processes": (int, "INT", "number of processes"),
+    "process_id": (int, "INT", "number of this process, from 0"),
 }
 _SAMPLING_FLAGS = {  # flags of `generate`: fields of SamplingParams, with the checkpoint's defaults
     "temperature": float,
@@ -52,6 +56,7 @@ _SAMPLING_FLAGS = {  # flags of `generate`: fields of SamplingParams, with the c
     "min_p": float,
     "seed": int,
 }
+_OF_GROUPS = {"engine": "None is what an option without a default is if it is not given."}
 _REPEATED_FLAGS = ("stop", "bad_words")
 
 
@@ -89,20 +94,37 @@ def _with_dashes(argv: Sequence[str]) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that takes no shortened options, nor do those of its sub-commands: a typo must not pass for another."""
+    """Parser that takes no shortened options, nor do those of its sub-commands: a typo must not pass for another.
+
+    It suggests flags that are like unknown ones.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments of this parser; end the program if some are unknown."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [text.partition("=")[0] for text in unknown if text.startswith("--")]
+            hint = did_you_mean(flags, [name for name in self._option_string_actions if name.startswith("--")])
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}; {self.prog} --help lists all")
+        return found, unknown
+
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="jaxserve", description="Serve large language models from JAX.")
+    parser = _Parser(
+        prog="jaxserve",
+        description="Serve large language models from JAX.",
+        epilog="`jaxserve COMMAND --help` describes a command and all its options.",
+    )
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="complete one prompt, shown as it comes")
-    generate.set_defaults(run=_generate, on_interrupt="")
-    generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="text; - or nothing reads standard input")
+    text = "complete one prompt, shown as it comes"
+    generate = _add_command(commands, "generate", text, _generate, usage="%(prog)s [OPTIONS] [PROMPT]")
+    text = "text to complete, not a chat; - or nothing reads standard input"
+    generate.add_argument("prompt", nargs="?", metavar="PROMPT", help=text)
     _add_sampling_flags(generate)
     text = (
         "write a live line to stderr about once a second (unless the text goes to the same terminal), and a summary; "
@@ -112,23 +134,25 @@ def _parser() -> argparse.ArgumentParser:
     _add_process_flags(generate)
     _add_engine_flags(generate, leave_out=("seed",))
 
-    serve = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's interface (extra: server)")
-    serve.set_defaults(run=_serve, on_interrupt="")
+    text = "serve a model over HTTP with OpenAI's interface (extra: server)"
+    serve = _add_command(commands, "serve", text, _serve, usage="%(prog)s [OPTIONS] [MODEL]")
     text = "directory of a checkpoint (default: the embedded model)"
     serve.add_argument("model", nargs="?", metavar="MODEL", help=text)
     _add_config_flags(serve, "server", ServerConfig)
     _add_engine_flags(serve, leave_out=("model",))
 
-    batch = commands.add_parser("batch", help="serve a file of OpenAI batch requests; the same command resumes it")
-    batch.set_defaults(run=_batch, on_interrupt="; run the same command again to resume")
-    batch.add_argument("input", metavar="IN", help="JSON lines in OpenAI's batch format")
-    batch.add_argument("output", metavar="OUT", help="JSON lines; where it exists, only missing records are added")
+    text = "serve a file of OpenAI batch requests; the same command resumes it"
+    hint = "; run the same command again to resume"
+    batch = _add_command(commands, "batch", text, _batch, hint, usage="%(prog)s [OPTIONS] IN OUT")
+    batch.add_argument("input", metavar="IN", help="file of requests: JSON lines in OpenAI's batch format")
+    text = "file of results: JSON lines in any order; where it exists, only missing records are added"
+    batch.add_argument("output", metavar="OUT", help=text)
     batch.add_argument(
         "--served-model-name",
         nargs="+",
         default=(),
         metavar="NAME",
-        help="what `model` may be in a request (default: anything)",
+        help="names that requests may have in `model` (default: any)",
     )
     text = (
         "write a live line to stderr about once a second, in place of the progress bar; "
@@ -142,28 +166,45 @@ def _parser() -> argparse.ArgumentParser:
     _add_process_flags(batch)
     _add_engine_flags(batch)
 
-    bench = commands.add_parser("bench", help="measure throughput, or latency under load")
-    bench.set_defaults(run=_bench, on_interrupt="")
+    bench = _add_command(commands, "bench", "measure throughput, or latency under load", _bench)
     _add_process_flags(bench)
     add_bench(bench, partial(_add_engine_flags, leave_out=("tokenizer",)))
 
     text = "write a Hugging Face checkpoint as an Orbax one, which serves as well, or the reverse"
-    convert = commands.add_parser("convert", help=text)
-    convert.set_defaults(run=_convert, on_interrupt="; nothing is left of what was written")
+    nothing = "; nothing is left of what was written"
+    convert = _add_command(commands, "convert", text, _convert, nothing)
     convert.add_argument("source", metavar="SRC", help="directory of a checkpoint of either form")
     convert.add_argument("target", metavar="DST", help="directory to write, absent or empty")
 
     text = "write a checkpoint with quantised weights, in compressed-tensors' layout"
-    quantize = commands.add_parser("quantize", help=text)
-    quantize.set_defaults(run=_quantize, on_interrupt="; nothing is left of what was written")
+    quantize = _add_command(commands, "quantize", text, _quantize, nothing)
     add_quantize(quantize)
 
-    text = "whether a model fits on chips that are not there, and how fast they can be at best"
-    plan = commands.add_parser("plan", help=text, description=f"Compile for a target and tell {text}.")
-    plan.set_defaults(run=_plan, on_interrupt="")
+    text = "predict whether a model fits on chips, which need not be there, and how fast they can be at best"
+    plan = _add_command(commands, "plan", text, _plan, usage="%(prog)s (--target NAME | --sweep [NAME ...]) [OPTIONS]")
     add_plan(plan)
     not_planned = {field.name for field in dataclasses.fields(EngineConfig)} - PLANNED
     _add_config_flags(plan, "engine", EngineConfig, (*_NOT_FLAGS, *not_planned))
+    return parser
+
+
+def _add_command(
+    commands: Any, name: str, text: str, run: Callable[[argparse.Namespace], int], hint: str = "", **options: Any
+) -> argparse.ArgumentParser:
+    """Return the parser of a new command.
+
+    Args:
+        commands: sub-parsers of the main parser.
+        name: name of the command.
+        text: clause that says what it does.
+        run: function that runs it.
+        hint: end of the message where it is interrupted.
+        options: further arguments of the parser.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", **options
+    )
+    parser.set_defaults(run=run, on_interrupt=hint)
     return parser
 
 
@@ -180,9 +221,9 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_process_flags(parser: argparse.ArgumentParser) -> None:
-    text = "the same command in every process; the first does the work, with the devices of all"
+    text = "run the same command in every process; the first does the work, with the devices of all"
     group = parser.add_argument_group("many processes", text)
-    text = "find out by itself, under SLURM or Open MPI and on TPU pods, what is not given of the following"
+    text = "take what is not given of the following from SLURM, Open MPI or the TPU pod"
     group.add_argument("--distributed", action="store_true", help=text)
     for name, (kind, metavar, text) in _PROCESS_FLAGS.items():
         group.add_argument(_flag(name), type=kind, metavar=metavar, help=text)
@@ -215,7 +256,7 @@ def _literal(text: str) -> Any:
 
 def _add_config_flags(parser: argparse.ArgumentParser, title: str, config: type, leave_out: Sequence[str] = ()) -> None:
     """Add a flag for every field of a configuration; given values are stored in `args` as "<title>.<field>"."""
-    group = parser.add_argument_group(title)
+    group = parser.add_argument_group(title, _OF_GROUPS.get(title))
     helps, hints = _field_helps(config), inspect.get_annotations(config, eval_str=True)
     for field in dataclasses.fields(config):
         if field.name in leave_out:
@@ -232,6 +273,8 @@ def _add_config_flags(parser: argparse.ArgumentParser, title: str, config: type,
 
 
 def _help(text: str, default: object) -> str:
+    if isinstance(default, tuple):  # flags of several values
+        default = " ".join(default) or None
     shown = text if default is None else f"{text} (default: {default})"
     return shown.replace("%", "%%")
 

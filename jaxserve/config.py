@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxserve.environment import user_cache_dir
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, did_you_mean
 from jaxserve.pooling import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.scheduling.pacer import MAX_STEPS
@@ -180,7 +180,8 @@ class EngineConfig:
         """Raise ConfigError for unknown names, as for invalid values."""
         names = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(kwargs.keys() - names):
-            raise ConfigError(f"unsupported engine options {unknown}; supported are {sorted(names)}")
+            hint = did_you_mean(unknown, names)
+            raise ConfigError(f"unsupported engine options {unknown}{hint}; supported are {sorted(names)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -363,7 +364,8 @@ def _check_devices(config: EngineConfig) -> None:
     if config.expert_parallel_size == 1:
         raise ConfigError(
             "enable_dp_attention needs an expert_parallel_size above 1, the number of shares of devices that have rows "
-            "of their own, got 1; set both, or drop it"
+            f"of their own, got 1 share of {config.tensor_parallel_size} devices; set expert_parallel_size to "
+            "tensor_parallel_size or another divisor of it above 1, or drop enable_dp_attention"
         )
     for name, value, alone in (
         ("data_parallel_size", config.data_parallel_size, 1),

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass
 from numbers import Integral, Real
 from typing import Any, no_type_check
 
-from jaxserve.errors import RequestError, brief
+from jaxserve.errors import RequestError, brief, did_you_mean
 from jaxserve.structured_output.params import StructuredOutputsParams
 from jaxserve.vllm_options import SAMPLING_ARGUMENTS, check_arguments
 
@@ -114,7 +114,8 @@ class SamplingParams:
         defaults = vars(cls)
         others = {n: kwargs[n] for n in kwargs.keys() - _NAMES if n not in defaults or kwargs[n] is not defaults[n]}
         if unknown := sorted(others.keys() - defaults.keys()):
-            raise RequestError(f"unsupported sampling parameters {unknown}; supported are {sorted(_NAMES)}")
+            hint = did_you_mean(unknown, _NAMES)
+            raise RequestError(f"unsupported sampling parameters {unknown}{hint}; supported are {sorted(_NAMES)}")
         if "best_of" in others and others["best_of"] == kwargs.get("n", 1):
             del others["best_of"]
         if others:

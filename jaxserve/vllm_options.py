@@ -115,7 +115,7 @@ VLLM_OPTIONS = (
     VllmOption("decode_context_parallel_size", "models are split by tensor and expert parallelism alone", (1,)),
     VllmOption(
         "enable_expert_parallel",
-        "stands for an expert_parallel_size of tensor_parallel_size",
+        "stands for an expert_parallel_size of tensor_parallel_size; not with a data_parallel_size above 1",
         field="expert_parallel_size",
         switch="tensor_parallel_size",
     ),
@@ -183,11 +183,26 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
         elif option.switch is not None:
             if not isinstance(value, bool):
                 raise ConfigError(f"{option.name} must be {option.accepted}, got {brief(value)}")
+            if value:
+                _check_lone_replica(option, given)
             if value and option.switch in given:
                 options[option.field] = given[option.switch]
         elif value is not None:
             options[option.field] = value
     return options
+
+
+def _check_lone_replica(option: VllmOption, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for experts that vLLM would divide among the devices of several replicas."""
+    tensor, data = (given.get(name, 1) for name in ("tensor_parallel_size", "data_parallel_size"))
+    if data == 1 or not isinstance(data, int) or not isinstance(tensor, int):
+        return
+    raise ConfigError(
+        f"{option.name} needs a data_parallel_size of 1, got {data}: vLLM divides the experts among the devices of all "
+        "replicas, here each replica has all of them. To hold experts once beside attention that is data parallel, "
+        f"give tensor_parallel_size={tensor * data}, expert_parallel_size={data} and enable_dp_attention; for replicas "
+        "that each divide their experts, give data_parallel_size and expert_parallel_size"
+    )
 
 
 def markdown_table() -> str:

@@ -1,7 +1,8 @@
 """Choice of a backend for an operation.
 
 An operation keeps one mapping from backend name to backend, best first. "auto" takes the first that supports the call
-and logs the choice once; a named backend runs, or the caller is told why it cannot.
+and logs the choice once, as a warning where that is the last, XLA itself, on an accelerator, which has kernels; a named
+backend runs, or the caller is told why it cannot.
 
 Products with matrices that ask for "auto" may be left to XLA all together, see `products_by`.
 """
@@ -107,13 +108,14 @@ def _select_best(op: str, backends: Mapping[str, B], supports: Callable[[B], str
     for name, backend in backends.items():
         reason = supports(backend)
         if reason is None:
-            _log_choice(op, name, tuple(refused))
+            is_last_resort = len(refused) == len(backends) - 1 > 0 and target_platform() != "cpu"
+            _log_choice(op, name, tuple(refused), logging.WARNING if is_last_resort else logging.INFO)
             return name
         refused.append(f"{name}: {reason}")
     raise UnsupportedBackendError(f"{op}: no backend supports this call ({'; '.join(refused)})")
 
 
 @functools.cache  # cached so that the log shows a choice once, not on every trace
-def _log_choice(op: str, name: str, refused: tuple[str, ...]) -> None:
+def _log_choice(op: str, name: str, refused: tuple[str, ...], level: int) -> None:
     passed_over = f" (passed over {'; '.join(refused)})" if refused else ""
-    logger.info("%s: using backend %r%s", op, name, passed_over)
+    logger.log(level, "%s: using backend %r%s", op, name, passed_over)

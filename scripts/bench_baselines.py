@@ -33,6 +33,7 @@ from baselines.process import Worker
 from baselines.registry import ENGINES, find_python, worker_command, worker_environment
 from baselines.rounds import Contest, Record, summarise
 from jaxserve.bench.workloads import load_workload
+from jaxserve.errors import ConfigError
 
 _COLUMNS = (
     *("workload", "engine", "unit", "min", "median", "max"),
@@ -44,10 +45,16 @@ _WORKLOADS = ("mixed-64", "single", "shared-prefix-64", "long-tail-128")
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the workers
     args = _parse()
-    if args.make and not (args.checkpoint / "config.json").exists():
-        _say(f"{args.checkpoint}: {make_checkpoint(args.make, args.checkpoint):,} parameters")
-    workloads = [load_workload(name) for name in args.workloads]
-    vocab_size = json.loads((args.checkpoint / "config.json").read_text())["vocab_size"]
+    try:
+        workloads = [load_workload(name) for name in args.workloads]
+        if args.make and not (args.checkpoint / "config.json").exists():
+            _say(f"{args.checkpoint}: {make_checkpoint(args.make, args.checkpoint):,} parameters")
+        vocab_size = _vocab_size(args.checkpoint)
+        if args.json and not args.json.absolute().parent.is_dir():
+            raise ConfigError(f"json must be a file in a directory that exists, got {args.json}")
+    except ConfigError as error:
+        _say(f"bench_baselines.py: error: {error}")
+        sys.exit(2)
     load_before = os.getloadavg()
     with ExitStack() as stack:
         contest = Contest(_start_all(args, stack), vocab_size, _say)
@@ -65,6 +72,20 @@ def main() -> None:
     print(_table(report["summary"]))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _vocab_size(checkpoint: Path) -> int:
+    """The size of a checkpoint's vocabulary; ConfigError if there is no checkpoint."""
+    file = checkpoint / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"the checkpoint must be a Hugging Face directory, and there is no {file}; "
+            f"give another, or --make {next(iter(SHAPES))} to write a random one there"
+        )
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["vocab_size"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} must be a JSON object with a vocab_size, but: {error!r}") from error
 
 
 def _parse() -> argparse.Namespace:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.engine import build
-from jaxserve.execution import programs
+from jaxserve.execution import lowering
 
-step_options, build_schedule = programs.step_options, build.build_schedule
+step_options, build_schedule = lowering.step_options, build.build_schedule
 
 
 def unoptimized(device_kind: str) -> dict[str, str | bool]:
@@ -22,7 +22,7 @@ def unoptimized(device_kind: str) -> dict[str, str | bool]:
 def soon_compiled() -> Iterator[None]:
     """Make all engines that start meanwhile compile so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "step_options", unoptimized)
+        patch.setattr(lowering, "step_options", unoptimized)
         yield
 
 

@@ -111,7 +111,7 @@ def test_every_flag_has_a_help() -> None:
     commands = cli._parser()._subparsers._group_actions[0].choices
     kinds = commands["bench"]._subparsers._group_actions[0].choices
     assert kinds.keys() == {"offline", "serve"}
-    for parser in (*(commands[name] for name in ("generate", "batch", "convert", "plan")), *kinds.values()):
+    for parser in (*(commands[name] for name in commands.keys() - {"bench"}), *kinds.values()):
         assert all(action.help for action in parser._actions)
 
 
@@ -193,6 +193,10 @@ def test_served_model_names(model: str, tmp_path: Path) -> None:
         (["generate", "x", "--enforce-eager"], "enforce_eager must be False or None, got True: everything is compiled"),
         (["generate", "x", "--swap_space", "4"], "swap_space must be 0, got 4: preempted requests are computed again"),
         (["generate", "x", "--block_size=8", "--page-size", "8"], "block_size is called page_size; pass one of them"),
+        (
+            ["batch", __file__, "/no/such/out.jsonl"],
+            "cannot write the batch output /no/such/out.jsonl: there is no directory /no/such; create it first",
+        ),
         (["batch", "/no/such", "out.jsonl"], "cannot read the batch input /no/such: No such file or directory"),
     ],
 )
@@ -212,6 +216,22 @@ def test_usage_errors(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "a", "--max-tokns=5"], "unrecognized arguments: --max-tokns=5 (did you mean --max-tokens?)"),
+        (["plan", "--target", "cpu", "--modle", "x"], "unrecognized arguments: --modle x (did you mean --model?)"),
+        (["bench", "offline", "--zzz"], "unrecognized arguments: --zzz; jaxserve bench offline --help lists all"),
+    ],
+)
+def test_unknown_flags_are_told_with_those_that_are_like_them(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_a_full_disk_is_one_line(

@@ -82,12 +82,18 @@ def test_expert_parallelism_over_all_devices() -> None:
         engine_options({"enable_expert_parallel": 4})
     with pytest.raises(ConfigError, match=r"enable_expert_parallel stands for .* got both"):
         engine_options({"enable_expert_parallel": True, "expert_parallel_size": 2})
+    replicas = {"enable_expert_parallel": True, "tensor_parallel_size": 2, "data_parallel_size": 4}
+    with pytest.raises(ConfigError, match=r"got 4: vLLM .* tensor_parallel_size=8, expert_parallel_size=4 and enable_"):
+        engine_options(replicas)
+    assert EngineConfig(**engine_options(replicas | {"enable_expert_parallel": False})).expert_parallel_size == 1
     with pytest.raises(ConfigError, match=r"expert_parallel_size must divide tensor_parallel_size.* got 3 and 4"):
         EngineConfig(tensor_parallel_size=4, expert_parallel_size=3)
 
 
 def test_what_no_one_knows_is_left_to_the_configuration() -> None:
-    with pytest.raises(ConfigError, match=r"unsupported engine options \['max_num_seq'\]"):
+    with pytest.raises(
+        ConfigError, match=r"unsupported engine options \['max_num_seq'\] \(did you mean max_num_seqs\?\)"
+    ):
         EngineConfig(**engine_options({"max_num_seq": 8}))
     assert EngineConfig(**engine_options({"seed": None})) == EngineConfig()
 

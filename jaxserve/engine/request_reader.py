@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import random
 import threading
 import time
@@ -21,6 +22,8 @@ from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.structured_output.grammar import GrammarCompiler, TokenConstraint
 from jaxserve.text.bad_words import encode_bad_words
 from jaxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 LARGEST_PRIORITY = 2**31 - 1
 
@@ -66,6 +69,7 @@ class RequestReader:
         self._grammars_lock = threading.Lock()
         self._seeds = random.Random(config.seed)
         self._arrivals = itertools.count()
+        self._has_told_of_cut = False
 
     def read(
         self,
@@ -189,7 +193,10 @@ class RequestReader:
         seed, arrival = params.seed if params.seed is not None else self._seeds.getrandbits(63), next(self._arrivals)
         limit = self._schedule.max_total_tokens
         if params.max_tokens is not None:
-            limit = min(limit, len(token_ids) + params.max_tokens)
+            wanted = len(token_ids) + params.max_tokens
+            if wanted > limit and self._pooler is None:
+                self._tell_of_cut(len(token_ids), params.max_tokens)
+            limit = min(limit, wanted)
         else:  # all that there is room for; the last token is never computed, and so needs none
             most = self._schedule.kv_groups.most_tokens(self._schedule.num_shard_pages)
             limit = limit if most is None else min(limit, most + 1)
@@ -223,6 +230,18 @@ class RequestReader:
             )
             for index in range(params.n)
         ]
+
+    def _tell_of_cut(self, prompt_len: int, max_tokens: int) -> None:
+        """Log that an output may end at the model's length: as a warning the first time, as requests may be many."""
+        limit, is_first = self._schedule.max_model_len, not self._has_told_of_cut
+        self._has_told_of_cut = True
+        logger.log(
+            logging.WARNING if is_first else logging.INFO,
+            "a prompt of %d tokens and max_tokens=%d exceed max_model_len=%d: the output ends after %d tokens, with "
+            "finish_reason 'length'%s",
+            *(prompt_len, max_tokens, limit, limit - prompt_len),
+            f"; lower max_tokens{self._advice_on_length()}. Further requests are not warned of" if is_first else "",
+        )
 
     def constraint(self, params: SamplingParams, stop_ids: frozenset[int]) -> TokenConstraint | None:
         """Return the constraint of a sample; RequestError where its form is refused."""

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from jaxserve.execution.executor import RoundCounts, StepResult
+from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.packer import BatchPacker
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.execution.programs import Programs
@@ -145,20 +147,19 @@ class Runner:
         self._flop_counts = flop_counts(arch.local(tensor_size(mesh)))
         # For programs: they may be compiled while the weights are replaced.
         self.param_shapes, self._draft_shapes = shapes_of(params), shapes_of(self.draft_params)
-        self.programs = Programs(
+        lowering = Lowering(
             arch,
             self.param_shapes,
             schedule,
-            kv_dtype=kv_dtype,
+            kv_dtype=jnp.dtype(kv_dtype),
             backend=backend,
             linear_backend=linear_backend,
-            max_steps=max_steps,
-            directory=programs_dir,
-            cache_scope=cache_scope,
+            max_steps=max_steps if arch.pooler is None else 1,
             mesh=mesh,
             proposer=proposer,
             draft_shapes=self._draft_shapes,
         )
+        self.programs = Programs(lowering, directory=programs_dir, cache_scope=cache_scope)
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
         self._logprob_layout = LogprobLayout.of(schedule.max_logprobs, arch.vocab_size)
         # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
@@ -195,7 +196,7 @@ class Runner:
     @property
     def kv_token_bytes(self) -> int:
         """Bytes of one token in the pool of a device, all layers and any scales included."""
-        arch, num_tokens = self.programs.arch, self.schedule.num_shard_pages * self.schedule.page_size
+        arch, num_tokens = self.arch, self.schedule.num_shard_pages * self.schedule.page_size
         return int(self._kv_bytes * arch.num_layers_read // (num_tokens * arch.kv_group_layers))
 
     def close(self) -> None:
@@ -262,7 +263,7 @@ class Runner:
         self._set_masks(upload.masks)
         for blob in upload.copies:
             self.state = self._copy_pages(self.state, blob)
-        takes_both = plan.num_drafts or self.programs.observer is not None
+        takes_both = plan.num_drafts or self.programs.lowering.observer is not None
         params: Any = (self.params, self.draft_params) if takes_both else self.params
         program: Any = self.programs.of_kind(plan.kind)[bucket]
         output: StepOutput | Unsampled

@@ -27,7 +27,7 @@ from typing import IO, TYPE_CHECKING, Any
 from jaxserve.config import EngineConfig
 from jaxserve.engine.stepped import BatchEngine
 from jaxserve.errors import ConfigError, PeerLostError, RequestError, brief
-from jaxserve.openai.batch_output import BatchOutput, DoneLines, fingerprint_of, make_record, numbered_lines
+from jaxserve.openai.batch_output import BatchOutput, DoneLines, check_new, fingerprint_of, make_record, numbered_lines
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body, refuse_unknown
 from jaxserve.openai.pooling import PoolingReply, parse_pooling
@@ -134,6 +134,7 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
     """
     if not Path(out_path).exists():  # not created here, since the engine may fail to start
         _open_input(Path(in_path)).close()
+        check_new(Path(out_path))
         return None
     with _open_files(in_path, out_path, _key(seed)) as (_, out, done):
         if done.num_records < done.num_lines:

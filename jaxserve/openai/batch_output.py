@@ -19,6 +19,7 @@ from typing import IO
 
 from jaxserve.errors import ConfigError
 from jaxserve.openai.errors import Json
+from jaxserve.whole_file import check_writable
 
 FSYNC_INTERVAL_S = 1.0
 _RECORD_START = b'{"id": "batch_req_'
@@ -44,6 +45,16 @@ class DoneLines:
         self.bits.extend(bytes(max(0, (number >> 3) + 1 - len(self.bits))))
         self.bits[number >> 3] |= 1 << (number & 7)
         self.num_records += 1
+
+
+def check_new(path: Path) -> None:
+    """Raise ConfigError if a file that is not there cannot be created; it is not created here."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"cannot write the batch output {path}: there is no directory {path.parent}; create it first")
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write the batch output {path}: {error.strerror}; choose another place") from error
 
 
 class BatchOutput:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.errors import RequestError, brief
+from jaxserve.errors import RequestError, brief, did_you_mean
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.chats import read_chat
 from jaxserve.openai.errors import BadRequestError, Json, check_type
@@ -295,7 +295,8 @@ def refuse_unknown(where: str, given: Json, known: set[str]) -> None:
     """Raise BadRequestError that names every field of `given` that is not `known`."""
     if unknown := sorted(given.keys() - known):
         advice = "".join(f"; {name} is now {_SUCCESSORS[name]}" for name in unknown if name in _SUCCESSORS)
-        message = f"unsupported fields {brief(unknown)} in the {where}{advice}; supported are {sorted(known)}"
+        hint = did_you_mean((name for name in unknown if name not in _SUCCESSORS), known)
+        message = f"unsupported fields {brief(unknown)} in the {where}{hint}{advice}; supported are {sorted(known)}"
         raise BadRequestError(message, unknown[0], "unsupported_parameter")
 
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxserve.errors import RequestError, brief
+from jaxserve.errors import RequestError, brief, did_you_mean
 from jaxserve.openai.errors import BadRequestError, as_bad_request
 
 Json = dict[str, Any]
@@ -89,7 +89,8 @@ class Fields:
         """Raise BadRequestError if a field is left that nobody has taken."""
         if self._left:
             unknown = sorted(self._left)
-            message = f"unsupported fields {brief(unknown)} in {self._where}; supported are {sorted(self._known)}"
+            hint = did_you_mean(unknown, self._known)
+            message = f"unsupported fields {brief(unknown)} in {self._where}{hint}; supported are {sorted(self._known)}"
             raise BadRequestError(message, self._param or unknown[0], "unsupported_parameter")
 
     def _name(self, name: str) -> str:

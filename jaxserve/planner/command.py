@@ -16,7 +16,7 @@ from jaxserve.planner.plan import Plan, make_plan, read_model
 from jaxserve.planner.plots import check_plot, draw_capacity
 from jaxserve.planner.report import build_report, build_sweep_report, render, render_sweep
 from jaxserve.planner.sweep import read_prices, sweep
-from jaxserve.planner.targets import SWEPT, Target, find_target
+from jaxserve.planner.targets import SWEPT, Target, find_target, parse_target
 
 
 def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
@@ -30,6 +30,8 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int
         raise ConfigError("prices are compared in a sweep only; give --sweep, or drop --prices")
     if args.programs and (args.sweep is not None or args.target == "cpu"):
         raise ConfigError("programs are compiled for one target, not for cpu; give it by --target, or drop --programs")
+    if args.programs and args.no_compile:
+        raise ConfigError("--programs compiles, and --no-compile does not; drop one")
     if args.plot is not None:
         check_plot(args.plot)
     make = partial(_plan, args=args, engine_options=engine_options)
@@ -48,10 +50,17 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int
 
 def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Plan:
     read_model(args.model)  # first: to find out that there is no such model, nothing need be installed
-    target = find_target(name, find_compilers(args.compilers))
-    config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
+    target = parse_target(name) if args.no_compile else find_target(name, find_compilers(args.compilers))
     sizes = {"prompt_tokens": args.prompt_len, "context_tokens": args.context_len, "batch": args.batch}
-    return make_plan(config, target, **sizes, all_programs=args.programs)
+    try:
+        config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
+        return make_plan(config, target, **sizes, compiles=not args.no_compile, all_programs=args.programs)
+    except ConfigError as error:
+        if "tensor_parallel_size" not in str(error):
+            raise
+        # There is no flag of this name here: users choose the target.
+        what = f"tensor_parallel_size is here the number of devices of the target, {target.num_devices} for {name}"
+        raise ConfigError(f"{error} ({what})") from error
 
 
 def _sweep(args: argparse.Namespace, make: Callable[[str], Plan]) -> list[Plan]:

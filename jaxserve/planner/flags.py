@@ -26,26 +26,31 @@ PLANNED = {  # engine options that change what is planned
 
 def add_plan(plan: argparse.ArgumentParser) -> None:
     """Add the flags for the model, the targets and the output."""
-    text = "a checkpoint's directory, a config.json alone, or the name of shapes that come along, as llama-3.1-8b"
+    text = "directory of a checkpoint, a config.json alone, or the name of a known model, such as llama-3.1-8b"
     plan.add_argument("--model", metavar="DIR|FILE|NAME", help=f"{text} (default: the model in the package)")
     where = plan.add_mutually_exclusive_group(required=True)
     text = (
-        "h200 or h200x2 to h200x8, a TPU with how many chips lie in each direction, as v5e:4x4, v6e:2x4, v4:2x2x1, "
-        "v5p:2x2x2 or tpu7x:2x2x1, over which the model is split, or cpu, the one of this machine"
+        "chips over which the model is split: h200, or h200x2 to h200x8; TPUs by how many lie in each direction, such "
+        "as v5e:4x4, v6e:2x4, v4:2x2x1, v5p:2x2x2 or tpu7x:2x2x1; or cpu, the one of this machine"
     )
     where.add_argument("--target", metavar="NAME", help=text)
-    text = "compare targets: those that are named, or else a choice of all kinds"
+    text = "compare these targets; without names, a choice of all kinds"
     where.add_argument("--sweep", nargs="*", metavar="NAME", help=text)
-    text = "of a sweep: dollars per chip and hour, a TOML file with lines as v6e = 2.7"
+    text = "dollars per chip and hour, for a sweep: a TOML file with lines such as v6e = 2.7"
     plan.add_argument("--prices", metavar="FILE", help=text)
-    text = "tokens of the prompt whose time to first token is predicted (default: 1024, or max_model_len)"
+    text = "length in tokens of the prompt whose time to first token is predicted (default: 1024, or max_model_len)"
     plan.add_argument("--prompt-len", type=int, metavar="INT", help=text)
-    text = "tokens that each row has whose decode steps are predicted (default: 1024, or max_model_len)"
+    text = "length in tokens of the requests whose decode steps are predicted (default: 1024, or max_model_len)"
     plan.add_argument("--context-len", type=int, metavar="INT", help=text)
-    text = "rows of a decode step that is predicted beside the usual ones, and compared in a sweep"
+    text = "requests in a decode step: one more size that is predicted, and the one that a sweep compares"
     plan.add_argument("--batch", type=int, metavar="INT", help=text)
-    text = "draw how many requests fit, by their length, as a PNG (extra: bench)"
+    text = "file of a plot, a PNG: how many requests fit, by their length (extra: bench)"
     plan.add_argument("--plot", metavar="FILE", help=text)
+    text = (
+        "only compute memory and speed, at once and without compilers of chips; temporaries of steps and exchanges "
+        "between chips are then not counted"
+    )
+    plan.add_argument("--no-compile", action="store_true", help=text)
     text = "compile every program that the engine has there, and show what each takes to compile here: minutes in all"
     plan.add_argument("--programs", action="store_true", help=text)
     text = (
@@ -53,7 +58,7 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
         f"(default: {_default_compilers()})"
     )
     plan.add_argument("--compilers", metavar="DIR", help=text.replace("%", "%%"))
-    plan.add_argument("--json", action="store_true", help="print all figures as JSON instead")
+    plan.add_argument("--json", action="store_true", help="print all figures as JSON instead of text")
 
 
 def find_compilers(given: str | None) -> Path:

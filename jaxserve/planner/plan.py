@@ -125,8 +125,8 @@ class Plan:
         backend: attention backend.
         schedule: sizes of steps and pool; if the model does not fit, the pool holds one request of max_model_len.
         memory: memory of one chip.
-        largest: step with the most tokens, on one device; None if nothing is compiled: on a CPU, and for chips on which
-            the weights and one request do not fit.
+        largest: step with the most tokens, on one device; None if nothing is compiled: on a CPU, for chips on which the
+            weights and one request do not fit, and where the caller wants no compilation.
         decode: step with max_num_seqs rows in decode; None if nothing is compiled.
         compile_s: seconds to trace and compile both steps on this machine.
         program_s: seconds to trace and compile each of the engine's programs on this machine, by name; None if not
@@ -291,6 +291,7 @@ def make_plan(
     prompt_tokens: int | None = None,
     context_tokens: int | None = None,
     batch: int | None = None,
+    compiles: bool = True,
     all_programs: bool = False,
 ) -> Plan:
     """Size everything as the engine would on the target, and compile its steps for the target.
@@ -302,6 +303,7 @@ def make_plan(
         prompt_tokens: length of the prompt whose TTFT is predicted.
         context_tokens: context length of the rows whose decode steps are predicted.
         batch: rows of a decode step that is predicted besides the usual ones.
+        compiles: False to compile nothing: temporaries of steps, and exchanges between chips, are then not counted.
         all_programs: True to compile all of the engine's programs and time each.
 
     Raises:
@@ -317,6 +319,14 @@ def make_plan(
     names = (sizes.name, target, arch.num_layers, *dtypes, sizes.backend, schedule)
     if sheet is None or memory.missing:
         return Plan(*names, memory.times(target.devices_per_chip), num_expert_shards=config.expert_parallel_size)
+    lengths = prompt_tokens, context_tokens, batch
+    if not compiles:
+        return Plan(
+            *names,
+            memory.times(target.devices_per_chip),
+            speed=_speed(sizes.roofline(), memory.num_pages, *lengths),
+            num_expert_shards=config.expert_parallel_size,
+        )
     # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
     num_pages = schedule.num_data_shards * schedule.kv_groups.num_pages(schedule.max_model_len)
     small = dataclasses.replace(schedule, num_pages=num_pages)
@@ -332,7 +342,7 @@ def make_plan(
     speed = None
     if not memory.missing:
         roofline = sizes.roofline(largest.collectives, largest.num_tokens)
-        speed = _speed(roofline, memory.num_pages, prompt_tokens, context_tokens, batch)
+        speed = _speed(roofline, memory.num_pages, *lengths)
     compiled_facts = (largest, decode, compile_s, program_s, speed)
     return Plan(*names, memory.times(target.devices_per_chip), *compiled_facts, config.expert_parallel_size)
 

@@ -11,6 +11,7 @@ from jaxserve.planner.program import StepProgram
 from jaxserve.planner.sweep import Candidate, cheapest
 
 Json = dict[str, Any]
+_NOT_COMPILED = "nothing was compiled: temporaries of steps and exchanges between chips are not counted"
 
 
 def build_report(plan: Plan) -> Json:
@@ -88,6 +89,8 @@ def render(plan: Plan) -> str:
     blocks = [_header(plan), align(_memory(plan))]
     if plan.largest is not None and plan.decode is not None:
         blocks.append(_programs(plan, plan.largest, plan.decode))
+    elif plan.speed is not None:
+        blocks.append(_NOT_COMPILED)
     if plan.program_s is not None:
         blocks += [_warm_up_header(plan.program_s), align(_warm_up(plan.program_s), header=True)]
     if plan.speed is not None:
@@ -196,6 +199,8 @@ def render_sweep(candidates: Sequence[Candidate]) -> str:
     header = ("target", "fits", "weights", "KV tokens", "requests", "TTFT ms", "rows", "ms a step", "tokens/s")
     blocks = [align([(*header, "$/hour", "$/M tokens"), *map(_compared, candidates)], header=True)]
     if any(x.plan and x.plan.speed for x in candidates):
+        if any(x.plan and x.plan.speed and x.plan.largest is None for x in candidates):
+            blocks.append(_NOT_COMPILED)
         blocks.append("TTFT, ms a step and what follows from them are predicted from data sheets, not measured")
     blocks += [f"{x.target.name}: {x.reason}" for x in candidates if x.reason is not None]
     if (best := cheapest(candidates)) is not None:

@@ -16,9 +16,9 @@ def add_quantize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, metavar="INT", help=text)
     text = "text, or JSON lines with `text` or `token_ids` (default: source of Python's standard library)"
     parser.add_argument("--calibration", metavar="FILE", help=text)
-    text = f"most calibration sequences (default: {default.num_sequences})"
+    text = f"most sequences of the calibration text (default: {default.num_sequences})"
     parser.add_argument("--num-sequences", type=int, default=default.num_sequences, metavar="INT", help=text)
-    text = f"tokens of each (default: {default.sequence_len})"
+    text = f"tokens of each calibration sequence (default: {default.sequence_len})"
     parser.add_argument("--sequence-len", type=int, default=default.sequence_len, metavar="INT", help=text)
     text = f"share that SmoothQuant moves from activations to weights (default: {default.smoothing_strength})"
     parser.add_argument(

@@ -1,4 +1,9 @@
-"""Ledger: who waits and who runs, the slots and pages that they hold, and what there is to compute of them."""
+"""Ledger: who waits and who runs, the slots and pages that they hold, and what there is to compute of them.
+
+KV groups. Layers of one kind have pages of their own, and a sequence a page in each group for each `page_size` tokens.
+A sequence releases the pages of a group with a sliding window that its next token does not see any more, before it gets
+a row in a plan: `release_unseen`. Steps in flight may still read them, and the next owner writes to them later.
+"""
 
 from __future__ import annotations
 
@@ -95,6 +100,11 @@ class Ledger:
     def num_available(self) -> int:
         """Pages that can be allocated."""
         return self.cache.num_available
+
+    @property
+    def num_pages_used(self) -> int:
+        """Pages that running requests own; the others are free or can be evicted."""
+        return self._num_pages - self.cache.num_available
 
     # The queue
 

@@ -19,6 +19,10 @@ of the rest of older prompts, and a page for each row in decode that can grow: t
 perhaps from this very prompt. If that is no token, younger rows in prefill give way, the last first. None of them has a
 row in the plan, which is made in the order of their age; rows in decode never give way to a prompt. If that does not
 help either, the prompt waits a step. Nobody is admitted in a step in which a running row lacks pages.
+
+States. Layers without attention keep a state of a sequence in its slot, which goes on from zeros, or from a snapshot
+that an earlier plan took behind a cached page. A snapshot is taken inside a row's tokens, at the last full page of its
+prompt, or where others were seen to begin alike though there was none.
 """
 
 from __future__ import annotations

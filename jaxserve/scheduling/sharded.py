@@ -197,20 +197,20 @@ class ShardedScheduler:
         """Plan the next step of all shards, as many steps at once as each of them can go."""
         assert not num_drafts, "there is no speculation where rows are divided; the config checks it"
         self._distribute()
-        begun = [shard.begin() for shard in self.shards]
+        begun = [shard.planning.begin(self._next_step_id) for shard in self.shards]
         busy, num_steps = [shard for shard in self.shards if shard.has_unfinished()], max_steps
         if num_steps > 1:
-            num_steps = min(num_steps, max((shard.steps_left() for shard in busy), default=0))
+            num_steps = min(num_steps, max((shard.planning.steps_left() for shard in busy), default=0))
         for shard in busy:
-            num_steps = shard.most_steps(num_steps) if num_steps > 1 else 1
-        may_split = may_split and all(shard.most_steps(1) for shard in busy)
+            num_steps = shard.planning.most_steps(num_steps) if num_steps > 1 else 1
+        may_split = may_split and all(shard.planning.most_steps(1) for shard in busy)
         decoded = [
-            shard.decode(plan, max(num_steps, 1), may_split=may_split)
+            shard.planning.decode(plan, max(num_steps, 1), may_split=may_split)
             for shard, plan in zip(self.shards, begun, strict=True)
         ]
         times, deadlines = Timing(*timing) if timing else None, self.shards[0].deadlines
         most_tokens = deadlines.most_prefill_tokens(begun, times)
-        parts = [shard.fill(part, most_tokens) for shard, part in zip(self.shards, decoded, strict=True)]
+        parts = [shard.planning.fill(part, most_tokens) for shard, part in zip(self.shards, decoded, strict=True)]
         deadlines.note_first_tokens(begun, times)
         if not any(parts):
             return None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, no_type_check
 
-from jaxserve.errors import RequestError, brief
+from jaxserve.errors import RequestError, brief, did_you_mean
 
 MAX_GRAMMAR_CHARS = 2**18
 MAX_CHOICES = 4096
@@ -105,7 +105,8 @@ class StructuredOutputsParams:
         if not isinstance(value, dict):
             raise RequestError(f"structured_outputs must be StructuredOutputsParams or a dict, got {brief(value)}")
         if unknown := sorted(map(str, value.keys() - set(names))):
-            raise RequestError(f"unsupported fields of structured_outputs {unknown}; supported are {names}")
+            hint = did_you_mean(unknown, names)
+            raise RequestError(f"unsupported fields of structured_outputs {unknown}{hint}; supported are {names}")
         return cls(**value)
 
 

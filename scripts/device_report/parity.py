@@ -42,7 +42,7 @@ def measure(device: str, num_requests: int, output_len: int) -> Figures:
     outputs = invariants.generate(engine, prompts, output_len)
     leads = [_lead(model, prompt, x.outputs[0].token_ids) for prompt, x in zip(prompts, outputs, strict=True)]
     return {
-        "backend": engine.replicas[0].executor.programs._backend,
+        "backend": engine.replicas[0].executor.programs.lowering.backend,
         "num_requests": num_requests,
         "num_equal": leads.count(0.0),
         "max_lead": max(leads),

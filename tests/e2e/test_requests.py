@@ -101,6 +101,17 @@ class TestRefusals:
         with pytest.raises(RequestError, match=r"got 64 with max_model_len 64; shorten it or raise max_model_len"):
             start().add_request("a", tokens(64, 0), GREEDY)
 
+    def test_an_output_that_ends_at_the_models_length_is_told_of_once(
+        self, start: Start, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = start()
+        engine.reader._has_told_of_cut = False  # of tests before, which share the engine
+        for prompt_len, max_tokens in ((58, 6), (60, 6), (61, 6)):
+            output = generate(engine, [tokens(prompt_len, 0)], replace(GREEDY, max_tokens=max_tokens))[0].outputs[0]
+            assert (len(output.token_ids), output.finish_reason) == (min(max_tokens, 64 - prompt_len), "length")
+        (message,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert message.startswith("a prompt of 60 tokens and max_tokens=6 exceed max_model_len=64: the output ends")
+
     def test_a_longer_prompt_can_be_truncated(self, start: Start) -> None:
         engine, prompt = start(), tokens(100, "long")
         for wanted, kept in ((5, 5), (63, 63), (-1, 64 - GREEDY.max_tokens), (None, None)):

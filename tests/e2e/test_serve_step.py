@@ -1,6 +1,5 @@
 """The compiled step: the pool is updated in place, no array as large is copied, and padding is inert."""
 
-import copy
 import dataclasses
 import re
 from collections.abc import Callable
@@ -35,10 +34,10 @@ def test_pool_is_updated_in_place(start: Start, tmp_path: Path, family: str, mul
     if family == "gemma4":
         checkpoints.write_checkpoint(tmp_path, family)
     own = {"model": str(tmp_path)} if family == "gemma4" else {}
-    programs = copy.copy(start(multi_step=5, **own).replicas[0].executor.programs)
-    programs.schedule = dataclasses.replace(programs.schedule, num_pages=50_000)
-    pool = programs.abstract_state().kv_pages
-    compiled = (programs.lower(4, multi_step=True) if multi_step else programs.lower(16)).compile()
+    lowering = start(multi_step=5, **own).replicas[0].executor.programs.lowering
+    lowering = dataclasses.replace(lowering, schedule=dataclasses.replace(lowering.schedule, num_pages=50_000))
+    pool = lowering.abstract_state().kv_pages
+    compiled = (lowering.step(4, multi_step=True) if multi_step else lowering.step(16)).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize > 100e6
     assert memory.temp_size_in_bytes < 1e6
@@ -52,9 +51,9 @@ def test_pool_is_updated_in_place(start: Start, tmp_path: Path, family: str, mul
 def test_tables_by_slot_are_not_copied(start: Start, bucket: int) -> None:
     """Slot tables grow with max_num_seqs and max_model_len or vocabulary; a step touches few of their elements."""
     runner = start().replicas[0].executor
-    program = runner.programs.lower(bucket).compile().as_text()
-    slots = runner.programs.abstract_state().slots
-    for table in (slots.token_history, slots.token_counts, runner.programs.abstract_state().sequences.page_table):
+    program = runner.programs.lowering.step(bucket).compile().as_text()
+    state = runner.programs.lowering.abstract_state()
+    for table in (state.slots.token_history, state.slots.token_counts, state.sequences.page_table):
         shape = rf"s32\[{table.shape[0]},{table.shape[1]}\]"
         assert re.search(rf"= {shape}\S* parameter", program)
         assert not re.search(rf"= {shape}\S* copy", program)
@@ -200,7 +199,7 @@ def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:
     """The sort of their top_k is in a branch, at every size: the entry computation always runs."""
     runner = start().replicas[0].executor
     for bucket in (1, 16):
-        program = runner.programs.lower(bucket).compile().as_text()
+        program = runner.programs.lowering.step(bucket).compile().as_text()
         entry = program[program.index("\nENTRY ") :]
         assert "top_k" in program
         assert "top_k" not in entry, bucket

@@ -14,6 +14,7 @@ from jaxserve.pallas_kernels.dispatch import (
     select,
     target_platform,
 )
+from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 
 REASONS = {"fast": "needs a GPU", "plain": None, "slow": None}
 
@@ -30,6 +31,18 @@ def test_auto_logs_its_choice_once(caplog):
     assert [record.message for record in caplog.records] == [
         "logged_op: using backend 'plain' (passed over fast: needs a GPU)"
     ]
+
+
+def test_a_call_that_no_kernel_of_an_accelerator_takes_is_warned_of(caplog):
+    """Experts of Qwen1.5-MoE have 1408 columns: 176 on each of eight devices."""
+    dispatch._log_choice.cache_clear()
+    experts, sizes = jax.ShapeDtypeStruct((8, 2048, 176), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
+    with jax.sharding.use_abstract_mesh(deviceless.H200.mesh()):
+        jax.eval_shape(grouped_matmul, jax.ShapeDtypeStruct((64, 176), jnp.bfloat16), experts, sizes)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.message.startswith("grouped_matmul: using backend 'ragged_dot' (passed over native: ")
+    assert "mosaic_gpu: columns of matrices must be a multiple of 32, not 176" in record.message
 
 
 def test_named_backend_runs():

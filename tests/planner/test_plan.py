@@ -145,7 +145,7 @@ def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any], monke
     assert plan.schedule == dataclasses.replace(
         runner.schedule, has_split_steps=False
     )  # they take no memory of their own
-    assert plan.backend == runner.programs._backend
+    assert plan.backend == runner.programs.lowering.backend
 
 
 def on_a_machine_of(num_bytes: int, model: str, **options: Any) -> Plan:

@@ -15,6 +15,7 @@ from jaxserve import EngineConfig, cli
 from jaxserve.errors import ConfigError
 from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.planner.plan import make_plan
+from jaxserve.planner.program import StepCompiler
 from jaxserve.planner.report import build_report, render
 from jaxserve.planner.targets import find_target, parse_target
 from tests.planner.plans import SUM_BYTES, plan_of
@@ -90,7 +91,9 @@ def test_the_table_says_what_is_predicted() -> None:
         (["--target", "cpu", "--max-model-len", "99999"], "max_model_len must be at most"),
         (["--target", "cpu", "--prompt-len", "0"], "prompt_len must be in [1, max_model_len], got 0 and 1024"),
         (["--target", "cpu", "--context-len", "2000"], "context_len must be in [1, max_model_len], got 2000 and 1024"),
+        (["--target", "h200", "--programs", "--no-compile"], "--programs compiles, and --no-compile does not"),
         (["--target", "h200x8"], "tensor_parallel_size must divide num_attention_heads, got 8 and 4"),
+        (["--target", "h200x8", "--no-compile"], "tensor_parallel_size is here the number of devices of the target, 8"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_line(
@@ -110,6 +113,23 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match=message):
             find_target(name, Path("/a b"))
     assert find_target("cpu", Path()) == parse_target("cpu")
+
+
+def test_without_a_compiler_there_are_memory_and_speed_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiled = build_report(plan_of("llama-3.1-8b"))
+    monkeypatch.setattr(Chip, "unavailable", lambda _: "this is missing")
+    monkeypatch.delattr(StepCompiler, "step_programs")
+    flags = ["plan", "--model", "llama-3.1-8b", "--target", "h200", "--no-compile"]
+    assert cli.main([*flags, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["temp_bytes_per_chip"] is report["compile_s"] is None
+    for name in ("fits", "weights_bytes_per_chip", "kv_tokens", "ttft_ms"):
+        assert report[name] == compiled[name]
+    assert list(report["step_ms"].values()) == list(compiled["step_ms"].values())
+    assert cli.main(flags) == 0
+    assert "nothing was compiled: temporaries of steps" in capsys.readouterr().out
 
 
 FIND_COMPILERS = """

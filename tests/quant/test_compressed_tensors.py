@@ -18,6 +18,7 @@ from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import reference_logits
 from tests.models.test_parity import run
 from tests.parameters import some_by_default
+from tests.quant.fake_activations import fake_int8
 from tests.quant.loaded import ONE_LAYER, loaded, safetensors_of
 from tests.quant.quantized_checkpoints import (
     CASES,
@@ -25,12 +26,11 @@ from tests.quant.quantized_checkpoints import (
     FP4,
     Case,
     compressed,
-    fake_int8,
     fp8,
     ints,
-    write_fp8,
     write_quantized,
 )
+from tests.quant.writers import write_fp8
 
 pytest.importorskip("compressed_tensors")
 

@@ -29,8 +29,10 @@ from tests.checkpoints import reference_logits
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
 from tests.parameters import some_by_default
+from tests.quant.fake_activations import fake_int8
 from tests.quant.loaded import ONE_LAYER, loaded, safetensors_of, torch_rows
-from tests.quant.quantized_checkpoints import CASES, Case, fake_int8, integers, write_gptq, write_quantized
+from tests.quant.quantized_checkpoints import CASES, Case, write_quantized
+from tests.quant.writers import integers, write_gptq
 
 SOME = ("ct-fp8-tensor", "fp8-block", "ct-nvfp4", "modelopt-nvfp4", "modelopt-int4-awq", "ct-int4-zeros", "gptq-order")
 SOME += ("awq", "ct-w8a8")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import bench_baselines
 from baselines import rounds
 from baselines.cpu_times import CpuTimes
 from baselines.fixed_batches import generate_in_batches
@@ -60,6 +61,27 @@ class Scripted:
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         ids = [[self._token_id] * n for n in message["output_lens"]]
         return {"token_ids": ids, "wall_s": next(self._walls_s), "cores_used": 1.5, "noise_share": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such"], "must be a Hugging Face directory, and there is no "),
+        (["no/such", "--workloads", "mixed"], "workload must be one of ["),
+    ],
+)
+def test_what_cannot_be_measured_is_said_in_a_line(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_baselines.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["bench_baselines.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        bench_baselines.main()
+    shown = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert shown.startswith("bench_baselines.py: error: ")
+    assert message in shown
+    assert shown.count("\n") == 1
 
 
 def test_engines_take_turns_on_the_same_prompts(start: Start, tmp_path: Path) -> None:

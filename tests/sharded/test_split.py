@@ -95,7 +95,7 @@ def test_experts_that_cannot_be_divided_or_counted() -> None:
 
 def test_rows_that_cannot_be_divided() -> None:
     split: dict[str, Any] = {"tensor_parallel_size": 4, "expert_parallel_size": 2, "enable_dp_attention": True}
-    with pytest.raises(ConfigError, match="needs an expert_parallel_size above 1"):
+    with pytest.raises(ConfigError, match=r"got 1 share of 4 devices; set expert_parallel_size to tensor_par"):
         EngineConfig(enable_dp_attention=True, tensor_parallel_size=4)
     with pytest.raises(ConfigError, match="data_parallel_size must be 1 with enable_dp_attention, got 2"):
         EngineConfig(**split, data_parallel_size=2)

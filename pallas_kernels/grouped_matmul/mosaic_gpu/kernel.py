@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int, Int32
 
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.plan import MIN_ROWS, Call
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
-from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS, computing_registers
+from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
+from jaxserve.pallas_kernels.warpgroups import divide
 
 MATRIX, BASE, BEGIN, END = range(4)  # columns of the visits
 LOADING_REGISTERS = 72  # registers of a loading thread where there are three warpgroups; two have enough anyway
@@ -81,20 +82,13 @@ def _kernel(call: Call, *refs: Any) -> None:
     """Run one thread block: a loading warpgroup and the computing ones."""
     num_visits, visits, x, matrices, out, *scratch = refs
     block = ThreadBlock(call, num_visits, visits, x, matrices, out, Shared(*scratch))
-    thread, num_compute = lax.axis_index("thread"), call.tiles.warpgroups
-
-    @pl.when(thread == num_compute)
-    def load() -> None:
-        if num_compute > 1:
-            plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
-        block.load()
-
-    @pl.when(thread < num_compute)
-    def compute() -> None:
-        if num_compute > 1:
-            computing = computing_registers(LOADING_REGISTERS, num_loading=1, num_computing=num_compute)
-            plgpu.set_max_registers(computing, action="increase")
-        block.compute(thread)
+    num_computing = call.tiles.warpgroups
+    divide(
+        lambda _: block.load(),
+        block.compute,
+        num_computing=num_computing,
+        loading_registers=LOADING_REGISTERS if num_computing > 1 else None,
+    )
 
 
 class ThreadBlock:

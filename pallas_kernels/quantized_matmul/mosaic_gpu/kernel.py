@@ -13,11 +13,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
-from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS, computing_registers
+from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.quantized_matmul.interface import FLOAT16_BITS, INT4_ZERO, Quantized
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu import fragments
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.memory import Shared, shared_memory
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import UNIT, Call
+from jaxserve.pallas_kernels.warpgroups import divide
 
 LOADING_REGISTERS = {2: 40, 3: 56, 4: 32}  # registers of a loading thread, by the number of computing warpgroups
 _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
@@ -52,19 +53,13 @@ def _kernel(call: Call, *refs: Any) -> None:
     """Run one thread block: a loading warpgroup and the computing ones."""
     layer, x, elements, scale, offset, out, *scratch = refs
     block = ThreadBlock(call, layer[0], x, elements, scale, offset, out, Shared(*scratch))
-    thread, num_computing = lax.axis_index("thread"), call.tiles.warpgroups
-    loading = LOADING_REGISTERS[num_computing]
-    computing = computing_registers(loading, num_loading=1, num_computing=num_computing)
-
-    @pl.when(thread == num_computing)
-    def load() -> None:
-        plgpu.set_max_registers(loading, action="decrease")
-        block.load()
-
-    @pl.when(thread < num_computing)
-    def compute() -> None:
-        plgpu.set_max_registers(computing, action="increase")
-        block.compute(thread)
+    num_computing = call.tiles.warpgroups
+    divide(
+        lambda _: block.load(),
+        block.compute,
+        num_computing=num_computing,
+        loading_registers=LOADING_REGISTERS[num_computing],
+    )
 
 
 class ThreadBlock:

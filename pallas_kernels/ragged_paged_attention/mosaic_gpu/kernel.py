@@ -8,12 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.pallas_kernels.hopper import computing_registers
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import merge
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.computing import ComputingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import LOG2E, Unmerged
@@ -29,6 +27,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, Pages, QuantizedPages, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
+from jaxserve.pallas_kernels.warpgroups import divide
 
 # Registers of a loading thread, by the number of warpgroups; with two each has enough anyway.
 LOADING_REGISTERS = {3: 72, 4: 64}
@@ -121,19 +120,12 @@ def _tree_rows(
 def _attend_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
     """Run one thread block: in each worker, one loading warpgroup and the computing ones."""
     inputs, shared = Inputs(*refs[: len(Inputs._fields)]), Shared(*refs[len(Inputs._fields) :])
-    thread = lax.axis_index("thread")
-    num_compute = tiles.workers * tiles.warpgroups
-    loading = (WIDE_LOADING_REGISTERS if call.is_wide else LOADING_REGISTERS).get(num_compute + tiles.workers)
-
-    @pl.when(thread >= num_compute)
-    def load() -> None:
-        if loading is not None:
-            plgpu.set_max_registers(loading, action="decrease")
-        LoadingWarpgroup(call, tiles, inputs, shared, thread - num_compute).run()
-
-    @pl.when(thread < num_compute)
-    def compute() -> None:
-        if loading is not None:
-            computing = computing_registers(loading, num_loading=tiles.workers, num_computing=num_compute)
-            plgpu.set_max_registers(computing, action="increase")
-        ComputingWarpgroup(call, tiles, inputs, shared, thread).run()
+    num_computing = tiles.workers * tiles.warpgroups
+    by_warpgroups = WIDE_LOADING_REGISTERS if call.is_wide else LOADING_REGISTERS
+    divide(
+        lambda worker: LoadingWarpgroup(call, tiles, inputs, shared, worker).run(),
+        lambda warpgroup: ComputingWarpgroup(call, tiles, inputs, shared, warpgroup).run(),
+        num_computing=num_computing,
+        num_loading=tiles.workers,
+        loading_registers=by_warpgroups.get(num_computing + tiles.workers),
+    )

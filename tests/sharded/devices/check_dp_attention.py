@@ -103,17 +103,17 @@ def test_the_pool_has_as_many_times_the_pages_and_is_never_exchanged(pair: Pair)
     runner, count = divided.replicas[0].executor, divided.schedule.num_data_shards
     assert divided.occupancy.num_pages == count * alone.occupancy.num_pages
     [own, whole] = (engine.replicas[0].executor.state.kv_pages for engine in (divided, alone))
-    num_holders = runner.programs.num_devices // count
+    num_holders = runner.programs.lowering.num_devices // count
     is_latent = divided.arch.latent is not None
     for leaf, pool in zip(jax.tree.leaves(own), jax.tree.leaves(whole), strict=True):
         local = leaf.sharding.shard_shape(leaf.shape)
         assert (local[1], np.prod(local) * (1 if is_latent else num_holders)) == (pool.shape[1], pool.size)
-    compiled = runner.programs.lower(divided.schedule.buckets()[-1]).compile()
+    compiled = runner.programs.lowering.step(divided.schedule.buckets()[-1]).compile()
     program = compiled.as_text()
     exchanged = re.findall(r"= (\S+) (?:all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)", program)
     pools = {",".join(map(str, shape)) for shape in (own.shape, own.sharding.shard_shape(own.shape))}
     assert not any(sizes in result for sizes in pools for result in exchanged)
-    assert compiled.memory_analysis().alias_size_in_bytes >= own.nbytes // runner.programs.num_devices
+    assert compiled.memory_analysis().alias_size_in_bytes >= own.nbytes // runner.programs.lowering.num_devices
     counts = {each.kind: each.count for each in collectives("\n".join(re.findall(".*jit.block.*", program)))}
     num_mixtures = divided.arch.num_layers - len(divided.arch.dense_layers)
     assert counts.pop("all-gather") == counts.pop("reduce-scatter") == num_mixtures

@@ -1,6 +1,5 @@
 """An engine over several devices: the tokens of one device, and the program that makes them."""
 
-import copy
 import dataclasses
 import re
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from jaxserve import LLM, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.execution.programs import Programs
+from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.state import abstract_state, new_state
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, unsplit
@@ -130,7 +129,7 @@ def test_devices_meet_twice_a_layer(start: Start, bucket: int, multi_step: bool)
     """Devices exchange twice a layer, for the embedding, and for sampling: candidates, or logits of some rows."""
     runner = start(8).replicas[0].executor
     programs = runner.programs
-    program = programs.lower(bucket, multi_step=multi_step).compile().as_text()
+    program = programs.lowering.step(bucket, multi_step=multi_step).compile().as_text()
     found = [(m[1], line) for line in program.splitlines() if (m := re.search(COLLECTIVE, line))]
     assert sum(kind == "all-reduce" for kind, _ in found) == 1 + 2 * LAYERS
     for kind, line in found:
@@ -139,12 +138,12 @@ def test_devices_meet_twice_a_layer(start: Start, bucket: int, multi_step: bool)
 
 
 def test_pool_is_split_and_updated_in_place(start: Start) -> None:
-    programs = copy.copy(start(2).replicas[0].executor.programs)
-    programs.schedule = dataclasses.replace(programs.schedule, num_pages=100_000)
-    pool = programs.abstract_state().kv_pages
+    lowering = start(2).replicas[0].executor.programs.lowering
+    lowering = dataclasses.replace(lowering, schedule=dataclasses.replace(lowering.schedule, num_pages=100_000))
+    pool = lowering.abstract_state().kv_pages
     local = pool.sharding.shard_shape(pool.shape)
     assert np.prod(local) * 2 == pool.size
-    compiled = programs.lower(4, multi_step=True).compile()
+    compiled = lowering.step(4, multi_step=True).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize / 2 > 50e6
     assert memory.temp_size_in_bytes < 1e6
@@ -185,10 +184,11 @@ def test_a_narrow_pool_is_split_by_its_heads(
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_new_state_is_that_of_the_step(start: Start, num_devices: int) -> None:
     programs = start(num_devices).replicas[0].executor.programs
-    state, shapes = programs.new_state(), programs.abstract_state()
+    lowering = programs.lowering
+    state, shapes = programs.new_state(), lowering.abstract_state()
     options = {"kv_dtype": state.kv_pages.dtype, "backend": "xla"}
     for part in range(num_devices):
-        own = new_state(programs.arch.local(num_devices), programs.schedule, **options)
+        own = new_state(lowering.arch.local(num_devices), lowering.schedule, **options)
         for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(own), strict=True):
             np.testing.assert_array_equal(leaf.addressable_shards[part].data, wanted)
     for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(shapes), strict=True):
@@ -243,8 +243,7 @@ def test_a_second_start_lowers_nothing(
 
     prompts, params = [tokens(9, 1)], SamplingParams(temperature=1, seed=2, max_tokens=9)
     expected = generate(start(), prompts, params)
-    for name in ("lower",):
-        monkeypatch.setattr(Programs, name, lower)
+    monkeypatch.setattr(Lowering, "step", lower)
     for output, wanted in zip(generate(start(), prompts, params), expected, strict=True):
         assert_same(output, wanted)
 

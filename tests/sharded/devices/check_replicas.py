@@ -12,7 +12,7 @@ from jaxserve.bench.load import TimedRequest, run_load
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
-from jaxserve.execution.programs import Programs
+from jaxserve.execution.lowering import Lowering
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.router import Router
 from jaxserve.sharding import replica_meshes
@@ -195,8 +195,7 @@ def test_a_second_start_lowers_nothing(model: Path, tmp_path: Path, monkeypatch:
 
     prompts = [tokens(9, n) for n in range(4)]
     expected = generate(start(), prompts, GREEDY)
-    for name in ("lower",):
-        monkeypatch.setattr(Programs, name, lower)
+    monkeypatch.setattr(Lowering, "step", lower)
     for output, wanted in zip(generate(start(), prompts, GREEDY), expected, strict=True):
         assert_same(output, wanted)
 

@@ -19,7 +19,8 @@ from jaxserve.weights import CheckpointError
 from tests.checkpoints import reference_logits
 from tests.models.test_parity import attend
 from tests.parameters import some_by_default
-from tests.quant.quantized_checkpoints import CASES, fake_int8, write_quantized
+from tests.quant.fake_activations import fake_int8
+from tests.quant.quantized_checkpoints import CASES, write_quantized
 from tests.quant.test_stored import NATIVE
 from tests.quant.test_stored_experts import assert_near
 from tests.quant.test_stored_experts import write as write_experts

@@ -1,0 +1,236 @@
+"""Lowering: what the programs of a model are. Traces and lowers each for the devices; `programs` compiles them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.execution.batch import AdmissionLayout, BatchLayout, BlobLayout, CopyLayout, MaskLayout
+from jaxserve.execution.pooling import make_pooling_step
+from jaxserve.execution.proposer import Observer, Proposer
+from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state, copy_pages, new_state
+from jaxserve.execution.step import (
+    Compute,
+    Program,
+    Sample,
+    make_admit,
+    make_serve_step,
+    make_set_masks,
+    make_set_slot,
+    make_split_step,
+    step_options,
+)
+from jaxserve.execution.verification import make_speculative_step
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+from jaxserve.pallas_kernels.dispatch import products_by
+from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.sharding import MODEL, over_devices, replicated, specs_of, tensor_size
+
+logger = logging.getLogger(__name__)
+
+Lower = Callable[[], jax.stages.Lowered]  # traces and lowers one program
+
+
+@dataclass(frozen=True, eq=False)
+class Lowering:
+    """The programs of a model on some devices. It has neither weights nor state, so that a thread can keep it.
+
+    Attributes:
+        arch: sizes of the whole model.
+        param_shapes: shapes, dtypes and places of its weights.
+        schedule: sizes of steps and pool.
+        kv_dtype: dtype of the pool.
+        backend: backend of attention.
+        linear_backend: backend of products with matrices, see `EngineConfig.linear_backend`.
+        max_steps: rounds that one dispatch may go.
+        mesh: mesh of the devices that the model is split over; None where the first device has all of it.
+        proposer: proposer of speculative decoding; None without it.
+        draft_shapes: shapes, dtypes and places of the proposer's parameters.
+    """
+
+    arch: ArchConfig
+    param_shapes: Params
+    schedule: ScheduleConfig
+    kv_dtype: jnp.dtype
+    backend: str
+    linear_backend: str
+    max_steps: int
+    mesh: Mesh | None = None
+    proposer: Proposer | None = None
+    draft_shapes: Params = field(default_factory=dict)
+
+    @property
+    def facts(self) -> tuple[object, ...]:
+        """Whatever the programs follow from besides the devices; their `repr` tells them apart."""
+        arrays = (self.param_shapes, self.abstract_state(), self.draft_shapes)
+        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), arrays)
+        return self.arch, self.schedule, self.backend, self.linear_backend, self.max_steps, self.proposer, shapes
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices that the model is split over."""
+        return tensor_size(self.mesh)
+
+    @cached_property
+    def observer(self) -> Observer | None:
+        """Proposer that takes part in plain steps; None where there is none. To ask takes 20 us."""
+        return self.proposer if isinstance(self.proposer, Observer) else None
+
+    def abstract_state(self) -> ServeState:
+        """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
+        options: dict[str, Any] = {"kv_dtype": self.kv_dtype, "backend": self.backend, "new_draft": self._new_draft}
+        return abstract_state(self.arch, self.schedule, mesh=self.mesh, **options)
+
+    def _new_draft(self) -> Any:
+        return None if self.proposer is None else self.proposer.new_state()
+
+    def new_state(self) -> jax.stages.Lowered:
+        """Trace and lower the program that allocates an empty state on the devices."""
+        program: Callable[[], ServeState] = partial(
+            new_state,
+            self.arch.local(self.num_devices),
+            self.schedule,
+            kv_dtype=self.kv_dtype,
+            backend=self.backend,
+            new_draft=self._new_draft,
+        )
+        if self.mesh is not None:
+            program = over_devices(program, self.mesh, (), specs_of(self.abstract_state()))
+        return jax.jit(program).lower()
+
+    def step(self, bucket: int, *, multi_step: bool = False) -> jax.stages.Lowered:
+        """Trace and lower the step of one bucket, of one round or of several."""
+        layout = BatchLayout.of(self.schedule, bucket)
+        if self.arch.pooler is not None:
+            pooling_step = make_pooling_step(self.arch, layout, backend=self.backend, num_devices=self.num_devices)
+            return self._lower(pooling_step, layout, self.param_shapes)
+        step = make_serve_step(
+            self.arch,
+            layout,
+            backend=self.backend,
+            max_steps=self.schedule.max_steps(bucket, self.max_steps) if multi_step else 1,
+            num_devices=self.num_devices,
+            observer=self.observer,
+        )
+        return self._lower(step, layout, self._observed_shapes)
+
+    def split(self, bucket: int) -> tuple[Lower, Lower]:
+        """Return what traces and lowers the two programs for split plans of a number of rows."""
+        layout = BatchLayout.of(self.schedule, bucket)
+        masks = MaskLayout.of(self.schedule, self.arch.vocab_size)
+        options: dict[str, Any] = {"backend": self.backend, "num_devices": self.num_devices}
+        compute, sample = make_split_step(self.arch, layout, masks, observer=self.observer, **options)
+        part = PartitionSpec(None, MODEL) if self.mesh else PartitionSpec()
+        shape = (layout.num_rows, self.arch.local(self.num_devices).vocab_size * self.num_devices)
+        sharding = NamedSharding(self.mesh, part) if self.mesh else None
+        logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        return (
+            partial(self._lower, compute, layout, self._observed_shapes, output=part),
+            partial(self._lower, sample, layout, logits, masks.blob),
+        )
+
+    @property
+    def _observed_shapes(self) -> Any:
+        """Shapes of the parameters of programs in which a proposer may observe."""
+        return (self.param_shapes, self.draft_shapes) if self.observer else self.param_shapes
+
+    def speculative(self, bucket: int) -> jax.stages.Lowered:
+        """Trace and lower the speculative step of a bucket, a number of rows."""
+        assert self.proposer is not None, "a speculative step has a proposer"
+        layout = BatchLayout.of(self.schedule, bucket, is_speculative=True)
+        step = make_speculative_step(
+            self.arch,
+            layout,
+            self.proposer,
+            backend=self.backend,
+            max_rounds=self.schedule.max_rounds(bucket, self.max_steps),
+            num_devices=self.num_devices,
+        )
+        return self._lower(step, layout, (self.param_shapes, self.draft_shapes))
+
+    def writers(self) -> dict[str, Lower]:
+        """Return what traces and lowers the programs that write to tables by slot, each given the table first."""
+        state, num_devices = self.abstract_state(), self.num_devices
+        admissions = AdmissionLayout.of(self.schedule)
+        masks = MaskLayout.of(self.schedule, self.arch.vocab_size)
+        row = jax.tree.map(
+            lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.schedule, self.arch.vocab_size)
+        )
+
+        def writer(program: Callable[..., Any], *args: Any) -> Lower:
+            if self.mesh is not None:
+                program = over_devices(program, self.mesh, args, specs_of(args[0]))
+            return partial(jax.jit(program, donate_argnums=0).lower, *args)
+
+        index, blob, words = (
+            self._operand(shape, jnp.int32) for shape in ((), (admissions.blob.size,), (masks.blob.size,))
+        )
+        admit = writer(make_admit(admissions, self.proposer), state, blob)
+        if self.arch.pooler is not None:
+            return {"admit": admit}
+        copies = self._operand(CopyLayout.of(self.schedule).shape, jnp.int32)
+        copy = partial(copy_pages, axis=self.arch.local(num_devices).token_axis)
+        return {
+            "admit": admit,
+            "copy_pages": writer(copy, state.kv_pages, copies),
+            "set_slot": writer(make_set_slot(self.arch, num_devices=num_devices), state, index, row),
+            "set_masks": writer(make_set_masks(self.arch, masks, num_devices=num_devices), state.slots.allowed, words),
+        }
+
+    def _lower(
+        self,
+        program: Program | Compute | Sample,
+        layout: BatchLayout,
+        params: Any,
+        *more: BlobLayout,
+        output: PartitionSpec | None = None,
+    ) -> jax.stages.Lowered:
+        """Trace and lower a program of parameters, state and blobs.
+
+        Args:
+            program: program that returns the state and an output.
+            layout: layout of the blob.
+            params: shapes, dtypes and places of its first argument.
+            more: layouts of further blobs.
+            output: axes over which its output is split; None where every device has the whole.
+        """
+        state = self.abstract_state()
+        blobs = [self._operand((each.size,), jnp.int32) for each in (layout.blob, *more)]
+        if self.mesh is not None:
+            specs = (specs_of(state), output or PartitionSpec())
+            program = over_devices(program, self.mesh, (params, state, *blobs), specs)
+        else:
+            params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        device = self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
+        compiler_options = _known_options(device)
+        jitted = jax.jit(program, donate_argnums=1, compiler_options=compiler_options)
+        with products_by(self.linear_backend):
+            return jitted.lower(params, state, *blobs)
+
+    def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+        """Return the shape of an array of the host on every device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
+
+
+@cache
+def _known_options(device: jax.Device) -> dict[str, str | bool]:
+    """Return the `step_options` of a device that the XLA in use knows: its options come and go."""
+
+    def is_known(option: dict[str, str | bool]) -> bool:
+        try:
+            jax.jit(lambda: 0, compiler_options=option).lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            logger.warning("XLA compiles without an option that it does not know: %s", error)
+            return False
+        return True
+
+    wanted = step_options(device.device_kind)
+    return {name: value for name, value in wanted.items() if is_known({name: value})}

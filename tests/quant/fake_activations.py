@@ -1,0 +1,44 @@
+"""Emulated quantisation of activations, by torch: each returns the values that the products of a module see."""
+
+from collections.abc import Callable, Mapping
+
+import ml_dtypes
+import numpy as np
+import torch
+
+Fake = Callable[[torch.Tensor, Mapping[str, np.ndarray]], torch.Tensor]
+
+
+def fake_int8(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
+    scale = x.abs().amax(-1, keepdim=True) / 127.5
+    return torch.clamp(torch.round(x / scale), -128, 127) * scale
+
+
+def fake_fp8(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
+    return to_fp8(x, x.abs().amax(-1, keepdim=True) / 448)
+
+
+def fake_fp8_static(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
+    return to_fp8(x, torch.tensor(tensors["input_scale"].reshape(())))
+
+
+def fake_fp8_groups(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
+    size = x.shape[-1]
+    padded = torch.nn.functional.pad(x, (0, -size % 128)).unflatten(-1, (-1, 128))
+    return to_fp8(padded, padded.abs().amax(-1, keepdim=True) / 448).flatten(-2)[..., :size]
+
+
+def fake_fp4(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
+    if "input_scale" in tensors:
+        factor = torch.tensor(np.float32(1) / tensors["input_scale"])
+    else:
+        factor = torch.tensor(tensors["input_global_scale"].reshape(()))
+    groups = x.unflatten(-1, (-1, 16))
+    scale = (factor * (groups.abs().amax(-1, keepdim=True) / 6)).clamp(max=448).to(torch.float8_e4m3fn).float()
+    scale = torch.where(scale == 0, 0.125, scale) / factor
+    values = (groups / scale).clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    return (torch.tensor(values) * scale).flatten(-2)
+
+
+def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.clamp(x / scale, -448, 448).to(torch.float8_e4m3fn).float() * scale
