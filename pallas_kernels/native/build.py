@@ -13,16 +13,21 @@ from setuptools.errors import BaseError, CCompilerError, ExecError
 FLAGS = ["-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-pthread"]
 FAILURE_NOTE = "build_failure.txt"
 
+X86 = ("x86_64", "AMD64")
+ARM = ("aarch64", "arm64")
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
 
-# The source is compiled once per instruction set; the best one is chosen when the library is loaded.
-INSTRUCTION_SETS = {
-    "generic": (4, []),
-    "avx2": (8, ["-mavx2", "-mfma", "-mf16c"]),
-    "avx512": (16, AVX512),
-    "avx512vnni": (16, [*AVX512, "-mavx512vnni"]),
-}
-X86 = ("x86_64", "AMD64")
+# The source is compiled once per instruction set of the machine: floats per vector and the compiler's options. The best
+# one that a processor has is chosen when the library is loaded.
+INSTRUCTION_SETS: dict[str, tuple[int, list[str]]] = {"generic": (4, [])}
+if platform.machine() in X86:
+    INSTRUCTION_SETS |= {
+        "avx2": (8, ["-mavx2", "-mfma", "-mf16c"]),
+        "avx512": (16, AVX512),
+        "avx512vnni": (16, [*AVX512, "-mavx512vnni"]),
+    }
+if platform.machine() in ARM:
+    INSTRUCTION_SETS["neondot"] = (4, ["-march=armv8.2-a+dotprod"])
 
 
 class BuildKernels(build_ext):
@@ -55,8 +60,7 @@ class BuildKernels(build_ext):
     def _compile_all(self) -> list[str]:
         objects = self._compile("ffi.cc", "ffi", ["-isystem", _xla_headers()])
         for name, (width, flags) in INSTRUCTION_SETS.items():
-            if name == "generic" or platform.machine() in X86:
-                objects += self._compile("isa.cc", name, [f"-DNATIVE_ISA={name}", f"-DNATIVE_WIDTH={width}", *flags])
+            objects += self._compile("isa.cc", name, [f"-DNATIVE_ISA={name}", f"-DNATIVE_WIDTH={width}", *flags])
         return objects
 
     def _compile(self, source: str, name: str, flags: list[str]) -> list[str]:

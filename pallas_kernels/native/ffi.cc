@@ -5,6 +5,10 @@
 #include <optional>
 #include <vector>
 
+#ifdef __linux__
+#include <sys/auxv.h>
+#endif
+
 #include "kernels.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -29,6 +33,16 @@ struct InstructionSet {
   const native::Kernels* kernels;
 };
 
+#ifdef __aarch64__
+bool has_dot_products() {
+#ifdef __APPLE__
+  return true;  // all of Apple's processors for macOS have them
+#else
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#endif
+}
+#endif
+
 // Return the instruction sets that this processor has, best first.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> sets = [] {
@@ -42,6 +56,9 @@ const std::vector<InstructionSet>& instruction_sets() {
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
       found.push_back({"avx2", &native::avx2::kernels});
     }
+#endif
+#ifdef __aarch64__
+    if (has_dot_products()) found.push_back({"neondot", &native::neondot::kernels});
 #endif
     found.push_back({"generic", &native::generic::kernels});
     return found;

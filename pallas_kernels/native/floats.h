@@ -13,7 +13,12 @@
 
 namespace NATIVE_ISA {
 
-constexpr int kMaxTileTokens = NATIVE_WIDTH == 16 ? 12 : NATIVE_WIDTH == 8 ? 6 : 5;  // as many as the registers hold
+// Tokens of a tile, as many as the registers hold.
+#ifdef __aarch64__
+constexpr int kMaxTileTokens = 6;
+#else
+constexpr int kMaxTileTokens = NATIVE_WIDTH == 16 ? 12 : NATIVE_WIDTH == 8 ? 6 : 5;
+#endif
 constexpr int64_t kBlockColumns = 256 / kPanels;  // columns of panels that stay in a core's first-level cache
 
 // A weight format has

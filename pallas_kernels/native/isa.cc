@@ -2,16 +2,20 @@
 
 #include "linear.h"
 
-#ifndef __AVX512VNNI__
+// Attention multiplies no bytes: with the extensions that do, it is that of the plain instruction set.
+#if defined(__AVX512VNNI__)
+#define NATIVE_PLAIN avx512
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define NATIVE_PLAIN generic
+#else
 #include "attention.h"
 #endif
 
 namespace native {
 namespace NATIVE_ISA {
 
-#ifdef __AVX512VNNI__
-// Attention multiplies no bytes: it is that of plain AVX-512.
-static void attention(Executor& executor, const AttentionProblem& p) { avx512::kernels.attention(executor, p); }
+#ifdef NATIVE_PLAIN
+static void attention(Executor& executor, const AttentionProblem& p) { NATIVE_PLAIN::kernels.attention(executor, p); }
 #else
 using ::NATIVE_ISA::attention;
 #endif

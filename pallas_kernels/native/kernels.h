@@ -96,6 +96,9 @@ extern const Kernels kernels;
 namespace avx2 {
 extern const Kernels kernels;
 }
+namespace neondot {
+extern const Kernels kernels;
+}
 namespace generic {
 extern const Kernels kernels;
 }

@@ -22,9 +22,10 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 OPTIONS = AttentionOptions(1.0)
 PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
-# The best instruction set serves; the others must be right as well, if there are any. Attention of AVX-512 is that of
-# its extension too.
-OTHERS = [name for name in native.instruction_sets()[1:] if name != "avx512"] if "native" in SERVING else []
+# The best instruction set serves; the others must be right as well, if there are any. An extension that multiplies bytes
+# has the attention of the plain instruction set.
+SAME_ATTENTION = ("avx512", "neondot")
+OTHERS = [name for name in native.instruction_sets()[1:] if name not in SAME_ATTENTION] if "native" in SERVING else []
 OTHER_SETS = [f"native:{name}" for name in OTHERS]
 WITH_SCALES = ("int8", "float8_e4m3fn")
 BY_NAME = {case.name: case for case in CASES}

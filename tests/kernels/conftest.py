@@ -1,9 +1,16 @@
+import os
+
 import jaxtyping
 import pytest
 
 from jaxserve.environment import leave_tpus_alone
 
 leave_tpus_alone()
+
+if os.environ.get("JAXSERVE_TEST_EMULATED"):  # instruction sets of other processors: pallas_kernels/README.md
+    from tests.kernels.emulated import calls
+
+    calls.install()
 
 
 @pytest.fixture

@@ -33,14 +33,11 @@ from jaxserve.pallas_kernels.mla_attention.cases import CASES
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
+from tests.kernels.attention_runs import OTHER_SETS
 from tests.parameters import some_by_default
 
 PLAIN = Problem(4, 32, 16, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
-# The best instruction set serves; the others must be right as well, if there are any. Attention of AVX-512 is that of
-# its extension too.
-OTHERS = [name for name in native.instruction_sets()[1:] if name != "avx512"] if "native" in SERVING else []
-OTHER_SETS = [f"native:{name}" for name in OTHERS]
 BY_NAME = {case.name: case for case in CASES}
 # Each case is a program that XLA compiles slowly: by default it runs some.
 QUICK_ON_XLA = ("two_prompts_of_many_tiles", "shared_prefix_written_now", "stale_nan", "float8", "tree")
