@@ -132,13 +132,19 @@ class Programs:
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), arrays)
         devices = None if mesh is None else list(mesh.devices.flat)
         self._cache_scope = cache_scope
-        facts = (arch, schedule, backend, linear_backend, max_steps, proposer, shapes)
-        self._store = ProgramStore(directory, facts, devices)
+        self._compiler_options = step_options((devices or jax.devices())[0].device_kind)
+        options = (backend, linear_backend, max_steps, self._compiler_options)
+        self._store = ProgramStore(directory, (arch, self._sizes, *options, proposer, shapes), devices)
+
+    @property
+    def _sizes(self) -> ScheduleConfig:
+        """Sizes that programs follow from."""
+        return self.schedule.of_programs
 
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
         options: dict[str, Any] = {"kv_dtype": self._kv_dtype, "backend": self._backend, "new_draft": self._new_draft}
-        return abstract_state(self.arch, self.schedule, mesh=self.mesh, **options)
+        return abstract_state(self.arch, self._sizes, mesh=self.mesh, **options)
 
     def _new_draft(self) -> Any:
         return None if self.proposer is None else self.proposer.new_state()
@@ -149,7 +155,7 @@ class Programs:
             program: Callable[[], ServeState] = partial(
                 new_state,
                 self.arch.local(self.num_devices),
-                self.schedule,
+                self._sizes,
                 kv_dtype=self._kv_dtype,
                 backend=self._backend,
                 new_draft=self._new_draft,
@@ -162,7 +168,7 @@ class Programs:
 
     def lower(self, bucket: int, *, multi_step: bool = False) -> jax.stages.Lowered:
         """Trace and lower the step of one bucket, of one round or of several."""
-        layout = BatchLayout.of(self.schedule, bucket)
+        layout = BatchLayout.of(self._sizes, bucket)
         if self.arch.pooler is not None:
             pooling_step = make_pooling_step(self.arch, layout, backend=self._backend, num_devices=self.num_devices)
             return self._lower(pooling_step, layout, self.param_shapes)
@@ -178,8 +184,8 @@ class Programs:
 
     def lower_split(self, bucket: int) -> tuple[Callable[[], jax.stages.Lowered], Callable[[], jax.stages.Lowered]]:
         """Return what traces and lowers the two programs for split plans of a number of rows."""
-        layout = BatchLayout.of(self.schedule, bucket)
-        masks = MaskLayout.of(self.schedule, self.arch.vocab_size)
+        layout = BatchLayout.of(self._sizes, bucket)
+        masks = MaskLayout.of(self._sizes, self.arch.vocab_size)
         options: dict[str, Any] = {"backend": self._backend, "num_devices": self.num_devices}
         compute, sample = make_split_step(self.arch, layout, masks, observer=self.observer, **options)
         part = PartitionSpec(None, MODEL) if self.mesh else PartitionSpec()
@@ -199,7 +205,7 @@ class Programs:
     def lower_speculative(self, bucket: int) -> jax.stages.Lowered:
         """Trace and lower the speculative step of a bucket, a number of rows."""
         assert self.proposer is not None, "a speculative step has a proposer"
-        layout = BatchLayout.of(self.schedule, bucket, is_speculative=True)
+        layout = BatchLayout.of(self._sizes, bucket, is_speculative=True)
         step = make_speculative_step(
             self.arch,
             layout,
@@ -234,9 +240,7 @@ class Programs:
             program = over_devices(program, self.mesh, (params, state, *blobs), specs)
         else:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        device = self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
-        compiler_options = _known_options(device)
-        jitted = jax.jit(program, donate_argnums=1, compiler_options=compiler_options)
+        jitted = jax.jit(program, donate_argnums=1, compiler_options=_known(self._compiler_options))
         with products_by(self._linear_backend):
             return jitted.lower(params, state, *blobs)
 
@@ -301,8 +305,9 @@ class Programs:
     def _compile(self, wanted: Buckets, num_threads: int = 1) -> None:
         """Compile what is missing of some buckets, in order, several at a time."""
         single = self.schedule.step_buckets(self._max_steps)
-        shared = [bucket for bucket in wanted.steps if bucket not in single]
-        jobs = [partial(self._compile_step, bucket) for bucket in wanted.steps if bucket in single]
+        steps = dict.fromkeys(wanted.steps)  # the smallest bucket may be the largest: two threads would compile it
+        shared = [bucket for bucket in steps if bucket not in single]
+        jobs = [partial(self._compile_step, bucket) for bucket in steps if bucket in single]
         jobs += [partial(self._compile_multi_step, bucket) for bucket in dict.fromkeys([*shared, *wanted.multi_steps])]
         jobs += [partial(self._compile_speculative, bucket) for bucket in wanted.speculative]
         jobs += [partial(self._compile_split, bucket) for bucket in wanted.split]
@@ -340,10 +345,11 @@ class Programs:
     def _compile_writers(self) -> None:
         """Compile the programs that write to tables by slot, each given what it writes to first."""
         state, num_devices = self.abstract_state(), self.num_devices
-        admissions = AdmissionLayout.of(self.schedule)
-        masks = MaskLayout.of(self.schedule, self.arch.vocab_size)
+        admissions = AdmissionLayout.of(self._sizes)
+        masks = MaskLayout.of(self._sizes, self.arch.vocab_size)
         row = jax.tree.map(
-            lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.schedule, self.arch.vocab_size)
+            lambda s: self._operand(s.shape, s.dtype),
+            abstract_slot_row(self._sizes, self.arch.vocab_size),
         )
 
         def get(name: str, program: Callable[..., Any], *args: Any) -> Compiled:
@@ -357,7 +363,7 @@ class Programs:
         self.admit = get("admit", make_admit(admissions, self.proposer), state, blob)
         if self.arch.pooler is not None:
             return
-        copies = self._operand(CopyLayout.of(self.schedule).shape, jnp.int32)
+        copies = self._operand(CopyLayout.of(self._sizes).shape, jnp.int32)
         copy = partial(copy_pages, axis=self.arch.local(num_devices).token_axis)
         self.copy_pages = get("copy_pages", copy, state.kv_pages, copies)
         self.set_slot = get("set_slot", make_set_slot(self.arch, num_devices=num_devices), state, index, row)
@@ -424,20 +430,19 @@ class Programs:
         self._compiled.wait()
 
 
+def _known(options: dict[str, str | bool]) -> dict[str, str | bool]:
+    """Return the options that the XLA in use knows: they come and go."""
+    return {name: value for name, value in options.items() if _is_known(name, value)}
+
+
 @cache
-def _known_options(device: jax.Device) -> dict[str, str | bool]:
-    """Return the `step_options` of a device that the XLA in use knows: its options come and go."""
-
-    def is_known(option: dict[str, str | bool]) -> bool:
-        try:
-            jax.jit(lambda: 0, compiler_options=option).lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            logger.warning("XLA compiles without an option that it does not know: %s", error)
-            return False
-        return True
-
-    wanted = step_options(device.device_kind)
-    return {name: value for name, value in wanted.items() if is_known({name: value})}
+def _is_known(name: str, value: str | bool) -> bool:
+    try:
+        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        logger.warning("XLA compiles without an option that it does not know: %s", error)
+        return False
+    return True
 
 
 def run_all(jobs: Iterable[Callable[[], None]], num_threads: int, stop: threading.Event) -> None:
