@@ -18,6 +18,7 @@ from jaxserve.server.config import ServerConfig
 from jaxserve.server.serve import listen, new_server
 from tests.e2e.conftest import llama
 from tests.e2e.sizes import SIZES
+from tests.soon_compiled import as_shipped
 
 __all__ = ["llama"]
 
@@ -66,7 +67,8 @@ def running(engine: Engine, **options: Any) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def engine(llama: Path) -> Engine:
     """Return the engine of the servers."""
-    engine = Engine(EngineConfig(str(llama), **SIZES))
+    with as_shipped():
+        engine = Engine(EngineConfig(str(llama), **SIZES))
     engine.wait_until_warm()
     return engine
 
@@ -74,7 +76,8 @@ def engine(llama: Path) -> Engine:
 @pytest.fixture(scope="session")
 def llm(llama: Path) -> LLM:
     """Return the offline interface over an engine of its own, with the same weights and programs."""
-    return LLM(str(llama), **SIZES)
+    with as_shipped():
+        return LLM(str(llama), **SIZES)
 
 
 @pytest.fixture(scope="module")
