@@ -68,7 +68,7 @@ class ScheduleConfig:
 
     @property
     def of_programs(self) -> ScheduleConfig:
-        """What programs follow from: the same without the choice of buckets and kinds of plans, and policy.
+        """The same without the choice of buckets, kinds of plans and policy, on which no program depends.
 
         Engines that differ in these alone share their compiled programs.
         """

@@ -1,5 +1,6 @@
 """A server on loopback over a tiny engine, started once for all tests."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -95,6 +96,13 @@ def check_drained(engine: Engine) -> None:
         threading.Event().wait(0.02)
     assert not engine.core.has_work()
     engine.check_integrity()
+
+
+@pytest.fixture(autouse=True)
+def out_of_the_collectors_sight() -> Iterator[None]:
+    """Freeze again what a server that has ended has shown the collector, or the next start goes through all of it."""
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
