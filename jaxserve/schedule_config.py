@@ -67,6 +67,23 @@ class ScheduleConfig:
         )
 
     @property
+    def of_programs(self) -> ScheduleConfig:
+        """The same without the choice of buckets, kinds of plans and policy, on which no program depends.
+
+        Engines that differ in these alone share their compiled programs.
+        """
+        return replace(
+            self,
+            few_programs=False,
+            has_split_steps=False,
+            max_num_partial_prefills=DEFAULT_PARTIAL_PREFILLS,
+            max_long_partial_prefills=DEFAULT_LONG_PREFILLS,
+            long_prefill_token_threshold=0,
+            tenant_weights=(),
+            targets=(),
+        )
+
+    @property
     def num_shard_pages(self) -> int:
         """Pages of one shard, those of a device's pool."""
         return self.num_pages // self.num_data_shards

@@ -11,8 +11,8 @@ For writers of tests:
   `@settings(max_examples=examples(25))`, from `random_runs`, is 25 or 100.
 - Tests of more than a few seconds run a part by default: `pytest.param(..., marks=pytest.mark.full)` for the rest. Of
   the families of models that is `VARIED`, from `checkpoints`.
-- The start of an engine is mostly compilation. Where the sizes of steps do not matter, `few_programs()` from
-  `soon_compiled` halves it.
+- The start of an engine is mostly compilation. Programs are not optimised, see `soon_compiled`. Where the sizes of
+  steps do not matter, `few_programs()` from there halves it.
 """
 
 import atexit
@@ -89,6 +89,15 @@ def pytest_collection_finish() -> None:
     """Leave modules and tests out of the collector's sight."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def engines_compile_soon() -> Iterator[None]:
+    """Compile the programs of engines without LLVM's optimisations, see `soon_compiled`."""
+    from tests.soon_compiled import soon_compiled
+
+    with soon_compiled():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,4 +1,8 @@
-"""Compile engines' programs in less time: without LLVM's optimisations, as tiny models run as fast, or fewer."""
+"""Compile engines' programs in less time: without LLVM's optimisations, as tiny models run as fast, or fewer.
+
+Without them a program takes half the time or less. `tests/conftest.py` does so in all tests but those that use
+`as_shipped`: those of the plain engine, of servers and of commands, which run in processes of their own.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +31,21 @@ def soon_compiled() -> Iterator[None]:
 
 
 @contextmanager
+def as_shipped() -> Iterator[None]:
+    """Make all engines that start meanwhile compile as a user's do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "step_options", step_options)
+        yield
+
+
+@contextmanager
 def few_programs() -> Iterator[None]:
     """Give all engines that start meanwhile the few sizes of steps that they have on a TPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "build_schedule", lambda *args: replace(build_schedule(*args), few_programs=True))
         yield
+
+
+def are_few() -> bool:
+    """Return whether engines that start now have few programs."""
+    return build.build_schedule is not build_schedule

@@ -72,7 +72,19 @@ class Lowering:
         """Whatever the programs follow from besides the devices; their `repr` tells them apart."""
         arrays = (self.param_shapes, self.abstract_state(), self.draft_shapes)
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), arrays)
-        return self.arch, self.schedule, self.backend, self.linear_backend, self.max_steps, self.proposer, shapes
+        options = (self.backend, self.linear_backend, self.max_steps, self.compiler_options)
+        return self.arch, self.sizes, *options, self.proposer, shapes
+
+    @cached_property
+    def sizes(self) -> ScheduleConfig:
+        """Sizes that programs follow from."""
+        return self.schedule.of_programs
+
+    @cached_property
+    def compiler_options(self) -> dict[str, str | bool]:
+        """Options of the compiler for steps."""
+        device = self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
+        return step_options(device.device_kind)
 
     @property
     def num_devices(self) -> int:
@@ -87,7 +99,7 @@ class Lowering:
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
         options: dict[str, Any] = {"kv_dtype": self.kv_dtype, "backend": self.backend, "new_draft": self._new_draft}
-        return abstract_state(self.arch, self.schedule, mesh=self.mesh, **options)
+        return abstract_state(self.arch, self.sizes, mesh=self.mesh, **options)
 
     def _new_draft(self) -> Any:
         return None if self.proposer is None else self.proposer.new_state()
@@ -97,7 +109,7 @@ class Lowering:
         program: Callable[[], ServeState] = partial(
             new_state,
             self.arch.local(self.num_devices),
-            self.schedule,
+            self.sizes,
             kv_dtype=self.kv_dtype,
             backend=self.backend,
             new_draft=self._new_draft,
@@ -108,7 +120,7 @@ class Lowering:
 
     def step(self, bucket: int, *, multi_step: bool = False) -> jax.stages.Lowered:
         """Trace and lower the step of one bucket, of one round or of several."""
-        layout = BatchLayout.of(self.schedule, bucket)
+        layout = BatchLayout.of(self.sizes, bucket)
         if self.arch.pooler is not None:
             pooling_step = make_pooling_step(self.arch, layout, backend=self.backend, num_devices=self.num_devices)
             return self._lower(pooling_step, layout, self.param_shapes)
@@ -124,8 +136,8 @@ class Lowering:
 
     def split(self, bucket: int) -> tuple[Lower, Lower]:
         """Return what traces and lowers the two programs for split plans of a number of rows."""
-        layout = BatchLayout.of(self.schedule, bucket)
-        masks = MaskLayout.of(self.schedule, self.arch.vocab_size)
+        layout = BatchLayout.of(self.sizes, bucket)
+        masks = MaskLayout.of(self.sizes, self.arch.vocab_size)
         options: dict[str, Any] = {"backend": self.backend, "num_devices": self.num_devices}
         compute, sample = make_split_step(self.arch, layout, masks, observer=self.observer, **options)
         part = PartitionSpec(None, MODEL) if self.mesh else PartitionSpec()
@@ -145,7 +157,7 @@ class Lowering:
     def speculative(self, bucket: int) -> jax.stages.Lowered:
         """Trace and lower the speculative step of a bucket, a number of rows."""
         assert self.proposer is not None, "a speculative step has a proposer"
-        layout = BatchLayout.of(self.schedule, bucket, is_speculative=True)
+        layout = BatchLayout.of(self.sizes, bucket, is_speculative=True)
         step = make_speculative_step(
             self.arch,
             layout,
@@ -159,10 +171,10 @@ class Lowering:
     def writers(self) -> dict[str, Lower]:
         """Return what traces and lowers the programs that write to tables by slot, each given the table first."""
         state, num_devices = self.abstract_state(), self.num_devices
-        admissions = AdmissionLayout.of(self.schedule)
-        masks = MaskLayout.of(self.schedule, self.arch.vocab_size)
+        admissions = AdmissionLayout.of(self.sizes)
+        masks = MaskLayout.of(self.sizes, self.arch.vocab_size)
         row = jax.tree.map(
-            lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.schedule, self.arch.vocab_size)
+            lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.sizes, self.arch.vocab_size)
         )
 
         def writer(program: Callable[..., Any], *args: Any) -> Lower:
@@ -176,7 +188,7 @@ class Lowering:
         admit = writer(make_admit(admissions, self.proposer), state, blob)
         if self.arch.pooler is not None:
             return {"admit": admit}
-        copies = self._operand(CopyLayout.of(self.schedule).shape, jnp.int32)
+        copies = self._operand(CopyLayout.of(self.sizes).shape, jnp.int32)
         copy = partial(copy_pages, axis=self.arch.local(num_devices).token_axis)
         return {
             "admit": admit,
@@ -209,9 +221,7 @@ class Lowering:
             program = over_devices(program, self.mesh, (params, state, *blobs), specs)
         else:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        device = self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
-        compiler_options = _known_options(device)
-        jitted = jax.jit(program, donate_argnums=1, compiler_options=compiler_options)
+        jitted = jax.jit(program, donate_argnums=1, compiler_options=_known(self.compiler_options))
         with products_by(self.linear_backend):
             return jitted.lower(params, state, *blobs)
 
@@ -220,17 +230,16 @@ class Lowering:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
 
 
+def _known(options: dict[str, str | bool]) -> dict[str, str | bool]:
+    """Return the options that the XLA in use knows: they come and go."""
+    return {name: value for name, value in options.items() if _is_known(name, value)}
+
+
 @cache
-def _known_options(device: jax.Device) -> dict[str, str | bool]:
-    """Return the `step_options` of a device that the XLA in use knows: its options come and go."""
-
-    def is_known(option: dict[str, str | bool]) -> bool:
-        try:
-            jax.jit(lambda: 0, compiler_options=option).lower().compile()
-        except jax.errors.JaxRuntimeError as error:
-            logger.warning("XLA compiles without an option that it does not know: %s", error)
-            return False
-        return True
-
-    wanted = step_options(device.device_kind)
-    return {name: value for name, value in wanted.items() if is_known({name: value})}
+def _is_known(name: str, value: str | bool) -> bool:
+    try:
+        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        logger.warning("XLA compiles without an option that it does not know: %s", error)
+        return False
+    return True

@@ -140,8 +140,9 @@ class Programs:
     def _compile(self, wanted: Buckets, num_threads: int = 1) -> None:
         """Compile what is missing of some buckets, in order, several at a time."""
         single = self._schedule.step_buckets(self._max_steps)
-        shared = [bucket for bucket in wanted.steps if bucket not in single]
-        jobs = [partial(self._compile_step, bucket) for bucket in wanted.steps if bucket in single]
+        steps = dict.fromkeys(wanted.steps)  # the smallest bucket may be the largest: two threads would compile it
+        shared = [bucket for bucket in steps if bucket not in single]
+        jobs = [partial(self._compile_step, bucket) for bucket in steps if bucket in single]
         jobs += [partial(self._compile_multi_step, bucket) for bucket in dict.fromkeys([*shared, *wanted.multi_steps])]
         jobs += [partial(self._compile_speculative, bucket) for bucket in wanted.speculative]
         jobs += [partial(self._compile_split, bucket) for bucket in wanted.split]

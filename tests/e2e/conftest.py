@@ -3,6 +3,7 @@
 Engines of default sizes share their compiled programs, so that a further engine starts in about a second.
 """
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +24,11 @@ from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.proposers import PROPOSERS, make_speculate
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.parameters import some_by_default
+from tests.soon_compiled import are_few, as_shipped, few_programs
 
 Start = Callable[..., Engine]
 
+PLAIN_OPTIONS = {"model", "skip_tokenizer_init", "step_ahead", "enable_prefix_caching", *SIZES}
 CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[bot] {% endif %}"
 )
@@ -65,13 +68,21 @@ def few_engines(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[
 
 @pytest.fixture(scope="session")
 def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Start:
-    """Start an engine, or reuse the one with the same options, unless a test has closed it."""
+    """Start an engine, or reuse the one with the same options, unless a test has closed it.
+
+    Engines of the plain model have programs as shipped, those with drafts few of them.
+    """
 
     def start(**options: Any) -> Engine:
         options = {"model": str(llama), "skip_tokenizer_init": True} | SIZES | options
-        key = tuple(sorted(options.items()))
-        if key not in engines or engines[key].devices.is_closed:
-            engines[key] = Engine(EngineConfig(**options))
+        with contextlib.ExitStack() as compiled:
+            if options.keys() <= PLAIN_OPTIONS and options["model"] == str(llama):
+                compiled.enter_context(as_shipped())
+            elif "speculative_config" in options:
+                compiled.enter_context(few_programs())
+            key = (*sorted(options.items()), ("few_programs", are_few()))
+            if key not in engines or engines[key].devices.is_closed:
+                engines[key] = Engine(EngineConfig(**options))
         engines[key].reset_prefix_cache()
         return engines[key]
 
@@ -81,7 +92,8 @@ def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> St
 @pytest.fixture(scope="session")
 def llm(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> LLM:
     """Return the offline interface over the same programs, with the tokenizer."""
-    llm = LLM(str(llama), **SIZES)
+    with as_shipped():
+        llm = LLM(str(llama), **SIZES)
     engines[("llm", True),] = llm.engine
     return llm
 

@@ -20,7 +20,6 @@ from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import tokens
 from tests.parameters import some_by_default
-from tests.soon_compiled import soon_compiled
 
 PROMPTS = [tokens(n, f"beam {n}") for n in (1, 6, 30)]
 MAX_TOKENS = 14
@@ -37,8 +36,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     with torch.no_grad():
         model.get_output_embeddings().weight[EOS] *= 3
     model.save_pretrained(path)
-    with soon_compiled():
-        llm = LLM(str(path), skip_tokenizer_init=True, **SIZES | {"num_pages": 80})
+    llm = LLM(str(path), skip_tokenizer_init=True, **SIZES | {"num_pages": 80})
     with llm:
         yield llm, transformers.AutoModelForCausalLM.from_pretrained(path).eval()
         assert llm.engine.stats.num_compiles == 0

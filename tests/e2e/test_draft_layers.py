@@ -108,7 +108,7 @@ def test_a_layer_behind_those_of_the_model_drafts(start: Start, tmp_path: Path, 
 
 def assert_accepted(start: Start, target: Path, head: Head, heads: SpeculationConfig) -> None:
     """Check that drafts are those of torch: as many as follow from its drafts are accepted."""
-    engine = start(model=str(target), speculative_config=heads, step_ahead=False, max_num_seqs=1)
+    engine = start(model=str(target), speculative_config=heads, step_ahead=False)
     num_tokens = heads.max_drafts
     num_accepted = num_rejected = 0
     for index in range(5):

@@ -9,6 +9,7 @@ import pytest
 from jaxserve import LLM, SamplingParams
 from jaxserve.config import DEFAULT_DRAFTS, embedded_model
 from tests.parameters import some_by_default
+from tests.soon_compiled import few_programs
 
 PROMPTS = Path(__file__).parents[2] / "scripts" / "speculative" / "prompts.jsonl"
 # Shares of rounds in which the first token and the second are accepted. One of 4,096 tokens at random never would be.
@@ -20,24 +21,24 @@ def prompts() -> list[str]:
     return [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.fixture(scope="module")
-def sizes() -> dict[str, Any]:
-    return {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 64}
+def start(**options: Any) -> LLM:
+    """Start the default model with few programs."""
+    sizes = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 16, "multi_step": 1}
+    with few_programs():
+        return LLM(compile_ahead="minimal", **sizes, **options)
 
 
 @pytest.fixture(scope="module")
-def expected(sizes: dict[str, Any]) -> list[list[int]]:
+def expected() -> list[list[int]]:
     """Return the tokens of plain decoding."""
-    with LLM(compile_ahead="minimal", **sizes) as llm:
+    with start() as llm:
         return [output.outputs[0].token_ids for output in llm.generate(prompts(), GREEDY)]
 
 
 @pytest.mark.parametrize("method", some_by_default(FLOORS, "eagle3"))
-def test_tokens_are_the_models_and_many_were_drafted(
-    method: str, sizes: dict[str, Any], expected: list[list[int]]
-) -> None:
+def test_tokens_are_the_models_and_many_were_drafted(method: str, expected: list[list[int]]) -> None:
     drafting = {"method": method, "num_speculative_tokens": 2, "adaptive": False}
-    with LLM(compile_ahead="minimal", speculative_config=drafting, **sizes) as llm:
+    with start(speculative_config=drafting) as llm:
         outputs = [output.outputs[0] for output in llm.generate(prompts(), GREEDY)]
     assert [output.token_ids for output in outputs] == expected
     num_rounds = sum(output.metrics.num_draft_rounds for output in outputs)

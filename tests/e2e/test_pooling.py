@@ -24,7 +24,6 @@ from tests.checkpoints import FAMILIES, build_config, randomize, write_checkpoin
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.workloads import tokens
 from tests.parameters import some_by_default
-from tests.soon_compiled import soon_compiled
 
 TOLERANCE = 1e-5
 PROMPTS = [tokens(n, n) for n in (50, 3, 1, 33, 64)]  # chunks have 16 tokens, and a step 4 rows
@@ -60,8 +59,7 @@ def start() -> Iterator[Start]:
     def start(path: Path, **options: Any) -> LLM:
         key = json.dumps([str(path), options])
         if key not in engines:
-            with soon_compiled():
-                engines[key] = LLM(str(path), **SIZES | options)
+            engines[key] = LLM(str(path), **SIZES | options)
         engines[key].reset_prefix_cache()
         return engines[key]
 

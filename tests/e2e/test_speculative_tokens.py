@@ -27,6 +27,7 @@ from tests.e2e.proposers import GREEDY, TREE, few_in_ci, tokenizers_of
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
 from tests.random_runs import examples
+from tests.soon_compiled import few_programs
 
 Start = Callable[..., Engine]
 
@@ -139,7 +140,9 @@ def test_steps_without_drafts_are_those_of_an_engine_without_a_proposer(
     """Dispatches, their tokens and rounds, and the arrays that are uploaded, where no prefix is in the cache."""
     prompts, seen = [tokens(n, f"plain {n}") for n in (3, 9, 4, 7, 12)], []
     for options in ({}, {"speculative_config": speculate("same")}):
-        engine, uploads = start(multi_step=8, **options), []
+        with few_programs():  # as those with drafts have
+            engine = start(multi_step=8, **options)
+        uploads: list[Any] = []
         [replica] = engine.replicas
         pack = replica.executor.packer.pack
 
@@ -236,9 +239,11 @@ def test_models_with_windows_release_pages_and_draft(family: str, tmp_path: Path
         "num_pages": 60,
         "max_num_seqs": 1,
     }
-    expected = generate(Engine(EngineConfig(**options)), prompts, GREEDY)
     same = SpeculationConfig(model=str(tmp_path), num_speculative_tokens=3, adaptive=False)
-    engine = Engine(EngineConfig(**options | {"speculative_config": same, "multi_step": 8}))
+    with few_programs():
+        plain = Engine(EngineConfig(**options))
+        engine = Engine(EngineConfig(**options | {"speculative_config": same, "multi_step": 8}))
+    expected = generate(plain, prompts, GREEDY)
     for output, wanted in zip(generate(engine, prompts, GREEDY), expected, strict=True):
         assert_same(output, wanted)
     engine.check_integrity()
@@ -253,7 +258,9 @@ def test_a_stop_string_inside_accepted_tokens_ends_the_text_there(
     params = replace(GREEDY, max_tokens=20, stop=[stop])
     expected = llm.generate(["drafted"], params, use_tqdm=False)[0].outputs[0]
     options = SIZES | {"multi_step": 8, "speculative_config": speculate("same")}
-    with LLM(str(llama), **options) as speculative:
+    with few_programs():
+        speculative = LLM(str(llama), **options)
+    with speculative:
         assert metrics_of(speculative)["vllm:spec_decode_num_drafts"] == 0
         output = speculative.generate(["drafted"], params, use_tqdm=False)[0].outputs[0]
         speculative.generate(["more"], GREEDY, use_tqdm=False)  # the last step is counted after its tokens are out

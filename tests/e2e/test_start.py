@@ -24,7 +24,7 @@ from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, run_alone, tokens
 from tests.parameters import mainly
-from tests.soon_compiled import soon_compiled
+from tests.soon_compiled import few_programs
 
 Start = Callable[..., Engine]
 
@@ -192,9 +192,8 @@ def test_narrow_pools(start: Start, backend: str, dtype: str, head_bytes: int, e
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     prompts = [tokens(length, length) for length in (1, 23, 9)]
     exact = start()
-    with soon_compiled():
-        options = {"kv_cache_dtype": dtype, "attention_backend": backend}
-        narrow, small = (start(**options, **sizes) for sizes in ({}, SMALL))
+    options = {"kv_cache_dtype": dtype, "attention_backend": backend}
+    narrow, small = (start(**options, **sizes) for sizes in ({}, SMALL))
     together, chunked = (generate(engine, prompts, params) for engine in (narrow, small))
     for prompt, *outputs in zip(prompts, together, chunked, strict=True):
         (cached,) = generate(narrow, [prompt], params)
@@ -240,21 +239,12 @@ def test_missing_native_kernels_are_told_once(
     assert ("no compiler; with a C++ compiler" in caplog.text) == on_cpu
 
 
-def test_a_program_of_several_steps_runs_single_ones(llama: Path) -> None:
-    """One program runs both single and multi-step decode of few rows on a CPU."""
-    options = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "multi_step": 5, "compile_ahead": "all"}
-    engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES | options))
-    programs, sizes = engine.replicas[0].executor.programs, engine.schedule
-    assert sorted(programs.steps) == [1, 2, 3, 4]
-    assert sorted(programs.multi_steps) == [1, 2]
-    made = {id(program) for program in (*programs.steps.values(), *programs.multi_steps.values())}
-    assert 2 + len(made) == sizes.num_programs(5) == 6
-
-
 def test_slots_are_in_the_budget_of_the_pool(llama: Path) -> None:
-    config = EngineConfig(str(llama), max_num_seqs=4, max_model_len=64)
+    sizes: dict[str, Any] = {"max_num_batched_tokens": 4, "multi_step": 1, "compile_ahead": "minimal"}
+    config = EngineConfig(str(llama), max_num_seqs=4, max_model_len=64, **sizes)
     arch = checkpoint.build_arch(config)
-    slots = Engine(config).replicas[0].executor.state.slots
+    with few_programs():
+        slots = Engine(config).replicas[0].executor.state.slots
     assert memory.slot_bytes(config, arch, on_cpu=True) == sum(table.nbytes for table in jax.tree.leaves(slots))
     longer = replace(config, max_model_len=128)
     for budget in (
@@ -313,7 +303,8 @@ from jaxserve import LLM
 from jaxserve.execution import runner
 
 runner._close_all = lambda: print("closed")
-llm = LLM(compile_ahead="minimal", compilation_cache_dir=sys.argv[1])
+sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "multi_step": 1}
+llm = LLM(compile_ahead="minimal", compilation_cache_dir=sys.argv[1], **sizes)
 weakref.finalize(llm, print, "finalized")
 """
 

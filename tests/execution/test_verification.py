@@ -28,8 +28,10 @@ from jaxserve.spec_decode.draft_model import DraftModel
 from jaxserve.speculation_config import SpeculationConfig
 from tests.checkpoints import hf_dict
 from tests.simulation import make_request
+from tests.soon_compiled import unoptimized
 
 R, K = 8, 4
+SOON = unoptimized("cpu")  # options with which the same buffers and accesses are compiled faster
 
 
 def test_verification_reads_the_weights_once() -> None:
@@ -55,7 +57,7 @@ def test_verification_reads_the_weights_once() -> None:
     drafts = jax.eval_shape(lambda: Drafts(jnp.zeros((R, K), jnp.int32), jnp.zeros(R, jnp.int32), None))
     blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
     num_bytes = [
-        jax.jit(program, donate_argnums=1).lower(params, state, last).compile().cost_analysis()["bytes accessed"]
+        jax.jit(program, donate_argnums=1).lower(params, state, last).compile(SOON).cost_analysis()["bytes accessed"]
         for program, last in ((plain, blob), (verify, drafts))
     ]
     assert num_bytes[1] < 1.1 * num_bytes[0], num_bytes
@@ -75,7 +77,7 @@ def test_memory_kept_free_holds_the_logits_of_all_drafted_tokens() -> None:
     state = abstract_state(arch, schedule, kv_dtype=jnp.float32, backend="xla", new_draft=proposer.new_state)
     params = (abstract_params(arch, jnp.dtype("float32")),) * 2
     blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
-    compiled = jax.jit(program, donate_argnums=1).lower(params, state, blob).compile()
+    compiled = jax.jit(program, donate_argnums=1).lower(params, state, blob).compile(SOON)
     sizes = {"max_num_seqs": num_rows, "max_num_batched_tokens": 64, "max_logprobs": 0}
     drafting = SpeculationConfig(model="draft", num_speculative_tokens=K)
     kept = [activation_bytes(EngineConfig(speculative_config=each, **sizes), arch) for each in (None, drafting)]

@@ -22,7 +22,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 OPTIONS = AttentionOptions(1.0)
 PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
-# The best instruction set serves; the others must be right as well, if there are any. An extension that multiplies bytes
+# The best instruction set serves; the others must be right as well, if there are any. One that multiplies bytes too
 # has the attention of the plain instruction set.
 SAME_ATTENTION = ("avx512", "neondot")
 OTHERS = [name for name in native.instruction_sets()[1:] if name not in SAME_ATTENTION] if "native" in SERVING else []

@@ -13,7 +13,7 @@ from jaxserve import LLM
 from jaxserve.distributed import peers, processes
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.e2e.workloads import run
-from tests.soon_compiled import soon_compiled
+from tests.soon_compiled import few_programs, soon_compiled
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     given = json.loads(options)
     if given.pop("strays", False):
         Scheduler.schedule = straying(Scheduler.schedule)
-    with soon_compiled():
+    with soon_compiled(), few_programs():
         engine = LLM(model, **given).engine  # only the first process returns
     results = []
     for weights, jobs in pickle.loads(Path(workloads).read_bytes()):

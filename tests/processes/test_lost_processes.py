@@ -35,7 +35,8 @@ def batch(tmp_path: Path) -> Batch:
     (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
     def start_batch(count: int) -> list["subprocess.Popen[str]"]:
-        engine = ["--tensor-parallel-size", str(count), "--max-num-seqs", "2", "--compile-ahead", "minimal"]
+        engine = ["--tensor-parallel-size", str(count), "--compile-ahead", "minimal"]
+        engine += ["--max-num-seqs", "1", "--max-num-batched-tokens", "1", "--multi-step", "1"]  # one program
         run = ["--coordinator-address", "{address}", "--num-processes", "{count}"]
         command = [*PROGRAM, "batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *engine, *run]
         return start([[*command, "--process-id", str(index)] for index in range(count)], devices=1)

@@ -17,6 +17,7 @@ from jaxserve.quant.stored import StoredMatrix
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import SIZES
 from tests.random_runs import examples
+from tests.soon_compiled import few_programs
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(["normal", "wide", "zeros", "one large"]))
@@ -55,7 +56,9 @@ def test_an_engine_serves_it(tmp_path: Path, family: str) -> None:
     write_checkpoint(tmp_path, family)
     found = []
     for quantization in (None, "fp8"):
-        with LLM(str(tmp_path), skip_tokenizer_init=True, quantization=quantization, **SIZES) as llm:
+        with few_programs():
+            llm = LLM(str(tmp_path), skip_tokenizer_init=True, quantization=quantization, **SIZES)
+        with llm:
             params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
             (output,) = llm.generate([{"prompt_token_ids": list(range(3, 33))}], params)
             found.append([max(x.logprob for x in each.values()) for each in output.prompt_logprobs[1:]])

@@ -1,5 +1,6 @@
 """A server on loopback over a tiny engine, started once for all tests."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from jaxserve.server.config import ServerConfig
 from jaxserve.server.serve import listen, new_server
 from tests.e2e.conftest import llama
 from tests.e2e.sizes import SIZES
+from tests.soon_compiled import as_shipped
 
 __all__ = ["llama"]
 
@@ -66,7 +68,8 @@ def running(engine: Engine, **options: Any) -> Iterator[Running]:
 @pytest.fixture(scope="session")
 def engine(llama: Path) -> Engine:
     """Return the engine of the servers."""
-    engine = Engine(EngineConfig(str(llama), **SIZES))
+    with as_shipped():
+        engine = Engine(EngineConfig(str(llama), **SIZES))
     engine.wait_until_warm()
     return engine
 
@@ -74,7 +77,8 @@ def engine(llama: Path) -> Engine:
 @pytest.fixture(scope="session")
 def llm(llama: Path) -> LLM:
     """Return the offline interface over an engine of its own, with the same weights and programs."""
-    return LLM(str(llama), **SIZES)
+    with as_shipped():
+        return LLM(str(llama), **SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +96,13 @@ def check_drained(engine: Engine) -> None:
         threading.Event().wait(0.02)
     assert not engine.core.has_work()
     engine.check_integrity()
+
+
+@pytest.fixture(autouse=True)
+def out_of_the_collectors_sight() -> Iterator[None]:
+    """Freeze again what a server that has ended has shown the collector, or the next start goes through all of it."""
+    yield
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

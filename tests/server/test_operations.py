@@ -260,6 +260,7 @@ def test_a_broken_step_is_told_in_the_stream(server: Running, monkeypatch: pytes
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_signals_end_a_server(num_signals: int, tmp_path: Path) -> None:
     options = ["--port", "0", "--shutdown-timeout-s", "1", "--compile-ahead", "minimal"]
+    options += ["--max-num-seqs", "1", "--max-num-batched-tokens", "1", "--multi-step", "1"]  # one program
     command = [sys.executable, "-m", "jaxserve", "serve", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ), cwd=tmp_path) as process:
         assert process.stderr is not None

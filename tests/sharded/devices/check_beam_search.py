@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("fewer_programs")
 def test_beams_are_those_of_one_device(model: Path) -> None:
     found = []
     for num_devices in (1, 2):
-        with LLM(str(model), tensor_parallel_size=num_devices, **SIZES) as llm:
+        with LLM(str(model), tensor_parallel_size=num_devices, **SIZES | {"multi_step": 1}) as llm:
             outputs = llm.beam_search([tokens(9, 1), tokens(14, 2)], BeamSearchParams(beam_width=3, max_tokens=7))
             found.append([beam.tokens for output in outputs for beam in output.sequences])
             assert llm.engine.stats.num_compiles == 0

@@ -24,6 +24,7 @@ from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, 
 from tests.parameters import mainly
 from tests.random_runs import examples
 from tests.sharded.devices.sizes import LAYERS, MODEL, SIZES
+from tests.soon_compiled import few_programs
 from tests.tiny_tokenizers import byte_level, write
 
 Start = Callable[..., Engine]
@@ -105,9 +106,10 @@ def test_rows_with_constraints_have_the_same_tokens_in_split_plans(tmp_path: Pat
     pytest.importorskip("llguidance")
     write_checkpoint(tmp_path, "llama", **MODEL | {"vocab_size": 331})  # an odd number: padded on one device
     write(tmp_path, byte_level(320))
-    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "multi_step": 2}  # few programs
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "multi_step": 2}
     options = SIZES | sizes | {"skip_tokenizer_init": False, "compile_ahead": "background"}
-    engine = Engine(EngineConfig(str(tmp_path), tensor_parallel_size=2, **options))
+    with few_programs():
+        engine = Engine(EngineConfig(str(tmp_path), tensor_parallel_size=2, **options))
     engine.wait_until_warm()
     programs = engine.replicas[0].executor.programs
     form = {"regex": "[a-z]{8}[0-9]{20}"}
@@ -115,7 +117,7 @@ def test_rows_with_constraints_have_the_same_tokens_in_split_plans(tmp_path: Pat
         Job(tokens(9, seed), SamplingParams(seed=seed, max_tokens=20, logprobs=2, structured_outputs=form))
         for seed in range(3)
     ]
-    assert sorted(programs.split) == [1, 2]
+    assert list(programs.split) == [2]
     found = [run(engine, workload)]
     programs.split.clear()
     found.append(run(engine, workload))
@@ -227,16 +229,13 @@ def test_weights_of_the_same_mesh_are_not_copied(start: Start, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("no_xla_cache")
-@pytest.mark.full  # check_replicas.py runs it by default, with two devices for each replica
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", mainly([2], 1))
 def test_a_second_start_lowers_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_devices: int
 ) -> None:
     def start() -> Engine:
-        config = EngineConfig(
-            str(model), tensor_parallel_size=num_devices, compilation_cache_dir=str(tmp_path), **SIZES
-        )
-        return Engine(config)
+        sizes = SIZES | {"max_num_seqs": 1, "max_num_batched_tokens": 1, "compilation_cache_dir": str(tmp_path)}
+        return Engine(EngineConfig(str(model), tensor_parallel_size=num_devices, **sizes))
 
     def lower(*_: object) -> None:
         raise AssertionError("every program is on disk")

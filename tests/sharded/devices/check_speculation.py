@@ -87,20 +87,19 @@ def test_the_mtp_layer_of_a_model_is_split_as_the_others(tmp_path: Path) -> None
     draft_layers.add_mtp(tmp_path, target)
     layer = SpeculationConfig("mtp", num_speculative_tokens=3, adaptive=False)
 
-    def run(num_devices: int, **options: Any) -> tuple[list[RequestOutput], EngineStats]:
-        engine = Engine(EngineConfig(str(tmp_path), **SIZES, tensor_parallel_size=num_devices, **options))
-        if options:
-            matrix = jax.tree.leaves(engine.replicas[0].executor.draft_params["layers"][0]["q_proj"])[0]
-            assert matrix.sharding.shard_shape(matrix.shape)[0] == matrix.shape[0] // num_devices
+    def run(num_devices: int) -> tuple[list[RequestOutput], EngineStats]:
+        options = SIZES | {"tensor_parallel_size": num_devices, "multi_step": 1, "speculative_config": layer}
+        engine = Engine(EngineConfig(str(tmp_path), **options))
+        matrix = jax.tree.leaves(engine.replicas[0].executor.draft_params["layers"][0]["q_proj"])[0]
+        assert num_devices == 1 or matrix.sharding.shard_shape(matrix.shape)[0] == matrix.shape[0] // num_devices
         return generate(engine, PROMPTS, GREEDY), engine.stats
 
-    expected, _ = run(1)
-    _, alone = run(1, speculative_config=layer)
-    outputs, stats = run(2, speculative_config=layer)
+    (expected, alone), (outputs, stats) = run(1), run(2)
     for output, each in zip(outputs, expected, strict=True):
         assert_same(output, each)
     counts = [(each.num_drafted_tokens, each.num_accepted_tokens) for each in (stats, alone)]
     assert counts[0] == counts[1]
+    assert stats.num_drafted_tokens > 0
 
 
 def test_replicas_draft_for_their_own_rows(start: Start) -> None:

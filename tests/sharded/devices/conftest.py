@@ -7,7 +7,7 @@ import pytest
 
 from tests.checkpoints import write_checkpoint
 from tests.sharded.devices.sizes import MODEL
-from tests.soon_compiled import few_programs, soon_compiled
+from tests.soon_compiled import few_programs
 
 
 @pytest.fixture(scope="session")
@@ -15,12 +15,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
     write_checkpoint(path, "llama", **MODEL)
     return path
-
-
-@pytest.fixture(autouse=True, scope="session")
-def compile_soon() -> Iterator[None]:
-    with soon_compiled():
-        yield
 
 
 @pytest.fixture(scope="module")
