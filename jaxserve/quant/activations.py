@@ -4,6 +4,8 @@ Scales and rounding are those of compressed-tensors: half to even, and int8 with
 """
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,37 +17,95 @@ E4M3_MAX, E2M1_MAX = 448.0, 6.0
 MeshAxes = str | tuple[str, ...]
 _STEPS = {"int8": 127.5, "e4m3": E4M3_MAX, "e2m1": E2M1_MAX}  # steps of the scale to the largest value of a token
 _SMALLEST = {"int8": 2.0**-23, "e4m3": 2.0**-23, "e2m1": 2.0**-3}  # scale of zeros
+_EXPONENTS = {"e4m3": 8, "e2m1": 2}  # exponents of the largest elements
+_INT8_MIN, _INT8_MAX = -128.0, 127.0
+
+
+class Scales(NamedTuple):
+    """Scales of activations that a checkpoint has for all tokens.
+
+    Attributes:
+        scale: scale; for groups of e2m1 the number that multiplies their scales.
+        zero: zero point, where activations are not symmetric.
+    """
+
+    scale: Float32[Array, ""] | None = None
+    zero: Float32[Array, ""] | None = None
 
 
 def quantize(
-    x: Float[Array, "T in"], activation: Activation, input_scale: Float32[Array, ""] | None, axis: MeshAxes | None
+    x: Float[Array, "T in"], activation: Activation, stored: Scales, axis: MeshAxes | None
 ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
     """Return quantised values in the dtype of x, and a factor for their products, or None if they have it already.
+
+    Integers are those less their zero points, of at most 9 bits.
 
     Args:
         x: activations; of each device its columns, if there is an axis.
         activation: scheme of the activations.
-        input_scale: scale of the checkpoint; for e2m1 the number that multiplies the scales of groups.
+        stored: scales of the checkpoint.
         axis: mesh axes along which devices have columns of x.
     """
-    wide, steps = x.astype(jnp.float32), jnp.float32(_STEPS[activation.elements])
-    if activation.group is None:
-        if activation.dynamic:
-            largest = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-            scale = divide(largest if axis is None else lax.pmax(largest, axis), steps)
-            scale = jnp.where(scale == 0, _SMALLEST[activation.elements], scale)
-        else:
-            assert input_scale is not None, "static activations have a scale"
-            scale = jnp.broadcast_to(input_scale, (x.shape[0], 1))
-        return _rounded(divide(wide, scale), activation.elements).astype(x.dtype), scale
-    scale = divide(_largest_of_groups(wide, activation.group, axis), steps)
-    if activation.elements == "e2m1":
-        assert input_scale is not None, "scales of groups have a scale"
-        scale = to_e4m3(scale * input_scale)
-        scale = divide(jnp.where(scale == 0, _SMALLEST["e2m1"], scale), input_scale)
-    else:
-        scale = jnp.where(scale == 0, _SMALLEST[activation.elements], scale)
-    return (_rounded(divide(wide, scale), activation.elements) * scale).astype(x.dtype), None
+    wide, elements = x.astype(jnp.float32), activation.elements
+    if activation.group is not None:
+        scale = _scales_of_groups(wide, activation, stored.scale, axis)
+        return (_rounded(divide(wide, scale), elements) * scale).astype(x.dtype), None
+    scale, zero = _scales_of_tokens(wide, activation, stored, axis)
+    steps = divide(wide, scale)
+    values = _rounded(steps, elements) if zero is None else _rounded(steps + zero, elements) - zero
+    return values.astype(x.dtype), scale
+
+
+def _scales_of_tokens(
+    x: Float32[Array, "T in"], activation: Activation, stored: Scales, axis: MeshAxes | None
+) -> tuple[Float32[Array, "T 1"], Float32[Array, "T 1"] | None]:
+    """Return the scale of each token, and its zero point or None."""
+    if not activation.dynamic:
+        assert stored.scale is not None, "static activations have a scale"
+        assert activation.symmetric == (stored.zero is None), "activations have zero points unless they are symmetric"
+        scale = jnp.broadcast_to(stored.scale, (len(x), 1))
+        return scale, None if stored.zero is None else jnp.broadcast_to(stored.zero, scale.shape)
+    if activation.symmetric:
+        largest = _over_devices(lax.pmax, jnp.max(jnp.abs(x), axis=-1, keepdims=True), axis)
+        return _not_zero(divide(largest, jnp.float32(_STEPS[activation.elements])), activation.elements), None
+    least = _over_devices(lax.pmin, jnp.minimum(jnp.min(x, axis=-1, keepdims=True), 0), axis)
+    most = _over_devices(lax.pmax, jnp.maximum(jnp.max(x, axis=-1, keepdims=True), 0), axis)
+    scale = divide(most - least, jnp.float32(_INT8_MAX - _INT8_MIN))
+    scale = _not_zero(scale, activation.elements)
+    return scale, jnp.round(jnp.clip(_INT8_MIN - divide(least, scale), _INT8_MIN, _INT8_MAX))
+
+
+def _scales_of_groups(
+    x: Float32[Array, "T in"], activation: Activation, stored: Float32[Array, ""] | None, axis: MeshAxes | None
+) -> Float32[Array, "T in"]:
+    """Return, at each value, the scale of its group."""
+    assert activation.group is not None, "there are groups"
+    elements, largest = activation.elements, _largest_of_groups(x, activation.group, axis)
+    if activation.power_of_two:
+        return _powers_of_two(largest, elements)
+    scale = divide(largest, jnp.float32(_STEPS[elements]))
+    if elements != "e2m1":
+        return _not_zero(scale, elements)
+    assert stored is not None, "scales of groups have a scale"
+    return divide(_not_zero(to_e4m3(scale * stored), elements), stored)
+
+
+def _over_devices(
+    reduce: Callable[..., Array], x: Float32[Array, "T 1"], axis: MeshAxes | None
+) -> Float32[Array, "T 1"]:
+    return x if axis is None else reduce(x, axis)
+
+
+def _not_zero(scale: Float32[Array, "..."], elements: str) -> Float32[Array, "..."]:
+    return jnp.where(scale == 0, _SMALLEST[elements], scale)
+
+
+def _powers_of_two(largest: Float32[Array, "T in"], elements: str) -> Float32[Array, "T in"]:
+    """Return scales of MX formats: the exponent of the largest value, rounded up from 1.75 on, less the elements'."""
+    bits = lax.bitcast_convert_type(largest, jnp.int32)
+    exponent = jnp.right_shift(bits + (1 << 21), 23) - 127 - _EXPONENTS[elements]
+    # The smallest scale is the smallest normal float32, as XLA may flush the others to zero.
+    return lax.bitcast_convert_type(jnp.left_shift(jnp.maximum(exponent + 127, 1), 23), jnp.float32)
 
 
 def divide(x: Float32[Array, "T in"], by: Float32[Array, "..."]) -> Float32[Array, "T in"]:

@@ -34,6 +34,7 @@ from jaxserve.quant.products import ScaledMatrix
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
 from jaxserve.weights import CheckpointError, QuantizedPart, Scheme, Schemes, StoredTensor, host_buffer
 from jaxserve.weights.quantized.packing import nibbles
+from jaxserve.weights.quantized.scheme import Role
 
 _SLAB_SIZE = 1 << 20  # elements that each thread reads at once: GPTQ's files have a row in as many pages as columns
 
@@ -53,6 +54,7 @@ class StoredMatrix(ScaledMatrix):
             matrix are sorted by group, and each device has its share of them, whose inputs other devices have.
         input_factor: factor of each input.
         input_scale: scale of activations.
+        input_zero: zero point of activations.
         scheme: scheme of the checkpoint.
     """
 
@@ -64,6 +66,7 @@ class StoredMatrix(ScaledMatrix):
     order: Int[Array, "*stack in"] | None
     input_factor: Float32[Array, "*stack in"] | None
     input_scale: Float32[Array, "*stack"] | None
+    input_zero: Float32[Array, "*stack"] | None
     scheme: Scheme = struct.field(pytree_node=False)
 
     @property
@@ -101,7 +104,8 @@ class StoredMatrix(ScaledMatrix):
             x = (x * self.input_factor[None]).astype(x.dtype)
         if self.scheme.activation is None:
             return x, None
-        return activations.quantize(x, self.scheme.activation, self.input_scale, context.axis)
+        stored = activations.Scales(self.input_scale, self.input_zero)
+        return activations.quantize(x, self.scheme.activation, stored, context.axis)
 
     def rows_arrays(self) -> tuple[Array, ...]:
         """Return elements, scales, and what else there is of each row."""
@@ -218,8 +222,8 @@ class SchemeFormat(WeightFormat):
             leaves.append(Leaf((in_size,), np.dtype(np.int32), (in_axis,)))
         if scheme.has("input_factor"):
             leaves.append(Leaf((in_size,), np.dtype(np.float32), (in_axis,)))
-        if scheme.has("input_scale"):
-            leaves.append(Leaf((), np.dtype(np.float32), ()))
+        of_tokens: tuple[Role, ...] = ("input_scale", "input_zero")
+        leaves += [Leaf((), np.dtype(np.float32), ()) for role in of_tokens if scheme.has(role)]
         return tuple(leaves)
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
@@ -239,6 +243,7 @@ class SchemeFormat(WeightFormat):
             next(rest) if has("order") else None,
             next(rest) if has("input_factor") else None,
             next(rest) if has("input_scale") else None,
+            next(rest) if has("input_zero") else None,
             self.scheme,
         )
 
@@ -271,7 +276,9 @@ class SchemeFormat(WeightFormat):
         read = tensor if matrix.order is None else whole
         read.each_slice(_slab_rows(read.shape[1]), add)
         if matrix.input_scale is not None:
-            matrix.input_scale[...] = self._input_scale(parts)
+            matrix.input_scale[...], zero = self._input_scales(parts)
+            if matrix.input_zero is not None:
+                matrix.input_zero[...] = zero
         return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
 
     def each_slab(self, row: Row, tensor: StoredTensor, leaves: Sequence[Leaf], use: Callable[..., None]) -> None:
@@ -308,13 +315,21 @@ class SchemeFormat(WeightFormat):
         minimum = _columns(part.minimum(), groups) if self.scheme.has("minimum") else None
         return _Grids(_columns(part.scale(), groups), zero, minimum)
 
-    def _input_scale(self, parts: Sequence[QuantizedPart]) -> np.float32:
-        """Return the scale of activations for all parts: the one that holds the largest values, as in vLLM."""
+    def _input_scales(self, parts: Sequence[QuantizedPart]) -> tuple[np.float32, np.float32]:
+        """Return scale and zero point of activations for all parts: those that hold all their values, as in vLLM."""
         scales = [part.input_scale() for part in parts]
         is_e2m1 = self.scheme.activation is not None and self.scheme.activation.elements == "e2m1"
         if is_e2m1 and not self.scheme.divides:  # a scale of scales, whose reciprocal multiplies
-            return np.float32(1) / max(scales)
-        return min(scales) if is_e2m1 else max(scales)
+            return np.float32(1) / max(scales), np.float32(0)
+        if not self.scheme.has("input_zero"):
+            return min(scales) if is_e2m1 else max(scales), np.float32(0)
+        zeros = [part.input_zero() for part in parts]
+        if len({*zip(scales, zeros, strict=True)}) == 1:
+            return scales[0], zeros[0]
+        low = min(scale * (-128 - zero) for scale, zero in zip(scales, zeros, strict=True))
+        high = max(scale * (127 - zero) for scale, zero in zip(scales, zeros, strict=True))
+        scale = (high - low) / np.float32(255)
+        return scale, np.round(-128 - low / scale)
 
 
 _ELEMENT_DTYPES = {

@@ -14,12 +14,26 @@ def fake_int8(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tenso
     return torch.clamp(torch.round(x / scale), -128, 127) * scale
 
 
+def fake_int8_zeros(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
+    if "input_scale" in tensors:
+        scale, zero = (torch.tensor(tensors[f"input_{name}"]).float() for name in ("scale", "zero_point"))
+    else:
+        least, most = x.amin(-1, keepdim=True).clamp(max=0), x.amax(-1, keepdim=True).clamp(min=0)
+        scale = (most - least) / 255
+        zero = torch.round(torch.clamp(-128 - least / scale, -128, 127))
+    return (torch.round(torch.clamp(x / scale + zero, -128, 127)) - zero) * scale
+
+
+FAKE_INT8 = (fake_int8, fake_int8_zeros)  # the last bit of an input may decide on a whole step of all of a token
+
+
 def fake_fp8(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
     return to_fp8(x, x.abs().amax(-1, keepdim=True) / 448)
 
 
 def fake_fp8_static(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
-    return to_fp8(x, torch.tensor(tensors["input_scale"].reshape(())))
+    (scale,) = [tensor for name, tensor in tensors.items() if name in ("input_scale", "activation_scale")]
+    return to_fp8(x, torch.tensor(scale.reshape(())))
 
 
 def fake_fp8_groups(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
@@ -38,6 +52,14 @@ def fake_fp4(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor
     scale = torch.where(scale == 0, 0.125, scale) / factor
     values = (groups / scale).clamp(-6, 6).numpy().astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
     return (torch.tensor(values) * scale).flatten(-2)
+
+
+def fake_mxfp4(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
+    groups = x.detach().unflatten(-1, (-1, 32)).numpy()
+    mantissa, exponent = np.frexp(np.abs(groups).max(axis=-1, keepdims=True))
+    scale = np.ldexp(np.float32(1), exponent - 1 + (mantissa >= 0.875) - 2)
+    values = np.clip(groups / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    return torch.tensor(values * scale).flatten(-2)
 
 
 def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

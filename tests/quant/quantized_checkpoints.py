@@ -13,7 +13,16 @@ import transformers
 
 from jaxserve.weights.safetensors_file import write_file
 from tests.checkpoints import build_model
-from tests.quant.fake_activations import Fake, fake_fp4, fake_fp8, fake_fp8_groups, fake_fp8_static, fake_int8
+from tests.quant.fake_activations import (
+    Fake,
+    fake_fp4,
+    fake_fp8,
+    fake_fp8_groups,
+    fake_fp8_static,
+    fake_int8,
+    fake_int8_zeros,
+    fake_mxfp4,
+)
 from tests.quant.writers import (
     SIZES,
     Tensors,
@@ -21,8 +30,10 @@ from tests.quant.writers import (
     write_awq,
     write_fp4,
     write_fp8,
+    write_fp8_blocks,
     write_gptq,
     write_ints,
+    write_ints_ordered,
     write_mxfp4,
     write_mxfp8,
     write_row_nibbles,
@@ -60,6 +71,7 @@ def ints(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 DYNAMIC = {"dynamic": True}
 GROUP: dict[str, Any] = {"strategy": "group", "group_size": 32}
+MXFP4_GROUPS = {**FP4, **GROUP, "scale_dtype": "torch.uint8"}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32}
 MODULES = [*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down"))]
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -82,10 +94,18 @@ CASES: dict[str, Case] = {
         write_fp8("tensor", static=(1,)),
         fake_fp8_static,
     ),
+    "fp8-tensor-transformers": Case(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        write_fp8("tensor", "weight_scale_inv", static=(), input_name="activation_scale"),
+        fake_fp8_static,
+    ),
     "modelopt-fp8": Case(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head*"]},
         write_fp8("tensor", static=()),
         fake_fp8_static,
+    ),
+    "modelopt-fp8-block": Case(
+        {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "ignore": ["lm_head*"]}, write_fp8_blocks
     ),
     "ct-nvfp4": Case(compressed("nvfp4-pack-quantized", FP4, {**FP4, "dynamic": "local"}), write_fp4("ct"), fake_fp4),
     "ct-nvfp4-weights": Case(compressed("nvfp4-pack-quantized", FP4), write_fp4("ct", static=False)),
@@ -99,8 +119,11 @@ CASES: dict[str, Case] = {
         write_row_nibbles(32),
     ),
     "ct-mxfp4-weights": Case(
-        compressed("mxfp4-pack-quantized", {**FP4, **GROUP, "scale_dtype": "torch.uint8"}),
+        compressed("mxfp4-pack-quantized", MXFP4_GROUPS),
         write_mxfp4,
+    ),
+    "ct-mxfp4": Case(
+        compressed("mxfp4-pack-quantized", MXFP4_GROUPS, {**MXFP4_GROUPS, **DYNAMIC}), write_mxfp4, fake_mxfp4
     ),
     "ct-mxfp8-weights": Case(compressed("mxfp8-quantized", fp8(**GROUP, scale_dtype="torch.uint8")), write_mxfp8),
     "modelopt-mixed": Case(
@@ -121,6 +144,10 @@ CASES: dict[str, Case] = {
         compressed("pack-quantized", ints(4, **GROUP, symmetric=False)),
         write_ints(4, 32, symmetric=False),
     ),
+    "ct-int4-order": Case(
+        compressed("pack-quantized", ints(4, **GROUP, symmetric=False, actorder="group")),
+        write_ints_ordered(32, symmetric=False),
+    ),
     "ct-int8-zeros": Case(
         compressed("pack-quantized", ints(8, **GROUP, symmetric=False)),
         write_ints(8, 32, symmetric=False),
@@ -131,6 +158,16 @@ CASES: dict[str, Case] = {
         compressed("int-quantized", ints(8, "channel"), ints(8, "token", **DYNAMIC)),
         write_ints(8, -1, form="int-quantized"),
         fake_int8,
+    ),
+    "ct-w8a8-zeros": Case(
+        compressed("int-quantized", ints(8, "channel"), ints(8, "token", symmetric=False, **DYNAMIC)),
+        write_ints(8, -1, form="int-quantized"),
+        fake_int8_zeros,
+    ),
+    "ct-w8a8-static-zeros": Case(
+        compressed("int-quantized", ints(8, "channel"), ints(8, "tensor", symmetric=False)),
+        write_ints(8, -1, form="int-quantized", static=True),
+        fake_int8_zeros,
     ),
     "ct-w4a8": Case(
         compressed("int-quantized", ints(4, "channel"), ints(8, "token", **DYNAMIC)),

@@ -41,10 +41,24 @@ QUIRKS = {
         mixed(CASES["fp8-block"], modules_to_not_convert=["self_attn"]),
         ["q_proj", "k_proj", "v_proj", "o_proj"],
     ),
-    "awq": (mixed(CASES["awq"], modules_to_not_convert=["down_proj"]), ["down_proj"]),
+    "awq": (
+        mixed(CASES["awq"], modules_to_not_convert=["down_proj", "model.layers.0.self_attn."]),
+        ["down_proj", "q_proj", "k_proj", "v_proj", "o_proj"],
+    ),
     "dynamic": (
         mixed(CASES["gptq"], dynamic={r"-:.*\.mlp\.up_proj": {}, r"-:.*\.gate_proj": {}}),
         ["gate_proj", "up_proj"],
+    ),
+    "modules of a block": (
+        mixed(CASES["gptq"], modules_in_block_to_quantize=[["self_attn.q_proj", "self_attn.k_proj"], ["mlp.up_proj"]]),
+        ["v_proj", "o_proj", "gate_proj", "down_proj"],
+    ),
+    "extra": (
+        mixed(
+            CASES["auto-round-awq"],
+            extra_config={"model.layers.0.self_attn.o_proj": {"bits": 16}, r"mlp\.(gate|up)": {"bits": 16}},
+        ),
+        ["o_proj", "gate_proj", "up_proj"],
     ),
 }
 
@@ -145,14 +159,16 @@ def test_the_projection_of_deepseek_s_mtp_layer_is_plain() -> None:
     assert schemes.of_tensor("model.layers.61.self_attn.o_proj.weight") is not None
 
 
+KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+ATTENTION = {"targets": ["re:.*self_attn$"], "weights": None, "input_activations": KV_SCHEME}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "bitsandbytes"}, r"quant_method .* compressed-tensors, fp8, .* got 'bitsandbytes'"),
-    ({**FP8.config, "quantization_status": "frozen"}, "quantization_status .* got 'frozen'"),
     ({**FP8.config, "transform_config": {"config_groups": {}}}, "transform_config"),
     ({**FP8.config, "format": "marlin-24"}, "marlin-24 of 8 bits .* for Linear"),
     (one_group(["re:.*mlp"], num_bits=6), "naive-quantized of 6 bits .* for re:.*mlp"),
     (one_group(["Linear"], strategy="attn_head"), "strategy 'attn_head'"),
-    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "FP8, NVFP4, .* got W4A8_AWQ for all modules"),
+    ({**FP8.config, "config_groups": {"a": {**ATTENTION, "targets": ["Linear"]}}}, "got activations alone for Linear"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "FP8, .* NVFP4, .* got W4A8_AWQ for all modules"),
     ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ", "has_zero_point": True}, "without zero points"),
     ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "4 or 8 bits, got 3 bits for all modules"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemm', got 'gemv'"),
@@ -176,6 +192,9 @@ def test_other_spellings() -> None:
         (group, {"strategy": None, "actorder": "weight"}),
     ):
         assert respelled(config, **weights_) == read_schemes({"quantization_config": config})
+    assert read_schemes({"compression_config": {**group, "quantization_status": "frozen"}}) == read_schemes(
+        {"quantization_config": group}
+    )
     channel = read_schemes({"quantization_config": CASES["ct-int4-channel"].config})
     assert respelled(group, group_size=-1) == channel
 
@@ -238,20 +257,29 @@ def test_modelopt_keeps_its_configuration_apart(tmp_path: Path) -> None:
     assert arch.schemes.kv_cache
 
 
-@pytest.mark.parametrize("tool", ["compressed-tensors", "compressed-tensors alone", "modelopt", "modelopt alone"])
+@pytest.mark.parametrize(
+    "tool",
+    [
+        *("compressed-tensors", "compressed-tensors alone", "compressed-tensors group alone"),
+        *("modelopt", "modelopt alone"),
+    ],
+)
 def test_scales_of_keys_and_values_are_left_out(tmp_path: Path, tool: str, caplog: pytest.LogCaptureFixture) -> None:
     """Whichever modules have them, beside quantised matrices or plain ones; the log says so."""
     if tool.startswith("modelopt"):
         case, fields = CASES["modelopt-fp8"], {"kv_cache_quant_algo": "FP8"}
         fields |= {"quant_algo": None} if tool.endswith("alone") else {}
     else:
-        case, fields = CASES["ct-int4"], {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
-        fields |= {"config_groups": {}} if tool.endswith("alone") else {}
+        is_group = "group" in tool
+        case, fields = CASES["ct-int4"], {"kv_cache_scheme": None if is_group else KV_SCHEME}
+        fields |= {"config_groups": {"attention": ATTENTION} if is_group else {}} if tool.endswith("alone") else {}
     case = case._replace(config={**case.config, **fields})
     if tool.endswith("alone"):
         case = case._replace(is_quantised=lambda name: False, fake=None)
     model = write_quantized(tmp_path, case, **ONE_LAYER)
-    modules = ("k_proj.k_scale", "v_proj.v_scale") if tool.startswith("modelopt") else ("k_scale", "v_scale")
+    modules = (
+        ("k_proj.k_scale", "v_proj.v_scale") if tool.startswith("modelopt") else ("k_scale", "v_scale", "q_zero_point")
+    )
     scales = {f"model.layers.0.self_attn.{name}": np.float32([0.5]) for name in modules}
     write_tensors(tmp_path, safetensors_of(tmp_path) | scales)
     arch = registry.from_hf_config(weights.read_config(tmp_path))

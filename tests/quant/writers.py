@@ -36,7 +36,13 @@ def words(codes: np.ndarray, bits: int) -> np.ndarray:
     return shifted.sum(axis=-1, dtype=np.uint64).astype(np.uint32).view(np.int32)
 
 
-def write_fp8(by: str, scale_name: str = "weight_scale", *, static: tuple[int, ...] | None = None) -> Writer:
+def write_fp8(
+    by: str,
+    scale_name: str = "weight_scale",
+    *,
+    static: tuple[int, ...] | None = None,
+    input_name: str = "input_scale",
+) -> Writer:
     """Return a writer; `static` is the shape of the scales of a tensor and of its activations."""
 
     def write(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
@@ -45,10 +51,16 @@ def write_fp8(by: str, scale_name: str = "weight_scale", *, static: tuple[int, .
         wide = spread(scale, w, group, rows)
         q = (w / wide).astype(E4M3)
         tensors = {"weight": q, scale_name: scale if static is None else scale.reshape(static)}
-        tensors |= {} if static is None else {"input_scale": np.full(static, 0.011, np.float32)}
+        tensors |= {} if static is None else {input_name: np.full(static, 0.011, np.float32)}
         return tensors, q.astype(np.float32) * wide
 
     return write
+
+
+def write_fp8_blocks(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """Write ModelOpt's blocks, whose scales are [rows, 1, columns, 1]."""
+    tensors, values = write_fp8("block")(w, rng)
+    return tensors | {"weight_scale": tensors["weight_scale"][:, None, :, None]}, values
 
 
 def e2m1_codes(x: np.ndarray) -> np.ndarray:
@@ -111,18 +123,38 @@ def integers(
     return codes.astype(np.uint32), zero.astype(np.uint32), scale
 
 
-def write_ints(bits: int, group: int, *, symmetric: bool = True, form: str = "pack-quantized") -> Writer:
+def write_ints(
+    bits: int, group: int, *, symmetric: bool = True, form: str = "pack-quantized", static: bool = False
+) -> Writer:
+    """Return a writer; `static` activations have scale and zero point."""
+
     def write(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         size = w.shape[1] if group == -1 else group
         codes, zero, scale = integers(w, bits, size, symmetric=symmetric)
+        inputs = {"input_scale": np.float32([0.02]), "input_zero_point": np.int8([-9])} if static else {}
         values = (codes.astype(np.float32) - spread(zero, w, size).astype(np.float32)) * spread(scale, w, size)
         if form == "int-quantized":
-            return {"weight": (codes.astype(int) - 2 ** (bits - 1)).astype(np.int8), "weight_scale": scale}, values
+            signed = (codes.astype(int) - 2 ** (bits - 1)).astype(np.int8)
+            return {"weight": signed, "weight_scale": scale, **inputs}, values
         tensors = {"weight_packed": words(codes, bits), "weight_scale": scale}
         tensors["weight_shape"] = np.array(w.shape, np.int64)
         if not symmetric:
             tensors["weight_zero_point"] = np.ascontiguousarray(words(zero.T, bits).T)
         return tensors, values
+
+    return write
+
+
+def write_ints_ordered(group: int, *, symmetric: bool = True) -> Writer:
+    """Return the writer of old versions of compressed-tensors for groups of columns in activation order."""
+
+    def write(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        order = np.random.default_rng(w.shape[1]).permutation(w.shape[1])
+        back = np.argsort(order)
+        tensors, values = write_ints(4, group, symmetric=symmetric)(w[:, order], rng)
+        codes = tensors["weight_packed"].view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+        tensors["weight_packed"] = words(codes.reshape(w.shape)[:, back], 4)
+        return tensors | {"weight_g_idx": (back // group).astype(np.int32)}, values[:, back]
 
     return write
 

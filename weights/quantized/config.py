@@ -7,21 +7,17 @@ import dataclasses
 import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.quantized.compressed_tensors import read_compressed_tensors
+from jaxserve.weights.quantized.named_tensors import E4M3, E8M0, INPUT, PACKED_SCALED, PLAIN_SCALED, refusal
 from jaxserve.weights.quantized.scheme import Activation, Elements, Packing, Role, Rule, Scheme, Schemes
 from jaxserve.weights.rows import HEADS
 
 _LINEAR = "class:Linear$"
 _HEAD = Rule(rf"(.*\.)?({'|'.join(HEADS)})$", None)  # left out by the tools that do not list it
-_PLAIN_SCALED: tuple[tuple[Role, str], ...] = (("elements", "weight"), ("scale", "weight_scale"))
-_PACKED_SCALED: tuple[tuple[Role, str], ...] = (("elements", "weight_packed"), ("scale", "weight_scale"))
-_GLOBAL: tuple[tuple[Role, str], ...] = (("global_scale", "weight_global_scale"),)
-_INPUT_GLOBAL: tuple[tuple[Role, str], ...] = (("input_scale", "input_global_scale"),)
-_INPUT: tuple[tuple[Role, str], ...] = (("input_scale", "input_scale"),)
-_ZERO: tuple[tuple[Role, str], ...] = (("zero", "weight_zero_point"),)
-E4M3, E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
 
 
 def read_schemes(config: Mapping[str, Any]) -> Schemes | None:
@@ -33,7 +29,9 @@ def read_schemes(config: Mapping[str, Any]) -> Schemes | None:
         CheckpointError: a method, or the scheme of some modules, is not supported.
     """
     text = config.get("text_config")
-    quantization = config.get("quantization_config") or (isinstance(text, Mapping) and text.get("quantization_config"))
+    holders = [config, text] if isinstance(text, Mapping) else [config]
+    found = [holder.get(name) for holder in holders for name in ("quantization_config", "compression_config")]
+    quantization = next(filter(None, found), None)
     if not quantization:
         return None
     if not isinstance(quantization, Mapping):
@@ -46,7 +44,7 @@ def read_schemes(config: Mapping[str, Any]) -> Schemes | None:
         )
     try:
         schemes = _METHODS[method](quantization)
-        kv_cache = _has_kv_scales({**quantization, **(quantization.get("quantization") or {})})
+        kv_cache = schemes.kv_cache or _has_kv_scales({**quantization, **(quantization.get("quantization") or {})})
         return dataclasses.replace(schemes, kv_cache=kv_cache, is_multimodal=text is not None)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
@@ -61,128 +59,6 @@ def _has_kv_scales(config: Mapping[str, Any]) -> bool:
     return bool(config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"))
 
 
-def _refuse(what: str, got: object, where: str) -> CheckpointError:
-    return CheckpointError(f"{what}, got {got} for {where}; quantise those modules otherwise")
-
-
-# compressed-tensors
-
-
-def _compressed_tensors(config: Mapping[str, Any]) -> Schemes:
-    for field in ("sparsity_config", "transform_config"):
-        if config.get(field) and (config[field].get("format") != "dense" or field == "transform_config"):
-            raise CheckpointError(
-                f"compressed-tensors must come without a {field}, got {config[field]}; save the model dense"
-            )
-    if (status := config.get("quantization_status", "compressed")) != "compressed":
-        raise CheckpointError(f"the quantization_status of compressed-tensors must be 'compressed', got {status!r}")
-    ranked: list[tuple[int, Rule]] = []
-    for group in config["config_groups"].values():
-        scheme = _compressed_scheme(group, group.get("format") or config.get("format"))
-        for target in group["targets"]:
-            ranked.append((_rank(target), Rule(_target(target), scheme)))
-    ignored = [Rule(_target(name), None) for name in config.get("ignore") or ()]
-    rules = [rule for _, rule in sorted(ranked, key=lambda pair: pair[0])]
-    return Schemes("compressed-tensors", (*ignored, *rules))
-
-
-def _is_class(target: str) -> bool:
-    return target[:1].isupper() and "." not in target
-
-
-def _rank(target: str) -> int:
-    """Return the place of a target: names before patterns before classes, as in compressed-tensors."""
-    return 1 if target.startswith("re:") else 2 if _is_class(target) else 0
-
-
-def _target(target: str) -> str:
-    """Return the pattern of a target: a name, `re:` and a pattern, or a class."""
-    if target.startswith("re:"):
-        return target[len("re:") :]
-    return f"class:{re.escape(target)}$" if _is_class(target) else f"{re.escape(target)}$"
-
-
-def _compressed_scheme(group: Mapping[str, Any], form: str | None) -> Scheme:
-    weights, inputs = group["weights"], group.get("input_activations")
-    where = f"{', '.join(group['targets'])} (compressed-tensors {form})"
-    if group.get("output_activations"):
-        raise _refuse("outputs of products must not be quantised", "output_activations", where)
-    bits, kind, group_size = weights["num_bits"], weights["type"], weights.get("group_size") or -1
-    strategy = weights.get("strategy") or ("tensor" if group_size == -1 else "group")
-    symmetric = weights.get("symmetric", True)
-    if (order := weights.get("actorder")) in ("group", True):
-        raise _refuse("compressed-tensors must have actorder 'static' or none", f"actorder {order!r}", where)
-    known: dict[tuple[str, str, int], Elements] = {
-        ("float-quantized", "float", 8): "e4m3",
-        ("naive-quantized", "float", 8): "e4m3",
-        ("int-quantized", "int", 8): "int8",
-        ("naive-quantized", "int", 8): "int8",
-        ("int-quantized", "int", 4): "int4",
-        ("pack-quantized", "int", 4): "int4",
-        ("pack-quantized", "int", 8): "int8",
-        ("nvfp4-pack-quantized", "float", 4): "e2m1",
-        ("mxfp4-pack-quantized", "float", 4): "e2m1",
-        ("mxfp8-quantized", "float", 8): "e4m3",
-    }
-    elements = known.get((str(form), kind, bits))
-    if elements is None:
-        supported = ", ".join(f"{name} of {size} bits ({numbers})" for name, numbers, size in known)
-        raise _refuse(f"weights must be {supported}", f"{form} of {bits} bits ({kind})", where)
-    block_rows = 1
-    columns: int | None = None
-    if strategy in ("group", "tensor_group"):
-        columns = None if group_size == -1 else int(group_size)
-    elif strategy == "block":
-        sizes = weights["block_structure"]  # old versions write "128x128"
-        block_rows, columns = map(int, sizes.split("x") if isinstance(sizes, str) else sizes)
-    elif strategy not in ("tensor", "channel"):
-        raise _refuse("weights must have scales by tensor, channel, group or block", f"strategy {strategy!r}", where)
-    is_mx, is_nv = str(form).startswith("mxfp"), form == "nvfp4-pack-quantized"
-    if not symmetric and (kind != "int" or strategy not in ("group", "channel")):
-        raise _refuse("weights with zero points must be integers by channel or group", f"{kind} by {strategy}", where)
-    packed = form in ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
-    packing: Packing = "words" if form == "pack-quantized" else "nibbles" if packed else "plain"
-    activation = _compressed_activation(inputs, where)
-    tensors = _PACKED_SCALED if packed else _PLAIN_SCALED
-    tensors += () if symmetric else _ZERO
-    tensors += _GLOBAL if is_nv else ()
-    if activation and not activation.dynamic:
-        tensors += _INPUT_GLOBAL if activation.elements == "e2m1" else _INPUT
-    return Scheme(
-        f"compressed-tensors {form}",
-        elements,
-        packing,
-        tensors,
-        columns,
-        block_rows,
-        scale_dtype="bfloat16" if is_mx else E4M3 if is_nv else "float32",
-        divides=is_nv,
-        activation=activation,
-    )
-
-
-def _compressed_activation(inputs: Mapping[str, Any] | None, where: str) -> Activation | None:
-    if not inputs:
-        return None
-    found = (inputs["type"], inputs["num_bits"], inputs["strategy"], inputs.get("dynamic", False))
-    group, symmetric = int(inputs.get("group_size") or 0) or None, inputs.get("symmetric", True)
-    elements: Literal["int8", "e4m3"] = "int8" if inputs["type"] == "int" else "e4m3"
-    if symmetric and inputs.get("scale_dtype") != "torch.uint8":
-        if found in (("int", 8, "token", True), ("float", 8, "token", True)):
-            return Activation(elements, None, dynamic=True)
-        if found == ("float", 8, "group", True):
-            return Activation("e4m3", group, dynamic=True)
-        if found in (("float", 8, "tensor", False), ("int", 8, "tensor", False)):
-            return Activation(elements, None, dynamic=False)
-        if found[:3] == ("float", 4, "tensor_group") and found[3] == "local":
-            return Activation("e2m1", group, dynamic=False)
-    raise _refuse(
-        "activations must be 8 bits by token (dynamic) or by tensor (static), fp8 by group (dynamic), or NVFP4's",
-        dict(inputs),
-        where,
-    )
-
-
 # DeepSeek's fp8, also of Qwen, MiniMax and GLM
 
 
@@ -194,7 +70,7 @@ def _fp8(config: Mapping[str, Any]) -> Schemes:
         raise CheckpointError(f"the activation_scheme of fp8 must be 'dynamic' or 'static', got {activations!r}")
     is_dynamic = activations == "dynamic"
     if block is None:
-        tensors = _PLAIN_SCALED if is_dynamic else (*_PLAIN_SCALED, *_INPUT)
+        tensors = PLAIN_SCALED if is_dynamic else (*PLAIN_SCALED, *INPUT)
         scheme = Scheme("fp8", "e4m3", "plain", tensors, activation=Activation("e4m3", None, is_dynamic))
     else:
         block_rows, columns = map(int, block)
@@ -209,8 +85,8 @@ def _fp8(config: Mapping[str, Any]) -> Schemes:
 
 
 def _left_out(name: str) -> Rule:
-    """Return the rule for modules that have a name, begin with it or contain it between dots."""
-    return Rule(rf"(.*\.)?{re.escape(name)}(\..*)?$", None)
+    """Return the rule for modules that have a name, begin with it or contain it between dots; some names end in one."""
+    return Rule(rf"(.*\.)?{re.escape(name.strip('.'))}(\..*)?$", None)
 
 
 # gpt-oss, whose experts alone are quantised
@@ -248,23 +124,33 @@ def _glob(name: str) -> str:
 
 
 def _modelopt_scheme(algorithm: str, config: Mapping[str, Any], where: str) -> Scheme:
+    algorithm = algorithm.upper()  # ModelOpt has its own names of some in lower case
     name = f"modelopt {algorithm}"
     if algorithm == "FP8":
-        tensors = (*_PLAIN_SCALED, *_INPUT)
+        tensors = (*PLAIN_SCALED, *INPUT)
         return Scheme(name, "e4m3", "plain", tensors, activation=Activation("e4m3", None, dynamic=False))
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return Scheme(name, "e4m3", "plain", PLAIN_SCALED, activation=Activation("e4m3", None, dynamic=True))
+    if algorithm == "FP8_PB_WO":
+        return Scheme(name, "e4m3", "plain", PLAIN_SCALED, int(config.get("group_size") or 128), 128)
+    if algorithm in ("MXFP4", "MXFP8"):
+        elements: Literal["e2m1", "e4m3"] = "e2m1" if algorithm == "MXFP4" else "e4m3"
+        packing: Packing = "nibbles" if algorithm == "MXFP4" else "plain"
+        activation = Activation(elements, 32, dynamic=True, power_of_two=True)
+        return Scheme(name, elements, packing, PLAIN_SCALED, 32, scale_dtype="bfloat16", activation=activation)
     if algorithm in ("NVFP4", "W4A16_NVFP4"):
         group = int(config.get("group_size") or 16)
-        activation = Activation("e2m1", group, dynamic=False) if algorithm == "NVFP4" else None
+        inputs = Activation("e2m1", group, dynamic=False) if algorithm == "NVFP4" else None
         second: tuple[tuple[Role, str], ...] = (("global_scale", "weight_scale_2"),)
-        tensors = (*_PLAIN_SCALED, *second, *(_INPUT if activation else ()))
-        return Scheme(name, "e2m1", "nibbles", tensors, group, scale_dtype=E4M3, activation=activation)
+        tensors = (*PLAIN_SCALED, *second, *(INPUT if inputs else ()))
+        return Scheme(name, "e2m1", "nibbles", tensors, group, scale_dtype=E4M3, activation=inputs)
     if algorithm in ("W4A16_AWQ", "INT4_AWQ"):
         if config.get("has_zero_point"):
-            raise _refuse("weights of W4A16_AWQ must come without zero points", "has_zero_point", where)
-        tensors = (*_PLAIN_SCALED, ("input_factor", "pre_quant_scale"))
+            raise refusal("weights of W4A16_AWQ must come without zero points", "has_zero_point", where)
+        tensors = (*PLAIN_SCALED, ("input_factor", "pre_quant_scale"))
         return Scheme(name, "int4", "row_nibbles", tensors, int(config.get("group_size") or 128))
-    known = "FP8, NVFP4, W4A16_NVFP4, W4A16_AWQ or MIXED_PRECISION"
-    raise _refuse(f"the quant_algo of ModelOpt must be {known}", algorithm, where)
+    known = "FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO, MXFP4, MXFP8, NVFP4, W4A16_NVFP4, W4A16_AWQ or MIXED_PRECISION"
+    raise refusal(f"the quant_algo of ModelOpt must be {known}", algorithm, where)
 
 
 # GPTQ and AWQ
@@ -274,17 +160,37 @@ def _gptq(config: Mapping[str, Any]) -> Schemes:
     form = str(config.get("checkpoint_format") or "gptq")
     if form not in ("gptq", "gptq_v2"):
         raise CheckpointError(f"the checkpoint_format of GPTQ must be 'gptq' or 'gptq_v2', got {form!r}")
-    rules = []
+    rules = _changed(config, partial(_gptq_scheme, form=form))
     for pattern, changes in (config.get("dynamic") or {}).items():
-        scheme = None if pattern.startswith("-:") else _gptq_scheme({**config, **changes}, form, pattern)
+        scheme = None if pattern.startswith("-:") else _gptq_scheme({**config, **changes}, pattern, form)
         rules.append(Rule(pattern.removeprefix("-:").removeprefix("+:"), scheme))
     head = () if config.get("lm_head") else (_HEAD,)
     names = config.get("modules_to_not_convert") or ()
-    rules += [*map(_left_out, names), *head, Rule(_LINEAR, _gptq_scheme(config, form, "all modules"))]
-    return Schemes("gptq", tuple(rules))
+    own = _gptq_scheme(config, "all modules", form)
+    return Schemes("gptq", (*rules, *map(_left_out, names), *head, *_inside_blocks(config, own)))
 
 
-def _gptq_scheme(config: Mapping[str, Any], form: str, where: str) -> Scheme:
+def _inside_blocks(config: Mapping[str, Any], scheme: Scheme) -> list[Rule]:
+    """Return the rules for linear modules, or for those that a list of modules of every block names."""
+    listed = config.get("modules_in_block_to_quantize")
+    if not listed:
+        return [Rule(_LINEAR, scheme)]
+    names = [name for part in listed for name in ([part] if isinstance(part, str) else part)]
+    return [Rule(rf".*\b(?:{'|'.join(map(re.escape, names))})$", scheme)]
+
+
+def _changed(config: Mapping[str, Any], scheme: Callable[[Mapping[str, Any], str], Scheme]) -> list[Rule]:
+    """Return AutoRound's rules for modules that differ from the others, by their names or patterns of these."""
+    rules = []
+    for name, changes in (config.get("extra_config") or {}).items():
+        merged = {**config, **changes}
+        is_pattern = re.search(r"[^\w.-]", name) is not None
+        pattern = rf".*?(?:{name})" if is_pattern else f"{re.escape(name)}$"
+        rules.append(Rule(pattern, None if (merged.get("bits") or 16) >= 16 else scheme(merged, name)))
+    return rules
+
+
+def _gptq_scheme(config: Mapping[str, Any], where: str, form: str) -> Scheme:
     elements = _int_elements("GPTQ", config, (4, 8), where)
     tensors: tuple[tuple[Role, str], ...] = (("elements", "qweight"), ("scale", "scales"), ("zero", "qzeros"))
     group = _group(config)
@@ -294,12 +200,18 @@ def _gptq_scheme(config: Mapping[str, Any], form: str, where: str) -> Scheme:
 
 
 def _awq(config: Mapping[str, Any]) -> Schemes:
-    if (version := str(config.get("version", "gemm")).lower()) != "gemm":
+    form = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
+    if (version := str(form).lower()) != "gemm":
         raise CheckpointError(f"the version of AWQ must be 'gemm', got {version!r}")
-    tensors: tuple[tuple[Role, str], ...] = (("elements", "qweight"), ("scale", "scales"), ("zero", "qzeros"))
-    scheme = Scheme("awq", _int_elements("AWQ", config, (4,), "all modules"), "awq", tensors, _group(config))
+    rules = _changed(config, _awq_scheme)
     names = config.get("modules_to_not_convert") or ()
-    return Schemes("awq", (*map(_left_out, names), _HEAD, Rule(_LINEAR, scheme)))
+    own = _inside_blocks(config, _awq_scheme(config, "all modules"))
+    return Schemes("awq", (*rules, *map(_left_out, names), _HEAD, *own))
+
+
+def _awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
+    tensors: tuple[tuple[Role, str], ...] = (("elements", "qweight"), ("scale", "scales"), ("zero", "qzeros"))
+    return Scheme("awq", _int_elements("AWQ", config, (4,), where), "awq", tensors, _group(config))
 
 
 def _auto_round(config: Mapping[str, Any]) -> Schemes:
@@ -308,15 +220,13 @@ def _auto_round(config: Mapping[str, Any]) -> Schemes:
         raise CheckpointError(
             f"the packing_format of auto-round must be 'auto_round:auto_gptq' or 'auto_round:auto_awq', got {packing!r}"
         )
-    if config.get("extra_config"):
-        raise CheckpointError("auto-round must quantise all modules alike, got an extra_config")
     return _gptq(config) if packing.endswith("gptq") else _awq(config)
 
 
 def _int_elements(tool: str, config: Mapping[str, Any], allowed: Sequence[int], where: str) -> Elements:
     bits = config.get("bits", config.get("w_bit", 4))
     if bits not in allowed:
-        raise _refuse(f"weights of {tool} must have {' or '.join(map(str, allowed))} bits", f"{bits} bits", where)
+        raise refusal(f"weights of {tool} must have {' or '.join(map(str, allowed))} bits", f"{bits} bits", where)
     return "int4" if bits == 4 else "int8"
 
 
@@ -329,11 +239,11 @@ def _group(config: Mapping[str, Any]) -> int | None:
 
 _MINIMUM: tuple[tuple[Role, str], ...] = (("minimum", "weight_minimum"),)
 GGUF_SCHEMES: Mapping[str, Scheme] = {
-    "Q8_0": Scheme("gguf Q8_0", "int8", "plain", _PLAIN_SCALED, 32, scale_dtype="float16"),
-    "Q4_0": Scheme("gguf Q4_0", "int4", "nibbles", _PACKED_SCALED, 32, scale_dtype="float16"),
-    "Q5_0": Scheme("gguf Q5_0", "int8", "plain", _PLAIN_SCALED, 32, scale_dtype="float16"),
-    "Q4_K": Scheme("gguf Q4_K", "int4", "nibbles", (*_PACKED_SCALED, *_MINIMUM), 32),
-    "Q6_K": Scheme("gguf Q6_K", "int8", "plain", _PLAIN_SCALED, 16),
+    "Q8_0": Scheme("gguf Q8_0", "int8", "plain", PLAIN_SCALED, 32, scale_dtype="float16"),
+    "Q4_0": Scheme("gguf Q4_0", "int4", "nibbles", PACKED_SCALED, 32, scale_dtype="float16"),
+    "Q5_0": Scheme("gguf Q5_0", "int8", "plain", PLAIN_SCALED, 32, scale_dtype="float16"),
+    "Q4_K": Scheme("gguf Q4_K", "int4", "nibbles", (*PACKED_SCALED, *_MINIMUM), 32),
+    "Q6_K": Scheme("gguf Q6_K", "int8", "plain", PLAIN_SCALED, 16),
 }
 
 
@@ -347,7 +257,7 @@ def _gguf(config: Mapping[str, Any]) -> Schemes:
 
 
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Schemes]] = {
-    "compressed-tensors": _compressed_tensors,
+    "compressed-tensors": read_compressed_tensors,
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "modelopt": _modelopt,

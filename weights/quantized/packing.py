@@ -58,7 +58,8 @@ def other_shapes(scheme: Scheme, whole: tuple[int, int]) -> dict[Role, list[tupl
     scale += [(blocks,)] if groups == 1 else []
     scale += [(), (1,), (1, 1)] if scheme.group is None or blocks * groups == 1 else []
     zero: list[tuple[int, ...]] = [(rows if scheme.packing == "plain" else words, groups)]
-    return {"scale": scale, "minimum": scale, "zero": zero, "input_factor": [(columns,)]}
+    of_columns: list[tuple[int, ...]] = [(columns,)]
+    return {"scale": scale, "minimum": scale, "zero": zero, "input_factor": of_columns, "order": of_columns}
 
 
 def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) -> NDArray[Any]:

@@ -29,10 +29,13 @@ FLOATS_OF_NIBBLES = {
     "int4": np.arange(16, dtype=np.float32),
 }
 INT4_ZERO = 8  # zero point of symmetric int4, whose elements are stored as 0 to 15
+# Names that transformers gives to scales of fp8 checkpoints, which others call otherwise.
+_OTHER_NAMES = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
 # Scales of attention, and what tools keep for themselves; see `Schemes.kv_cache`.
 _EXTRAS = (
-    *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale", "k_zero_point", "v_zero_point"),
-    *("weight_shape", "g_idx", "input_scale", "input_global_scale", "input_zero_point"),
+    *(f"{which}_{what}" for which in "qkv" for what in ("scale", "zero_point")),
+    *("kv_scale", "prob_scale", "output_scale", "input_scale", "input_global_scale", "input_zero_point"),
+    *("activation_scale", "weight_shape", "g_idx", "weight_g_idx"),
 )
 
 
@@ -134,6 +137,10 @@ class QuantizedPart:
         """Return the scale of activations."""
         return np.float32(np.asarray(self.tensors["input_scale"]).astype(np.float32).max())
 
+    def input_zero(self) -> np.float32:
+        """Return the zero point of activations."""
+        return np.float32(np.asarray(self.tensors["input_zero"]).reshape(-1)[0])
+
     def input_factor(self) -> NDArray[np.float32]:
         """Return the factor of the activations that each of these columns is multiplied with."""
         return np.asarray(self.tensors["input_factor"]).astype(np.float32)[slice(*self.columns)]
@@ -179,7 +186,7 @@ def quantized_view(
         if (scheme := schemes.of_tensor(name)) is None:
             continue
         module = name.removesuffix(".weight")
-        names = scheme.names(module)
+        names = {role: _stored_name(full, tensors) for role, full in scheme.names(module).items()}
         if absent := [full for role, full in names.items() if full not in tensors and role not in OPTIONAL]:
             missing.append(f"{', '.join(absent)} ({scheme.name})")
             continue
@@ -200,6 +207,13 @@ def quantized_view(
     for name in [name for name in view if name.endswith(tuple(f".{extra}" for extra in _EXTRAS))]:
         del view[name]
     return view | parts
+
+
+def _stored_name(name: str, tensors: Collection[str]) -> str:
+    """Return the name that a tensor has in the checkpoint."""
+    module, _, suffix = name.rpartition(".")
+    other = f"{module}.{_OTHER_NAMES.get(suffix, suffix)}"
+    return other if name not in tensors and other in tensors else name
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ Elements = Literal["int4", "int8", "e4m3", "e2m1"]
 # How elements lie in a file: as they are; two in a byte, the low nibble first, of consecutive columns, or of
 # consecutive rows by ModelOpt; in words of 32 bits along the rows of [O, I], or of [I, O] by GPTQ and by AWQ.
 Packing = Literal["plain", "nibbles", "row_nibbles", "words", "gptq", "awq"]
-Role = Literal["elements", "scale", "zero", "minimum", "order", "global_scale", "input_factor", "input_scale"]
+_OfWeights = Literal["elements", "scale", "zero", "minimum", "order", "global_scale"]
+Role = _OfWeights | Literal["input_factor", "input_scale", "input_zero"]
 OPTIONAL: tuple[Role, ...] = ("input_factor",)  # modules lack factors that are in the norm before them
 NIBBLES = ("int4", "e2m1")  # kinds of elements of four bits
 _CLASSES = dict.fromkeys(
@@ -36,18 +37,24 @@ class Activation:
         elements: kind of the quantised values.
         group: number of consecutive values of a token that share a scale; None for all of them.
         dynamic: True if the scale is that of the values' maximum; else the checkpoint has one for all tokens. Groups of
-            e2m1 have scales of both kinds, as NVFP4 has.
+            e2m1 that are not dynamic have scales of both kinds, as NVFP4 has.
+        symmetric: False if there is a zero point beside each scale.
+        power_of_two: True if scales are powers of two, as those of MX formats are.
     """
 
     elements: Literal["int8", "e4m3", "e2m1"]
     group: int | None
     dynamic: bool
+    symmetric: bool = True
+    power_of_two: bool = False
 
     def __str__(self) -> str:
-        if self.elements == "e2m1":
+        if self.elements == "e2m1" and not self.dynamic:
             return f"e2m1 activations in groups of {self.group}"
         kind = "dynamic" if self.dynamic else "static"
-        return f"{self.elements} activations, {kind}, {f'in groups of {self.group}' if self.group else 'per token'}"
+        zeros = "" if self.symmetric else " with zero points"
+        groups = f"in groups of {self.group}" if self.group else "per token"
+        return f"{self.elements} activations{zeros}, {kind}, {groups}"
 
 
 @dataclass(frozen=True)
