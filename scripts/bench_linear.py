@@ -38,7 +38,8 @@ GROUP_SIZE = 64
 STREAM_BYTES = 160 << 20  # bytes of weights per program, above what caches hold
 MAX_PRODUCTS = 64
 MIN_SECONDS = 0.02  # least time of one measurement
-WARM_UP_SECONDS = 0.1  # threads of OpenBLAS keep their cores busy for about 30 ms after a product
+PAUSE_SECONDS = 0.1  # threads of OpenBLAS keep their cores busy for about 30 ms after a product
+WARM_UP_SECONDS = 0.1
 BLAS_CORES = {
     "avx512vnni": "SKYLAKEX",
     "avx512": "SKYLAKEX",
@@ -184,7 +185,8 @@ def products(matrices: list[PackedMatrix], x: jax.Array) -> jax.Array:
 
 
 def warm_up(run: Callable[[], Any]) -> None:
-    """Run a side until the threads of the one before it sleep and its own buffers have their pages."""
+    """Let the threads of the side before sleep, then run this one until its buffers have their pages."""
+    time.sleep(PAUSE_SECONDS)
     began = time.perf_counter()
     while time.perf_counter() - began < WARM_UP_SECONDS:
         run()

@@ -23,6 +23,7 @@
 namespace NATIVE_ISA {
 
 constexpr int64_t kDigitColumns = 128;  // most columns of a block: 128 * 2^23 fits an int32
+constexpr int64_t kPassWords = 32;  // words of rows of some panels that stay in the first-level cache, about
 constexpr int64_t kScalesAhead = 512;  // bytes of scales that are fetched ahead
 constexpr int kMaxDigitTokens = NATIVE_WIDTH == 16 ? 8 : 4;  // tokens of a tile, as many as the registers hold sums of
 
@@ -194,9 +195,14 @@ class DigitTokens {
   DigitBlock* blocks_;
 };
 
-// A range of a row's blocks.
+// A range of a row's blocks: the first one's group and index in it, and the words of a row before it.
 struct DigitRange {
-  int64_t first, end;
+  int64_t first, end, group, index, first_word;
+
+  template <typename Format>
+  DigitRange(const DigitGroups<Format>& groups, int64_t first, int64_t end)
+      : first(first), end(end), group(first / groups.blocks), index(first % groups.blocks),
+        first_word(group * groups.words + index * groups.kBlockWords) {}
 };
 
 // Return how many elements ahead to fetch, with `left` of them to the end of a panel. Behind it are panels that are
@@ -252,7 +258,7 @@ inline NATIVE_INLINE void add_block(const uint32_t* const (&from)[V], int64_t nu
         digits += Tokens * kChunkWords;
       }
     };
-    if (kSumWords <= 4 && first + kSumWords <= num_words) {
+    if (Tokens == 1 && kSumWords <= 4 && first + kSumWords <= num_words) {
       unrolled<std::min(kSumWords, 4)>([&](int i) NATIVE_INLINE { add_word((first + i) * kPanelRows); });
     } else {
       const int64_t end = std::min<int64_t>(first + kSumWords, num_words) * kPanelRows;
@@ -268,15 +274,14 @@ inline NATIVE_INLINE void add_block(const uint32_t* const (&from)[V], int64_t nu
 
 // Add the products of some blocks to a tile's sums [Tokens, V] in `kept`, and write y after the last block.
 template <typename Format, int Tokens, int Panels, bool FromMemory>
-void multiply_digits(const LinearProblem& p, const DigitTile& tile, int64_t panel, DigitRange range, float* kept) {
+void multiply_digits(const LinearProblem& p, const DigitGroups<Format>& groups, const DigitTile& tile, int64_t panel,
+                     const DigitRange& range, float* kept) {
   constexpr int W = NATIVE_WIDTH, V = Panels * kVectors, kTogether = vectors_at_once<Tokens, V>();
-  const DigitGroups<Format> groups(p);
   const int64_t stride = groups.num_words() * kPanelRows;
-  int64_t group = range.first / groups.blocks, index = range.first % groups.blocks;
-  const int64_t first_word = group * groups.words + index * groups.kBlockWords;
-  const auto* from = static_cast<const uint32_t*>(p.weight) + panel * stride + first_word * kPanelRows;
+  int64_t group = range.group, index = range.index;
+  const auto* from = static_cast<const uint32_t*>(p.weight) + panel * stride + range.first_word * kPanelRows;
   const uint32_t* end = static_cast<const uint32_t*>(p.weight) + (panel + 1) * stride;
-  const int32_t* digits = tile.digits + first_word * Format::kChunks * Tokens * kChunkWords;
+  const int32_t* digits = tile.digits + range.first_word * Format::kChunks * Tokens * kChunkWords;
   F<W> sums[Tokens][V] = {};
   if (range.first > 0) {
     for (int t = 0; t < Tokens; ++t) {
@@ -288,7 +293,7 @@ void multiply_digits(const LinearProblem& p, const DigitTile& tile, int64_t pane
     const int64_t num_words = groups.words_of(index);
     const int64_t fetched_ahead = ahead<Panels>(end - from, stride, kPrefetchBytes);
     if constexpr (FromMemory) fetch_scales<Panels>(p, panel, group, groups.num_groups);
-    const GroupScales<V> scales(p, p.zeros != nullptr, panel, group);
+    const GroupScales<V> scales(p, p.zeros != nullptr, groups.num_groups, panel, group);
     unrolled<V / kTogether>([&](int part) NATIVE_INLINE {
       const int first = part * kTogether;
       I<W> parts[Tokens][kDigits][kTogether];
@@ -320,8 +325,11 @@ void multiply_digits(const LinearProblem& p, const DigitTile& tile, int64_t pane
   }
 }
 
-using MultiplyDigits = void (*)(const LinearProblem&, const DigitTile&, int64_t, DigitRange, float*);
-using ByDigitTokens = std::array<MultiplyDigits, kMaxDigitTokens>;
+template <typename Format>
+using MultiplyDigits = void (*)(const LinearProblem&, const DigitGroups<Format>&, const DigitTile&, int64_t,
+                                const DigitRange&, float*);
+template <typename Format>
+using ByDigitTokens = std::array<MultiplyDigits<Format>, kMaxDigitTokens>;
 using DigitTokenCounts = std::make_integer_sequence<int, kMaxDigitTokens>;
 
 // Return the panels that a lone tile works on at once.
@@ -330,12 +338,12 @@ constexpr int lone_digit_panels(int num_tokens) {
 }
 
 template <typename Format, int... I>
-constexpr ByDigitTokens lone_digit_tiles(std::integer_sequence<int, I...>) {
+constexpr ByDigitTokens<Format> lone_digit_tiles(std::integer_sequence<int, I...>) {
   return {multiply_digits<Format, I + 1, lone_digit_panels(I + 1), true>...};
 }
 
 template <typename Format, bool FromMemory, int... I>
-constexpr ByDigitTokens digit_tiles_of_one_panel(std::integer_sequence<int, I...>) {
+constexpr ByDigitTokens<Format> digit_tiles_of_one_panel(std::integer_sequence<int, I...>) {
   return {multiply_digits<Format, I + 1, 1, FromMemory>...};
 }
 
@@ -345,12 +353,13 @@ void multiply_panels(const LinearProblem& p, const DigitTokens<Format>& tokens, 
   static constexpr auto several = lone_digit_tiles<Format>(DigitTokenCounts{});
   static constexpr auto single = digit_tiles_of_one_panel<Format, true>(DigitTokenCounts{});
   const DigitTile tile = tokens.tile(0);
-  const DigitRange all_blocks{0, DigitGroups<Format>(p).num_blocks()};
+  const DigitGroups<Format> groups(p);
+  const DigitRange all_blocks(groups, 0, groups.num_blocks());
   const int num_panels = lone_digit_panels(tile.num_tokens);
   for (; panel + num_panels <= end_panel; panel += num_panels) {
-    several[tile.num_tokens - 1](p, tile, panel, all_blocks, nullptr);
+    several[tile.num_tokens - 1](p, groups, tile, panel, all_blocks, nullptr);
   }
-  for (; panel < end_panel; ++panel) single[tile.num_tokens - 1](p, tile, panel, all_blocks, nullptr);
+  for (; panel < end_panel; ++panel) single[tile.num_tokens - 1](p, groups, tile, panel, all_blocks, nullptr);
 }
 
 // Multiply some tiles with a range of panels. A block of some panels stays in the first-level cache while all tiles
@@ -363,18 +372,18 @@ void multiply_blocks(const LinearProblem& p, const DigitTokens<Format>& tokens, 
   constexpr int64_t kTileSums = kMaxDigitTokens * kPanelRows;
   const DigitGroups<Format> groups(p);
   const int64_t num_blocks = groups.num_blocks();
-  const int64_t step = std::max<int64_t>(1, kDigitColumns * num_blocks / p.num_inputs);  // about 128 columns
+  const int64_t step = std::max<int64_t>(1, kPassWords * num_blocks / groups.num_words());
   struct Sums;
   float* sums = scratch<Sums>(step < num_blocks ? kGroupPanels * (end_tile - first_tile) * kTileSums : 0);
   for (int64_t panels = first_panel; panels < end_panel; panels += kGroupPanels) {
     for (int64_t block = 0; block < num_blocks; block += step) {
-      const DigitRange range{block, std::min(block + step, num_blocks)};
+      const DigitRange range(groups, block, std::min(block + step, num_blocks));
       float* kept = sums;
       for (int64_t i = first_tile; i < end_tile; ++i) {
         const DigitTile tile = tokens.tile(i);
         const auto& by_tokens = i == first_tile ? from_memory : from_cache;
         for (int64_t panel = panels; panel < std::min(panels + kGroupPanels, end_panel); ++panel, kept += kTileSums) {
-          by_tokens[tile.num_tokens - 1](p, tile, panel, range, kept);
+          by_tokens[tile.num_tokens - 1](p, groups, tile, panel, range, kept);
         }
       }
     }

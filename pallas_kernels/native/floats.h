@@ -178,7 +178,7 @@ void multiply(const LinearProblem& p, const Tile& tile, int64_t panel) {
       F<NATIVE_WIDTH> part[Tokens][V] = {};
       accumulate<Format, true>(part, from + group * group_stride, stride, group_size, tile.x + group * group_size * Tokens);
       const float* group_sums = tile.group_sums ? tile.group_sums + group * Tokens : nullptr;
-      add_group(sums, part, GroupScales<V>(p, Format::kHasZeros, panel, group), group_sums);
+      add_group(sums, part, GroupScales<V>(p, Format::kHasZeros, num_groups, panel, group), group_sums);
     }
   } else {
     accumulate<Format, true>(sums, from, stride, p.num_inputs, tile.x);
@@ -205,12 +205,13 @@ void multiply_block(const LinearProblem& p, const Tile& tile, const ColumnBlock&
   }
   const float* x = tile.x + block.first_column * Tokens;
   if constexpr (Grouped) {
-    for (int64_t k = 0; k < block.num_columns; k += p.group_size) {
+    const int64_t num_groups = p.num_inputs / p.group_size;
+    int64_t group = block.first_column / p.group_size;
+    for (int64_t k = 0; k < block.num_columns; k += p.group_size, ++group) {
       F<W> part[Tokens][V] = {};
       accumulate<Floats<float>, false>(part, block.weights + k * kPanelRows, block.stride, p.group_size, x + k * Tokens);
-      const int64_t group = (block.first_column + k) / p.group_size;
       const float* group_sums = tile.group_sums ? tile.group_sums + group * Tokens : nullptr;
-      add_group(sums, part, GroupScales<V>(p, group_sums != nullptr, block.panel, group), group_sums);
+      add_group(sums, part, GroupScales<V>(p, group_sums != nullptr, num_groups, block.panel, group), group_sums);
     }
   } else {
     accumulate<Floats<float>, false>(sums, block.weights, block.stride, block.num_columns, x);

@@ -45,9 +45,8 @@ template <int V>
 struct GroupScales {
   F<NATIVE_WIDTH> scales[V], zeros[V];
 
-  GroupScales(const LinearProblem& p, bool has_zeros, int64_t panel, int64_t group) {
+  GroupScales(const LinearProblem& p, bool has_zeros, int64_t num_groups, int64_t panel, int64_t group) {
     constexpr int W = NATIVE_WIDTH;
-    const int64_t num_groups = p.num_inputs / p.group_size;
     for (int v = 0; v < V; ++v) {
       const int64_t at = ((panel + v / kVectors) * num_groups + group) * kPanelRows + v % kVectors * W;
       scales[v] = load<W>(p.scales + at);
