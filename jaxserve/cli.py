@@ -56,7 +56,7 @@ _SAMPLING_FLAGS = {  # flags of `generate`: fields of SamplingParams, with the c
     "min_p": float,
     "seed": int,
 }
-_OF_GROUPS = {"engine": "None is what an option without a default is if it is not given."}
+_GROUP_DESCRIPTIONS = {"engine": "An option without a default is None if it is not given."}
 _REPEATED_FLAGS = ("stop", "bad_words")
 
 
@@ -256,7 +256,7 @@ def _literal(text: str) -> Any:
 
 def _add_config_flags(parser: argparse.ArgumentParser, title: str, config: type, leave_out: Sequence[str] = ()) -> None:
     """Add a flag for every field of a configuration; given values are stored in `args` as "<title>.<field>"."""
-    group = parser.add_argument_group(title, _OF_GROUPS.get(title))
+    group = parser.add_argument_group(title, _GROUP_DESCRIPTIONS.get(title))
     helps, hints = _field_helps(config), inspect.get_annotations(config, eval_str=True)
     for field in dataclasses.fields(config):
         if field.name in leave_out:

@@ -195,7 +195,7 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
 def _check_lone_replica(option: VllmOption, given: Mapping[str, Any]) -> None:
     """Raise ConfigError for experts that vLLM would divide among the devices of several replicas."""
     tensor, data = (given.get(name, 1) for name in ("tensor_parallel_size", "data_parallel_size"))
-    if data == 1 or not isinstance(data, int) or not isinstance(tensor, int):
+    if not isinstance(data, int) or not isinstance(tensor, int) or data <= 1:
         return
     raise ConfigError(
         f"{option.name} needs a data_parallel_size of 1, got {data}: vLLM divides the experts among the devices of all "

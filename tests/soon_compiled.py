@@ -1,7 +1,7 @@
 """Compile engines' programs in less time: without LLVM's optimisations, as tiny models run as fast, or fewer.
 
 Without them a program takes half the time or less. `tests/conftest.py` does so in all tests but those that use
-`as_shipped`: those of the plain engine, of servers and of commands, which run in processes of their own.
+`as_shipped`: those of the plain engine and of servers. Commands in processes of their own compile as a user's do.
 """
 
 from collections.abc import Iterator

@@ -228,13 +228,14 @@ def build_proposer(
         local, dtype = arch.local(config.tensor_parallel_size), compute_dtype(config, arch).name
         return Medusa(num_tokens, local, arch.vocab_size, schedule.max_num_seqs, dtype, speculation.tree)
     assert draft.arch is not None, "there is a draft model or a layer"
+    sizes = schedule.of_programs  # the proposer is in the key of stored programs
     if draft.head is not None:
         return DraftLayer(
             num_tokens,
             draft.head,
             arch.local(config.tensor_parallel_size),
             arch.vocab_size,
-            schedule,
+            sizes,
             compute_dtype(config, arch).name,
             kv_dtype.name,
             draft.backend,
@@ -244,7 +245,7 @@ def build_proposer(
         num_tokens,
         draft.arch,
         arch.vocab_size,
-        schedule,
+        sizes,
         kv_dtype.name,
         draft.backend,
         kv_group=_widest_group(arch),

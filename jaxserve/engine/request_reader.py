@@ -237,8 +237,8 @@ class RequestReader:
         self._has_told_of_cut = True
         logger.log(
             logging.WARNING if is_first else logging.INFO,
-            "a prompt of %d tokens and max_tokens=%d exceed max_model_len=%d: the output ends after %d tokens, with "
-            "finish_reason 'length'%s",
+            "a prompt of %d tokens and max_tokens=%d exceed max_model_len=%d: the output ends after %d tokens at most, "
+            "with finish_reason 'length'%s",
             *(prompt_len, max_tokens, limit, limit - prompt_len),
             f"; lower max_tokens{self._advice_on_length()}. Further requests are not warned of" if is_first else "",
         )

@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.execution import lowering
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.programs import Programs
 from jaxserve.models import registry
@@ -35,8 +36,8 @@ def compiled(compile_ahead: str, num_seqs: int, budget: int, **sizes: Any) -> Pr
     arch = registry.from_hf_config(hf_dict("llama"))
     schedule = ScheduleConfig(num_seqs, budget, max_model_len=64, page_size=4, num_pages=24, **sizes)
     params = abstract_params(arch, jnp.dtype("float32"))
-    lowering = Lowering(arch, params, schedule, jnp.dtype("float32"), backend="xla", linear_backend="xla", max_steps=5)
-    programs = Programs(lowering, directory=None, cache_scope=contextlib.nullcontext)
+    own = Lowering(arch, params, schedule, jnp.dtype("float32"), backend="xla", linear_backend="xla", max_steps=5)
+    programs = Programs(own, directory=None, cache_scope=contextlib.nullcontext)
     programs.warm_up(compile_ahead)
     programs.wait_until_warm()
     return programs
@@ -62,9 +63,11 @@ def test_a_program_of_several_steps_runs_single_ones() -> None:
 
 
 @pytest.mark.usefixtures("names")
-def test_engines_of_other_policies_share_their_programs() -> None:
+def test_engines_of_other_policies_share_their_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = compiled("minimal", 4, 16)._store._facts
     own: dict[str, Any] = {"tenant_weights": (("a", 2.0),), "targets": ((None, 1.0, 0.1),)}
     own |= {"has_split_steps": True, "few_programs": True, "long_prefill_token_threshold": 8}
     assert compiled("minimal", 4, 16, **own)._store._facts == plain
     assert compiled("minimal", 4, 16, max_logprobs=7)._store._facts != plain
+    monkeypatch.setattr(lowering, "step_options", lambda _: {"xla_backend_optimization_level": "3"})
+    assert compiled("minimal", 4, 16)._store._facts != plain, "machine code of other compiler options"

@@ -13,6 +13,11 @@ if os.environ.get("JAXSERVE_TEST_EMULATED"):  # instruction sets of other proces
     calls.install()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def engines_compile_soon():
+    """Import nothing of engines: there are none here, and the environment of the newer jax lacks what they need."""
+
+
 @pytest.fixture
 def without_jaxtyping():
     """Disable checks of annotations, as when serving: users see the operation's own messages."""
