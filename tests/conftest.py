@@ -16,6 +16,7 @@ For writers of tests:
 """
 
 import atexit
+import contextlib
 import gc
 import os
 import re
@@ -92,11 +93,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def engines_compile_soon() -> Iterator[None]:
-    """Compile the programs of engines without LLVM's optimisations, see `soon_compiled`."""
-    from tests.soon_compiled import soon_compiled
+def engines_compile_soon(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile the programs of engines without LLVM's optimisations, see `soon_compiled`; as shipped in full runs."""
+    from tests.soon_compiled import is_full, soon_compiled
 
-    with soon_compiled():
+    with contextlib.nullcontext() if is_full(request.config) else soon_compiled():
         yield
 
 

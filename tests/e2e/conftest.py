@@ -24,7 +24,7 @@ from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.proposers import PROPOSERS, make_speculate
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.parameters import some_by_default
-from tests.soon_compiled import are_few, as_shipped, few_programs
+from tests.soon_compiled import are_few, as_shipped, few_programs, is_full
 
 Start = Callable[..., Engine]
 
@@ -67,18 +67,19 @@ def few_engines(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[
 
 
 @pytest.fixture(scope="session")
-def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Start:
+def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine], request: pytest.FixtureRequest) -> Start:
     """Start an engine, or reuse the one with the same options, unless a test has closed it.
 
-    Engines of the plain model have programs as shipped, those with drafts few of them.
+    Engines of the plain model have programs as shipped, those with drafts few of them, except in full runs.
     """
+    has_few = not is_full(request.config)
 
     def start(**options: Any) -> Engine:
         options = {"model": str(llama), "skip_tokenizer_init": True} | SIZES | options
         with contextlib.ExitStack() as compiled:
             if options.keys() <= PLAIN_OPTIONS and options["model"] == str(llama):
                 compiled.enter_context(as_shipped())
-            elif "speculative_config" in options:
+            elif "speculative_config" in options and has_few:
                 compiled.enter_context(few_programs())
             key = (*sorted(options.items()), ("few_programs", are_few()))
             if key not in engines or engines[key].devices.is_closed:
