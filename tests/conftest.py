@@ -77,7 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark random tests as full with many examples, and as default with few."""
     is_random = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
-    if is_random and hypothesis.settings.get_current_profile_name() == random_runs.FULL:
+    if is_random and random_runs.are_full():
         item.add_marker(pytest.mark.full)
 
 
@@ -93,11 +93,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def engines_compile_soon(request: pytest.FixtureRequest) -> Iterator[None]:
+def engines_compile_soon() -> Iterator[None]:
     """Compile the programs of engines without LLVM's optimisations, see `soon_compiled`; as shipped in full runs."""
-    from tests.soon_compiled import is_full, soon_compiled
+    from tests.soon_compiled import soon_compiled
 
-    with contextlib.nullcontext() if is_full(request.config) else soon_compiled():
+    with contextlib.nullcontext() if random_runs.are_full() else soon_compiled():
         yield
 
 

@@ -13,6 +13,11 @@ def choose(profile: str) -> None:
     hypothesis.settings.load_profile(profile)
 
 
+def are_full() -> bool:
+    """Return whether tests marked as full are selected."""
+    return hypothesis.settings.get_current_profile_name() == FULL
+
+
 def examples(few: int) -> int:
     """Return `max_examples` for a test that tries `few` by default, for `@settings(max_examples=examples(25))`."""
-    return few * (FACTOR if hypothesis.settings.get_current_profile_name() == FULL else 1)
+    return few * (FACTOR if are_full() else 1)

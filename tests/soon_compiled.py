@@ -46,12 +46,6 @@ def few_programs() -> Iterator[None]:
         yield
 
 
-def is_full(config: pytest.Config) -> bool:
-    """Return whether tests marked as full run, whose engines are as a user's."""
-    markers = str(config.option.markexpr)
-    return "full" in markers.replace("not full", "")
-
-
 def are_few() -> bool:
     """Return whether engines that start now have few programs."""
     return build.build_schedule is not build_schedule

@@ -21,10 +21,11 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.threads import _threads
 from jaxserve.llm import LLM
 from jaxserve.speculation_config import SpeculationConfig
+from tests import random_runs
 from tests.e2e.proposers import PROPOSERS, make_speculate
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.parameters import some_by_default
-from tests.soon_compiled import are_few, as_shipped, few_programs, is_full
+from tests.soon_compiled import are_few, as_shipped, few_programs
 
 Start = Callable[..., Engine]
 
@@ -72,14 +73,13 @@ def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine], reque
 
     Engines of the plain model have programs as shipped, those with drafts few of them, except in full runs.
     """
-    has_few = not is_full(request.config)
 
     def start(**options: Any) -> Engine:
         options = {"model": str(llama), "skip_tokenizer_init": True} | SIZES | options
         with contextlib.ExitStack() as compiled:
             if options.keys() <= PLAIN_OPTIONS and options["model"] == str(llama):
                 compiled.enter_context(as_shipped())
-            elif "speculative_config" in options and has_few:
+            elif "speculative_config" in options and not random_runs.are_full():
                 compiled.enter_context(few_programs())
             key = (*sorted(options.items()), ("few_programs", are_few()))
             if key not in engines or engines[key].devices.is_closed:
