@@ -1,5 +1,6 @@
 // Sums of products of bytes, as each instruction set has them: what digits.h needs of a processor. NATIVE_DIGITS is
-// defined if the processor multiplies bytes of 4 bits faster than floats, NATIVE_INT8_DIGITS if those of 8 bits too.
+// defined if the processor multiplies elements of 4 bits faster as bytes than as floats, NATIVE_INT8_DIGITS if those of
+// 8 bits too.
 
 #pragma once
 

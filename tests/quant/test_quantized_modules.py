@@ -195,6 +195,9 @@ def test_other_spellings() -> None:
     assert read_schemes({"compression_config": {**group, "quantization_status": "frozen"}}) == read_schemes(
         {"quantization_config": group}
     )
+    ordered = read_schemes({"quantization_config": CASES["ct-int4-order"].config})
+    for order in ("dynamic", True):
+        assert respelled(CASES["ct-int4-order"].config, actorder=order) == ordered
     channel = read_schemes({"quantization_config": CASES["ct-int4-channel"].config})
     assert respelled(group, group_size=-1) == channel
 
