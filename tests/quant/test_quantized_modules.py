@@ -56,7 +56,11 @@ QUIRKS = {
     "extra": (
         mixed(
             CASES["auto-round-awq"],
-            extra_config={"model.layers.0.self_attn.o_proj": {"bits": 16}, r"mlp\.(gate|up)": {"bits": 16}},
+            extra_config={
+                r"(q|k|v|o)_proj": {"group_size": 32},
+                "model.layers.0.self_attn.o_proj": {"bits": 16},
+                r"mlp\.(gate|up)": {"bits": 16},
+            },
         ),
         ["o_proj", "gate_proj", "up_proj"],
     ),
