@@ -1,8 +1,8 @@
 """Choice of a backend for an operation.
 
 An operation keeps one mapping from backend name to backend, best first. "auto" takes the first that supports the call
-and logs the choice once, as a warning where that is the last, XLA itself, on an accelerator, which has kernels; a named
-backend runs, or the caller is told why it cannot.
+and logs the choice once; it warns if that is the last, XLA itself, on an accelerator. A named backend runs, or the
+caller is told why it cannot.
 
 Products with matrices that ask for "auto" may be left to XLA all together, see `products_by`.
 """

@@ -38,7 +38,7 @@ def quantize(
 ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
     """Return quantised values in the dtype of x, and a factor for their products, or None if they have it already.
 
-    Integers are those less their zero points, of at most 9 bits.
+    Zero points are subtracted from integers, which then have up to 9 bits.
 
     Args:
         x: activations; of each device its columns, if there is an axis.

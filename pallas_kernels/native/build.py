@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import sys
 from pathlib import Path
 
 from setuptools import Extension
@@ -24,10 +25,10 @@ if platform.machine() in X86:
     INSTRUCTION_SETS |= {
         "avx2": (8, ["-mavx2", "-mfma", "-mf16c"]),
         "avx512": (16, AVX512),
-        "avx512vnni": (16, [*AVX512, "-mavx512vnni"]),
+        "avx512vnni": (16, [*AVX512, "-mavx512vnni", "-DNATIVE_PLAIN=avx512"]),
     }
-if platform.machine() in ARM:
-    INSTRUCTION_SETS["neondot"] = (4, ["-march=armv8.2-a+dotprod"])
+if platform.machine() in ARM and sys.platform == "linux":  # compilers for macOS have byte products in their baseline
+    INSTRUCTION_SETS["neondot"] = (4, ["-march=armv8.2-a+dotprod", "-DNATIVE_PLAIN=generic"])
 
 
 class BuildKernels(build_ext):

@@ -1,5 +1,6 @@
 // Sums of products of bytes, as each instruction set has them: what digits.h needs of a processor. NATIVE_DIGITS is
-// defined if the processor multiplies bytes of 4 bits faster than floats, NATIVE_INT8_DIGITS if those of 8 bits too.
+// defined if the processor multiplies elements of 4 bits faster as bytes than as floats, NATIVE_INT8_DIGITS if those of
+// 8 bits too.
 
 #pragma once
 
@@ -9,10 +10,10 @@
 #include <arm_neon.h>
 #define NATIVE_DIGITS
 #define NATIVE_INT8_DIGITS
-#elif defined(__AVX512VNNI__)
+#elif defined(__AVX512VNNI__) && NATIVE_WIDTH == 16
 #define NATIVE_DIGITS
 #define NATIVE_INT8_DIGITS
-#elif defined(__AVX2__) && !defined(__AVX512F__)
+#elif defined(__AVX2__) && NATIVE_WIDTH == 8
 #define NATIVE_DIGITS
 #endif
 
@@ -69,7 +70,7 @@ inline I<4> add_bytes(const I<4>& sums, const I<4>& words) {
 
 constexpr bool kSignedElements = false;
 
-#ifdef __AVX512VNNI__
+#if NATIVE_WIDTH == 16
 
 constexpr int kMostChunks = 1 << 10;
 template <int W>
@@ -133,7 +134,7 @@ inline NATIVE_INLINE void add_products(ProductSums<NATIVE_WIDTH> (&sums)[kDigits
 
 inline I<4> nearest(const F<4>& x) { return (I<4>)_mm_cvtps_epi32((__m128)x); }
 
-#ifdef __AVX512F__
+#if NATIVE_WIDTH == 16
 inline I<16> nearest(const F<16>& x) { return (I<16>)_mm512_cvtps_epi32((__m512)x); }
 #else
 inline I<8> nearest(const F<8>& x) { return (I<8>)_mm256_cvtps_epi32((__m256)x); }

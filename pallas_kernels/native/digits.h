@@ -1,5 +1,5 @@
 // Products by integer arithmetic, for processors that multiply bytes: one instruction has 64 products and sums of them
-// (VNNI), or two have 32 (AVX2), where float arithmetic has three for 16, or 8.
+// (VNNI) or 16 (NEON), or two have 32 (AVX2), where float arithmetic has three for 16, 4, or 8.
 //
 // A block of up to 128 columns of a token becomes integers of 24 bits times a power of two, and an integer three signed
 // bytes, its digits: x = (d[0] + 2^8 d[1] + 2^16 d[2]) * factor. The largest integer is about 2^22 or more, so that an

@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#ifdef __linux__
+#if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
 
@@ -33,16 +33,6 @@ struct InstructionSet {
   const native::Kernels* kernels;
 };
 
-#ifdef __aarch64__
-bool has_dot_products() {
-#ifdef __APPLE__
-  return true;  // all of Apple's processors for macOS have them
-#else
-  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
-#endif
-}
-#endif
-
 // Return the instruction sets that this processor has, best first.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> sets = [] {
@@ -57,8 +47,8 @@ const std::vector<InstructionSet>& instruction_sets() {
       found.push_back({"avx2", &native::avx2::kernels});
     }
 #endif
-#ifdef __aarch64__
-    if (has_dot_products()) found.push_back({"neondot", &native::neondot::kernels});
+#if defined(__aarch64__) && defined(__linux__)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found.push_back({"neondot", &native::neondot::kernels});
 #endif
     found.push_back({"generic", &native::generic::kernels});
     return found;

@@ -1,13 +1,10 @@
 // The kernels for one instruction set; the build defines its name, NATIVE_ISA, and the floats per vector, NATIVE_WIDTH.
+// Attention multiplies no bytes: with an extension that does, it is that of NATIVE_PLAIN, the set without. The build
+// names this one too, as the baseline of a compiler may have the extension.
 
 #include "linear.h"
 
-// Attention multiplies no bytes: with the extensions that do, it is that of the plain instruction set.
-#if defined(__AVX512VNNI__)
-#define NATIVE_PLAIN avx512
-#elif defined(__ARM_FEATURE_DOTPROD)
-#define NATIVE_PLAIN generic
-#else
+#ifndef NATIVE_PLAIN
 #include "attention.h"
 #endif
 

@@ -54,12 +54,21 @@ def fake_fp4(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor
     return (torch.tensor(values) * scale).flatten(-2)
 
 
-def fake_mxfp4(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
-    groups = x.detach().unflatten(-1, (-1, 32)).numpy()
-    mantissa, exponent = np.frexp(np.abs(groups).max(axis=-1, keepdims=True))
-    scale = np.ldexp(np.float32(1), exponent - 1 + (mantissa >= 0.875) - 2)
-    values = np.clip(groups / scale, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
-    return torch.tensor(values * scale).flatten(-2)
+def fake_mx(largest: float, dtype: type) -> Fake:
+    """Return the quantisation to groups of an element's dtype, whose largest number is `largest`."""
+
+    def fake(x: torch.Tensor, tensors: Mapping[str, np.ndarray]) -> torch.Tensor:
+        groups = x.detach().unflatten(-1, (-1, 32)).numpy()
+        mantissa, exponent = np.frexp(np.abs(groups).max(axis=-1, keepdims=True))
+        scale = np.ldexp(np.float32(1), exponent + (mantissa >= 0.875) - np.frexp(largest)[1])
+        values = np.clip(groups / scale, -largest, largest).astype(dtype).astype(np.float32)
+        return torch.tensor(values * scale).flatten(-2)
+
+    return fake
+
+
+fake_mxfp4 = fake_mx(6, ml_dtypes.float4_e2m1fn)
+fake_mxfp8 = fake_mx(448, ml_dtypes.float8_e4m3fn)
 
 
 def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from tests.quant.fake_activations import (
     fake_int8,
     fake_int8_zeros,
     fake_mxfp4,
+    fake_mxfp8,
 )
 from tests.quant.writers import (
     SIZES,
@@ -31,6 +32,7 @@ from tests.quant.writers import (
     write_fp4,
     write_fp8,
     write_fp8_blocks,
+    write_fp8_rows,
     write_gptq,
     write_ints,
     write_ints_ordered,
@@ -104,6 +106,11 @@ CASES: dict[str, Case] = {
         write_fp8("tensor", static=()),
         fake_fp8_static,
     ),
+    "modelopt-fp8-token": Case(
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN", "ignore": ["lm_head*"]},
+        write_fp8_rows,
+        fake_fp8,
+    ),
     "modelopt-fp8-block": Case(
         {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo", "ignore": ["lm_head*"]}, write_fp8_blocks
     ),
@@ -124,6 +131,11 @@ CASES: dict[str, Case] = {
     ),
     "ct-mxfp4": Case(
         compressed("mxfp4-pack-quantized", MXFP4_GROUPS, {**MXFP4_GROUPS, **DYNAMIC}), write_mxfp4, fake_mxfp4
+    ),
+    "modelopt-mxfp8": Case(
+        {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32, "ignore": ["lm_head"]},
+        write_mxfp8,
+        fake_mxfp8,
     ),
     "ct-mxfp8-weights": Case(compressed("mxfp8-quantized", fp8(**GROUP, scale_dtype="torch.uint8")), write_mxfp8),
     "modelopt-mixed": Case(

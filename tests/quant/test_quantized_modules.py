@@ -56,7 +56,11 @@ QUIRKS = {
     "extra": (
         mixed(
             CASES["auto-round-awq"],
-            extra_config={"model.layers.0.self_attn.o_proj": {"bits": 16}, r"mlp\.(gate|up)": {"bits": 16}},
+            extra_config={
+                r"(q|k|v|o)_proj": {"group_size": 32},
+                "model.layers.0.self_attn.o_proj": {"bits": 16},
+                r"mlp\.(gate|up)": {"bits": 16},
+            },
         ),
         ["o_proj", "gate_proj", "up_proj"],
     ),
@@ -195,6 +199,9 @@ def test_other_spellings() -> None:
     assert read_schemes({"compression_config": {**group, "quantization_status": "frozen"}}) == read_schemes(
         {"quantization_config": group}
     )
+    ordered = read_schemes({"quantization_config": CASES["ct-int4-order"].config})
+    for order in ("dynamic", True):
+        assert respelled(CASES["ct-int4-order"].config, actorder=order) == ordered
     channel = read_schemes({"quantization_config": CASES["ct-int4-channel"].config})
     assert respelled(group, group_size=-1) == channel
 

@@ -63,6 +63,12 @@ def write_fp8_blocks(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, 
     return tensors | {"weight_scale": tensors["weight_scale"][:, None, :, None]}, values
 
 
+def write_fp8_rows(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    """Write ModelOpt's scales of rows, a vector."""
+    tensors, values = write_fp8("channel")(w, rng)
+    return tensors | {"weight_scale": tensors["weight_scale"][:, 0]}, values
+
+
 def e2m1_codes(x: np.ndarray) -> np.ndarray:
     return x.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & 15
 

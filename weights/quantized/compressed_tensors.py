@@ -68,7 +68,8 @@ def _scheme(group: Mapping[str, Any], form: str | None) -> Scheme:
     bits, kind, group_size = weights["num_bits"], weights["type"], weights.get("group_size") or -1
     strategy = weights.get("strategy") or ("tensor" if group_size == -1 else "group")
     symmetric = weights.get("symmetric", True)
-    has_order = weights.get("actorder") in ("group", True)  # with others, groups are consecutive columns
+    # "dynamic" was another name of "group"; with the others, groups are consecutive columns.
+    has_order = weights.get("actorder") in ("group", "dynamic", True)
     known: dict[tuple[str, str, int], Elements] = {
         ("float-quantized", "float", 8): "e4m3",
         ("naive-quantized", "float", 8): "e4m3",

@@ -181,13 +181,16 @@ def _inside_blocks(config: Mapping[str, Any], scheme: Scheme) -> list[Rule]:
 
 def _changed(config: Mapping[str, Any], scheme: Callable[[Mapping[str, Any], str], Scheme]) -> list[Rule]:
     """Return AutoRound's rules for modules that differ from the others, by their names or patterns of these."""
-    rules = []
+    names, patterns = list[Rule](), list[Rule]()
     for name, changes in (config.get("extra_config") or {}).items():
         merged = {**config, **changes}
         is_pattern = re.search(r"[^\w.-]", name) is not None
-        pattern = rf".*?(?:{name})" if is_pattern else f"{re.escape(name)}$"
-        rules.append(Rule(pattern, None if (merged.get("bits") or 16) >= 16 else scheme(merged, name)))
-    return rules
+        rule = Rule(
+            rf".*?(?:{name})" if is_pattern else f"{re.escape(name)}$",
+            None if (merged.get("bits") or 16) >= 16 else scheme(merged, name),
+        )
+        (patterns if is_pattern else names).append(rule)
+    return names + patterns
 
 
 def _gptq_scheme(config: Mapping[str, Any], where: str, form: str) -> Scheme:

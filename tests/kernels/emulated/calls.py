@@ -74,6 +74,7 @@ def machine(name: str) -> Machine:
         for isa in {"generic", PROCESSORS[name]}:  # one without kernels of attention has the plain ones
             objects.append(Path(directory, f"{isa}.o"))
             macros = [f"-DNATIVE_ISA={isa}", f"-DNATIVE_WIDTH={width}", f"-mcpu={COMPILED_FOR[isa]}"]
+            macros += [] if isa == "generic" else ["-DNATIVE_PLAIN=generic"]
             subprocess.run([*compiler, *macros, "-c", KERNELS / "isa.cc", "-o", objects[-1]], check=True)
         entry = [f"-DNATIVE_ISA={PROCESSORS[name]}", Path(__file__).with_name("entry.cc")]
         program = Path(directory, "kernels")
