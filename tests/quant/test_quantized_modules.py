@@ -299,3 +299,14 @@ def test_scales_of_keys_and_values_are_left_out(tmp_path: Path, tool: str, caplo
         build_params(EngineConfig(str(tmp_path), dtype="float32"), arch)
     assert "its scales of keys and values are not used" in caplog.text
     assert ("no quantised matrices" in caplog.text) == tool.endswith("alone")
+
+
+@pytest.mark.parametrize("inputs", [None, {"num_bits": 4, "group_size": 32}])
+def test_modelopt_says_whether_activations_are_quantised(inputs: dict[str, int] | None) -> None:
+    groups = {"group_0": {"input_activations": inputs, "weights": {"num_bits": 4}, "targets": ["Linear"]}}
+    config = {"quant_method": "modelopt", "quant_algo": "MXFP4", "config_groups": groups}
+    schemes = read_schemes({"quantization_config": config})
+    assert schemes is not None
+    scheme = schemes.of_tensor("model.layers.0.mlp.down_proj.weight")
+    assert scheme is not None
+    assert (scheme.activation is None) == (inputs is None)

@@ -136,8 +136,10 @@ def _modelopt_scheme(algorithm: str, config: Mapping[str, Any], where: str) -> S
     if algorithm in ("MXFP4", "MXFP8"):
         elements: Literal["e2m1", "e4m3"] = "e2m1" if algorithm == "MXFP4" else "e4m3"
         packing: Packing = "nibbles" if algorithm == "MXFP4" else "plain"
-        activation = Activation(elements, 32, dynamic=True, power_of_two=True)
-        return Scheme(name, elements, packing, PLAIN_SCALED, 32, scale_dtype="bfloat16", activation=activation)
+        groups = (config.get("config_groups") or {}).values()
+        are_plain = bool(groups) and all(group.get("input_activations") is None for group in groups)
+        inputs = None if are_plain else Activation(elements, 32, dynamic=True, power_of_two=True)
+        return Scheme(name, elements, packing, PLAIN_SCALED, 32, scale_dtype="bfloat16", activation=inputs)
     if algorithm in ("NVFP4", "W4A16_NVFP4"):
         group = int(config.get("group_size") or 16)
         inputs = Activation("e2m1", group, dynamic=False) if algorithm == "NVFP4" else None
