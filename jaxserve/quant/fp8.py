@@ -1,7 +1,7 @@
 """Matrices in float8 (e4m3) with a float32 scale per row, max|w| / 448; activations are rounded too, token by token.
 
-It is the scheme that `jaxserve quantize --scheme fp8` writes, and vLLM's "fp8". A matrix takes a quarter of its float32
-bytes.
+Matrices of layers are as `jaxserve quantize --scheme fp8` writes them; embedding and head are quantised too. A matrix
+takes a quarter of its float32 bytes.
 """
 
 from collections.abc import Sequence
