@@ -13,6 +13,7 @@ from jaxserve.weights.new_directory import new_directory, require_free
 from jaxserve.weights.progress import progress_bar
 from jaxserve.weights.quantized import Schemes
 from jaxserve.weights.rows import TensorRow
+from jaxserve.weights.sentence_transformers import module_folders
 from jaxserve.weights.stored_tensor import Tensor
 from jaxserve.weights.stores import is_gguf, is_orbax, read_config
 
@@ -98,9 +99,10 @@ def _check_places(source: FilePath, target: FilePath) -> None:
 
 
 def _copy_others(source: FilePath, target: FilePath) -> None:
-    """Copy all files of a directory except weights, of any form, and hidden files."""
+    """Copy all files of a directory except weights, of any form, and hidden files; of its folders those it names."""
     for file in source.iterdir() if source.is_dir() else ():
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(file, target / file.name)
-    if (source / _TEMPLATES).is_dir():
-        shutil.copytree(source / _TEMPLATES, target / _TEMPLATES)
+    for folder in (_TEMPLATES, *module_folders(source)):
+        if (source / folder).is_dir() and (source / folder).resolve().is_relative_to(source.resolve()):
+            shutil.copytree(source / folder, target / folder, dirs_exist_ok=True)

@@ -27,6 +27,26 @@ class EmbeddingModules(NamedTuple):
     others: tuple[str, ...]
 
 
+def module_folders(path: str | os.PathLike[str]) -> tuple[str, ...]:
+    """Return the names of the folders of a directory's modules that are not the transformer's own.
+
+    Raises:
+        CheckpointError: modules.json is malformed.
+    """
+    return tuple(folder for _, folder in _modules(FilePath(path)) if folder)
+
+
+def _modules(directory: FilePath) -> list[tuple[str, str]]:
+    """Return the type and the folder of each module; none where sentence-transformers has left no file."""
+    if not (directory / _MODULES).is_file():
+        return []
+    entries = _read(directory / _MODULES)
+    try:
+        return [(entry["type"].rpartition(".")[2], str(entry["path"])) for entry in entries]
+    except (TypeError, KeyError, AttributeError):
+        raise CheckpointError(f"{directory / _MODULES} must be a list of modules with type and path") from None
+
+
 def read_embedding_modules(path: str | os.PathLike[str]) -> EmbeddingModules | None:
     """Return the modules of a directory; None if sentence-transformers has left none.
 
@@ -36,11 +56,7 @@ def read_embedding_modules(path: str | os.PathLike[str]) -> EmbeddingModules | N
     directory = FilePath(path)
     if not (directory / _MODULES).is_file():
         return None
-    entries = _read(directory / _MODULES)
-    try:
-        modules = [(entry["type"].rpartition(".")[2], entry["path"]) for entry in entries]
-    except (TypeError, KeyError, AttributeError):
-        raise CheckpointError(f"{directory / _MODULES} must be a list of modules with type and path") from None
+    modules = _modules(directory)
     pooling = next((folder for name, folder in modules if name == "Pooling"), None)
     return EmbeddingModules(
         pooling="" if pooling is None else _mode(_read(directory / pooling / "config.json")),

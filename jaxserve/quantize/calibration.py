@@ -76,6 +76,8 @@ def _documents(file: Path) -> Iterator[Document]:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"the calibration file must be readable UTF-8, but: {error}; {_ADVICE}") from error
+    if not text.strip():  # a tokenizer makes tokens of nothing, too
+        raise ConfigError(f"the calibration file must have text, but {file} has none; {_ADVICE}")
     if file.suffix not in (".jsonl", ".json"):
         yield text
         return

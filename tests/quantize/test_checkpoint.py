@@ -125,14 +125,16 @@ def test_nothing_is_left_of_a_run_that_fails(model, tmp_path, monkeypatch):
 
 
 def test_command_and_its_errors(model, tmp_path, capsys):
-    bad = tmp_path / "bad.jsonl"
+    bad, empty = tmp_path / "bad.jsonl", tmp_path / "empty.txt"
     bad.write_text('{"text": 5}\n')
+    empty.write_text("\n")
     for flags, text in [
         (["--scheme", "int8", "--group-size", "32"], "for schemes with groups"),
         (["--scheme", "int4-rtn", "--group-size", "48"], "must divide the input sizes of all matrices, [64, 96]"),
         (["--scheme", "fp8-block"], "multiples of 128"),
         (["--scheme", "int4-gptq", "--calibration", str(bad)], "bad.jsonl, line 1 must have a `text` or `token_ids`"),
         (["--scheme", "int4-gptq", "--calibration", str(tmp_path / "none")], "must be readable UTF-8"),
+        (["--scheme", "int4-gptq", "--calibration", str(empty)], "must have text, but"),
         (["--scheme", "int4-gptq", "--sequence-len", "0"], "sequence_len must be positive"),
     ]:
         assert cli.main(["quantize", str(model), str(tmp_path / "new"), *flags]) == 2

@@ -45,6 +45,8 @@ TEXTS = {
     "chat_template.jinja": "{{ messages }}",
     "additional_chat_templates/tool_use.jinja": "{{ tools }}",
     "README.md": "# A model",
+    "modules.json": '[{"type": "models.Transformer", "path": ""}, {"type": "models.Pooling", "path": "1_Pooling"}]',
+    "1_Pooling/config.json": '{"pooling_mode_lasttoken": true}',
 }
 LEFT = {"pytorch_model.bin": "", ".gitattributes": "", "old/model.safetensors": "", "flax_model.msgpack": ""}
 
