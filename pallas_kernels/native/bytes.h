@@ -28,9 +28,7 @@ constexpr int kChunkWords = 4;  // a word of these columns' digits for each, and
 // ProductSums are W lanes of sums, each of the products of four elements of a row with four digits, chunk after chunk.
 //   kMostChunks: how many chunks they hold before they must be widened, of elements of 4 bits
 //   kSignedElements: whether elements are signed bytes, else unsigned ones
-#if defined(__ARM_FEATURE_DOTPROD)
-
-constexpr bool kSignedElements = true;
+#ifdef NATIVE_INT8_DIGITS
 constexpr int kMostChunks = 1 << 10;
 template <int W>
 using ProductSums = I<W>;
@@ -39,6 +37,25 @@ template <int W>
 inline I<W> widened(const ProductSums<W>& sums) {
   return sums;
 }
+#else
+// Lanes are pairs of 16 bits: two products are at most 2 * 15 * 128, and eight times that fits.
+constexpr int kMostChunks = 8;
+template <int W>
+struct Pairs {
+  typedef int16_t Vector __attribute__((vector_size(4 * W)));
+};
+template <int W>
+using ProductSums = typename Pairs<W>::Vector;
+
+template <int W>
+inline I<W> widened(const ProductSums<W>& sums) {
+  return (I<W>)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
+}
+#endif
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+constexpr bool kSignedElements = true;
 
 // Add the products of a chunk of V vectors with the digits of one token.
 template <int V>
@@ -72,15 +89,6 @@ constexpr bool kSignedElements = false;
 
 #if NATIVE_WIDTH == 16
 
-constexpr int kMostChunks = 1 << 10;
-template <int W>
-using ProductSums = I<W>;
-
-template <int W>
-inline I<W> widened(const ProductSums<W>& sums) {
-  return sums;
-}
-
 // Add the products of a chunk of V vectors with the digits of one token. GCC 12 copies and spills sums if it sees the
 // additions.
 template <int V>
@@ -99,20 +107,6 @@ inline NATIVE_INLINE void add_products(ProductSums<16> (&sums)[kDigits][V], cons
 }
 
 #else
-
-// Lanes are pairs of 16 bits: two products are at most 2 * 15 * 128, and eight times that fits.
-constexpr int kMostChunks = 8;
-template <int W>
-struct Pairs {
-  typedef int16_t Vector __attribute__((vector_size(4 * W)));
-};
-template <int W>
-using ProductSums = typename Pairs<W>::Vector;
-
-template <int W>
-inline I<W> widened(const ProductSums<W>& sums) {
-  return (I<W>)_mm256_madd_epi16((__m256i)sums, _mm256_set1_epi16(1));
-}
 
 // Add the products of a chunk of V vectors with the digits of one token. GCC 12 computes all products before it adds any,
 // and spills sums, if it sees the instructions.
