@@ -43,6 +43,7 @@ WARM_UP_SECONDS = 0.1
 BLAS_CORES = {
     "avx512vnni": "SKYLAKEX",
     "avx512": "SKYLAKEX",
+    "avxvnni": "HASWELL",
     "avx2": "HASWELL",
     "generic": "HASWELL",
 }  # OpenBLAS has no kernels without AVX2
@@ -81,6 +82,8 @@ def measured_apart(instruction_set: str, num_threads: int) -> list[str]:
     hidden = ("OPENBLAS_L2_SIZE",)
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"OPENBLAS_CORETYPE": BLAS_CORES.get(instruction_set, ""), "OPENBLAS_NUM_THREADS": str(num_threads)}
+    # Outputs get the same pages again, as those of an engine's steps do: faults would take longer than some products.
+    env |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
     command = [sys.executable, __file__, *sys.argv[1:], "--measure", "--isa", instruction_set]
     lines = []
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:

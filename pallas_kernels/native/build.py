@@ -11,19 +11,23 @@ from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError, ExecError
 
-FLAGS = ["-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-pthread"]
+# -g0, as interpreters pass on the -g that they were built with: tables for debuggers are nine tenths of the library.
+FLAGS = ["-O3", "-g0", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-pthread"]
 FAILURE_NOTE = "build_failure.txt"
 
 X86 = ("x86_64", "AMD64")
 ARM = ("aarch64", "arm64")
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
 
 # The source is compiled once per instruction set of the machine: floats per vector and the compiler's options. The best
 # one that a processor has is chosen when the library is loaded.
-INSTRUCTION_SETS: dict[str, tuple[int, list[str]]] = {"generic": (4, [])}
+BASELINE: tuple[int, list[str]] = (4, [])  # "generic"
+INSTRUCTION_SETS: dict[str, tuple[int, list[str]]] = {}
 if platform.machine() in X86:
     INSTRUCTION_SETS |= {
-        "avx2": (8, ["-mavx2", "-mfma", "-mf16c"]),
+        "avx2": (8, AVX2),
+        "avxvnni": (8, [*AVX2, "-mavxvnni", "-DNATIVE_PLAIN=avx2"]),
         "avx512": (16, AVX512),
         "avx512vnni": (16, [*AVX512, "-mavx512vnni", "-DNATIVE_PLAIN=avx512"]),
     }
@@ -32,7 +36,10 @@ if platform.machine() in ARM and sys.platform == "linux":  # compilers for macOS
 
 
 class BuildKernels(build_ext):
-    """Compile `isa.cc` once per instruction set and `ffi.cc` against the headers that come with jaxlib."""
+    """Compile `isa.cc` once per instruction set and `ffi.cc` against the headers that come with jaxlib.
+
+    An instruction set that the compiler does not know is left out.
+    """
 
     def build_extension(self, ext: Extension) -> None:
         """Build the library, or leave a note with the reason why it could not be built."""
@@ -59,10 +66,19 @@ class BuildKernels(build_ext):
                     self.copy_file(str(built / name), str(target.parent / name))
 
     def _compile_all(self) -> list[str]:
-        objects = self._compile("ffi.cc", "ffi", ["-isystem", _xla_headers()])
+        objects = self._compile_set("generic", *BASELINE)
+        built = []
         for name, (width, flags) in INSTRUCTION_SETS.items():
-            objects += self._compile("isa.cc", name, [f"-DNATIVE_ISA={name}", f"-DNATIVE_WIDTH={width}", *flags])
-        return objects
+            try:
+                objects += self._compile_set(name, width, flags)
+            except CCompilerError as error:
+                self.warn(f"the native kernels are built without {name}: {error}")
+            else:
+                built.append(f"-DNATIVE_HAS_{name}")
+        return objects + self._compile("ffi.cc", "ffi", ["-isystem", _xla_headers(), *built])
+
+    def _compile_set(self, name: str, width: int, flags: list[str]) -> list[str]:
+        return self._compile("isa.cc", name, [f"-DNATIVE_ISA={name}", f"-DNATIVE_WIDTH={width}", *flags])
 
     def _compile(self, source: str, name: str, flags: list[str]) -> list[str]:
         path = Path("pallas_kernels/native") / source

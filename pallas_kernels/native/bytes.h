@@ -10,7 +10,7 @@
 #include <arm_neon.h>
 #define NATIVE_DIGITS
 #define NATIVE_INT8_DIGITS
-#elif defined(__AVX512VNNI__) && NATIVE_WIDTH == 16
+#elif (defined(__AVX512VNNI__) && NATIVE_WIDTH == 16) || (defined(__AVXVNNI__) && NATIVE_WIDTH == 8)
 #define NATIVE_DIGITS
 #define NATIVE_INT8_DIGITS
 #elif defined(__AVX2__) && NATIVE_WIDTH == 8
@@ -87,29 +87,35 @@ inline I<4> add_bytes(const I<4>& sums, const I<4>& words) {
 
 constexpr bool kSignedElements = false;
 
+// Add the products of a chunk of V vectors with the digits of one token.
 #if NATIVE_WIDTH == 16
 
-// Add the products of a chunk of V vectors with the digits of one token. GCC 12 copies and spills sums if it sees the
-// additions.
+// GCC 12 copies and spills sums if it sees the additions, here and below.
 template <int V>
 inline NATIVE_INLINE void add_products(ProductSums<16> (&sums)[kDigits][V], const I<16> (&bytes)[V],
                                        const int32_t* digits) {
+  static_assert(V == 1, "several vectors would load the digits of a chunk several times");
   unrolled<kDigits>([&](int d) NATIVE_INLINE {
-    if constexpr (V == 1) {
-      asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums[d][0]) : "v"(bytes[0]), "m"(digits[d]));
-    } else {
-      const __m512i all_digits = _mm512_set1_epi32(digits[d]);
-      unrolled<V>([&](int v) NATIVE_INLINE {
-        asm("vpdpbusd %2, %1, %0" : "+v"(sums[d][v]) : "v"(bytes[v]), "v"(all_digits));
-      });
-    }
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums[d][0]) : "v"(bytes[0]), "m"(digits[d]));
+  });
+}
+
+#elif defined(NATIVE_INT8_DIGITS)
+
+template <int V>
+inline NATIVE_INLINE void add_products(ProductSums<8> (&sums)[kDigits][V], const I<8> (&bytes)[V],
+                                       const int32_t* digits) {
+  unrolled<kDigits>([&](int d) NATIVE_INLINE {
+    const I<8> all_digits = digits[d] - I<8>{};
+    unrolled<V>([&](int v) NATIVE_INLINE {
+      asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums[d][v]) : "x"(bytes[v]), "x"(all_digits));
+    });
   });
 }
 
 #else
 
-// Add the products of a chunk of V vectors with the digits of one token. GCC 12 computes all products before it adds any,
-// and spills sums, if it sees the instructions.
+// GCC 12 computes all products before it adds any, and spills sums, if it sees the instructions.
 template <int V>
 inline NATIVE_INLINE void add_products(ProductSums<NATIVE_WIDTH> (&sums)[kDigits][V], const I<NATIVE_WIDTH> (&bytes)[V],
                                        const int32_t* digits) {

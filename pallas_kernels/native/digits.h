@@ -1,5 +1,5 @@
-// Products by integer arithmetic, for processors that multiply bytes: one instruction has 64 products and sums of them
-// (VNNI) or 16 (NEON), or two have 32 (AVX2), where float arithmetic has three for 16, 4, or 8.
+// Products by integer arithmetic, for processors that multiply bytes: one instruction has 64 or 32 products and sums of
+// them (VNNI), or 16 (NEON), or two have 32 (AVX2), where float arithmetic has three for 16, 8 or 4.
 //
 // A block of up to 128 columns of a token becomes integers of 24 bits times a power of two, and an integer three signed
 // bytes, its digits: x = (d[0] + 2^8 d[1] + 2^16 d[2]) * factor. The largest integer is about 2^22 or more, so that an
@@ -25,7 +25,21 @@ namespace NATIVE_ISA {
 constexpr int64_t kDigitColumns = 128;  // most columns of a block: 128 * 2^23 fits an int32
 constexpr int64_t kPassWords = 32;  // words of rows of some panels that stay in the first-level cache, about
 constexpr int64_t kScalesAhead = 512;  // bytes of scales that are fetched ahead
+constexpr int64_t kStreamAhead = 8192;  // bytes of a stream that are fetched ahead
+constexpr int64_t kStreamBytes = 2 << 20;  // least bytes of a matrix that is streamed: a model of such is in no cache
 constexpr int kMaxDigitTokens = NATIVE_WIDTH == 16 ? 8 : 4;  // tokens of a tile, as many as the registers hold sums of
+
+// Where words of a matrix come from: the first-level cache; caches or memory; or memory, to be used once, so that they
+// displace nothing in the caches, in which digits stay from panel to panel.
+enum class Source { kCache, kMemory, kStream };
+
+// Fetch a line of words that is needed some time later.
+template <Source From>
+inline NATIVE_INLINE void fetch(const uint32_t* words) {
+  const char* at = reinterpret_cast<const char*>(words);
+  if constexpr (From == Source::kMemory) __builtin_prefetch(at + kPrefetchBytes);
+  if constexpr (From == Source::kStream) __builtin_prefetch(at + kStreamAhead, 0, 0);
+}
 
 // What else is known of a block of one token. Sums start from what the shift of elements would add to them.
 struct DigitBlock {
@@ -157,6 +171,7 @@ class DigitTokens {
   }
 
   int64_t num_tiles() const { return tiles_.size(); }
+  int64_t panels_at_once() const { return 1; }
 
   DigitTile tile(int64_t index) const {
     const int64_t first = tiles_.start(index);
@@ -205,38 +220,24 @@ struct DigitRange {
         first_word(group * groups.words + index * groups.kBlockWords) {}
 };
 
-// Return how many elements ahead to fetch, with `left` of them to the end of a panel. Behind it are panels that are
-// read at once with it: what follows them all is fetched.
-template <int Panels>
-inline int64_t ahead(int64_t left, int64_t stride, int64_t bytes) {
-  const int64_t size = bytes / int64_t{sizeof(uint32_t)};
-  return left <= size ? size + (Panels - 1) * stride : size;
-}
-
-// Fetch scales and zero points that are needed some groups later.
-template <int Panels>
+// Fetch scales and zero points that are needed some groups later. Those of the next panel follow.
 inline NATIVE_INLINE void fetch_scales(const LinearProblem& p, int64_t panel, int64_t group, int64_t num_groups) {
-  const int64_t stride = num_groups * kPanelRows;
-  const int64_t done = group * kPanelRows;
-  const int64_t at = panel * stride + done + ahead<Panels>(stride - done, stride, kScalesAhead);
-  for (int v = 0; v < Panels; ++v) {
-    __builtin_prefetch(p.scales + at + v * stride);
-    if (p.zeros) __builtin_prefetch(p.zeros + at + v * stride);
-  }
+  const int64_t at = (panel * num_groups + group) * kPanelRows + kScalesAhead / int64_t{sizeof(float)};
+  __builtin_prefetch(p.scales + at);
+  if (p.zeros) __builtin_prefetch(p.zeros + at);
 }
 
-// Return the vectors of a tile whose sums of products the registers hold.
-template <int Tokens, int V>
+// Return the vectors of a panel whose sums of products the registers hold.
+template <int Tokens>
 constexpr int vectors_at_once() {
-  if (NATIVE_WIDTH == 16) return V;
-  return std::min(V, NATIVE_WIDTH == 8 ? (Tokens <= 2 ? 2 : 1) : (Tokens <= 2 ? 4 : 2));
+  return std::min(kVectors, NATIVE_WIDTH == 16 ? 1 : NATIVE_WIDTH == 8 ? (Tokens <= 2 ? 2 : 1) : (Tokens <= 2 ? 4 : 2));
 }
 
 // Add the products of a block of V vectors to `sums`, which begin with what the shift of elements would add to them.
-// Elements that are `fetched_ahead` of the vectors' are fetched if these come from memory.
-template <typename Format, bool FromMemory, int Tokens, int V>
-inline NATIVE_INLINE void add_block(const uint32_t* const (&from)[V], int64_t num_words, int64_t fetched_ahead,
-                                    const int32_t* digits, I<NATIVE_WIDTH> (&sums)[Tokens][kDigits][V]) {
+// Words come from the source `From`.
+template <typename Format, Source From, int Tokens, int V>
+inline NATIVE_INLINE void add_block(const uint32_t* from, int64_t num_words, const int32_t* digits,
+                                    I<NATIVE_WIDTH> (&sums)[Tokens][kDigits][V]) {
   constexpr int W = NATIVE_WIDTH, kSumWords = kMostChunks / Format::kChunks;
   for (int64_t first = 0; first < num_words; first += kSumWords) {
     ProductSums<W> products[Tokens][kDigits][V];
@@ -247,10 +248,8 @@ inline NATIVE_INLINE void add_block(const uint32_t* const (&from)[V], int64_t nu
     });
     const auto add_word = [&](int64_t element) NATIVE_INLINE {
       I<W> words[V];
-      for (int v = 0; v < V; ++v) words[v] = load_words<W>(from[v] + element);
-      if constexpr (FromMemory) {
-        for (int v = 0; v < V; v += kVectors) __builtin_prefetch(from[v] + element + fetched_ahead);
-      }
+      for (int v = 0; v < V; ++v) words[v] = load_words<W>(from + element + v * W);
+      fetch<From>(from + element);
       for (int c = 0; c < Format::kChunks; ++c) {
         I<W> bytes[V];
         for (int v = 0; v < V; ++v) bytes[v] = Format::bytes(words[v], c);
@@ -272,29 +271,27 @@ inline NATIVE_INLINE void add_block(const uint32_t* const (&from)[V], int64_t nu
   }
 }
 
-// Add the products of some blocks to a tile's sums [Tokens, V] in `kept`, and write y after the last block.
-template <typename Format, int Tokens, int Panels, bool FromMemory>
+// Add the products of some blocks of a panel to a tile's sums [Tokens, kVectors] in `kept`, and write y after the last
+// block. One panel at a time is a single stream of memory, which goes on in the next panel.
+template <typename Format, int Tokens, Source From>
 void multiply_digits(const LinearProblem& p, const DigitGroups<Format>& groups, const DigitTile& tile, int64_t panel,
                      const DigitRange& range, float* kept) {
-  constexpr int W = NATIVE_WIDTH, V = Panels * kVectors, kTogether = vectors_at_once<Tokens, V>();
-  const int64_t stride = groups.num_words() * kPanelRows;
+  constexpr int W = NATIVE_WIDTH, kTogether = vectors_at_once<Tokens>(), kParts = kVectors / kTogether;
   int64_t group = range.group, index = range.index;
-  const auto* from = static_cast<const uint32_t*>(p.weight) + panel * stride + range.first_word * kPanelRows;
-  const uint32_t* end = static_cast<const uint32_t*>(p.weight) + (panel + 1) * stride;
+  const auto* from = static_cast<const uint32_t*>(p.weight) + (panel * groups.num_words() + range.first_word) * kPanelRows;
   const int32_t* digits = tile.digits + range.first_word * Format::kChunks * Tokens * kChunkWords;
-  F<W> sums[Tokens][V] = {};
+  F<W> sums[Tokens][kVectors] = {};
   if (range.first > 0) {
     for (int t = 0; t < Tokens; ++t) {
-      for (int v = 0; v < V; ++v) sums[t][v] = load<W>(kept + (t * V + v) * W);
+      for (int v = 0; v < kVectors; ++v) sums[t][v] = load<W>(kept + (t * kVectors + v) * W);
     }
   }
   for (int64_t i = range.first; i < range.end; ++i) {
     const DigitBlock* block = tile.blocks + i * Tokens;
     const int64_t num_words = groups.words_of(index);
-    const int64_t fetched_ahead = ahead<Panels>(end - from, stride, kPrefetchBytes);
-    if constexpr (FromMemory) fetch_scales<Panels>(p, panel, group, groups.num_groups);
-    const GroupScales<V> scales(p, p.zeros != nullptr, groups.num_groups, panel, group);
-    unrolled<V / kTogether>([&](int part) NATIVE_INLINE {
+    if constexpr (From != Source::kCache) fetch_scales(p, panel, group, groups.num_groups);
+    const GroupScales<kVectors> scales(p, p.zeros != nullptr, groups.num_groups, panel, group);
+    unrolled<kParts>([&](int part) NATIVE_INLINE {
       const int first = part * kTogether;
       I<W> parts[Tokens][kDigits][kTogether];
       unrolled<Tokens>([&](int t) NATIVE_INLINE {
@@ -302,9 +299,11 @@ void multiply_digits(const LinearProblem& p, const DigitGroups<Format>& groups, 
           for (int v = 0; v < kTogether; ++v) parts[t][d][v] = block[t].starts[d] - I<W>{};
         }
       });
-      const uint32_t* at[kTogether];
-      for (int v = 0; v < kTogether; ++v) at[v] = from + (first + v) / kVectors * stride + (first + v) % kVectors * W;
-      add_block<Format, FromMemory>(at, num_words, fetched_ahead, digits, parts);
+      if (part == 0) {  // the whole lines of all parts
+        add_block<Format, From>(from, num_words, digits, parts);
+      } else {
+        add_block<Format, Source::kCache>(from + first * W, num_words, digits, parts);
+      }
       unrolled<Tokens>([&](int t) NATIVE_INLINE {
         for (int v = 0; v < kTogether; ++v) {
           const int u = first + v;
@@ -319,9 +318,9 @@ void multiply_digits(const LinearProblem& p, const DigitGroups<Format>& groups, 
     digits += num_words * Format::kChunks * Tokens * kChunkWords;
     if (++index == groups.blocks) index = 0, ++group;
   }
-  if (range.end == groups.num_blocks()) return finish<Tokens, Panels>(p, tile.first_token, panel, sums);
+  if (range.end == groups.num_blocks()) return finish<Tokens, 1>(p, tile.first_token, panel, sums);
   for (int t = 0; t < Tokens; ++t) {
-    for (int v = 0; v < V; ++v) store<W>(kept + (t * V + v) * W, sums[t][v]);
+    for (int v = 0; v < kVectors; ++v) store<W>(kept + (t * kVectors + v) * W, sums[t][v]);
   }
 }
 
@@ -332,34 +331,22 @@ template <typename Format>
 using ByDigitTokens = std::array<MultiplyDigits<Format>, kMaxDigitTokens>;
 using DigitTokenCounts = std::make_integer_sequence<int, kMaxDigitTokens>;
 
-// Return the panels that a lone tile works on at once.
-constexpr int lone_digit_panels(int num_tokens) {
-  return NATIVE_WIDTH < 16 ? 1 : num_tokens == 1 ? 4 : num_tokens <= 4 ? 2 : 1;
-}
-
-template <typename Format, int... I>
-constexpr ByDigitTokens<Format> lone_digit_tiles(std::integer_sequence<int, I...>) {
-  return {multiply_digits<Format, I + 1, lone_digit_panels(I + 1), true>...};
-}
-
-template <typename Format, bool FromMemory, int... I>
-constexpr ByDigitTokens<Format> digit_tiles_of_one_panel(std::integer_sequence<int, I...>) {
-  return {multiply_digits<Format, I + 1, 1, FromMemory>...};
+template <typename Format, Source From, int... I>
+constexpr ByDigitTokens<Format> digit_tiles(std::integer_sequence<int, I...>) {
+  return {multiply_digits<Format, I + 1, From>...};
 }
 
 // Multiply a lone tile with a range of panels.
 template <typename Format>
 void multiply_panels(const LinearProblem& p, const DigitTokens<Format>& tokens, int64_t panel, int64_t end_panel) {
-  static constexpr auto several = lone_digit_tiles<Format>(DigitTokenCounts{});
-  static constexpr auto single = digit_tiles_of_one_panel<Format, true>(DigitTokenCounts{});
+  static constexpr auto from_memory = digit_tiles<Format, Source::kMemory>(DigitTokenCounts{});
+  static constexpr auto streamed = digit_tiles<Format, Source::kStream>(DigitTokenCounts{});
   const DigitTile tile = tokens.tile(0);
   const DigitGroups<Format> groups(p);
+  const int64_t num_bytes = num_panels(p) * groups.num_words() * kPanelRows * int64_t{sizeof(uint32_t)};
+  const auto& by_tokens = num_bytes < kStreamBytes ? from_memory : streamed;
   const DigitRange all_blocks(groups, 0, groups.num_blocks());
-  const int num_panels = lone_digit_panels(tile.num_tokens);
-  for (; panel + num_panels <= end_panel; panel += num_panels) {
-    several[tile.num_tokens - 1](p, groups, tile, panel, all_blocks, nullptr);
-  }
-  for (; panel < end_panel; ++panel) single[tile.num_tokens - 1](p, groups, tile, panel, all_blocks, nullptr);
+  for (; panel < end_panel; ++panel) by_tokens[tile.num_tokens - 1](p, groups, tile, panel, all_blocks, nullptr);
 }
 
 // Multiply some tiles with a range of panels. A block of some panels stays in the first-level cache while all tiles
@@ -367,8 +354,8 @@ void multiply_panels(const LinearProblem& p, const DigitTokens<Format>& tokens, 
 template <typename Format>
 void multiply_blocks(const LinearProblem& p, const DigitTokens<Format>& tokens, int64_t first_tile, int64_t end_tile,
                      int64_t first_panel, int64_t end_panel) {
-  static constexpr auto from_memory = digit_tiles_of_one_panel<Format, true>(DigitTokenCounts{});
-  static constexpr auto from_cache = digit_tiles_of_one_panel<Format, false>(DigitTokenCounts{});
+  static constexpr auto from_memory = digit_tiles<Format, Source::kMemory>(DigitTokenCounts{});
+  static constexpr auto from_cache = digit_tiles<Format, Source::kCache>(DigitTokenCounts{});
   constexpr int64_t kTileSums = kMaxDigitTokens * kPanelRows;
   const DigitGroups<Format> groups(p);
   const int64_t num_blocks = groups.num_blocks();

@@ -5,7 +5,10 @@
 #include <optional>
 #include <vector>
 
-#if defined(__aarch64__) && defined(__linux__)
+#ifdef NATIVE_HAS_avxvnni
+#include <cpuid.h>
+#endif
+#ifdef NATIVE_HAS_neondot
 #include <sys/auxv.h>
 #endif
 
@@ -33,21 +36,36 @@ struct InstructionSet {
   const native::Kernels* kernels;
 };
 
-// Return the instruction sets that this processor has, best first.
+#ifdef NATIVE_HAS_avxvnni
+bool has_avxvnni() {  // __builtin_cpu_supports of some compilers does not know the name
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
+}
+#endif
+
+// Return the instruction sets that this processor and the library have, best first.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> sets = [] {
     std::vector<InstructionSet> found;
 #ifdef __x86_64__
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq")) {
-      if (__builtin_cpu_supports("avx512vnni")) found.push_back({"avx512vnni", &native::avx512vnni::kernels});
-      found.push_back({"avx512", &native::avx512::kernels});
-    }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-      found.push_back({"avx2", &native::avx2::kernels});
-    }
+    [[maybe_unused]] const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    [[maybe_unused]] const bool has_avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 #endif
-#if defined(__aarch64__) && defined(__linux__)
+#ifdef NATIVE_HAS_avx512vnni
+    if (has_avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back({"avx512vnni", &native::avx512vnni::kernels});
+#endif
+#ifdef NATIVE_HAS_avx512
+    if (has_avx512) found.push_back({"avx512", &native::avx512::kernels});
+#endif
+#ifdef NATIVE_HAS_avxvnni
+    if (has_avx2 && has_avxvnni()) found.push_back({"avxvnni", &native::avxvnni::kernels});
+#endif
+#ifdef NATIVE_HAS_avx2
+    if (has_avx2) found.push_back({"avx2", &native::avx2::kernels});
+#endif
+#ifdef NATIVE_HAS_neondot
     if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) found.push_back({"neondot", &native::neondot::kernels});
 #endif
     found.push_back({"generic", &native::generic::kernels});

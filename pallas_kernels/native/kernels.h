@@ -93,6 +93,9 @@ extern const Kernels kernels;
 namespace avx512 {
 extern const Kernels kernels;
 }
+namespace avxvnni {
+extern const Kernels kernels;
+}
 namespace avx2 {
 extern const Kernels kernels;
 }

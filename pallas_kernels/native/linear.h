@@ -28,11 +28,6 @@ using TokensForInt4 = DigitTokens<Int4Digits>;
 using TokensForInt4 = PackedTokens<Int4>;
 #endif
 
-inline int64_t num_panels(const LinearProblem& p) {
-  const int64_t panel_outputs = p.gated ? kPanelRows / 2 : kPanelRows;
-  return (p.num_outputs + panel_outputs - 1) / panel_outputs;
-}
-
 // Return as many tasks as keep all threads busy to the end; one for little work.
 inline int64_t wanted_tasks(const Executor& executor, const LinearProblem& p) {
   const bool serial = p.num_tokens * num_panels(p) * kPanelRows * p.num_inputs < kSerialProducts;
@@ -46,7 +41,8 @@ class Product {
   Product(Executor& executor, const LinearProblem& p, float* buffer, int64_t wanted_tasks)
       : p_(p), tokens_(executor, p, buffer), num_panels_(num_panels(p)) {
     num_blocks_ = (p.num_tokens + kTaskTokens - 1) / kTaskTokens;
-    num_units_ = (num_panels_ + kPanels - 1) / kPanels;
+    unit_panels_ = tokens_.panels_at_once();
+    num_units_ = (num_panels_ + unit_panels_ - 1) / unit_panels_;
     num_ranges_ = std::clamp<int64_t>(wanted_tasks / num_blocks_, 1, num_units_);
   }
 
@@ -62,11 +58,11 @@ class Product {
 
  private:
   // Return the first panel of a range. Ranges differ by one unit at most.
-  int64_t start(int64_t range) const { return std::min(range * num_units_ / num_ranges_ * kPanels, num_panels_); }
+  int64_t start(int64_t range) const { return std::min(range * num_units_ / num_ranges_ * unit_panels_, num_panels_); }
 
   const LinearProblem& p_;
   Tokens tokens_;
-  int64_t num_panels_, num_blocks_, num_units_, num_ranges_;
+  int64_t num_panels_, num_blocks_, unit_panels_, num_units_, num_ranges_;
 };
 
 template <typename Tokens>

@@ -26,6 +26,11 @@ constexpr int64_t kLineBytes = 64, kPrefetchBytes = 2048;
 constexpr int64_t kSerialProducts = 32 << 10;  // below, waking a thread costs more than it saves
 constexpr int64_t kTasksPerThread = 6;
 
+inline int64_t num_panels(const LinearProblem& p) {
+  const int64_t panel_outputs = p.gated ? kPanelRows / 2 : kPanelRows;
+  return (p.num_outputs + panel_outputs - 1) / panel_outputs;
+}
+
 // Fetch the lines of V vectors' panels that are needed some time later. A core's own prefetcher stops at each page.
 template <int V, typename Element>
 inline NATIVE_INLINE void prefetch(const Element* from, int64_t stride) {

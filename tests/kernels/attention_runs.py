@@ -24,7 +24,7 @@ PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
 # The best instruction set serves; the others must be right as well, if there are any. One that multiplies bytes too
 # has the attention of the plain instruction set.
-SAME_ATTENTION = ("avx512", "neondot")
+SAME_ATTENTION = ("avx512", "avxvnni", "neondot")
 OTHERS = [name for name in native.instruction_sets()[1:] if name not in SAME_ATTENTION] if "native" in SERVING else []
 OTHER_SETS = [f"native:{name}" for name in OTHERS]
 WITH_SCALES = ("int8", "float8_e4m3fn")

@@ -46,6 +46,31 @@ def test_a_build_without_a_compiler_leaves_a_note(is_editable, tmp_path, monkeyp
     assert "/nonexistent/c" in native.unavailable.__wrapped__()
 
 
+def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(monkeypatch):
+    setuptools = pytest.importorskip("setuptools")
+    from setuptools.errors import CompileError
+
+    from jaxserve.pallas_kernels.native import build
+
+    compiled = []
+
+    def compile_one(_, source, name, flags):
+        if "-munknown" in flags:
+            raise CompileError("unrecognized option -munknown")
+        compiled.append((source, name, flags))
+        return [f"{name}.o"]
+
+    monkeypatch.setattr(build, "INSTRUCTION_SETS", {"old": (8, ["-mold"]), "new": (8, ["-munknown"])})
+    monkeypatch.setattr(build.BuildKernels, "_compile", compile_one)
+    assert build.BuildKernels(setuptools.Distribution({"name": "x"}))._compile_all() == ["generic.o", "old.o", "ffi.o"]
+    (flags,) = [flags for source, _, flags in compiled if source == "ffi.cc"]
+    assert [flag for flag in flags if "NATIVE_HAS" in flag] == ["-DNATIVE_HAS_old"]
+
+    monkeypatch.setattr(build, "BASELINE", (4, ["-munknown"]))  # without it there is no library
+    with pytest.raises(CompileError):
+        build.BuildKernels(setuptools.Distribution({"name": "x"}))._compile_all()
+
+
 @pytest.mark.full
 @pytest.mark.skipif(platform.system() != "Linux", reason="makes a folder of links to programs")
 def test_the_documented_installation_works_without_a_compiler(tmp_path):

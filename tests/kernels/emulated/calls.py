@@ -19,8 +19,7 @@ import jax
 import numpy as np
 
 from jaxserve.pallas_kernels import native
-from jaxserve.pallas_kernels.native.build import FLAGS
-from jaxserve.pallas_kernels.native.build import INSTRUCTION_SETS as BUILDS
+from jaxserve.pallas_kernels.native.build import BASELINE, FLAGS
 from tests.kernels.emulated.machine import Machine
 
 KERNELS = Path(native.__file__).parent
@@ -66,7 +65,7 @@ class Attention(ctypes.Structure):
 @functools.cache
 def machine(name: str) -> Machine:
     """Compile the kernels for a processor and start them."""
-    width, _ = BUILDS["generic"]
+    width, _ = BASELINE
     compiler = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-linux-musl", f"-I{KERNELS}", *FLAGS]
     compiler.append("-Wno-unknown-warning-option")  # FLAGS are for GCC
     with tempfile.TemporaryDirectory() as directory:
