@@ -1,21 +1,23 @@
 import inspect
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import fake_engine
 import pytest
 import tiny_tokenizers
+from batch_jobs import batch_input, wait_for
 from killing import records_by_id
 
 import jaxserve
 from jaxserve import EngineConfig, cli
+from jaxserve.cli.config_flags import NOT_FLAGS, engine_options, with_dashes
+from jaxserve.cli.loading import load_llm
+from jaxserve.cli.parser import build_parser
 
 PROGRAM = [sys.executable, fake_engine.__file__]
 
@@ -28,20 +30,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=fake_engine.FakeLLM))
-
-
-def batch_input(path: Path, count: int, **body: object) -> str:
-    body = {"prompt": "Once", "max_tokens": 5} | body
-    line = {"method": "POST", "url": "/v1/completions", "body": body}
-    path.write_text("".join(json.dumps(line | {"custom_id": str(i)}) + "\n" for i in range(count)))
-    return str(path)
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not (path.exists() and path.stat().st_size):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +68,14 @@ def test_python_m_jaxserve() -> None:
 def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
     monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=lambda **options: seen.update(options)))
-    cli._load(cli._parser().parse_args(["batch", "in", "out"]))
+    load_llm(build_parser().parse_args(["batch", "in", "out"]))
     assert seen == {}  # only EngineConfig knows the defaults
 
     given: dict[str, object] = {}
     flags = []
     for name, kind in inspect.get_annotations(EngineConfig, eval_str=True).items():
         flag = "--" + name.replace("_", "-")
-        if name in cli._NOT_FLAGS:
+        if name in NOT_FLAGS:
             continue
         if kind is bool:
             given[name] = not getattr(EngineConfig, name)
@@ -95,20 +83,20 @@ def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             given[name] = 7 if kind in (int, int | None) else 0.5 if kind is float else "text"
             flags += [flag, str(given[name])]
-    cli._load(cli._parser().parse_args(["batch", "in", "out", *flags]))
+    load_llm(build_parser().parse_args(["batch", "in", "out", *flags]))
     assert seen == given
 
 
 def test_flags_of_vllm_mean_the_same() -> None:
     flags = ["--block_size", "8", "--num-gpu-blocks-override=7", "--no-async-scheduling", "--max_num_seqs", "3"]
     flags += ["--trust-remote-code", "--swap-space", "0", "--compilation-config", "{}", "--download_dir", "a_b"]
-    args = cli._parser().parse_args(cli._with_dashes(["generate", *flags, "--", "--an_option"]))
-    assert cli._engine_options(args) == {"page_size": 8, "num_pages": 7, "step_ahead": False, "max_num_seqs": 3}
+    args = build_parser().parse_args(with_dashes(["generate", *flags, "--", "--an_option"]))
+    assert engine_options(args) == {"page_size": 8, "num_pages": 7, "step_ahead": False, "max_num_seqs": 3}
     assert args.prompt == "--an_option"
 
 
 def test_every_flag_has_a_help() -> None:
-    commands = cli._parser()._subparsers._group_actions[0].choices
+    commands = build_parser()._subparsers._group_actions[0].choices
     kinds = commands["bench"]._subparsers._group_actions[0].choices
     assert kinds.keys() == {"offline", "serve"}
     for parser in (*(commands[name] for name in commands.keys() - {"bench"}), *kinds.values()):
