@@ -357,7 +357,8 @@ def _check_devices(config: EngineConfig) -> None:
     if config.tensor_parallel_size % config.expert_parallel_size:
         raise ConfigError(
             f"expert_parallel_size must divide tensor_parallel_size, the number of devices, got "
-            f"{config.expert_parallel_size} and {config.tensor_parallel_size}; set it to a divisor"
+            f"{config.expert_parallel_size} and {config.tensor_parallel_size}; set it to a divisor",
+            about=("expert_parallel_size", "tensor_parallel_size"),
         )
     if not config.enable_dp_attention:
         return
@@ -365,7 +366,8 @@ def _check_devices(config: EngineConfig) -> None:
         raise ConfigError(
             "enable_dp_attention needs an expert_parallel_size above 1, the number of shares of devices that have rows "
             f"of their own, got 1 share of {config.tensor_parallel_size} devices; set expert_parallel_size to "
-            "tensor_parallel_size or another divisor of it above 1, or drop enable_dp_attention"
+            "tensor_parallel_size or another divisor of it above 1, or drop enable_dp_attention",
+            about=("expert_parallel_size", "tensor_parallel_size"),
         )
     for name, value, alone in (
         ("data_parallel_size", config.data_parallel_size, 1),
