@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
 from jaxserve.environment import user_cache_dir
 
@@ -59,6 +60,18 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--compilers", metavar="DIR", help=text.replace("%", "%%"))
     plan.add_argument("--json", action="store_true", help="print all figures as JSON instead of text")
+    plan.add_argument("--tensor-parallel-size", nargs="?", action=_TargetDecides, help=argparse.SUPPRESS)
+
+
+class _TargetDecides(argparse.Action):
+    """Flag of other commands, whose value is here part of the target: says so and ends the program."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: Any, values: Any, option_string: str | None = None
+    ) -> NoReturn:
+        parser.error(
+            f"the target gives the number of devices, as in --target h200x2 or v6e:2x4; leave out {option_string}"
+        )
 
 
 def find_compilers(given: str | None) -> Path:
