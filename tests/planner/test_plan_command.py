@@ -78,6 +78,7 @@ def test_the_table_says_what_is_predicted() -> None:
     [
         (["--target", "h300"], "as v6e:2x4, got 'h300'"),
         (["--target", "h200x9"], "h200x2 to h200x8"),
+        (["--target", "h100x9"], "h100x2 to h100x8"),
         (["--target", "v6e:2x2x2"], "v6e must have chips in 2 directions, as v6e:2x2, got 'v6e:2x2x2'"),
         (["--sweep", "cpu", "h300"], "as v6e:2x4, got 'h300'"),
         (["--target", "cpu", "--prices", "x.toml"], "give --sweep, or drop --prices"),
