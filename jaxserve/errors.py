@@ -11,7 +11,7 @@ class ConfigError(ValueError):
     """Error of the configuration: the engine cannot start; raised before any request is accepted.
 
     Args:
-        message: what must hold, what came, and what to change.
+        message: text that says what must hold, what came, and what to change.
         about: fields of EngineConfig that the message is about, where a command needs them: `plan` sets some itself,
             and says so.
     """
