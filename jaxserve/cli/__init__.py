@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from jaxserve import interrupts
 from jaxserve.cli.config_flags import with_dashes
+from jaxserve.cli.logs import log_as_asked
 from jaxserve.cli.parser import build_parser
 from jaxserve.cli.process_flags import is_distributed
 from jaxserve.distributed import peers
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(with_dashes(sys.argv[1:] if argv is None else argv))
     interrupts.set_hint(args.on_interrupt)
     try:
-        with _unwinding_if_others_wait(args):
+        with log_as_asked(args), _unwinding_if_others_wait(args):
             code: int = args.run(args)
         sys.stdout.flush()
         return code

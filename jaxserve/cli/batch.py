@@ -10,6 +10,7 @@ from jaxserve import interrupts
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_engine_flags, engine_options
 from jaxserve.cli.loading import live_stats, load_llm
+from jaxserve.cli.logs import add_log_level
 from jaxserve.cli.process_flags import add_process_flags, is_distributed
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
@@ -30,6 +31,7 @@ def _add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--ray", action="store_true", help=text)
     text = "engines on the cluster (default: as many as its GPUs or TPUs have room for; without any, one)"
     parser.add_argument("--ray-actors", type=int, metavar="INT", help=text)
+    add_log_level(parser)
     add_process_flags(parser)
     add_engine_flags(parser)
 

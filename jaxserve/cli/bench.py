@@ -1,18 +1,23 @@
 """Command `jaxserve bench`: measure an engine or a server."""
 
 from argparse import ArgumentParser, Namespace
-from functools import partial
 
 from jaxserve.bench.flags import add_bench
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_engine_flags, engine_options
 from jaxserve.cli.loading import load_llm
+from jaxserve.cli.logs import add_log_level
 from jaxserve.cli.process_flags import add_process_flags
 
 
 def _add_flags(parser: ArgumentParser) -> None:
     add_process_flags(parser)
-    add_bench(parser, partial(add_engine_flags, leave_out=("tokenizer",)))
+    add_bench(parser, _add_engine)
+
+
+def _add_engine(parser: ArgumentParser) -> None:
+    add_log_level(parser)
+    add_engine_flags(parser, leave_out=("tokenizer",))
 
 
 def _run(args: Namespace) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_engine_flags, field_helps, flag, help_text
 from jaxserve.cli.loading import live_stats, load_llm
+from jaxserve.cli.logs import add_log_level
 from jaxserve.cli.process_flags import add_process_flags
 from jaxserve.errors import ConfigError
 from jaxserve.live_stats import wait_until_warm
@@ -36,6 +37,7 @@ def _add_flags(parser: ArgumentParser) -> None:
         "starts when all programs are compiled"
     )
     parser.add_argument("--stats", action="store_true", help=text)
+    add_log_level(parser)
     add_process_flags(parser)
     add_engine_flags(parser, leave_out=("seed",))
 

@@ -5,6 +5,7 @@ from argparse import ArgumentParser, Namespace
 
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_config_flags, add_engine_flags, config_options, engine_options
+from jaxserve.cli.logs import add_log_level
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, install_extra
 from jaxserve.server.auth import Keys
@@ -14,6 +15,7 @@ from jaxserve.server.config import ServerConfig
 def _add_flags(parser: ArgumentParser) -> None:
     text = "directory of a checkpoint (default: the embedded model)"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
+    add_log_level(parser)
     add_config_flags(parser, "server", ServerConfig)
     add_engine_flags(parser, leave_out=("model",))
 

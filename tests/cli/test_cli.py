@@ -1,4 +1,5 @@
 import inspect
+import logging
 import os
 import re
 import signal
@@ -93,6 +94,34 @@ def test_flags_of_vllm_mean_the_same() -> None:
     args = build_parser().parse_args(with_dashes(["generate", *flags, "--", "--an_option"]))
     assert engine_options(args) == {"page_size": 8, "num_pages": 7, "step_ahead": False, "max_num_seqs": 3}
     assert args.prompt == "--an_option"
+
+
+@pytest.mark.parametrize(("flags", "shown"), [([], ""), (["--log-level", "info"], "iw"), (["--log-level=ERROR"], "")])
+def test_the_log_is_written_from_a_level_on(
+    flags: list[str],
+    shown: str,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stream(*_: object) -> tuple[()]:
+        for level, text in ((logging.DEBUG, "d"), (logging.INFO, "i"), (logging.WARNING, "w")):
+            logging.getLogger("jaxserve.engine.build").log(level, text)
+        return ()
+
+    monkeypatch.setattr(fake_engine.FakeLLM, "stream", stream)
+    handlers = list(logging.getLogger("jaxserve").handlers)
+    assert cli.main(["generate", "Once", "--model", model, *flags]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[-1] for line in lines] == list(shown)
+    assert all(" jaxserve.engine.build: " in line for line in lines)
+    assert logging.getLogger("jaxserve").handlers == handlers
+
+
+def test_every_command_that_loads_an_engine_has_a_log_level() -> None:
+    parser = build_parser()
+    for command in ("generate", "serve", "batch a b", "bench offline", "bench serve"):
+        assert parser.parse_args([*command.split(), "--log-level", "debug"]).log_level == "debug"
 
 
 def test_every_flag_has_a_help() -> None:
