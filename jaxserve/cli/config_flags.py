@@ -9,6 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxserve import vllm_options
@@ -44,7 +45,7 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, config: type, 
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif typing.get_origin(kind) is Sequence:
-            options |= {"nargs": "+", "metavar": "STR"}
+            options |= {"nargs": "+", "metavar": "STR", "action": _AddValues}
         else:
             options |= {"type": kind, "metavar": "DIR" if field.name in _DIRECTORIES else kind.__name__.upper()}
         group.add_argument(flag(field.name), help=help_text(helps[field.name], field.default), **options)
@@ -54,6 +55,25 @@ def config_options(args: argparse.Namespace, title: str) -> dict[str, Any]:
     """Return the values that were given for the fields of a configuration."""
     prefix = f"{title}."
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+
+
+class _AddValues(argparse.Action):
+    """Action of a flag of several values, whose uses add up.
+
+    `uses` keeps each of them, since it may have taken a positional with it.
+    """
+
+    def __call__(self, _: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *values])
+        namespace.uses = [*getattr(namespace, "uses", ()), (option_string, values)]
+
+
+def flag_that_may_hold_path(args: argparse.Namespace) -> str | None:
+    """Return the flag of several values one use of which ends in what may be a path, or None if there is none."""
+    for name, (*others, last) in getattr(args, "uses", ()):
+        if others and (Path(last).exists() or ("/" in last and "://" not in last)):
+            return str(name)
+    return None
 
 
 def flag(name: str) -> str:

@@ -4,7 +4,13 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from jaxserve.cli.command import Command
-from jaxserve.cli.config_flags import add_config_flags, add_engine_flags, config_options, engine_options
+from jaxserve.cli.config_flags import (
+    add_config_flags,
+    add_engine_flags,
+    config_options,
+    engine_options,
+    flag_that_may_hold_path,
+)
 from jaxserve.cli.logs import add_log_level
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, install_extra
@@ -21,6 +27,11 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
+    if args.model is None and (name := flag_that_may_hold_path(args)) is not None:
+        raise ConfigError(
+            f"MODEL must come before flags of several values, or behind --, got none, and {name} with several of which "
+            f"the last may be a path; if it is a value of the flag, repeat {name} for each"
+        )
     config = ServerConfig(**config_options(args, "server"))
     try:
         from jaxserve.server.serve import listen, serve  # noqa: PLC0415 - needs an extra

@@ -1,3 +1,4 @@
+import contextlib
 import inspect
 import logging
 import os
@@ -19,6 +20,7 @@ from jaxserve import EngineConfig, cli
 from jaxserve.cli.config_flags import NOT_FLAGS, engine_options, with_dashes
 from jaxserve.cli.loading import load_llm
 from jaxserve.cli.parser import build_parser
+from jaxserve.server.auth import Keys
 
 PROGRAM = [sys.executable, fake_engine.__file__]
 
@@ -226,6 +228,39 @@ def test_configuration_errors_are_one_line(
     shown = capsys.readouterr().err
     assert shown.startswith(f"jaxserve: error: {message}")
     assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys", "model"),
+    [
+        ([".", "--api-key", "a", "b"], ["a", "b"], "."),
+        (["--api-key", "a", "b", "--", "."], ["a", "b"], "."),
+        (["--api-key", "a", "--api-key", "b/c"], ["a", "b/c"], None),
+        (["--api-key", "a", "b", "--allowed-origins", "http://a", "http://b"], ["a", "b"], None),
+    ],
+)
+def test_a_server_has_the_keys_of_all_flags(
+    flags: list[str], keys: list[str], model: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(Keys, "of", lambda given, _: seen.append(given))
+    monkeypatch.setattr("jaxserve.server.serve.listen", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("jaxserve.server.serve.serve", lambda engine, *_, **__: seen.append(engine))
+    monkeypatch.setitem(sys.modules, "jaxserve.engine.engine", SimpleNamespace(Engine=lambda config: config.model))
+    assert cli.main(["serve", *flags]) == 0
+    assert seen == [keys, model]
+
+
+@pytest.mark.parametrize("values", [["secret", "."], ["secret", "no/such/model", "--port", "0"], ["a", "b", "/"]])
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+def test_a_model_that_a_flag_has_taken_is_missed(
+    flag: str, values: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", flag, *values]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("jaxserve: error: MODEL must come before flags of several values")
+    assert f"repeat {flag} for each" in shown
+    assert "secret" not in shown
 
 
 @pytest.mark.parametrize("arguments", [[], ["generate", "--nonsense"], ["batch", "in"], ["generate", "--top-k", "x"]])
