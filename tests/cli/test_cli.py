@@ -206,7 +206,7 @@ def test_served_model_names(model: str, tmp_path: Path) -> None:
         (["generate", "x", "--page-size", "0"], "page_size must be a positive integer, got 0"),
         (
             ["generate", "x", "--quantization", "int3"],
-            "quantization must be one of [None, 'int8', 'int4', 'fp8'], got 'int3'",
+            "quantization must be one of [None, 'int8', 'int4', 'fp8'], or the format of a quantised checkpoint, of ",
         ),
         (["generate", "x", "--model", "/no/such"], "the tokenizer must be a local directory"),
         (["generate", "x", "--enforce-eager"], "enforce_eager must be False or None, got True: everything is compiled"),
