@@ -226,11 +226,14 @@ class Sizes:
         )
         matrices = matrix_dtype(config, arch, on_cpu=sheet is None)
         form = weight_format(config.quantization, arch.schemes)
-        params = abstract_params(
-            *(arch, dtype, config.quantization, target.num_devices),
-            matrix_dtype=matrices,
-            native=sheet is None and not_packed(config, form, matrices, "cpu") is None,
-        )
+        try:
+            params = abstract_params(
+                *(arch, dtype, config.quantization, target.num_devices),
+                matrix_dtype=matrices,
+                native=sheet is None and not_packed(config, form, matrices, "cpu") is None,
+            )
+        except weights.CheckpointError as error:  # so many devices cannot share a matrix of the checkpoint
+            raise ConfigError(str(error), about=("tensor_parallel_size",)) from error
         memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
         num_pages = memory.num_pages or schedule.kv_groups.num_pages(schedule.max_model_len)
         schedule = dataclasses.replace(schedule, num_pages=num_pages * schedule.num_data_shards)

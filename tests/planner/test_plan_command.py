@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxserve import EngineConfig, cli
+from jaxserve import EngineConfig, cli, planner
 from jaxserve.errors import ConfigError
 from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.planner.plan import make_plan, read_model
@@ -19,7 +19,9 @@ from jaxserve.planner.program import StepCompiler
 from jaxserve.planner.report import build_report, render
 from jaxserve.planner.targets import find_target, parse_target
 from tests.planner.plans import SUM_BYTES, plan_of
+from tests.quant.quantized_checkpoints import CASES
 
+CONFIGS = Path(planner.__file__).parent / "configs"
 pytestmark = pytest.mark.usefixtures("no_compiler")
 
 
@@ -109,6 +111,20 @@ def test_what_cannot_be_planned_is_said_in_a_line(
     assert message in shown.err
     assert shown.err.count("\n") == 1
     assert not shown.out
+
+
+def test_quantised_matrices_that_devices_cannot_share_are_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    config |= {"intermediate_size": 8 * 1793, "quantization_config": CASES["ct-int4-channel"].config}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert cli.main(["plan", "--target", "h200x8", "--no-compile", "--model", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert "must have an even number of columns" in shown
+    assert "the number of devices of the target, 8 for h200x8" in shown
+    assert shown.count("\n") == 1
 
 
 @pytest.mark.parametrize("model", ["granite-4.0-h-tiny", "qwen3-next-80b-a3b"])
