@@ -41,6 +41,7 @@ from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
 
 _CONFIGS = Path(__file__).parent / "configs"
 _ROWS = (1, 8, 32, 64, 128, 256)  # batch sizes of the predicted decode steps, as far as they fit
+_COMPILED_PAGES = 1024  # most pages of a device in compiled steps, whose figures do not depend on their number
 _TOKENS = 1024  # default length of predicted prompts and contexts, at most max_model_len
 
 
@@ -337,7 +338,7 @@ def make_plan(
             num_expert_shards=config.expert_parallel_size,
         )
     # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
-    num_pages = schedule.num_data_shards * schedule.kv_groups.num_pages(schedule.max_model_len)
+    num_pages = schedule.num_data_shards * min(_COMPILED_PAGES, schedule.kv_groups.num_pages(schedule.max_model_len))
     small = dataclasses.replace(schedule, num_pages=num_pages)
     started = time.perf_counter()
     kinds = sizes.dtype, sizes.kv_dtype, sizes.backend, sizes.quantization, config.linear_backend
