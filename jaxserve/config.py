@@ -27,6 +27,8 @@ WEIGHT_FORMATS: dict[str | None, str] = {
     "int4": "jaxserve.quant.int4",
     "fp8": "jaxserve.quant.fp8",
 }
+# Values of a checkpoint's quant_method, which `quantization` may name as it may in vLLM.
+CHECKPOINT_FORMATS = ("auto-round", "awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt", "mxfp4")
 KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn", "int4")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
@@ -60,7 +62,8 @@ class EngineConfig:
             is served in bfloat16. On CPU activations are then float32, and matrices stay as the checkpoint has them.
         quantization: "int8" and "int4" round matrices to 8 or 4 bits with a float32 scale per group of about 64
             elements, 0.27 and 0.14 of the float32 memory; "fp8" rounds matrices to e4m3 with a scale per row, and their
-            inputs with one per token. None stores them in `dtype`, those of a quantised checkpoint as it has them.
+            inputs with one per token. None stores them in `dtype`, those of a quantised checkpoint as it has them; so
+            does the checkpoint's own `quant_method`, such as "awq" or "fp8".
         kv_cache_dtype: dtype of keys and values in the pool; "auto" is that of activations. "int8" and "fp8" (e4m3)
             have a bfloat16 scale per token and head, "int4" 36 bytes for every 64 elements.
         tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide
@@ -196,8 +199,7 @@ class EngineConfig:
         ):
             object.__setattr__(self, name, aliases.get(getattr(self, name), getattr(self, name)))
             _check_choice(name, getattr(self, name), ("auto", *dtypes, *aliases))
-        advice = "; quantised checkpoints are served without it"
-        _check_choice("quantization", self.quantization, tuple(WEIGHT_FORMATS), advice)
+        _check_quantization(self.quantization)
         _check_choice("linear_backend", self.linear_backend, ("auto", "xla"))
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
@@ -357,7 +359,8 @@ def _check_devices(config: EngineConfig) -> None:
     if config.tensor_parallel_size % config.expert_parallel_size:
         raise ConfigError(
             f"expert_parallel_size must divide tensor_parallel_size, the number of devices, got "
-            f"{config.expert_parallel_size} and {config.tensor_parallel_size}; set it to a divisor"
+            f"{config.expert_parallel_size} and {config.tensor_parallel_size}; set it to a divisor",
+            about=("expert_parallel_size", "tensor_parallel_size"),
         )
     if not config.enable_dp_attention:
         return
@@ -365,7 +368,8 @@ def _check_devices(config: EngineConfig) -> None:
         raise ConfigError(
             "enable_dp_attention needs an expert_parallel_size above 1, the number of shares of devices that have rows "
             f"of their own, got 1 share of {config.tensor_parallel_size} devices; set expert_parallel_size to "
-            "tensor_parallel_size or another divisor of it above 1, or drop enable_dp_attention"
+            "tensor_parallel_size or another divisor of it above 1, or drop enable_dp_attention",
+            about=("expert_parallel_size", "tensor_parallel_size"),
         )
     for name, value, alone in (
         ("data_parallel_size", config.data_parallel_size, 1),
@@ -407,6 +411,14 @@ def _check_max_logprobs(value: object) -> None:
         )
 
 
-def _check_choice(name: str, value: object, choices: tuple[str | None, ...], advice: str = "") -> None:
+def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} must be one of {list(choices)}, got {value!r}{advice}")
+        raise ConfigError(f"{name} must be one of {list(choices)}, got {value!r}")
+
+
+def _check_quantization(value: object) -> None:
+    if value not in (*WEIGHT_FORMATS, *CHECKPOINT_FORMATS):
+        raise ConfigError(
+            f"quantization must be one of {list(WEIGHT_FORMATS)}, or the format of a quantised checkpoint, of "
+            f"{', '.join(CHECKPOINT_FORMATS)}, got {value!r}"
+        )

@@ -1,14 +1,24 @@
 """Errors raised to users. Messages say what is required, what was given, and what to change."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 _MOST_NAMES, _LONGEST_NAME = 4, 64  # a client must not keep the server comparing names
 
 
 class ConfigError(ValueError):
-    """Error of the configuration: the engine cannot start; raised before any request is accepted."""
+    """Error of the configuration: the engine cannot start; raised before any request is accepted.
+
+    Args:
+        message: text that says what must hold, what came, and what to change.
+        about: fields of EngineConfig that the message is about, where a command needs them: `plan` sets some itself,
+            and says so.
+    """
+
+    def __init__(self, message: str, *, about: Collection[str] = ()) -> None:
+        super().__init__(message)
+        self.about = frozenset(about)
 
 
 class RequestError(ValueError):

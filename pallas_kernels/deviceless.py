@@ -22,7 +22,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding
 
-_H200 = """
+_HOPPER = """
 gpu_device_info {
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -34,10 +34,10 @@ gpu_device_info {
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 62914560
+  memory_bandwidth: %(bandwidth)d
+  l2_cache_size: %(cache)d
   clock_rate_ghz: 1.98
-  device_memory_size: 150000000000
+  device_memory_size: %(memory)d
   shared_memory_per_block_optin: 232448
   cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
   registers_per_core_limit: 65536
@@ -47,9 +47,8 @@ gpu_device_info {
 }
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 12 }
-device_description_str: "NVIDIA H200"
-"""
-
+device_description_str: "%(name)s"
+"""  # XLA's description of an SXM module, in which H100 and H200 differ by their memory and its cache
 
 _CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
@@ -191,7 +190,14 @@ def _devices(chip: Chip, shape: str) -> list[Any]:
 # Without this option, the HLO text of programs that offload scatters to sparse cores cannot be read.
 _READABLE = {"xla_tpu_sparse_core_maximum_preloaded_async_calls": "0"}
 
-H200 = Chip("NVIDIA H200", "gpu", 132, "NVIDIA H200", (("target_config", _H200),))
+
+def _hopper(name: str, *, bandwidth: int, cache: int, memory: int) -> Chip:
+    facts = {"name": name, "bandwidth": bandwidth, "cache": cache, "memory": memory}
+    return Chip(name, "gpu", 132, name, (("target_config", _HOPPER % facts),))
+
+
+H100 = _hopper("NVIDIA H100 80GB HBM3", bandwidth=3_352_320_000_000, cache=50 * 2**20, memory=84_900_000_000)
+H200 = _hopper("NVIDIA H200", bandwidth=4_800_000_000_000, cache=60 * 2**20, memory=150_000_000_000)
 TPU_V4 = Chip("TPU v4", "tpu", 2, "v4", (("chip_config_name", "megacore"),))
 TPU_V5E = Chip("TPU v5 lite", "tpu", 1, "v5e")
 TPU_V5P = Chip("TPU v5", "tpu", 2, "v5p")

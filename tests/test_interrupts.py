@@ -10,8 +10,8 @@ from pathlib import Path
 import fake_engine
 import pytest
 import tiny_tokenizers
+from batch_jobs import batch_input, wait_for
 from killing import records_by_id
-from test_cli import batch_input, wait_for
 
 LINE = "\njaxserve: interrupted"
 NOT_IGNORED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in jobs

@@ -10,7 +10,8 @@ from jaxserve import __version__
 from jaxserve.bench.remote import Server
 from jaxserve.bench.summary import Json
 from jaxserve.bench.workloads import Workload
-from jaxserve.engine.parameters import compute_dtype
+from jaxserve.engine.memory import pool_dtype
+from jaxserve.engine.parameters import compute_dtype, storage_name
 from jaxserve.engine.stepped import MeasuredEngine
 from jaxserve.execution.roofline import describe_device
 from jaxserve.models import registry
@@ -20,7 +21,7 @@ FORMAT = "jaxserve-bench-2"
 
 def build_report(engine: MeasuredEngine, kind: str, workload: Workload, load: Json) -> Json:
     """Return the report that `--json` writes, with no runs yet; `load` describes how the requests arrive."""
-    dtype = compute_dtype(engine.config, engine.arch).name
+    dtype = compute_dtype(engine.config, engine.arch)
     return _head(kind) | {
         "device": dataclasses.asdict(describe_device()),
         "peak_rates": dataclasses.asdict(engine.peak_rates()),
@@ -28,8 +29,9 @@ def build_report(engine: MeasuredEngine, kind: str, workload: Workload, load: Js
             "path": str(engine.config.model_path),
             "architecture": engine.arch.architecture,
             "num_params": registry.num_params(engine.arch),
-            "dtype": dtype,
-            "stored": engine.config.quantization or dtype,
+            "dtype": dtype.name,
+            "stored": storage_name(engine.config, engine.arch),
+            "kv_dtype": pool_dtype(engine.config, dtype).name,
         },
         "config": dataclasses.asdict(engine.config),
         "schedule": dataclasses.asdict(engine.schedule),

@@ -39,8 +39,9 @@ def _header(report: Json) -> str:
         return f"{first}{server['model']} at {server['url']}"
     device, model = report["device"], report["model"]
     return first + (
-        f"{model['path']} in {model['stored']} on {device['count']} x {device['kind']} ({device['num_cores']} cores), "
+        f"{model['path']} on {device['count']} x {device['kind']} ({device['num_cores']} cores), "
         f"jax {report['versions']['jax']}\n"
+        f"computed in {model['dtype']}, weights in {model['stored']}, keys and values in {model['kv_dtype']}\n"
         f"peak rates by which E is counted: {report['peak_rates']['flops_per_s'] / 1e9:.4g} GFLOP/s, "
         f"{report['peak_rates']['bytes_per_s'] / 1e9:.4g} GB/s"
     )

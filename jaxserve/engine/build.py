@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.engine.drafts import build_proposer, load_draft
 from jaxserve.engine.memory import build_schedule, pool_dtype, select_backend, state_bytes
-from jaxserve.engine.parameters import build_params, compute_dtype, copies, meshes_of
+from jaxserve.engine.parameters import build_params, compute_dtype, copies, meshes_of, unpacked_formats
 from jaxserve.errors import ConfigError
 from jaxserve.execution.runner import Runner
 from jaxserve.execution.xla_cache import programs_dir, scope_of
@@ -57,6 +57,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
         peers: the other processes, which build the same.
     """
     warn_without_native_kernels()
+    _warn_of_slow_formats(config, arch)
     params, meshes = build_params(config, arch), meshes_of(config)
     draft = load_draft(config, arch)
     replicas, draft_replicas = copies(params, meshes), draft.replicas(meshes)
@@ -96,6 +97,20 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     for own, before in zip(programs, [None, *programs], strict=False):
         own.warm_up(config.compile_ahead, before)
     return runners
+
+
+def _warn_of_slow_formats(config: EngineConfig, arch: ArchConfig) -> None:
+    """Name what is faster on a CPU than a format that its kernels do not have; XLA may be the user's own choice."""
+    if jax.default_backend() != "cpu" or native.unavailable() is not None or config.linear_backend != "auto":
+        return
+    if counts := unpacked_formats(config, arch):
+        logger.warning(
+            "%d matrices (%s) have no kernel on a CPU: XLA dequantises them at every step, several times slower than "
+            'with quantization="int8" or "int4", which have kernels%s',
+            counts.total(),
+            ", ".join(counts),
+            "" if arch.schemes is None else " and quantise the matrices of a quantised checkpoint again",
+        )
 
 
 def may_constrain(config: EngineConfig) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve import weights
-from jaxserve.config import EngineConfig
+from jaxserve.config import WEIGHT_FORMATS, EngineConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import pooling, registry
 from jaxserve.models.arch import ArchConfig
@@ -39,6 +39,27 @@ def build_arch(config: EngineConfig) -> ArchConfig:
     arch = arch.divided(config.tensor_parallel_size, config.expert_parallel_size, config.num_data_shards)
     # generation_config.json adds the ids that end a chat turn.
     return dataclasses.replace(arch, eos_ids=arch.eos_ids | token_id_set(generation.get("eos_token_id")))
+
+
+def resolve_quantization(config: EngineConfig, arch: ArchConfig) -> EngineConfig:
+    """Return the options with `quantization` None where it names the format that the checkpoint has.
+
+    Raises:
+        ConfigError: it names a format of checkpoints that this one does not have.
+    """
+    name = config.quantization
+    own = None if arch.schemes is None else arch.schemes.method
+    if name is not None and name == own:
+        return dataclasses.replace(config, quantization=None)
+    if name in WEIGHT_FORMATS:
+        return config
+    if own is None:
+        formats = [each for each in WEIGHT_FORMATS if each is not None]
+        raise ConfigError(
+            f"quantization={name!r} needs a checkpoint that has this format, got one that is not quantised; drop it, "
+            f"or quantise the weights while they are loaded, with one of {formats}"
+        )
+    raise ConfigError(f"quantization must be the checkpoint's own quant_method, {own!r}, got {name!r}; drop it")
 
 
 _MODES = {"lasttoken": "LAST", "mean": "MEAN", "cls_token": "CLS", "cls": "CLS"}  # sentence-transformers' -> vLLM's

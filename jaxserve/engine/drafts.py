@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxserve import weights
 from jaxserve.config import DEFAULT_DRAFTS, EngineConfig, embedded_model
-from jaxserve.engine.checkpoint import build_arch
+from jaxserve.engine.checkpoint import build_arch, resolve_quantization
 from jaxserve.engine.memory import page_bytes, pool_dtype, select_backend
 from jaxserve.engine.parameters import (
     build_layer_params,
@@ -95,6 +95,7 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
         speculative_config=None,
     )
     draft_arch = build_arch(own)
+    own = resolve_quantization(own, draft_arch)
     if draft_arch.state is not None:
         raise ConfigError(
             f"a draft model must have attention in all layers, as a state cannot go back behind drafts that are "

@@ -11,7 +11,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.distributed import processes
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.engine.build import build_runners, check_sizes
-from jaxserve.engine.checkpoint import build_arch, build_sampling_params
+from jaxserve.engine.checkpoint import build_arch, build_sampling_params, resolve_quantization
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.devices import Devices
 from jaxserve.engine.event_log import EventLog
@@ -58,8 +58,8 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, executors: Sequence[Executor] | None = None) -> None:
-        self.config = config
         self.arch = build_arch(config)
+        self.config = config = resolve_quantization(config, self.arch)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self.default_sampling_params = build_sampling_params(config)
         claim_memory(config)

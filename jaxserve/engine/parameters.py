@@ -18,7 +18,7 @@ from jaxserve.execution.xla_cache import scope_of
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
-from jaxserve.quant import packed, weight_format
+from jaxserve.quant import packed, plain, weight_format
 from jaxserve.quant.stored import StoredFormat
 from jaxserve.quant.weight_format import FormatChoice
 from jaxserve.sharding import named_sharding, replica_meshes, replicated
@@ -205,6 +205,23 @@ def not_packed(
     if config.linear_backend != "auto":
         return f"linear_backend={config.linear_backend!r} leaves them to XLA"
     return packed.unsupported(form, dtype, platform)
+
+
+def unpacked_formats(config: EngineConfig, arch: ArchConfig) -> Counter[str]:
+    """Return how many quantised matrices are not packed for the native kernels, by the name of their format."""
+    form, dtype = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
+    formats = [form.at(spec) or plain.FORMAT for spec in registry.param_specs(arch) if spec.is_matrix]
+    return Counter(own.name for own in formats if own is not plain.FORMAT and not_packed(config, own, dtype))
+
+
+def storage_name(config: EngineConfig, arch: ArchConfig) -> str:
+    """Return the name of the form that matrices have on devices: a format, with a checkpoint's elements, or a dtype."""
+    if config.quantization is not None or arch.schemes is None:
+        return config.quantization or matrix_dtype(config, arch).name
+    form = StoredFormat(arch.schemes)
+    formats = [own for spec in registry.param_specs(arch) if (own := form.at(spec)) is not None]
+    elements = sorted({own.scheme.elements for own in formats})
+    return f"{arch.schemes.method} ({', '.join(elements)})" if elements else matrix_dtype(config, arch).name
 
 
 def meshes_of(config: EngineConfig) -> list[Mesh | None]:

@@ -90,7 +90,8 @@ class Mamba:
         if self.num_heads % num_devices:
             raise ConfigError(
                 f"tensor_parallel_size must divide mamba_n_heads, got {num_devices} and {self.num_heads}; "
-                f"set it to a divisor of {self.num_heads}"
+                f"set it to a divisor of {self.num_heads}",
+                about=("tensor_parallel_size",),
             )
         num_parts = math.lcm(self.num_groups, num_devices)
         return replace(

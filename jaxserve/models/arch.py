@@ -124,7 +124,8 @@ class ArchConfig:
                 share = "" if self.num_data_shards == 1 else " / expert_parallel_size"
                 raise ConfigError(
                     f"tensor_parallel_size{share} must divide {name}, got {num_devices} and {size}; "
-                    f"set it to a divisor of {math.gcd(*sizes.values())}"
+                    f"set it to a divisor of {math.gcd(*sizes.values())}",
+                    about=("tensor_parallel_size",),
                 )
         return dataclasses.replace(
             self,

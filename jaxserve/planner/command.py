@@ -56,9 +56,8 @@ def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]
         config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
         return make_plan(config, target, **sizes, compiles=not args.no_compile, all_programs=args.programs)
     except ConfigError as error:
-        if "tensor_parallel_size" not in str(error):
+        if "tensor_parallel_size" not in error.about:
             raise
-        # There is no flag of this name here: users choose the target.
         what = f"tensor_parallel_size is here the number of devices of the target, {target.num_devices} for {name}"
         raise ConfigError(f"{error} ({what})") from error
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
 from jaxserve.environment import user_cache_dir
 
@@ -30,8 +31,9 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--model", metavar="DIR|FILE|NAME", help=f"{text} (default: the model in the package)")
     where = plan.add_mutually_exclusive_group(required=True)
     text = (
-        "chips over which the model is split: h200, or h200x2 to h200x8; TPUs by how many lie in each direction, such "
-        "as v5e:4x4, v6e:2x4, v4:2x2x1, v5p:2x2x2 or tpu7x:2x2x1; or cpu, the one of this machine"
+        "chips over which the model is split: h100 or h200, or two to eight of them, such as h200x8; TPUs by how many "
+        "lie in each direction, such as v5e:4x4, v6e:2x4, v4:2x2x1, v5p:2x2x2 or tpu7x:2x2x1; or cpu, the one of this "
+        "machine"
     )
     where.add_argument("--target", metavar="NAME", help=text)
     text = "compare these targets; without names, a choice of all kinds"
@@ -59,6 +61,18 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--compilers", metavar="DIR", help=text.replace("%", "%%"))
     plan.add_argument("--json", action="store_true", help="print all figures as JSON instead of text")
+    plan.add_argument("--tensor-parallel-size", nargs="?", action=_TargetDecides, help=argparse.SUPPRESS)
+
+
+class _TargetDecides(argparse.Action):
+    """Flag of other commands, whose value is here part of the target: says so and ends the program."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: Any, values: Any, option_string: str | None = None
+    ) -> NoReturn:
+        parser.error(
+            f"the target gives the number of devices, as in --target h200x2 or v6e:2x4; leave out {option_string}"
+        )
 
 
 def find_compilers(given: str | None) -> Path:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig
+from jaxserve.engine.checkpoint import resolve_quantization
 from jaxserve.engine.memory import (
     accelerator_pool_bytes,
     choose_page_size,
@@ -40,6 +41,7 @@ from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
 
 _CONFIGS = Path(__file__).parent / "configs"
 _ROWS = (1, 8, 32, 64, 128, 256)  # batch sizes of the predicted decode steps, as far as they fit
+_COMPILED_PAGES = 1024  # most pages of a device in compiled steps, whose figures do not depend on their number
 _TOKENS = 1024  # default length of predicted prompts and contexts, at most max_model_len
 
 
@@ -184,6 +186,7 @@ class Sizes:
         local: sizes of one device's part.
         dtype: dtype of weights and activations.
         kv_dtype: dtype of the KV pool.
+        quantization: format in which matrices are quantised while they are loaded; None to take them as they are.
         backend: attention backend.
         params: shapes of the weights of a device.
         schedule: sizes of steps and pool; if the model does not fit, the pool holds one request of max_model_len.
@@ -196,6 +199,7 @@ class Sizes:
     local: ArchConfig
     dtype: jnp.dtype
     kv_dtype: jnp.dtype
+    quantization: str | None
     backend: str
     params: Params
     schedule: ScheduleConfig
@@ -205,6 +209,7 @@ class Sizes:
     def of(cls, config: EngineConfig, target: Target) -> "Sizes":
         """Resolve the sizes; see `make_plan`."""
         name, arch = read_model(config.model)
+        config = resolve_quantization(config, arch)
         arch = arch.within(config.max_model_len or arch.max_position)
         arch = arch.divided(target.num_devices, config.expert_parallel_size, config.num_data_shards)
         sheet, local = target.sheet, arch.local(target.num_devices)
@@ -222,15 +227,20 @@ class Sizes:
         )
         matrices = matrix_dtype(config, arch, on_cpu=sheet is None)
         form = weight_format(config.quantization, arch.schemes)
-        params = abstract_params(
-            *(arch, dtype, config.quantization, target.num_devices),
-            matrix_dtype=matrices,
-            native=sheet is None and not_packed(config, form, matrices, "cpu") is None,
-        )
+        try:
+            params = abstract_params(
+                *(arch, dtype, config.quantization, target.num_devices),
+                matrix_dtype=matrices,
+                native=sheet is None and not_packed(config, form, matrices, "cpu") is None,
+            )
+        except weights.CheckpointError as error:  # so many devices cannot share a matrix of the checkpoint
+            raise ConfigError(str(error), about=("tensor_parallel_size",)) from error
         memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
         num_pages = memory.num_pages or schedule.kv_groups.num_pages(schedule.max_model_len)
         schedule = dataclasses.replace(schedule, num_pages=num_pages * schedule.num_data_shards)
-        return cls(name, target, arch, local, dtype, kv_dtype, backend, params, schedule, memory)
+        return cls(
+            *(name, target, arch, local, dtype, kv_dtype, config.quantization, backend, params, schedule, memory)
+        )
 
     def roofline(self, collectives: tuple[Collective, ...] = (), collective_tokens: int = 1) -> Roofline:
         """Return the roofline of steps on chips with a data sheet; the arguments are those of `Roofline`."""
@@ -314,7 +324,7 @@ def make_plan(
     prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)
     context_tokens = _predicted("context_len", context_tokens, "max_model_len", schedule.max_model_len)
     batch = _predicted("batch", batch, "max_num_seqs", schedule.max_num_seqs)
-    stored = config.quantization or (None if arch.schemes is None else arch.schemes.method)
+    stored = sizes.quantization or (None if arch.schemes is None else arch.schemes.method)
     dtypes = sizes.dtype.name, stored, sizes.kv_dtype.name
     names = (sizes.name, target, arch.num_layers, *dtypes, sizes.backend, schedule)
     if sheet is None or memory.missing:
@@ -328,10 +338,10 @@ def make_plan(
             num_expert_shards=config.expert_parallel_size,
         )
     # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
-    num_pages = schedule.num_data_shards * schedule.kv_groups.num_pages(schedule.max_model_len)
+    num_pages = schedule.num_data_shards * min(_COMPILED_PAGES, schedule.kv_groups.num_pages(schedule.max_model_len))
     small = dataclasses.replace(schedule, num_pages=num_pages)
     started = time.perf_counter()
-    kinds = sizes.dtype, sizes.kv_dtype, sizes.backend, config.quantization, config.linear_backend
+    kinds = sizes.dtype, sizes.kv_dtype, sizes.backend, sizes.quantization, config.linear_backend
     compiler = StepCompiler(target, small, *kinds)
     buckets = (schedule.max_num_batched_tokens, decode_bucket(schedule))
     compiled = {program.num_tokens: program for program in compiler.step_programs(arch, list(dict.fromkeys(buckets)))}

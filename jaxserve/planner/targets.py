@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxserve.environment import gpu_memory_fraction
 from jaxserve.errors import ConfigError
-from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
+from jaxserve.pallas_kernels.deviceless import H100, H200, TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,23 @@ class Target:
         return "x".join(map(str, self.shape if len(self.shape) > 1 else (1, 1, *self.shape)))
 
 
-# NVIDIA H200 data sheet, SXM: 141 GB, 4.8 TB/s; dense, half of the figures with sparsity: 989.5 TFLOP/s in bfloat16 and
-# float16, half of that in TF32, in which XLA multiplies float32; NVLink 900 GB/s in both directions together.
-_H200 = DataSheet(
-    chip=H200,
-    memory_bytes=141 * 10**9,
-    bytes_per_s=4.8e12,
-    flops_per_s={"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 494.7e12},
-    link_bytes_per_s=450e9,
-)
+def _hopper(chip: Chip, gb: int, tb_per_s: float) -> DataSheet:
+    """Return the data sheet of a Hopper GPU.
+
+    All have, dense and thus half of the figures with sparsity, 989.5 TFLOP/s in bfloat16 and float16 and half of that
+    in TF32, in which XLA multiplies float32; NVLink has 900 GB/s in both directions together.
+    """
+    return DataSheet(
+        chip=chip,
+        memory_bytes=gb * 10**9,
+        bytes_per_s=tb_per_s * 1e12,
+        flops_per_s={"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 494.7e12},
+        link_bytes_per_s=450e9,
+    )
+
+
+# Memory and bandwidth of the SXM modules, from NVIDIA's data sheets. Devices report more memory: 85 GB and 150 GB.
+_HOPPER = {"h100": _hopper(H100, gb=80, tb_per_s=3.35), "h200": _hopper(H200, gb=141, tb_per_s=4.8)}
 
 
 def _tpu(
@@ -130,11 +138,12 @@ _TPUS = {
         TPU7X, gib=2 * 94.75, gb_per_s=7380, tflops=2307, link_gb_per_s=100, directions=3, devices_per_chip=2
     ),
 }
-KINDS = ("h200", *_TPUS)
-_GPUS = re.compile(r"h200(?:x([1-8]))?")
+KINDS = (*_HOPPER, *_TPUS)
+_GPUS = re.compile(rf"({'|'.join(_HOPPER)})(?:x([1-8]))?")
 _TPU_SHAPE = re.compile(rf"({'|'.join(_TPUS)}):([1-9]\d*(?:x[1-9]\d*)+)")
 
 SWEPT = (
+    *("h100", "h100x2", "h100x4", "h100x8"),
     *("h200", "h200x2", "h200x4", "h200x8"),
     *("v4:2x2x1", "v4:2x2x2"),
     *("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4"),
@@ -154,11 +163,11 @@ def parse_target(name: str) -> Target:
     if name == "cpu":
         return Target(name, name, None)
     if match := _GPUS.fullmatch(name):
-        return Target(name, "h200", _H200, (int(match[1] or 1),))
+        return Target(name, match[1], _HOPPER[match[1]], (int(match[2] or 1),))
     if (match := _TPU_SHAPE.fullmatch(name)) is None:
         raise ConfigError(
-            f"target must be cpu, h200, h200x2 to h200x8, or one of {list(_TPUS)} with how many chips lie in each "
-            f"direction, as v6e:2x4, got {name!r}"
+            f"target must be cpu, h100, h100x2 to h100x8, h200, h200x2 to h200x8, or one of {list(_TPUS)} with how "
+            f"many chips lie in each direction, as v6e:2x4, got {name!r}"
         )
     sheet, shape = _TPUS[match[1]], tuple(map(int, match[2].split("x")))
     if len(shape) != sheet.directions:

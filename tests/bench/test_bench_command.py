@@ -72,11 +72,14 @@ def test_offline_report(
     model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--rounds", "3", "--price-per-hour", "2", "--page-size", "32"]
+    flags += ["--quantization", "int8", "--kv-cache-dtype", "fp8"]
     report = bench(model, tmp_path, "offline", "--workload", workload, *flags)
     assert report["format"] == "jaxserve-bench-2"
     assert set(report["versions"]) == {"jaxserve", "jax", "jaxlib", "numpy", "python"}
     assert set(report["device"]) == {"platform", "kind", "count", "num_cores"}
     assert report["config"]["page_size"] == 32
+    assert (report["model"]["dtype"], report["model"]["stored"]) == ("float32", "int8")
+    assert report["model"]["kv_dtype"] == "float8_e4m3fn"
     assert report["config"]["skip_tokenizer_init"]
     assert report["schedule"]["max_num_seqs"] == 4
     assert report["workload"]["num_output_tokens"] == 13
@@ -95,6 +98,7 @@ def test_offline_report(
     median = sorted(run["output_tok_per_s"] for run in report["runs"])[1]
     assert f"{median:.1f} tok/s" in shown.out
     assert "3 rounds of" in shown.out
+    assert "computed in float32, weights in int8, keys and values in float8_e4m3fn\n" in shown.out
     assert "few: run 3 of 3" in shown.err
 
 

@@ -25,8 +25,8 @@ COMPILE_S = 60  # processor time for three programs
 
 @pytest.mark.parametrize(
     ("name", "backend", "decode"),
-    [("h200x2", "mosaic_gpu", 64), ("tpu7x:1x1x1", "mosaic_tpu", 64)],
-    ids=["h200x2", "tpu7x"],
+    [("h100x2", "mosaic_gpu", 64), ("h200x2", "mosaic_gpu", 64), ("tpu7x:1x1x1", "mosaic_tpu", 64)],
+    ids=["h100x2", "h200x2", "tpu7x"],
 )
 def test_the_plan_of_a_small_model(targets, name, backend, decode, capsys):
     target = targets(name)

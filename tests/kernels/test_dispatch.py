@@ -72,7 +72,7 @@ def test_products_may_be_left_to_xla():
     assert product_backend("auto", "ragged_dot") == "auto"
 
 
-@pytest.mark.parametrize("name", ["H200", "TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU7X"])
+@pytest.mark.parametrize("name", ["H100", "H200", "TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU7X"])
 def test_a_chip_is_compiled_for_as_what_it_is(name):
     chip = getattr(deviceless, name)
     with jax.sharding.use_abstract_mesh(chip.mesh()):

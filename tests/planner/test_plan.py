@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from jaxserve.execution.programs import Programs
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes
 from jaxserve.planner.plan import Memory, Plan, make_plan, read_model
+from jaxserve.planner.program import StepCompiler, StepProgram
 from jaxserve.planner.report import build_report, capacity_curve, render
 from jaxserve.planner.targets import Target, parse_target
 from tests.parameters import mainly
@@ -314,6 +316,20 @@ def test_more_memory_is_more_pages_and_narrow_ones_are_half_as_wide() -> None:
     ]
     assert pages[2] - pages[1] == pytest.approx(20e9 * 0.9 / plain.page, abs=1)
     assert pages[1] - pages[0] == pytest.approx(20e9 * 0.9 / plain.page, abs=1)
+
+
+def test_steps_are_compiled_with_few_pages_however_long_requests_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA tries to rematerialise, and says so, where a pool for 131072 tokens leaves little of the chip's memory."""
+    seen, stub = list[int](), StepCompiler.step_programs
+
+    def step_programs(self: StepCompiler, arch: object, buckets: Sequence[int]) -> list[StepProgram]:
+        seen.append(self.schedule.num_pages)
+        return stub(self, arch, buckets)
+
+    monkeypatch.setattr(StepCompiler, "step_programs", step_programs)
+    plans = [plan_of("llama-3.1-8b", "h100", max_model_len=length) for length in (256, 131_072)]
+    assert seen == [16, 1024]
+    assert plans[1].memory.num_pages > 20_000
 
 
 def test_xla_takes_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,17 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxserve import EngineConfig, cli
+from jaxserve import EngineConfig, cli, planner
 from jaxserve.errors import ConfigError
 from jaxserve.pallas_kernels.deviceless import Chip
-from jaxserve.planner.plan import make_plan
+from jaxserve.planner.plan import make_plan, read_model
 from jaxserve.planner.program import StepCompiler
 from jaxserve.planner.report import build_report, render
 from jaxserve.planner.targets import find_target, parse_target
 from tests.planner.plans import SUM_BYTES, plan_of
+from tests.quant.quantized_checkpoints import CASES
 
+CONFIGS = Path(planner.__file__).parent / "configs"
 pytestmark = pytest.mark.usefixtures("no_compiler")
 
 
@@ -78,6 +80,7 @@ def test_the_table_says_what_is_predicted() -> None:
     [
         (["--target", "h300"], "as v6e:2x4, got 'h300'"),
         (["--target", "h200x9"], "h200x2 to h200x8"),
+        (["--target", "h100x9"], "h100x2 to h100x8"),
         (["--target", "v6e:2x2x2"], "v6e must have chips in 2 directions, as v6e:2x2, got 'v6e:2x2x2'"),
         (["--sweep", "cpu", "h300"], "as v6e:2x4, got 'h300'"),
         (["--target", "cpu", "--prices", "x.toml"], "give --sweep, or drop --prices"),
@@ -94,6 +97,10 @@ def test_the_table_says_what_is_predicted() -> None:
         (["--target", "h200", "--programs", "--no-compile"], "--programs compiles, and --no-compile does not"),
         (["--target", "h200x8"], "tensor_parallel_size must divide num_attention_heads, got 8 and 4"),
         (["--target", "h200x8", "--no-compile"], "tensor_parallel_size is here the number of devices of the target, 8"),
+        (
+            ["--target", "h200x4", "--no-compile", "--expert-parallel-size", "3"],
+            "got 3 and 4; set it to a divisor (tensor_parallel_size is here the number of devices of the target, 4 for",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_line(
@@ -104,6 +111,37 @@ def test_what_cannot_be_planned_is_said_in_a_line(
     assert message in shown.err
     assert shown.err.count("\n") == 1
     assert not shown.out
+
+
+def test_quantised_matrices_that_devices_cannot_share_are_told_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
+    config |= {"intermediate_size": 8 * 1793, "quantization_config": CASES["ct-int4-channel"].config}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert cli.main(["plan", "--target", "h200x8", "--no-compile", "--model", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert "must have an even number of columns" in shown
+    assert "the number of devices of the target, 8 for h200x8" in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["granite-4.0-h-tiny", "qwen3-next-80b-a3b"])
+def test_states_that_devices_cannot_share_are_told_to_be_about_their_number(model: str) -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size must divide") as told:
+        read_model(model)[1].state.local(5)
+    assert told.value.about == {"tensor_parallel_size"}
+
+
+@pytest.mark.parametrize("flags", [["--tensor-parallel-size", "2"], ["--tensor_parallel_size=2"]])
+def test_a_number_of_devices_is_that_of_a_target(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", "--model", "llama-3.1-8b", *flags])
+    assert stop.value.code == 2
+    shown = capsys.readouterr().err
+    assert "error: the target gives the number of devices, as in --target h200x2 or v6e:2x4; leave out" in shown
+    assert "did you mean" not in shown
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,13 @@ from tests.planner.plans import SUM_BYTES, plan_of
 pytestmark = pytest.mark.usefixtures("no_compiler")
 
 
-def test_a_decode_step_of_one_row_reads_all_weights_and_its_own_tokens() -> None:
-    plan = plan_of("llama-3.1-8b")
+@pytest.mark.parametrize(("target", "bytes_per_s"), [("h100", 3.35e12), ("h200", 4.8e12)])
+def test_a_decode_step_of_one_row_reads_all_weights_and_its_own_tokens(target: str, bytes_per_s: float) -> None:
+    plan = plan_of("llama-3.1-8b", target, max_model_len=65536)
     assert plan.speed is not None
     embedding = 128256 * 4096 * 2
     num_bytes = plan.memory.weights - embedding + MIN_FEW_TOKENS * 4096 * 2 + (1024 + 1) * 131072
-    assert plan.speed.step_ms[1] == pytest.approx(num_bytes / 4.8e12 * 1e3, rel=1e-6)
+    assert plan.speed.step_ms[1] == pytest.approx(num_bytes / bytes_per_s * 1e3, rel=1e-6)
 
 
 def test_a_long_prompt_is_bound_by_its_products() -> None:
@@ -80,7 +81,8 @@ def test_a_chip_of_several_devices_is_told_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_links"), [("v5e:1x1", 0), ("v6e:2x4", 3), ("v5p:2x2x1", 2), ("v5p:4x4x4", 6), ("h200x8", 1)]
+    ("name", "num_links"),
+    [("v5e:1x1", 0), ("v6e:2x4", 3), ("v5p:2x2x1", 2), ("v5p:4x4x4", 6), ("h200x8", 1), ("h100x8", 1)],
 )
 def test_links_go_in_the_directions_that_have_chips(name: str, num_links: int) -> None:
     assert parse_target(name).num_links == num_links

@@ -88,5 +88,5 @@ def test_plans_count_the_bytes_that_are_loaded(checkpoint: Path, num_devices: in
 
 
 def test_names_outside_the_registry_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"must be one of \[None, 'int8', 'int4', 'fp8', 'planes'\], got 'nibbles'"):
+    with pytest.raises(ConfigError, match=r"one of \[None, 'int8', 'int4', 'fp8', 'planes'\], .* got 'nibbles'"):
         EngineConfig(quantization="nibbles")

@@ -37,13 +37,13 @@ def read_schemes(config: Mapping[str, Any]) -> Schemes | None:
     if not isinstance(quantization, Mapping):
         raise CheckpointError(f"config.json: quantization_config must be an object, got {quantization!r}")
     method = str(quantization.get("quant_method", "?"))
-    if method not in _METHODS:
+    if method not in METHODS:
         raise CheckpointError(
-            f"the quant_method of a checkpoint must be one of {', '.join(_METHODS)}, got {method!r}; "
+            f"the quant_method of a checkpoint must be one of {', '.join(METHODS)}, got {method!r}; "
             f"use a checkpoint of one of these, or an unquantised one with quantization= of the engine"
         )
     try:
-        schemes = _METHODS[method](quantization)
+        schemes = METHODS[method](quantization)
         kv_cache = schemes.kv_cache or _has_kv_scales({**quantization, **(quantization.get("quantization") or {})})
         return dataclasses.replace(schemes, kv_cache=kv_cache, is_multimodal=text is not None)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -225,7 +225,8 @@ def _auto_round(config: Mapping[str, Any]) -> Schemes:
         raise CheckpointError(
             f"the packing_format of auto-round must be 'auto_round:auto_gptq' or 'auto_round:auto_awq', got {packing!r}"
         )
-    return _gptq(config) if packing.endswith("gptq") else _awq(config)
+    schemes = _gptq(config) if packing.endswith("gptq") else _awq(config)
+    return dataclasses.replace(schemes, method="auto-round")
 
 
 def _int_elements(tool: str, config: Mapping[str, Any], allowed: Sequence[int], where: str) -> Elements:
@@ -261,7 +262,7 @@ def _gguf(config: Mapping[str, Any]) -> Schemes:
     return Schemes("gguf", tuple(rules))
 
 
-_METHODS: dict[str, Callable[[Mapping[str, Any]], Schemes]] = {
+METHODS: dict[str, Callable[[Mapping[str, Any]], Schemes]] = {
     "compressed-tensors": read_compressed_tensors,
     "fp8": _fp8,
     "mxfp4": _mxfp4,

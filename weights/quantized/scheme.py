@@ -7,7 +7,7 @@ also stands for the same value in all of a group.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxserve.weights.rows import TEXT_PART
@@ -133,14 +133,14 @@ class Schemes:
     """Scheme of every module of a checkpoint: that of the first rule that matches.
 
     Attributes:
-        method: the tool's name of its method, for messages.
+        method: the checkpoint's `quant_method`; schemes of two tools are equal where they differ in it alone.
         rules: rules in their order; patterns match names of modules, or `class:` and a class.
         kv_cache: True if the checkpoint has scales for a quantised KV cache.
         is_multimodal: True if patterns match the names of modules in a multimodal checkpoint, of which the text part is
             served: its names have one more part there, in one of two places.
     """
 
-    method: str
+    method: str = field(compare=False)
     rules: tuple[Rule, ...]
     kv_cache: bool = False
     is_multimodal: bool = False

@@ -1,21 +1,26 @@
+import contextlib
 import inspect
-import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import fake_engine
 import pytest
 import tiny_tokenizers
+from batch_jobs import batch_input, wait_for
 from killing import records_by_id
 
 import jaxserve
 from jaxserve import EngineConfig, cli
+from jaxserve.cli.config_flags import NOT_FLAGS, engine_options, with_dashes
+from jaxserve.cli.loading import load_llm
+from jaxserve.cli.parser import build_parser
+from jaxserve.server.auth import Keys
 
 PROGRAM = [sys.executable, fake_engine.__file__]
 
@@ -28,20 +33,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=fake_engine.FakeLLM))
-
-
-def batch_input(path: Path, count: int, **body: object) -> str:
-    body = {"prompt": "Once", "max_tokens": 5} | body
-    line = {"method": "POST", "url": "/v1/completions", "body": body}
-    path.write_text("".join(json.dumps(line | {"custom_id": str(i)}) + "\n" for i in range(count)))
-    return str(path)
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not (path.exists() and path.stat().st_size):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize(
@@ -80,14 +71,14 @@ def test_python_m_jaxserve() -> None:
 def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
     monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=lambda **options: seen.update(options)))
-    cli._load(cli._parser().parse_args(["batch", "in", "out"]))
+    load_llm(build_parser().parse_args(["batch", "in", "out"]))
     assert seen == {}  # only EngineConfig knows the defaults
 
     given: dict[str, object] = {}
     flags = []
     for name, kind in inspect.get_annotations(EngineConfig, eval_str=True).items():
         flag = "--" + name.replace("_", "-")
-        if name in cli._NOT_FLAGS:
+        if name in NOT_FLAGS:
             continue
         if kind is bool:
             given[name] = not getattr(EngineConfig, name)
@@ -95,20 +86,48 @@ def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             given[name] = 7 if kind in (int, int | None) else 0.5 if kind is float else "text"
             flags += [flag, str(given[name])]
-    cli._load(cli._parser().parse_args(["batch", "in", "out", *flags]))
+    load_llm(build_parser().parse_args(["batch", "in", "out", *flags]))
     assert seen == given
 
 
 def test_flags_of_vllm_mean_the_same() -> None:
     flags = ["--block_size", "8", "--num-gpu-blocks-override=7", "--no-async-scheduling", "--max_num_seqs", "3"]
     flags += ["--trust-remote-code", "--swap-space", "0", "--compilation-config", "{}", "--download_dir", "a_b"]
-    args = cli._parser().parse_args(cli._with_dashes(["generate", *flags, "--", "--an_option"]))
-    assert cli._engine_options(args) == {"page_size": 8, "num_pages": 7, "step_ahead": False, "max_num_seqs": 3}
+    args = build_parser().parse_args(with_dashes(["generate", *flags, "--", "--an_option"]))
+    assert engine_options(args) == {"page_size": 8, "num_pages": 7, "step_ahead": False, "max_num_seqs": 3}
     assert args.prompt == "--an_option"
 
 
+@pytest.mark.parametrize(("flags", "shown"), [([], ""), (["--log-level", "info"], "iw"), (["--log-level=ERROR"], "")])
+def test_the_log_is_written_from_a_level_on(
+    flags: list[str],
+    shown: str,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def stream(*_: object) -> tuple[()]:
+        for level, text in ((logging.DEBUG, "d"), (logging.INFO, "i"), (logging.WARNING, "w")):
+            logging.getLogger("jaxserve.engine.build").log(level, text)
+        return ()
+
+    monkeypatch.setattr(fake_engine.FakeLLM, "stream", stream)
+    handlers = list(logging.getLogger("jaxserve").handlers)
+    assert cli.main(["generate", "Once", "--model", model, *flags]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line[-1] for line in lines] == list(shown)
+    assert all(" jaxserve.engine.build: " in line for line in lines)
+    assert logging.getLogger("jaxserve").handlers == handlers
+
+
+def test_every_command_that_loads_an_engine_has_a_log_level() -> None:
+    parser = build_parser()
+    for command in ("generate", "serve", "batch a b", "bench offline", "bench serve"):
+        assert parser.parse_args([*command.split(), "--log-level", "debug"]).log_level == "debug"
+
+
 def test_every_flag_has_a_help() -> None:
-    commands = cli._parser()._subparsers._group_actions[0].choices
+    commands = build_parser()._subparsers._group_actions[0].choices
     kinds = commands["bench"]._subparsers._group_actions[0].choices
     assert kinds.keys() == {"offline", "serve"}
     for parser in (*(commands[name] for name in commands.keys() - {"bench"}), *kinds.values()):
@@ -187,7 +206,7 @@ def test_served_model_names(model: str, tmp_path: Path) -> None:
         (["generate", "x", "--page-size", "0"], "page_size must be a positive integer, got 0"),
         (
             ["generate", "x", "--quantization", "int3"],
-            "quantization must be one of [None, 'int8', 'int4', 'fp8'], got 'int3'",
+            "quantization must be one of [None, 'int8', 'int4', 'fp8'], or the format of a quantised checkpoint, of ",
         ),
         (["generate", "x", "--model", "/no/such"], "the tokenizer must be a local directory"),
         (["generate", "x", "--enforce-eager"], "enforce_eager must be False or None, got True: everything is compiled"),
@@ -209,6 +228,39 @@ def test_configuration_errors_are_one_line(
     shown = capsys.readouterr().err
     assert shown.startswith(f"jaxserve: error: {message}")
     assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys", "model"),
+    [
+        ([".", "--api-key", "a", "b"], ["a", "b"], "."),
+        (["--api-key", "a", "b", "--", "."], ["a", "b"], "."),
+        (["--api-key", "a", "--api-key", "b/c"], ["a", "b/c"], None),
+        (["--api-key", "a", "b", "--allowed-origins", "http://a", "http://b"], ["a", "b"], None),
+    ],
+)
+def test_a_server_has_the_keys_of_all_flags(
+    flags: list[str], keys: list[str], model: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(Keys, "of", lambda given, _: seen.append(given))
+    monkeypatch.setattr("jaxserve.server.serve.listen", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("jaxserve.server.serve.serve", lambda engine, *_, **__: seen.append(engine))
+    monkeypatch.setitem(sys.modules, "jaxserve.engine.engine", SimpleNamespace(Engine=lambda config: config.model))
+    assert cli.main(["serve", *flags]) == 0
+    assert seen == [keys, model]
+
+
+@pytest.mark.parametrize("values", [["secret", "."], ["secret", "no/such/model", "--port", "0"], ["a", "b", "/"]])
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+def test_a_model_that_a_flag_has_taken_is_missed(
+    flag: str, values: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", flag, *values]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("jaxserve: error: MODEL must come before flags of several values")
+    assert f"repeat {flag} for each" in shown
+    assert "secret" not in shown
 
 
 @pytest.mark.parametrize("arguments", [[], ["generate", "--nonsense"], ["batch", "in"], ["generate", "--top-k", "x"]])

@@ -1,0 +1,56 @@
+"""Command line: `jaxserve serve`, `generate`, `batch`, `bench`, `convert`, `quantize` and `plan`.
+
+Each command is a module with its flags and its code; code imports jax where it runs, so `--help` and a wrong flag need
+not wait for it.
+
+Exit codes: 0 success, for a batch also if some records are errors; 1 no target of a sweep could be planned; 2 invalid
+command line or configuration, or a file that cannot be read or written, reported in one line; 75 another process of the
+run was lost; 130 interrupted; 141 the reader of the output closed it.
+"""
+
+import contextlib
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+
+from jaxserve import interrupts
+from jaxserve.cli.config_flags import with_dashes
+from jaxserve.cli.logs import log_as_asked
+from jaxserve.cli.parser import build_parser
+from jaxserve.cli.process_flags import is_distributed
+from jaxserve.distributed import peers
+from jaxserve.errors import ConfigError, PeerLostError, RequestError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code. Flags may have underscores, as vLLM's may."""
+    args = build_parser().parse_args(with_dashes(sys.argv[1:] if argv is None else argv))
+    interrupts.set_hint(args.on_interrupt)
+    try:
+        with log_as_asked(args), _unwinding_if_others_wait(args):
+            code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except (ConfigError, RequestError) as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 2
+    except PeerLostError as error:
+        print(f"jaxserve: error: {error}{args.on_interrupt}", file=sys.stderr)
+        return peers.EXIT_CODE
+    except KeyboardInterrupt:
+        interrupts.tell()
+        return interrupts.EXIT_CODE
+    except BrokenPipeError:
+        # the interpreter flushes stdout once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        print(f"jaxserve: error: {error}{args.on_interrupt}", file=sys.stderr)
+        return 2
+
+
+def _unwinding_if_others_wait(args: Namespace) -> contextlib.AbstractContextManager[None]:
+    """Return a context that unwinds on an interrupt in a run of many processes, so that the others are notified."""
+    wait = hasattr(args, "distributed") and is_distributed(args)
+    return interrupts.unwinding() if wait else contextlib.nullcontext()

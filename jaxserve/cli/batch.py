@@ -1,0 +1,85 @@
+"""Command `jaxserve batch`: serve a file of requests."""
+
+import contextlib
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from typing import Any
+
+from jaxserve import interrupts
+from jaxserve.cli.command import Command
+from jaxserve.cli.config_flags import add_engine_flags, engine_options
+from jaxserve.cli.loading import live_stats, load_llm
+from jaxserve.cli.logs import add_log_level
+from jaxserve.cli.process_flags import add_process_flags, is_distributed
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+
+
+def _add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("input", metavar="IN", help="file of requests: JSON lines in OpenAI's batch format")
+    text = "file of results: JSON lines in any order; where it exists, only missing records are added"
+    parser.add_argument("output", metavar="OUT", help=text)
+    text = "names that requests may have in `model` (default: any)"
+    parser.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help=text)
+    text = (
+        "write a live line to stderr about once a second, in place of the progress bar; "
+        "starts when all programs are compiled"
+    )
+    parser.add_argument("--stats", action="store_true", help=text)
+    text = "spread the requests over engines on the Ray cluster of RAY_ADDRESS, or on a local one (extra: ray)"
+    parser.add_argument("--ray", action="store_true", help=text)
+    text = "engines on the cluster (default: as many as its GPUs or TPUs have room for; without any, one)"
+    parser.add_argument("--ray-actors", type=int, metavar="INT", help=text)
+    add_log_level(parser)
+    add_process_flags(parser)
+    add_engine_flags(parser)
+
+
+def _run(args: Namespace) -> int:
+    from jaxserve.openai.batch_files import find_finished, run_batch  # noqa: PLC0415 - fcntl, which not every system has
+
+    if args.ray_actors is not None and not args.ray:
+        raise ConfigError("--ray-actors needs --ray")
+    if args.ray and args.stats:
+        raise ConfigError("--stats shows the steps of one engine, and --ray runs several; leave one of them out")
+    if args.ray and is_distributed(args):
+        raise ConfigError("--ray runs engines of one process each; leave it out, or the flags of many processes")
+    summary = None
+    if not is_distributed(args):  # the other processes would wait for this one's engine
+        summary = find_finished(args.input, args.output, EngineConfig(**engine_options(args)).seed)
+    if summary is None:
+        with _engine(args) as engine:
+            names, use_tqdm = args.served_model_name, not args.stats
+            summary = run_batch(engine, args.input, args.output, model_names=names, use_tqdm=use_tqdm)
+    resumed = f" ({summary.num_resumed} from before)" if summary.num_resumed else ""
+    print(
+        f"{args.output}: {summary.num_records} records{resumed}, {summary.num_errors} errors; "
+        f"{summary.completion_tokens} tokens in {summary.elapsed_s:.1f} s",
+        file=sys.stderr,
+    )
+    return 0
+
+
+@contextlib.contextmanager
+def _engine(args: Namespace) -> Iterator[Any]:
+    """Yield the engine: one in this process, or a fleet on Ray."""
+    if not args.ray:
+        llm = load_llm(args)
+        with live_stats(args.stats, llm):
+            yield llm
+        return
+    from jaxserve.fleet.ray_fleet import ray_fleet  # noqa: PLC0415 - imports jax
+
+    with interrupts.unwinding(), ray_fleet(args.ray_actors, **engine_options(args)) as fleet:
+        yield fleet
+
+
+COMMAND = Command(
+    "batch",
+    "serve a file of OpenAI batch requests; the same command resumes it",
+    _add_flags,
+    _run,
+    on_interrupt="; run the same command again to resume",
+    usage="%(prog)s [OPTIONS] IN OUT",
+)

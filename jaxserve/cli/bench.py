@@ -1,0 +1,34 @@
+"""Command `jaxserve bench`: measure an engine or a server."""
+
+from argparse import ArgumentParser, Namespace
+
+from jaxserve.bench.flags import add_bench
+from jaxserve.cli.command import Command
+from jaxserve.cli.config_flags import add_engine_flags, engine_options
+from jaxserve.cli.loading import load_llm
+from jaxserve.cli.logs import add_log_level
+from jaxserve.cli.process_flags import add_process_flags
+
+
+def _add_flags(parser: ArgumentParser) -> None:
+    add_process_flags(parser)
+    add_bench(parser, _add_engine)
+
+
+def _add_engine(parser: ArgumentParser) -> None:
+    add_log_level(parser)
+    add_engine_flags(parser, leave_out=("tokenizer",))
+
+
+def _run(args: Namespace) -> int:
+    from jaxserve.bench.command import read_job, read_server, run_job, run_remote_job  # noqa: PLC0415 - imports jax
+
+    job, remote = read_job(args), read_server(args, engine_options(args))
+    if remote is not None:
+        run_remote_job(*remote, job)
+        return 0
+    run_job(load_llm(args, skip_tokenizer_init=True).engine, job)
+    return 0
+
+
+COMMAND = Command("bench", "measure throughput, or latency under load", _add_flags, _run)

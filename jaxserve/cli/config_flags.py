@@ -1,0 +1,130 @@
+"""Flags for the fields of configurations, and for vLLM's options. Their help is that of the fields' docstrings."""
+
+import argparse
+import contextlib
+import dataclasses
+import inspect
+import json
+import re
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxserve import vllm_options
+from jaxserve.config import EngineConfig
+
+NOT_FLAGS = {"skip_tokenizer_init", "forbid_compiles"}
+"""Fields of EngineConfig that are not useful on a command line."""
+
+_DIRECTORIES = {"model", "tokenizer", "compilation_cache_dir"}
+_GROUP_DESCRIPTIONS = {"engine": "An option without a default is None if it is not given."}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
+    """Add a flag for every option of the engine but those of `leave_out`, and flags for vLLM's options."""
+    add_config_flags(parser, "engine", EngineConfig, (*NOT_FLAGS, *leave_out))
+    _add_vllm_flags(parser)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of EngineConfig that were given, by either name."""
+    return vllm_options.engine_options(config_options(args, "engine"))
+
+
+def add_config_flags(parser: argparse.ArgumentParser, title: str, config: type, leave_out: Sequence[str] = ()) -> None:
+    """Add a flag for every field of a configuration; given values are stored in `args` as "<title>.<field>"."""
+    group = parser.add_argument_group(title, _GROUP_DESCRIPTIONS.get(title))
+    helps, hints = field_helps(config), inspect.get_annotations(config, eval_str=True)
+    for field in dataclasses.fields(config):
+        if field.name in leave_out:
+            continue
+        kind = _plain_type(hints[field.name])
+        options: dict[str, Any] = {"dest": f"{title}.{field.name}", "default": argparse.SUPPRESS}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is Sequence:
+            options |= {"nargs": "+", "metavar": "STR", "action": _AddValues}
+        else:
+            options |= {"type": kind, "metavar": "DIR" if field.name in _DIRECTORIES else kind.__name__.upper()}
+        group.add_argument(flag(field.name), help=help_text(helps[field.name], field.default), **options)
+
+
+def config_options(args: argparse.Namespace, title: str) -> dict[str, Any]:
+    """Return the values that were given for the fields of a configuration."""
+    prefix = f"{title}."
+    return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
+
+
+class _AddValues(argparse.Action):
+    """Action of a flag of several values, whose uses add up.
+
+    `uses` keeps each of them, since it may have taken a positional with it.
+    """
+
+    def __call__(self, _: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, ()), *values])
+        namespace.uses = [*getattr(namespace, "uses", ()), (option_string, values)]
+
+
+def flag_that_may_hold_path(args: argparse.Namespace) -> str | None:
+    """Return the flag of several values one use of which ends in what may be a path, or None if there is none."""
+    for name, (*others, last) in getattr(args, "uses", ()):
+        if others and (Path(last).exists() or ("/" in last and "://" not in last)):
+            return str(name)
+    return None
+
+
+def flag(name: str) -> str:
+    """Return the flag of a field."""
+    return "--" + name.replace("_", "-")
+
+
+def with_dashes(argv: Sequence[str]) -> list[str]:
+    """Return the command line with dashes for the underscores in names of flags."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), each) for each in argv[:end]] + [*argv[end:]]
+
+
+def help_text(text: str, default: object) -> str:
+    """Return the help of a flag, with its default unless that is None."""
+    if isinstance(default, tuple):  # flags of several values
+        default = " ".join(default) or None
+    shown = text if default is None else f"{text} (default: {default})"
+    return shown.replace("%", "%%")
+
+
+def field_helps(config: type) -> dict[str, str]:
+    """Return the description of each attribute in the class's docstring."""
+    docs = inspect.cleandoc(config.__doc__ or "")  # a no-op on Python 3.13, which removes the indentation itself
+    attributes = re.search(r"Attributes:\n(.*?)(?:\n\n|\Z)", docs, re.DOTALL)
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", attributes[1] if attributes else "", re.MULTILINE)
+    return {name: " ".join(text.split()).rstrip(".") for name, text in entries}
+
+
+def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
+    """Add flags for vLLM's options, which help does not show: they have another name here, no effect, or a reason."""
+    hints = inspect.get_annotations(EngineConfig, eval_str=True)
+    for option in vllm_options.VLLM_OPTIONS:
+        kinds = {type(value) for value in option.accepts or ()}
+        is_switch = option.switch is not None or bool in kinds or (option.field and hints[option.field] is bool)
+        options: dict[str, Any] = {"dest": f"engine.{option.name}", "default": argparse.SUPPRESS}
+        options |= {"action": argparse.BooleanOptionalAction} if is_switch else {"type": _literal}
+        with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of this name
+            parser.add_argument(flag(option.name), help=argparse.SUPPRESS, **options)
+
+
+def _literal(text: str) -> Any:
+    """Return the value of a JSON literal, and other text as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _plain_type(hint: Any) -> Any:
+    """Return the type without None: `int` for `int | None`."""
+    if isinstance(hint, types.UnionType):
+        return next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    return hint

@@ -1,0 +1,37 @@
+"""Command `jaxserve convert`: write a checkpoint in the other form."""
+
+from argparse import ArgumentParser, Namespace
+
+from jaxserve import interrupts
+from jaxserve.cli.command import Command
+from jaxserve.errors import ConfigError
+
+
+def _add_flags(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help="directory of a checkpoint of either form")
+    parser.add_argument("target", metavar="DST", help="directory to write, absent or empty")
+
+
+def _run(args: Namespace) -> int:
+    import jax  # noqa: PLC0415 - imported only where the command runs
+
+    from jaxserve import weights  # noqa: PLC0415 - imports jax
+    from jaxserve.models import registry  # noqa: PLC0415 - imports jax
+
+    jax.config.update("jax_platforms", "cpu")  # leave accelerators to processes that serve
+    try:
+        arch = registry.from_hf_config(weights.read_config(args.source))
+        with interrupts.unwinding():
+            weights.convert(args.source, args.target, registry.param_specs(arch), schemes=arch.schemes, use_tqdm=True)
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return 0
+
+
+COMMAND = Command(
+    "convert",
+    "write a Hugging Face checkpoint as an Orbax one, which serves as well, or the reverse",
+    _add_flags,
+    _run,
+    on_interrupt="; nothing is left of what was written",
+)

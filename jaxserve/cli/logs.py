@@ -1,0 +1,35 @@
+"""The log of a command that loads an engine."""
+
+import contextlib
+import logging
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+
+_LEVELS = ("debug", "info", "warning", "error")
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def add_log_level(parser: ArgumentParser) -> None:
+    """Add `--log-level`."""
+    text = "write what jaxserve logs from this level on to stderr, with times (default: warnings and errors, without)"
+    parser.add_argument("--log-level", type=str.lower, choices=_LEVELS, help=text)
+
+
+@contextlib.contextmanager
+def log_as_asked(args: Namespace) -> Iterator[None]:
+    """Write the log as `--log-level` says, where the command has the flag and it was given."""
+    level = getattr(args, "log_level", None)
+    if level is None:
+        yield
+        return
+    logger, handler = logging.getLogger("jaxserve"), logging.StreamHandler(sys.stderr)
+    before = logger.level
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)

@@ -1,0 +1,31 @@
+"""Command `jaxserve plan`: predict memory and speed of a model on chips."""
+
+import dataclasses
+from argparse import ArgumentParser, Namespace
+
+from jaxserve.cli.command import Command
+from jaxserve.cli.config_flags import NOT_FLAGS, add_config_flags, engine_options
+from jaxserve.config import EngineConfig
+from jaxserve.planner.flags import PLANNED, add_plan, find_compilers, use_compilers
+
+
+def _add_flags(parser: ArgumentParser) -> None:
+    add_plan(parser)
+    not_planned = {field.name for field in dataclasses.fields(EngineConfig)} - PLANNED
+    add_config_flags(parser, "engine", EngineConfig, (*NOT_FLAGS, *not_planned))
+
+
+def _run(args: Namespace) -> int:
+    use_compilers(find_compilers(args.compilers))
+    from jaxserve.planner.command import run_plan  # noqa: PLC0415 - imports jax
+
+    return run_plan(args, engine_options(args))
+
+
+COMMAND = Command(
+    "plan",
+    "predict whether a model fits on chips, which need not be there, and how fast they can be at best",
+    _add_flags,
+    _run,
+    usage="%(prog)s (--target NAME | --sweep [NAME ...]) [OPTIONS]",
+)

@@ -1,0 +1,61 @@
+"""Command `jaxserve serve`: serve a model over HTTP."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+
+from jaxserve.cli.command import Command
+from jaxserve.cli.config_flags import (
+    add_config_flags,
+    add_engine_flags,
+    config_options,
+    engine_options,
+    flag_that_may_hold_path,
+)
+from jaxserve.cli.logs import add_log_level
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError, install_extra
+from jaxserve.server.auth import Keys
+from jaxserve.server.config import ServerConfig
+
+
+def _add_flags(parser: ArgumentParser) -> None:
+    text = "directory of a checkpoint (default: the embedded model)"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
+    add_log_level(parser)
+    add_config_flags(parser, "server", ServerConfig)
+    add_engine_flags(parser, leave_out=("model",))
+
+
+def _run(args: Namespace) -> int:
+    if args.model is None and (name := flag_that_may_hold_path(args)) is not None:
+        raise ConfigError(
+            f"MODEL must come before flags of several values, or behind --, got none, and {name} with several of which "
+            f"the last may be a path; if it is a value of the flag, repeat {name} for each"
+        )
+    config = ServerConfig(**config_options(args, "server"))
+    try:
+        from jaxserve.server.serve import listen, serve  # noqa: PLC0415 - needs an extra
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("jaxserve"):
+            raise
+        raise ConfigError(f"jaxserve serve needs {error.name}; {install_extra('server')}") from error
+    Keys.of(config.api_key, config.api_key_file)  # wrong ones are told before the model is loaded, as is a taken port
+    with listen(config) as sock:
+        from jaxserve.engine.engine import Engine  # noqa: PLC0415 - imports jax
+
+        engine = Engine(EngineConfig(model=args.model, **engine_options(args)))
+        serve(engine, config, sock, on_start=_tell_url)
+    return 0
+
+
+def _tell_url(url: str) -> None:
+    print(f"jaxserve: serving at {url}", file=sys.stderr, flush=True)
+
+
+COMMAND = Command(
+    "serve",
+    "serve a model over HTTP with OpenAI's interface (extra: server)",
+    _add_flags,
+    _run,
+    usage="%(prog)s [OPTIONS] [MODEL]",
+)

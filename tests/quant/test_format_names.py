@@ -1,0 +1,115 @@
+"""Formats of checkpoints by name: `quantization` may repeat them, reports have them, and slow ones are warned of."""
+
+import logging
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxserve import LLM, ConfigError, EngineConfig, cli, weights
+from jaxserve.config import CHECKPOINT_FORMATS
+from jaxserve.engine.checkpoint import build_arch, resolve_quantization
+from jaxserve.engine.parameters import storage_name
+from jaxserve.models import registry
+from jaxserve.planner.plan import make_plan
+from jaxserve.planner.targets import parse_target
+from jaxserve.quant.stored import StoredMatrix
+from jaxserve.weights.quantized.config import METHODS
+from tests.checkpoints import write_checkpoint
+from tests.e2e.sizes import SIZES
+from tests.quant.loaded import ONE_LAYER
+from tests.quant.quantized_checkpoints import CASES, write_quantized
+from tests.quant.test_stored import needs_kernels
+
+
+def resolved(directory: Path, name: str | None) -> str | None:
+    config = EngineConfig(str(directory), quantization=name)
+    return resolve_quantization(config, build_arch(config)).quantization
+
+
+def test_all_methods_of_checkpoints_have_a_name() -> None:
+    assert sorted(METHODS) == list(CHECKPOINT_FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [("awq", "awq"), ("fp8-block", "fp8"), ("ct-int4", "compressed-tensors"), ("auto-round-gptq", "auto-round")],
+)
+def test_a_checkpoints_own_format_may_be_named(tmp_path: Path, case: str, name: str) -> None:
+    write_quantized(tmp_path, CASES[case], **ONE_LAYER)
+    assert resolved(tmp_path, name) is None
+    assert resolved(tmp_path, "int8") == "int8"
+    with pytest.raises(ConfigError, match=f"own quant_method, '{name}', got 'modelopt'; drop it"):
+        resolved(tmp_path, "modelopt")
+
+
+def test_a_checkpoint_that_is_not_quantised_has_no_such_format(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama")
+    assert resolved(tmp_path, "fp8") == "fp8"
+    with pytest.raises(ConfigError, match=r"'awq' needs .* not quantised; .* \['int8', 'int4', 'fp8'\]"):
+        resolved(tmp_path, "awq")
+
+
+def test_engines_and_plans_take_the_checkpoint_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_quantized(tmp_path, CASES["fp8-block"], **ONE_LAYER)
+    options = {"skip_tokenizer_init": True, "quantization": "fp8", **SIZES}
+    with caplog.at_level(logging.INFO, "jaxserve"), LLM(str(tmp_path), **options) as llm:
+        matrices = jax.tree.leaves(llm.params["layers"], is_leaf=lambda x: isinstance(x, StoredMatrix))
+        assert {x.scheme.name for x in matrices if isinstance(x, StoredMatrix)} == {"fp8 by blocks"}
+    assert not any("again to" in line for line in caplog.messages)
+    plans = [
+        make_plan(EngineConfig(str(tmp_path), quantization=name, max_num_seqs=4), parse_target("cpu"))
+        for name in (None, "fp8")
+    ]
+    assert plans[0] == plans[1]
+    assert cli.main(["plan", "--target", "cpu", "--model", str(tmp_path), "--quantization", "gptq"]) == 2
+    assert "must be the checkpoint's own quant_method, 'fp8', got 'gptq'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("case", "quantization", "expected"),
+    [
+        ("ct-int4", None, "compressed-tensors (int4)"),
+        ("fp8-block", None, "fp8 (e4m3)"),
+        ("awq", "int8", "int8"),
+        (None, "fp8", "fp8"),
+        (None, None, "float32"),
+    ],
+)
+def test_reports_name_the_form_of_weights(
+    tmp_path: Path, case: str | None, quantization: str | None, expected: str
+) -> None:
+    if case is None:
+        write_checkpoint(tmp_path, "llama", dtype="float32")
+    else:
+        write_quantized(tmp_path, CASES[case], **ONE_LAYER)
+    arch = registry.from_hf_config(weights.read_config(tmp_path))
+    assert storage_name(EngineConfig(str(tmp_path), quantization=quantization), arch) == expected
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("case", "options", "expected"),
+    [
+        (None, {"quantization": "fp8"}, ("(fp8)", 'quantization="int8" or "int4", which have kernels')),
+        ("fp8-block", {}, ("4 matrices (fp8 by blocks)", "quantise the matrices of a quantised checkpoint again")),
+        ("fp8-block", {"quantization": "int8"}, ()),
+        ("fp8-block", {"linear_backend": "xla"}, ()),
+        ("awq", {}, ()),
+        (None, {}, ()),
+    ],
+)
+def test_weights_without_a_kernel_on_a_cpu_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str | None, options: dict[str, str], expected: tuple[str]
+) -> None:
+    if case is None:
+        write_checkpoint(tmp_path, "llama")
+    else:
+        write_quantized(tmp_path, CASES[case], **ONE_LAYER)
+    with LLM(str(tmp_path), skip_tokenizer_init=True, **options, **SIZES):
+        pass
+    warnings = [record.message for record in caplog.records if "have no kernel on a CPU" in record.message]
+    assert len(warnings) == bool(expected)
+    assert all(part in line for line in warnings for part in expected)
