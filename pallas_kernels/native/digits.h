@@ -23,7 +23,7 @@
 namespace NATIVE_ISA {
 
 constexpr int64_t kDigitColumns = 128;  // most columns of a block: 128 * 2^23 fits an int32
-constexpr int64_t kPassWords = 32;  // words of rows of some panels that stay in the first-level cache, about
+constexpr int64_t kPassWords = 64;  // words of rows of some panels that stay in the first-level cache, about
 constexpr int64_t kScalesAhead = 512;  // bytes of scales that are fetched ahead
 constexpr int64_t kStreamAhead = 8192;  // bytes of a stream that are fetched ahead
 constexpr int64_t kStreamBytes = 2 << 20;  // least bytes of a matrix that is streamed: a model of such is in no cache

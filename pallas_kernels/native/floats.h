@@ -7,6 +7,8 @@
 
 #pragma once
 
+#include <unistd.h>
+
 #include <type_traits>
 
 #include "products.h"
@@ -19,7 +21,19 @@ constexpr int kMaxTileTokens = 6;
 #else
 constexpr int kMaxTileTokens = NATIVE_WIDTH == 16 ? 12 : NATIVE_WIDTH == 8 ? 6 : 5;
 #endif
-constexpr int64_t kBlockColumns = 256 / kPanels;  // columns of panels that stay in a core's first-level cache
+
+// Return the columns of panels that fill two thirds of a core's first-level cache as floats.
+inline int64_t block_columns() {
+  static const int64_t columns = [] {
+    int64_t num_bytes = 0;
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+    num_bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+#endif
+    if (num_bytes <= 0) num_bytes = 32 << 10;  // unknown
+    return num_bytes * 2 / 3 / (kPanels * kPanelRows * int64_t{sizeof(float)});
+  }();
+  return columns;
+}
 
 // A weight format has
 //   Weight, kElementColumns: an element of memory, and the columns in one
@@ -367,7 +381,7 @@ void multiply_blocks(const LinearProblem& p, const PackedTokens<Format>& tokens,
   const int64_t K = p.num_inputs, unit = Format::kGrouped ? p.group_size : 1;
   const int64_t group_stride = group_elements<Format>(p.group_size) * kPanelRows;
   const int64_t stride = K / p.group_size * group_stride;  // elements per panel
-  const int64_t columns = std::max<int64_t>(1, kBlockColumns / unit) * unit;  // whole groups
+  const int64_t columns = std::max<int64_t>(1, block_columns() / unit) * unit;  // whole groups
   const int64_t num_tiles = end_tile - first_tile;
   struct Sums;
   float* sums = scratch<Sums>(columns < K ? (kGroupPanels / kPanels + 1) * num_tiles * kTileSums : 0);
