@@ -12,7 +12,16 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError, ExecError
 
 # -g0, as interpreters pass on the -g that they were built with: tables for debuggers are nine tenths of the library.
-FLAGS = ["-O3", "-g0", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-pthread"]
+FLAGS = [
+    "-O3",
+    "-g0",
+    "-std=c++17",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wno-maybe-uninitialized",
+    "-pthread",
+]
 FAILURE_NOTE = "build_failure.txt"
 
 X86 = ("x86_64", "AMD64")
@@ -24,21 +33,23 @@ AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mpre
 # one that a processor has is chosen when the library is loaded.
 BASELINE: tuple[int, list[str]] = (4, [])  # "generic"
 INSTRUCTION_SETS: dict[str, tuple[int, list[str]]] = {}
+# Sets with byte products, and the set whose attention they call.
+PLAIN = {"avxvnni": "avx2", "avx512vnni": "avx512", "neondot": "generic"}
 if platform.machine() in X86:
     INSTRUCTION_SETS |= {
         "avx2": (8, AVX2),
-        "avxvnni": (8, [*AVX2, "-mavxvnni", "-DNATIVE_PLAIN=avx2"]),
+        "avxvnni": (8, [*AVX2, "-mavxvnni"]),
         "avx512": (16, AVX512),
-        "avx512vnni": (16, [*AVX512, "-mavx512vnni", "-DNATIVE_PLAIN=avx512"]),
+        "avx512vnni": (16, [*AVX512, "-mavx512vnni"]),
     }
 if platform.machine() in ARM and sys.platform == "linux":  # compilers for macOS have byte products in their baseline
-    INSTRUCTION_SETS["neondot"] = (4, ["-march=armv8.2-a+dotprod", "-DNATIVE_PLAIN=generic"])
+    INSTRUCTION_SETS["neondot"] = (4, ["-march=armv8.2-a+dotprod"])
 
 
 class BuildKernels(build_ext):
     """Compile `isa.cc` once per instruction set and `ffi.cc` against the headers that come with jaxlib.
 
-    An instruction set that the compiler does not know is left out.
+    An instruction set that the compiler does not know is left out, with those that need it.
     """
 
     def build_extension(self, ext: Extension) -> None:
@@ -67,18 +78,24 @@ class BuildKernels(build_ext):
 
     def _compile_all(self) -> list[str]:
         objects = self._compile_set("generic", *BASELINE)
-        built = []
+        built = ["generic"]
         for name, (width, flags) in INSTRUCTION_SETS.items():
+            if (plain := PLAIN.get(name, "generic")) not in built:
+                self.warn(f"the native kernels are built without {name}, whose attention would be that of {plain}")
+                continue
             try:
                 objects += self._compile_set(name, width, flags)
             except CCompilerError as error:
                 self.warn(f"the native kernels are built without {name}: {error}")
             else:
-                built.append(f"-DNATIVE_HAS_{name}")
-        return objects + self._compile("ffi.cc", "ffi", ["-isystem", _xla_headers(), *built])
+                built.append(name)
+        has = [f"-DNATIVE_HAS_{name}" for name in built[1:]]
+        # Of an inline function in several objects the linker takes the first, which must run on every processor.
+        return self._compile("ffi.cc", "ffi", ["-isystem", _xla_headers(), *has]) + objects
 
     def _compile_set(self, name: str, width: int, flags: list[str]) -> list[str]:
-        return self._compile("isa.cc", name, [f"-DNATIVE_ISA={name}", f"-DNATIVE_WIDTH={width}", *flags])
+        plain = [f"-DNATIVE_PLAIN={PLAIN[name]}"] if name in PLAIN else []
+        return self._compile("isa.cc", name, [f"-DNATIVE_ISA={name}", f"-DNATIVE_WIDTH={width}", *plain, *flags])
 
     def _compile(self, source: str, name: str, flags: list[str]) -> list[str]:
         path = Path("pallas_kernels/native") / source

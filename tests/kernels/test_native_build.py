@@ -1,5 +1,6 @@
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,32 @@ CAN_BUILD = platform.system() == "Linux" and any(map(shutil.which, ("g++", "c++"
 def test_where_there_is_a_compiler_there_are_kernels():
     """All tests of missing kernels would be skipped, and a build failure would go unnoticed."""
     assert native.unavailable() is None
+
+
+PROCESSOR_FLAGS = {  # of instruction sets in /proc/cpuinfo, best first
+    "avx512vnni": "avx512f avx512bw avx512vl avx512dq avx512_vnni",
+    "avx512": "avx512f avx512bw avx512vl avx512dq",
+    "avxvnni": "avx2 fma f16c avx_vnni",
+    "avx2": "avx2 fma f16c",
+    "neondot": "asimddp",
+}
+
+
+@pytest.mark.skipif(not CAN_BUILD or native.unavailable() is not None, reason="needs Linux and the kernels")
+def test_the_processors_instruction_sets_are_found():
+    """Products would be slower, unnoticed, if one that the compiler knows were not built or not detected."""
+    pytest.importorskip("setuptools")
+    from jaxserve.pallas_kernels.native.build import INSTRUCTION_SETS
+
+    (flags, *_) = re.findall(r"^(?:flags|Features)\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))))
+    expected = []
+    for name, needed in PROCESSOR_FLAGS.items():
+        if name in INSTRUCTION_SETS and set(needed.split()) <= set(flags.split()):
+            command = [compiler, *INSTRUCTION_SETS[name][1], "-E", "-x", "c++", os.devnull]
+            expected += [name] if subprocess.run(command, check=False, capture_output=True).returncode == 0 else []
+    found = native.instruction_sets()
+    assert [name for name in found if name in expected] == expected
 
 
 @pytest.mark.parametrize("is_editable", [False, True])
@@ -60,11 +87,15 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(monkeypa
         compiled.append((source, name, flags))
         return [f"{name}.o"]
 
-    monkeypatch.setattr(build, "INSTRUCTION_SETS", {"old": (8, ["-mold"]), "new": (8, ["-munknown"])})
+    sets = {"old": (8, ["-mold"]), "new": (8, ["-munknown"]), "old_bytes": (8, ["-mbytes"]), "new_bytes": (8, [])}
+    monkeypatch.setattr(build, "INSTRUCTION_SETS", sets)
+    monkeypatch.setattr(build, "PLAIN", {"old_bytes": "old", "new_bytes": "new"})  # whose attention is not there
     monkeypatch.setattr(build.BuildKernels, "_compile", compile_one)
-    assert build.BuildKernels(setuptools.Distribution({"name": "x"}))._compile_all() == ["generic.o", "old.o", "ffi.o"]
-    (flags,) = [flags for source, _, flags in compiled if source == "ffi.cc"]
-    assert [flag for flag in flags if "NATIVE_HAS" in flag] == ["-DNATIVE_HAS_old"]
+    objects = build.BuildKernels(setuptools.Distribution({"name": "x"}))._compile_all()
+    assert objects == ["ffi.o", "generic.o", "old.o", "old_bytes.o"]  # what every processor runs comes first
+    flags_of = {name: flags for _, name, flags in compiled}
+    assert [flag for flag in flags_of["ffi"] if "NATIVE_HAS" in flag] == ["-DNATIVE_HAS_old", "-DNATIVE_HAS_old_bytes"]
+    assert "-DNATIVE_PLAIN=old" in flags_of["old_bytes"]
 
     monkeypatch.setattr(build, "BASELINE", (4, ["-munknown"]))  # without it there is no library
     with pytest.raises(CompileError):
