@@ -23,7 +23,6 @@
 namespace NATIVE_ISA {
 
 constexpr int64_t kDigitColumns = 128;  // most columns of a block: 128 * 2^23 fits an int32
-constexpr int64_t kPassWords = 64;  // words of rows of some panels that stay in the first-level cache, about
 constexpr int64_t kScalesAhead = 512;  // bytes of scales that are fetched ahead
 constexpr int64_t kStreamAhead = 8192;  // bytes of a stream that are fetched ahead
 constexpr int64_t kStreamBytes = 2 << 20;  // least bytes of a matrix that is streamed: a model of such is in no cache
@@ -359,7 +358,8 @@ void multiply_blocks(const LinearProblem& p, const DigitTokens<Format>& tokens, 
   constexpr int64_t kTileSums = kMaxDigitTokens * kPanelRows;
   const DigitGroups<Format> groups(p);
   const int64_t num_blocks = groups.num_blocks();
-  const int64_t step = std::max<int64_t>(1, kPassWords * num_blocks / groups.num_words());
+  const int64_t pass_words = cached_bytes() / (kGroupPanels * kPanelRows * int64_t{sizeof(uint32_t)});
+  const int64_t step = std::max<int64_t>(1, pass_words * num_blocks / groups.num_words());
   struct Sums;
   float* sums = scratch<Sums>(step < num_blocks ? kGroupPanels * (end_tile - first_tile) * kTileSums : 0);
   for (int64_t panels = first_panel; panels < end_panel; panels += kGroupPanels) {

@@ -7,8 +7,6 @@
 
 #pragma once
 
-#include <unistd.h>
-
 #include <type_traits>
 
 #include "products.h"
@@ -22,18 +20,8 @@ constexpr int kMaxTileTokens = 6;
 constexpr int kMaxTileTokens = NATIVE_WIDTH == 16 ? 12 : NATIVE_WIDTH == 8 ? 6 : 5;
 #endif
 
-// Return the columns of panels that fill two thirds of a core's first-level cache as floats.
-inline int64_t block_columns() {
-  static const int64_t columns = [] {
-    int64_t num_bytes = 0;
-#ifdef _SC_LEVEL1_DCACHE_SIZE
-    num_bytes = sysconf(_SC_LEVEL1_DCACHE_SIZE);
-#endif
-    if (num_bytes <= 0) num_bytes = 32 << 10;  // unknown
-    return num_bytes * 2 / 3 / (kPanels * kPanelRows * int64_t{sizeof(float)});
-  }();
-  return columns;
-}
+// Return the columns of panels that stay in a core's first-level cache as floats.
+inline int64_t block_columns() { return cached_bytes() / (kPanels * kPanelRows * int64_t{sizeof(float)}); }
 
 // A weight format has
 //   Weight, kElementColumns: an element of memory, and the columns in one

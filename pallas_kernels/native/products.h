@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -25,6 +27,18 @@ constexpr int64_t kTaskTokens = 264;  // tokens whose columns and sums stay ther
 constexpr int64_t kLineBytes = 64, kPrefetchBytes = 2048;
 constexpr int64_t kSerialProducts = 32 << 10;  // below, waking a thread costs more than it saves
 constexpr int64_t kTasksPerThread = 6;
+
+// Return two thirds of the bytes of a core's first-level cache, for weights that stay there while many tokens pass.
+inline int64_t cached_bytes() {
+  static const int64_t num_bytes = [] {
+    int64_t whole = 0;
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+    whole = sysconf(_SC_LEVEL1_DCACHE_SIZE);
+#endif
+    return (whole > 0 ? whole : 32 << 10) * 2 / 3;  // 0 or -1 if it is unknown
+  }();
+  return num_bytes;
+}
 
 inline int64_t num_panels(const LinearProblem& p) {
   const int64_t panel_outputs = p.gated ? kPanelRows / 2 : kPanelRows;

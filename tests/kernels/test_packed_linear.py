@@ -97,7 +97,7 @@ def test_quantised_products_match_numpy(shape, num_groups, dtype, instruction_se
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(17, 1), (40, 33), (31, 1100)])
+@pytest.mark.parametrize("shape", [(17, 1), (40, 33), (31, 1500)])  # 1365 columns may be a block
 def test_blocks_of_columns_match_numpy(shape, dtype, instruction_set):
     weight, x = jnp.asarray(matrix(shape), dtype), matrix((300, shape[1]), 1)
     expected = x.astype(np.float64) @ np.asarray(weight, np.float64).T
@@ -274,15 +274,37 @@ def test_x_that_does_not_fit_is_refused():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "uint4"])
 @pytest.mark.parametrize(("gated", "num_groups"), [(False, 15), (True, 15), (True, 2)])
 def test_a_token_is_the_same_whatever_its_neighbours(gated, num_groups, dtype, instruction_set):
+    """A row has several blocks of columns, also where a first-level cache of 128 KiB holds 1365 of them."""
+    check_tokens_apart((90, 1500), num_groups, 150, dtype, instruction_set, gated=gated)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "uint4"])
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "ranges"),
+    [
+        pytest.param((1340, 3200), 9, ((0, 1), (2, 5), (8, 9)), id="streamed"),  # 2 MiB of int4
+        pytest.param((90, 400), 300, ((299, 300), (262, 267)), id="tasks"),  # several tasks of tokens
+    ],
+)
+def test_a_token_is_the_same_however_a_product_is_cut(shape, num_tokens, ranges, dtype, instruction_set):
+    check_tokens_apart(shape, 25, num_tokens, dtype, instruction_set, ranges=ranges)
+
+
+def check_tokens_apart(
+    shape, num_groups, num_tokens, dtype, instruction_set, *, gated=False, ranges=((0, 1), (3, 5), (40, 53), (20, 84))
+):
+    """Compare some tokens' results among all with those of the same tokens alone."""
     scales = None
-    weight = jnp.asarray(matrix((90, 600)) / 10, None if "int" in dtype else dtype)
+    weight = jnp.asarray(matrix(shape) / 10, None if "int" in dtype else dtype)
     if "int" in dtype:
-        weight, scales = quantized((90, 600), num_groups, dtype)
+        weight, scales = quantized(shape, num_groups, dtype)
     packed = packed_linear.pack(weight, scales, gated=gated)
-    x, residual = jnp.asarray(matrix((150, 600), 1)), jnp.asarray(matrix((150, packed.num_outputs), 2))
+    x = jnp.asarray(matrix((num_tokens, shape[1]), 1))
+    residual = jnp.asarray(matrix((num_tokens, packed.num_outputs), 2))
     with native.using(instruction_set):
         together = np.asarray(multiply(packed, x, residual=residual))
-        for start, end in [(0, 1), (3, 5), (40, 53), (20, 84)]:
+        for start, end in ranges:
             alone = multiply(packed, x[start:end], residual=residual[start:end])
             np.testing.assert_array_equal(alone, together[start:end])
 
