@@ -5,11 +5,11 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import os
 import re
 import types
 import typing
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from jaxserve import vllm_options
@@ -71,7 +71,7 @@ class _AddValues(argparse.Action):
 def flag_that_may_hold_path(args: argparse.Namespace) -> str | None:
     """Return the flag of several values one use of which ends in what may be a path, or None if there is none."""
     for name, (*others, last) in getattr(args, "uses", ()):
-        if others and (Path(last).exists() or ("/" in last and "://" not in last)):
+        if others and (os.path.exists(last) or ("/" in last and "://" not in last)):
             return str(name)
     return None
 

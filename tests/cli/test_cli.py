@@ -237,6 +237,7 @@ def test_configuration_errors_are_one_line(
         (["--api-key", "a", "b", "--", "."], ["a", "b"], "."),
         (["--api-key", "a", "--api-key", "b/c"], ["a", "b/c"], None),
         (["--api-key", "a", "b", "--allowed-origins", "http://a", "http://b"], ["a", "b"], None),
+        (["--api-key", "a", "b" * 300], ["a", "b" * 300], None),  # longer than a file's name may be
     ],
 )
 def test_a_server_has_the_keys_of_all_flags(
