@@ -77,7 +77,8 @@ class GatedDelta:
         """
         if self.num_key_heads % num_devices:
             raise ConfigError(
-                f"tensor_parallel_size must divide linear_num_key_heads, got {num_devices} and {self.num_key_heads}",
+                f"tensor_parallel_size must divide linear_num_key_heads, got {num_devices} and {self.num_key_heads}; "
+                f"set it to a divisor of {self.num_key_heads}",
                 about=("tensor_parallel_size",),
             )
         return replace(
