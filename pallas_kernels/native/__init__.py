@@ -1,4 +1,4 @@
-"""C++ kernels for CPUs: vectorised for AVX-512 (with VNNI), AVX2 or NEON, run as custom calls on XLA's own threads.
+"""C++ kernels for CPUs: vectorised for AVX-512, AVX2 or NEON, run as custom calls on XLA's own threads.
 
 They are built when the package is installed, if there is a C++ compiler (`build.py`), and registered with jax at first
 use. Without them everything runs on XLA's own code.
