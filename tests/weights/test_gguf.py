@@ -136,16 +136,17 @@ def test_config_is_the_one_that_was_converted(tmp_path: Path, family: str) -> No
     assert converted.norm_eps == pytest.approx(original.norm_eps)
 
 
-def test_yarn_factors_of_llama_cpp(tmp_path: Path) -> None:
-    """llama.cpp multiplies YaRN's own factor of attention; transformers replaces it."""
+@pytest.mark.parametrize(("name", "wanted"), [("attn_factor", 0.5 * (0.1 * np.log(4) + 1)), ("yarn_attn_factor", 0.5)])
+def test_yarn_factors(tmp_path: Path, name: str, wanted: float) -> None:
+    """llama.cpp multiplies YaRN's factor of attention; the converter stores transformers', which replaces it."""
 
     def metadata(writer: gguf.GGUFWriter) -> None:
         writer.add_float32("llama.rope.scaling.yarn_beta_fast", 16.0)
-        writer.add_float32("llama.rope.scaling.attn_factor", 0.5)
+        writer.add_float32(f"llama.rope.scaling.{name}", 0.5)
 
     write_gguf(tmp_path / "model.gguf", "F16", metadata=metadata, rope_parameters=ROPES["yarn"], **ONE_LAYER)
     rope = weights.read_config(tmp_path)["rope_parameters"]
-    assert rope["attention_factor"] == pytest.approx(0.5 * (0.1 * np.log(4) + 1))
+    assert rope["attention_factor"] == pytest.approx(wanted)
     assert rope["beta_fast"] == 16
     assert rope["original_max_position_embeddings"] == 16
 
