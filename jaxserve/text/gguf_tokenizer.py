@@ -54,32 +54,29 @@ class _Split(NamedTuple):
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _END = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
 def _words(numbers: str) -> str:
     return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_END}"
 
 
-def _cased_words(numbers: str, after: str = "") -> str:
-    """Return the pattern of words that also end before a capital; `after` may follow them."""
-    first = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}"
-    return rf"{first}*{_LOWER}+{after}|{first}+{_LOWER}*{after}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_END}"
-
-
 _LLAMA3 = _Split(_words(r"\p{N}{1,3}"))
 _QWEN2 = _Split(_words(r"\p{N}"))
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (  # words end before a capital too
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_END}"
+)
 _SPLITS: Mapping[str, _Split] = {
     **dict.fromkeys(
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"), _LLAMA3._replace(whole=True, bos=True)
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _LLAMA3),
+    "smaug-bpe": _LLAMA3,
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2._replace(nfc=True)),
     "megrez": _QWEN2,
-    "tekken": _Split(_cased_words(r"\p{N}"), whole=True, bos=True),
-    "gpt-4o": _Split(_cased_words(r"\p{N}{1,3}", f"{_CONTRACTIONS}?")),
-    **dict.fromkeys(("gpt-2", "mpt", "olmo", "exaone4", "trillion", "a.x-4.0", "mellum"), _Split()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "minerva-7b"), _Split(digits=True)),
+    "tekken": _Split(_TEKKEN, whole=True, bos=True),
+    **dict.fromkeys(("gpt-2", "trillion", "a.x-4.0", "mellum"), _Split()),
+    **dict.fromkeys(("smollm", "starcoder", "minerva-7b"), _Split(digits=True)),
 }
 
 

@@ -1,15 +1,17 @@
 """Tokenizers of GGUF files give the ids of those that were converted; files are the gguf package's."""
 
 import contextlib
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import gguf
 import pytest
 import tiny_tokenizers
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxserve.errors import ConfigError
 from jaxserve.text.loading import load_hf_tokenizer, load_tokenizer
@@ -20,11 +22,17 @@ WORDS = (
 SPLITS = {
     "llama-bpe": rf"{WORDS}|\s+",
     "qwen2": rf"{WORDS.replace('{1,3}', '')}|\s+",
+    "tekken": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
     "deepseek-r1-qwen": rf"{WORDS.replace('{1,3}', '')}|\s+",
 }
+WHOLE = ("llama-bpe", "tekken")  # models whose words need no merges that make them
 SPECIAL = ["<｜begin▁of▁sentence｜>", "<|im_end|>", "<｜User｜>"]
 TEXTS = [
-    "Once upon a time there WASN'T  12345 engines,\r\n\n\tnaïve façades, 東京 and 😀  1",
+    "Once upon a time thereWas andNOT, it WASN'T  12345 engines,\r\n\n\tnaïve façades, 東京 and 😀  1",
     "cafe\u0301 \u00a0\u3000½ ２３ عربي हिन्दी 한국어",
     "unreachable <｜User｜>hi<|im_end|><think> so</think> ",
     " leading and trailing  ",
@@ -32,13 +40,25 @@ TEXTS = [
 ]
 
 
+@functools.cache
+def merged_across_words() -> dict[str, Any]:
+    """Return vocabulary and merges that do not stop at words, so that each way to split gives other ids."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([normalize("NFC", text) for text in TEXTS], trainer)
+    model: dict[str, Any] = json.loads(tokenizer.to_str())["model"]
+    return model
+
+
 def byte_level(pre: str) -> Tokenizer:
     """Return a tokenizer as the models of a pre-tokenizer have it in tokenizer.json."""
-    model = json.loads(tiny_tokenizers.byte_level(400).to_str())["model"]
-    vocab = {token: i for i, token in enumerate(t for t in model["vocab"] if t not in ("<s>", "</s>"))}
+    model = merged_across_words()
+    vocab = dict(model["vocab"])
     vocab["unreachable"] = len(vocab)  # Llama 3 has such words, which merges do not make
     merges = [tuple(pair) for pair in model["merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in WHOLE))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
     if pre in SPLITS:
         steps.append(pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated"))
@@ -98,7 +118,7 @@ def check_equal(path: Path, original: Tokenizer, texts: Sequence[str] = TEXTS) -
         assert ours.decode(ids) == original.decode(ids)
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "deepseek-r1-qwen", "smollm", "gpt-2"])
+@pytest.mark.parametrize("pre", [*SPLITS, "smollm", "gpt-2"])
 def test_byte_level(tmp_path: Path, pre: str) -> None:
     """Splits, normalisation, words that no merges make, and special tokens of any characters are the original's."""
     original = beginning_with(byte_level(pre), SPECIAL[0])
@@ -117,6 +137,9 @@ def test_byte_level(tmp_path: Path, pre: str) -> None:
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (ids[0], (ids[1],))
     assert tokenizer.special_tokens == {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1]}
+    others = [byte_level(other) for other in {*SPLITS, "smollm", "gpt-2"} - {pre} if "qwen" not in other]
+    for other in others:  # the texts tell all ways to split apart
+        assert any(other.encode(text).ids != original.encode(text, add_special_tokens=False).ids for text in TEXTS)
 
 
 @pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", True), ("qwen2", False)])
