@@ -22,6 +22,10 @@ _SPECIAL = {
     "pad_token": "padding_token_id",
 }
 
+# Files name one token that ends a sequence; generation_config.json of the same models lists these too, and llama.cpp
+# stops at them.
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>")
+
 
 class _Kind(IntEnum):
     """Kind of a token in `tokenizer.ggml.token_type`."""
@@ -80,8 +84,10 @@ _SPLITS: Mapping[str, _Split] = {
 }
 
 
-def load(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+def load(path: Path) -> tuple[Tokenizer, dict[str, Any], list[int]]:
     """Return the tokenizer of a file, and its special tokens and chat templates as tokenizer_config.json has them.
+
+    The ids are those of control tokens that end a sequence, be they named by the file or not.
 
     Raises:
         ValueError: the file is damaged, or has no tokenizer that is known; also a LookupError, a TypeError, and the
@@ -114,7 +120,8 @@ def load(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
         )
     if templates := dict(_templates(metadata)):
         config["chat_template"] = templates
-    return backend, config
+    ends = [vocab[token] for token in control if token in _ENDS]
+    return backend, config, [*ends, *(ggml[key] for key in ("eot_token_id", "eom_token_id") if key in ggml)]
 
 
 def _templates(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

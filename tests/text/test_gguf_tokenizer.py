@@ -30,7 +30,7 @@ SPLITS = {
     "deepseek-r1-qwen": rf"{WORDS.replace('{1,3}', '')}|\s+",
 }
 WHOLE = ("llama-bpe", "tekken")  # models whose words need no merges that make them
-SPECIAL = ["<｜begin▁of▁sentence｜>", "<|im_end|>", "<｜User｜>"]
+SPECIAL = ["<｜begin▁of▁sentence｜>", "<|im_end|>", "<｜User｜>", "<|endoftext|>"]
 TEXTS = [
     "Once upon a time thereWas andNOT, it WASN'T  12345 engines,\r\n\n\tnaïve façades, 東京 and 😀  1",
     "cafe\u0301 \u00a0\u3000½ ２３ عربي हिन्दी 한국어",
@@ -135,7 +135,7 @@ def test_byte_level(tmp_path: Path, pre: str) -> None:
     )
     check_equal(path, original)
     tokenizer = load_tokenizer(path)
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (ids[0], (ids[1],))
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (ids[0], (ids[1], ids[3]))
     assert tokenizer.special_tokens == {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1]}
     others = [byte_level(other) for other in {*SPLITS, "smollm", "gpt-2"} - {pre} if "qwen" not in other]
     for other in others:  # the texts tell all ways to split apart
