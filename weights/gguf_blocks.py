@@ -63,9 +63,19 @@ def _halves(packed: Bytes) -> Bytes:
     return np.concatenate([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
 
 
-def _q5_0_elements(blocks: Bytes) -> NDArray[np.int8]:
-    fifth = np.unpackbits(blocks[..., 2:6], axis=-1, bitorder="little")
-    return (_halves(blocks[..., 6:]) | fifth << np.uint8(4)).view(np.int8) - np.int8(16)
+def _fives(rest: Bytes) -> NDArray[np.int8]:
+    """Return elements from 0 to 31; 4 and 16 bytes hold the fifth bits and the low four of 32 columns."""
+    fifth = np.unpackbits(rest[..., :4], axis=-1, bitorder="little")
+    return (_halves(rest[..., 4:]) | fifth << np.uint8(4)).view(np.int8)
+
+
+def _negative_minimum(blocks: Bytes) -> NDArray[np.float32]:
+    """Return the second float16 of a block, which is added to products, as one that is subtracted."""
+    return -blocks[..., 2:4].view(np.float16).astype(np.float32)
+
+
+def _wide_scale(blocks: Bytes) -> NDArray[np.float32]:
+    return blocks[..., :2].view(np.float16).astype(np.float32)
 
 
 def _q4_k_elements(blocks: Bytes) -> Bytes:
@@ -73,7 +83,15 @@ def _q4_k_elements(blocks: Bytes) -> Bytes:
     return _pairs(_halves(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)))
 
 
-def _q4_k_sixes(blocks: Bytes, *, minima: bool) -> NDArray[np.float32]:
+def _q5_k_elements(blocks: Bytes) -> NDArray[np.int8]:
+    """Return elements from 0 to 31: low bits as Q4_K's, behind 32 bytes with a fifth bit for each group's column."""
+    groups = (*blocks.shape[:2], 8, 32)
+    low = _halves(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)).reshape(groups)
+    fifth = blocks[..., None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    return (low | fifth << np.uint8(4)).view(np.int8)
+
+
+def _k_sixes(blocks: Bytes, *, minima: bool) -> NDArray[np.float32]:
     """Return the multiples of 6 bits, of the first or second float16 of a block, that are its scales or minima."""
     scales, mins, rest = (blocks[..., start : start + 4] for start in (4, 8, 12))
     own, low = (mins, rest >> np.uint8(4)) if minima else (scales, rest & np.uint8(15))
@@ -95,6 +113,10 @@ def _q6_k_scale(blocks: Bytes) -> NDArray[np.float32]:
     return blocks[..., 192:208].view(np.int8).astype(np.float32) * unit
 
 
+_K_GRIDS: Mapping[Role, Field] = {
+    "scale": Field(8, _FLOAT32, lambda blocks: _k_sixes(blocks, minima=False)),
+    "minimum": Field(8, _FLOAT32, lambda blocks: _k_sixes(blocks, minima=True)),
+}
 BLOCK_TYPES: Mapping[str, BlockType] = {
     "Q8_0": BlockType(
         32, 34, {"elements": Field(32, _INT8, lambda blocks: blocks[..., 2:].view(np.int8)), "scale": _HALF_SCALE}
@@ -102,16 +124,35 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     "Q4_0": BlockType(
         32, 18, {"elements": Field(16, _UINT8, lambda blocks: _pairs(_halves(blocks[..., 2:]))), "scale": _HALF_SCALE}
     ),
-    "Q5_0": BlockType(32, 22, {"elements": Field(32, _INT8, _q5_0_elements), "scale": _HALF_SCALE}),
+    "Q5_0": BlockType(
+        32,
+        22,
+        {"elements": Field(32, _INT8, lambda blocks: _fives(blocks[..., 2:]) - np.int8(16)), "scale": _HALF_SCALE},
+    ),
+    "Q4_1": BlockType(
+        32,
+        20,
+        {
+            "elements": Field(16, _UINT8, lambda blocks: _pairs(_halves(blocks[..., 4:]))),
+            "scale": Field(1, _FLOAT32, _wide_scale),
+            "minimum": Field(1, _FLOAT32, _negative_minimum),
+        },
+    ),
+    "Q5_1": BlockType(
+        32,
+        24,
+        {
+            "elements": Field(32, _INT8, lambda blocks: _fives(blocks[..., 4:])),
+            "scale": Field(1, _FLOAT32, _wide_scale),
+            "minimum": Field(1, _FLOAT32, _negative_minimum),
+        },
+    ),
     "Q4_K": BlockType(
         256,
         144,
-        {
-            "elements": Field(128, _UINT8, _q4_k_elements),
-            "scale": Field(8, _FLOAT32, lambda blocks: _q4_k_sixes(blocks, minima=False)),
-            "minimum": Field(8, _FLOAT32, lambda blocks: _q4_k_sixes(blocks, minima=True)),
-        },
+        {"elements": Field(128, _UINT8, _q4_k_elements), **_K_GRIDS},
     ),
+    "Q5_K": BlockType(256, 176, {"elements": Field(256, _INT8, _q5_k_elements), **_K_GRIDS}),
     "Q6_K": BlockType(
         256, 210, {"elements": Field(256, _INT8, _q6_k_elements), "scale": Field(16, _FLOAT32, _q6_k_scale)}
     ),

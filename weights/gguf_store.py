@@ -247,10 +247,12 @@ def _rope(file: _File, head_size: int) -> dict[str, Any]:
     for field in ("beta_fast", "beta_slow"):
         if (value := file.get(f"rope.scaling.yarn_{field}")) is not None:
             rope[field] = value
-    attention = _number(file, "rope.scaling.attn_factor", float, 1.0)
-    attention = _number(file, "rope.scaling.yarn_attn_factor", float, attention)
-    if attention != 1:  # a factor of the one that YaRN itself gives
-        rope["attention_factor"] = attention * (0.1 * float(np.log(factor)) + 1)
+    own = 0.1 * float(np.log(factor)) + 1
+    # The converter writes transformers' factor, which replaces YaRN's own; the other one multiplies it.
+    attention = _number(file, "rope.scaling.yarn_attn_factor", float, own)
+    attention *= _number(file, "rope.scaling.attn_factor", float, 1.0)
+    if attention != own:
+        rope["attention_factor"] = attention
     return {"rope_type": "yarn", **rope}
 
 

@@ -43,7 +43,8 @@ _OTHER_PARTS = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector."),
     *("audio_tower.", "embed_vision.", "embed_audio."),
 )
-# Matrices of an expert, by the names of tensors [E, rows, in] in which some checkpoints have those of all experts.
+# Matrices of an expert, by the names of tensors [E, rows, in] in which some checkpoints have those of all experts; so
+# transformers also stores the scales of blocks, whether or not the matrices are apart.
 _EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _COMPUTED = ("rotary_emb.inv_freq", *_MASKS)  # ends of names
 
@@ -261,7 +262,8 @@ def _with_experts_apart(expected: Set[str], tensors: Mapping[str, TensorT]) -> d
     found: dict[str, TensorT] = {}
     for name, tensor in tensors.items():
         module, _, own = name.rpartition(".")
-        parts = _EXPERT_PARTS.get(own, ())
+        stack = own.removesuffix("_scale_inv")
+        parts, suffix = _EXPERT_PARTS.get(stack, ()), "weight" if stack == own else "weight_scale_inv"
         is_apart = bool(parts) and f"{module}.0.{parts[0]}.weight" in expected and name not in expected
         if not is_apart or not isinstance(tensor, np.ndarray | jax.Array) or tensor.ndim != 3:
             found[name] = tensor
@@ -270,7 +272,7 @@ def _with_experts_apart(expected: Set[str], tensors: Mapping[str, TensorT]) -> d
         for expert in range(len(tensor)):
             for index, part in enumerate(parts):
                 matrix: Any = tensor[expert, index * num_rows : (index + 1) * num_rows]
-                found[f"{module}.{expert}.{part}.weight"] = matrix
+                found[f"{module}.{expert}.{part}.{suffix}"] = matrix
     return found
 
 

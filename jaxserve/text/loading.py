@@ -4,10 +4,11 @@
 `transformers`. As in `transformers`, the special tokens of `tokenizer_config.json` and `special_tokens_map.json` are
 added. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` are ignored if there is a `tokenizer.json`, whose
 post-processor defines the tokens around a prompt; transformers does the same from version 5 on. Directories without
-`tokenizer.json` are loaded by `transformers.AutoTokenizer`, GGUF files by transformers' class for all fast tokenizers.
+`tokenizer.json` are loaded by `transformers.AutoTokenizer`, GGUF files by `gguf_tokenizer`.
 """
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import tokenizers
 
 from jaxserve.errors import ConfigError
 from jaxserve.request import TokenIds
+from jaxserve.text import gguf_tokenizer
 from jaxserve.text.token_stream import ByteTable
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -33,8 +35,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     directory = Path(path)
     if (gguf := _gguf_file(directory)) is not None:
-        found = _load_gguf(gguf)
-        return _from_transformers(found, {"chat_template": found.chat_template}, directory)
+        backend, config, ends = _load_gguf(gguf)
+        return _from_backend(backend, config, directory, ends)
     if not directory.is_dir():
         raise ConfigError(f"the tokenizer must be a local directory or a .gguf file, got {str(path)!r}")
     config = _read_json(directory / "tokenizer_config.json")
@@ -51,7 +53,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     return _from_backend(backend, config, directory)
 
 
-def _from_backend(backend: tokenizers.Tokenizer, config: dict[str, Any], directory: Path) -> Tokenizer:
+def _from_backend(
+    backend: tokenizers.Tokenizer, config: dict[str, Any], directory: Path, ends: Sequence[int] = ()
+) -> Tokenizer:
     # files may contain truncation and padding settings of training
     backend.no_truncation()
     backend.no_padding()
@@ -65,7 +69,7 @@ def _from_backend(backend: tokenizers.Tokenizer, config: dict[str, Any], directo
         special_ids=frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special),
         bos_token_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
         eos_token_ids=_eos_ids(
-            backend.token_to_id(special["eos_token"]) if "eos_token" in special else None, directory
+            backend.token_to_id(special["eos_token"]) if "eos_token" in special else None, directory, ends
         ),
         chat_template=_chat_templates(config, directory),
         byte_table=ByteTable.of(backend),
@@ -94,7 +98,8 @@ def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
 
     directory = Path(path)
     if (gguf := _gguf_file(directory)) is not None:
-        return _load_gguf(gguf)
+        backend, config, _ = _load_gguf(gguf)
+        return PreTrainedTokenizerFast(tokenizer_object=backend, **config)
     if not (directory / "tokenizer.json").is_file():
         return _load_slow(directory)
     return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
@@ -142,15 +147,13 @@ def _gguf_file(path: Path) -> Path | None:
     return found[0] if len(found) == 1 else None
 
 
-def _load_gguf(file: Path) -> "PreTrainedTokenizerBase":
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - over two seconds
-
+def _load_gguf(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any], list[int]]:
     try:
-        return PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+        return gguf_tokenizer.load(file)
     except Exception as error:  # faults of the file are of any kind, those of the tokenizers library plain Exception
         raise ConfigError(
-            f"{file} must have a tokenizer that transformers reads, which needs torch and gguf, but: "
-            f"{type(error).__name__} {_first_line(error)}; pass a directory as tokenizer=, or skip_tokenizer_init=True"
+            f"{file} must have a tokenizer of a known kind, but: {type(error).__name__} {_first_line(error)}; "
+            f"pass a directory as tokenizer=, or skip_tokenizer_init=True"
         ) from error
 
 
@@ -188,8 +191,8 @@ def _added_token(fields: dict[str, Any]) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(fields["content"], **{name: fields[name] for name in names if name in fields})
 
 
-def _eos_ids(tokenizer_eos: int | None, directory: Path) -> tuple[int, ...]:
-    listed: list[int] = [] if tokenizer_eos is None else [tokenizer_eos]
+def _eos_ids(tokenizer_eos: int | None, directory: Path, ends: Sequence[int] = ()) -> tuple[int, ...]:
+    listed: list[int] = [*([] if tokenizer_eos is None else [tokenizer_eos]), *ends]
     for file in ("generation_config.json", "config.json"):
         value = _read_json(directory / file).get("eos_token_id")
         if value is not None:

@@ -1,7 +1,7 @@
-"""C++ kernels for CPUs: vectorised for AVX-512 or AVX2 (with or without VNNI) or NEON, run on XLA's own threads.
+"""C++ kernels for CPUs: vectorised for AVX-512, AVX2 or NEON, run as custom calls on XLA's own threads.
 
 They are built when the package is installed, if there is a C++ compiler (`build.py`), and registered with jax at first
-use, as custom calls. Without them everything runs on XLA's own code.
+use. Without them everything runs on XLA's own code.
 """
 
 from __future__ import annotations

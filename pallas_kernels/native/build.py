@@ -12,16 +12,8 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError, ExecError
 
 # -g0, as interpreters pass on the -g that they were built with: tables for debuggers are nine tenths of the library.
-FLAGS = [
-    "-O3",
-    "-g0",
-    "-std=c++17",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-Wall",
-    "-Wno-maybe-uninitialized",
-    "-pthread",
-]
+FLAGS = ["-O3", "-g0", "-std=c++17", "-pthread", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-Wall", "-Wno-maybe-uninitialized"]
 FAILURE_NOTE = "build_failure.txt"
 
 X86 = ("x86_64", "AMD64")

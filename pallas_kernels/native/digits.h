@@ -24,7 +24,7 @@ namespace NATIVE_ISA {
 
 constexpr int64_t kDigitColumns = 128;  // most columns of a block: 128 * 2^23 fits an int32
 constexpr int64_t kScalesAhead = 512;  // bytes of scales that are fetched ahead
-constexpr int64_t kStreamAhead = 8192;  // bytes of a stream that are fetched ahead
+constexpr int64_t kWordsAhead = 8192;  // bytes of words that are fetched ahead, in the next panel at the end of one
 constexpr int64_t kStreamBytes = 2 << 20;  // least bytes of a matrix that is streamed: a model of such is in no cache
 constexpr int kMaxDigitTokens = NATIVE_WIDTH == 16 ? 8 : 4;  // tokens of a tile, as many as the registers hold sums of
 
@@ -36,8 +36,8 @@ enum class Source { kCache, kMemory, kStream };
 template <Source From>
 inline NATIVE_INLINE void fetch(const uint32_t* words) {
   const char* at = reinterpret_cast<const char*>(words);
-  if constexpr (From == Source::kMemory) __builtin_prefetch(at + kPrefetchBytes);
-  if constexpr (From == Source::kStream) __builtin_prefetch(at + kStreamAhead, 0, 0);
+  if constexpr (From == Source::kMemory) __builtin_prefetch(at + kWordsAhead);
+  if constexpr (From == Source::kStream) __builtin_prefetch(at + kWordsAhead, 0, 0);
 }
 
 // What else is known of a block of one token. Sums start from what the shift of elements would add to them.

@@ -22,7 +22,9 @@ from jaxserve.planner.program import abstract_params
 from jaxserve.quant import weight_format
 from jaxserve.quant.packed import NativeMatrix
 from jaxserve.quant.stored import StoredMatrix
+from jaxserve.weights.load import stored_tensors
 from jaxserve.weights.rows import leaf_at
+from jaxserve.weights.safetensors_file import write_file
 from tests.checkpoints import reference_logits
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
@@ -111,6 +113,27 @@ def test_experts_are_those_that_are_stored(tmp_path: Path, pair: str) -> None:
     for tree in forms:
         logits = np.asarray(run(tree, arch, jnp.asarray(ids))[0])
         assert_near(logits, expected, name)
+
+
+@pytest.mark.parametrize("kinds", [("weight_scale_inv",), ("weight", "weight_scale_inv")])
+def test_experts_of_one_tensor(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    """As transformers writes fp8 by itself, all experts' scales are one tensor; so may the matrices be."""
+    sizes = {**FAMILY_SIZES["qwen3_moe"], "moe_intermediate_size": 256}
+    write_quantized(tmp_path, CASES["fp8-block"], 0, "qwen3_moe", **sizes)
+    apart = loaded(tmp_path)[2]
+    tensors = {name: np.array(tensor) for name, tensor in stored_tensors(tmp_path).items()}
+    module, parts = (
+        "model.layers.0.mlp.experts",
+        {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    )
+    num_experts = sum(name.endswith("down_proj.weight") for name in tensors)
+    for stack, names in parts.items():
+        for kind in kinds:
+            rows = [[tensors.pop(f"{module}.{i}.{name}.{kind}") for name in names] for i in range(num_experts)]
+            tensors[f"{module}.{stack}{kind.removeprefix('weight')}"] = np.stack([np.concatenate(own) for own in rows])
+    structs = {name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    write_file(tmp_path / "model.safetensors", structs, tensors.__getitem__)
+    jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path)[2], apart)
 
 
 KIMI_K2_THINKING = {

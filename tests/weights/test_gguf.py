@@ -26,7 +26,7 @@ from jaxserve.planner.program import abstract_params
 from jaxserve.planner.targets import parse_target
 from jaxserve.quant import weight_format
 from jaxserve.quant.packed import NativeMatrix
-from jaxserve.quant.stored import StoredMatrix
+from jaxserve.quant.stored import SchemeFormat, StoredMatrix
 from jaxserve.text.loading import load_hf_tokenizer, load_tokenizer
 from jaxserve.weights import gguf_store
 from jaxserve.weights.gguf_blocks import BLOCK_TYPES
@@ -42,6 +42,7 @@ from tests.weights.gguf_files import KINDS, add_vocabulary, write_gguf
 ONE_LAYER = {"num_hidden_layers": 1}
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = {"prompt_token_ids": list(range(3, 20))}
+NATIVE = [kind for kind, scheme in GGUF_SCHEMES.items() if SchemeFormat(scheme).native_dtype(jnp.float32) is not None]
 needs_kernels = pytest.mark.skipif(packed_linear.unsupported("int4", "cpu") is not None, reason="needs the kernels")
 
 
@@ -76,7 +77,7 @@ def test_weights_are_those_of_the_package(tmp_path: Path, kind: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", some_by_default(list(GGUF_SCHEMES), "Q4_0", "Q4_K", "Q6_K"))
+@pytest.mark.parametrize("kind", some_by_default(NATIVE, "Q4_0", "Q4_K", "Q6_K"))
 def test_native_kernels_multiply_what_is_stored(tmp_path: Path, kind: str) -> None:
     """Products are those of the encoded weights in float64; minima are zero points that are not whole."""
     model = write_gguf(tmp_path / "model.gguf", kind, **ONE_LAYER)
@@ -110,7 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", some_by_default(list(CASES), "Q8_0", "Q4_K", "qwen2", "llama3", "mixed"))
+@pytest.mark.parametrize("name", some_by_default(list(CASES), "Q8_0", "Q4_K", "Q5_K", "qwen2", "llama3", "mixed"))
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Logits are those of the model that was written; transformers reads the same from the file."""
     case = CASES[name]
@@ -136,16 +137,17 @@ def test_config_is_the_one_that_was_converted(tmp_path: Path, family: str) -> No
     assert converted.norm_eps == pytest.approx(original.norm_eps)
 
 
-def test_yarn_factors_of_llama_cpp(tmp_path: Path) -> None:
-    """llama.cpp multiplies YaRN's own factor of attention; transformers replaces it."""
+@pytest.mark.parametrize(("name", "wanted"), [("attn_factor", 0.5 * (0.1 * np.log(4) + 1)), ("yarn_attn_factor", 0.5)])
+def test_yarn_factors(tmp_path: Path, name: str, wanted: float) -> None:
+    """llama.cpp multiplies YaRN's factor of attention; the converter stores transformers', which replaces it."""
 
     def metadata(writer: gguf.GGUFWriter) -> None:
         writer.add_float32("llama.rope.scaling.yarn_beta_fast", 16.0)
-        writer.add_float32("llama.rope.scaling.attn_factor", 0.5)
+        writer.add_float32(f"llama.rope.scaling.{name}", 0.5)
 
     write_gguf(tmp_path / "model.gguf", "F16", metadata=metadata, rope_parameters=ROPES["yarn"], **ONE_LAYER)
     rope = weights.read_config(tmp_path)["rope_parameters"]
-    assert rope["attention_factor"] == pytest.approx(0.5 * (0.1 * np.log(4) + 1))
+    assert rope["attention_factor"] == pytest.approx(wanted)
     assert rope["beta_fast"] == 16
     assert rope["original_max_position_embeddings"] == 16
 
@@ -248,7 +250,7 @@ def test_a_file_without_a_tokenizer_says_what_to_pass(tmp_path: Path) -> None:
 
 def add_unknown_type(tensors: dict[str, Any]) -> None:
     w = np.zeros((224, 160), np.float32)
-    kind = gguf.GGMLQuantizationType.Q5_1
+    kind = gguf.GGMLQuantizationType.MXFP4
     tensors["blk.0.ffn_up.weight"] = gguf.quants.quantize(w, kind), kind
 
 
@@ -262,7 +264,7 @@ def other_rope(tensors: dict[str, Any]) -> None:
 
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
-    "type": ({"change": add_unknown_type}, r"tensors of the types F32.*got blk\.0\.ffn_up\.weight of Q5_1"),
+    "type": ({"change": add_unknown_type}, r"tensors of the types F32.*got blk\.0\.ffn_up\.weight of MXFP4"),
     "norm": ({"change": quantise_a_norm}, r"quantised types for matrices alone, got output_norm\.weight Q8_0"),
     "missing": ({"change": lambda t: t.pop("blk.0.ffn_down.weight")}, r"1 missing: model\.layers\.0\.mlp\.down_proj"),
     "missing part": ({"kind": "Q8_0", "change": lambda t: t.pop("blk.0.attn_k.weight")}, r"1 missing: .*k_proj"),
