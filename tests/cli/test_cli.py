@@ -275,6 +275,11 @@ def test_usage_errors(arguments: list[str]) -> None:
     [
         (["generate", "a", "--max-tokns=5"], "unrecognized arguments: --max-tokns=5 (did you mean --max-tokens?)"),
         (["plan", "--target", "cpu", "--modle", "x"], "unrecognized arguments: --modle x (did you mean --model?)"),
+        (
+            ["serve", "--model", "x"],
+            "unrecognized arguments: --model (MODEL is positional: leave out --model); jaxserve serve",
+        ),
+        (["quantize", "--model=x", "a", "b", "--scheme", "int8"], "--model=x (MODEL is positional: leave out --model)"),
         (["bench", "offline", "--zzz"], "unrecognized arguments: --zzz; jaxserve bench offline --help lists all"),
     ],
 )
