@@ -14,7 +14,7 @@ _PATIENCE_S = 2.0  # cached executables usually load faster
 
 def wait_until_warm(engine: MeasuredEngine, stream: Any) -> None:
     """Block until every program of an engine is ready; if that takes long, write a line to `stream`."""
-    line = "jaxserve: loading or compiling all programs first, which can take minutes where none are kept\n"
+    line = "jaxserve: loading or compiling all programs first, which can take minutes where none are cached\n"
 
     def tell() -> None:
         stream.write(line)

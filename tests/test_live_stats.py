@@ -94,7 +94,9 @@ def test_that_compiling_takes_long_is_said_once_while_it_does() -> None:
     for _ in range(2):
         wait_until_warm(engine, stream)
         assert engine.is_warm
-    assert re.fullmatch(r"jaxserve: loading or compiling all programs .*\n", stream.getvalue())
+    assert re.fullmatch(
+        r"jaxserve: loading or compiling all programs first, .* where none are cached\n", stream.getvalue()
+    )
 
 
 class BrokenEngine(fake_engine.FakeEngine):

@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 class _Parser(argparse.ArgumentParser):
     """Parser that takes no shortened options, nor do those of its sub-commands: a typo must not pass for another.
 
-    It suggests flags that are like unknown ones.
+    It suggests flags that are like unknown ones, and names arguments that have no flag here, as the model of `serve`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -52,5 +52,8 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             flags = [text.partition("=")[0] for text in unknown if text.startswith("--")]
             hint = did_you_mean(flags, [name for name in self._option_string_actions if name.startswith("--")])
+            for action in self._actions:
+                if not action.option_strings and (flag := f"--{str(action.metavar).lower()}") in flags:
+                    hint += f" ({action.metavar} is positional: leave out {flag})"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}; {self.prog} --help lists all")
         return found, unknown

@@ -29,8 +29,8 @@ def _add_flags(parser: ArgumentParser) -> None:
 def _run(args: Namespace) -> int:
     if args.model is None and (name := flag_that_may_hold_path(args)) is not None:
         raise ConfigError(
-            f"MODEL must come before flags of several values, or behind --, got none, and {name} with several of which "
-            f"the last may be a path; if it is a value of the flag, repeat {name} for each"
+            f"MODEL must come before flags that take several values, or behind --: {name} took all that follow it, the "
+            f"last of which may be meant as MODEL; if none is, repeat {name} for each value"
         )
     config = ServerConfig(**config_options(args, "server"))
     try:

@@ -237,9 +237,11 @@ def _known(options: dict[str, str | bool]) -> dict[str, str | bool]:
 
 @cache
 def _is_known(name: str, value: str | bool) -> bool:
+    """Return whether XLA takes this option; warn if not, unless the option only shortens compilation, as on CPUs."""
     try:
         jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
     except jax.errors.JaxRuntimeError as error:
-        logger.warning("XLA compiles without an option that it does not know: %s", error)
+        level = logging.INFO if name.startswith("xla_cpu_") else logging.WARNING
+        logger.log(level, "jax %s has no option %s=%s and compiles without it: %s", jax.__version__, name, value, error)
         return False
     return True

@@ -26,7 +26,7 @@ from jaxserve.engine.memory import (
     tree_bytes,
 )
 from jaxserve.engine.parameters import compute_dtype, matrix_dtype, not_packed
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, did_you_mean
 from jaxserve.execution.state import abstract_state
 from jaxserve.metrics import PeakRates
 from jaxserve.models import registry
@@ -277,7 +277,9 @@ def read_model(name: str | None) -> tuple[str, ArchConfig]:
     if name is not None and not path.exists() and name in known:
         path = _CONFIGS / f"{name}.json"
     if not path.exists():
-        raise ConfigError(f"model must be a checkpoint directory, a config.json or one of {known}, got {name!r}")
+        like = path.name.lower().removesuffix("-instruct")  # a name on Hugging Face's hub, without its organisation
+        hint = did_you_mean([like], known)
+        raise ConfigError(f"model must be a checkpoint directory, a config.json or one of {known}, got {name!r}{hint}")
     return name or path.name, registry.from_hf_config(_read_config(path))
 
 

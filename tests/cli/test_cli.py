@@ -259,8 +259,9 @@ def test_a_model_that_a_flag_has_taken_is_missed(
 ) -> None:
     assert cli.main(["serve", flag, *values]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("jaxserve: error: MODEL must come before flags of several values")
-    assert f"repeat {flag} for each" in shown
+    assert shown.startswith("jaxserve: error: MODEL must come before flags that take several values")
+    assert f"{flag} took all that follow it" in shown
+    assert f"repeat {flag} for each value" in shown
     assert "secret" not in shown
 
 
@@ -276,6 +277,11 @@ def test_usage_errors(arguments: list[str]) -> None:
     [
         (["generate", "a", "--max-tokns=5"], "unrecognized arguments: --max-tokns=5 (did you mean --max-tokens?)"),
         (["plan", "--target", "cpu", "--modle", "x"], "unrecognized arguments: --modle x (did you mean --model?)"),
+        (
+            ["serve", "--model", "x"],
+            "unrecognized arguments: --model (MODEL is positional: leave out --model); jaxserve serve",
+        ),
+        (["quantize", "--model=x", "a", "b", "--scheme", "int8"], "--model=x (MODEL is positional: leave out --model)"),
         (["bench", "offline", "--zzz"], "unrecognized arguments: --zzz; jaxserve bench offline --help lists all"),
     ],
 )
