@@ -24,18 +24,20 @@ namespace NATIVE_ISA {
 
 constexpr int64_t kDigitColumns = 128;  // most columns of a block: 128 * 2^23 fits an int32
 constexpr int64_t kScalesAhead = 512;  // bytes of scales that are fetched ahead
-constexpr int64_t kWordsAhead = 8192;  // bytes of words that are fetched ahead, in the next panel at the end of one
+constexpr int64_t kWordsAhead = 8192;  // bytes of a stream of words that are fetched ahead, from panel to panel
 constexpr int64_t kStreamBytes = 2 << 20;  // least bytes of a matrix that is streamed: a model of such is in no cache
 constexpr int kMaxDigitTokens = NATIVE_WIDTH == 16 ? 8 : 4;  // tokens of a tile, as many as the registers hold sums of
 
-// Where words of a matrix come from: the first-level cache; caches or memory; or memory, to be used once, so that they
-// displace nothing in the caches, in which digits stay from panel to panel.
-enum class Source { kCache, kMemory, kStream };
+// Where words of a matrix come from: the first-level cache; caches or memory, some of them in each pass, or in one
+// stream; or memory, to be used once, so that they displace nothing in the caches, in which digits stay from panel to
+// panel.
+enum class Source { kCache, kPasses, kMemory, kStream };
 
 // Fetch a line of words that is needed some time later.
 template <Source From>
 inline NATIVE_INLINE void fetch(const uint32_t* words) {
   const char* at = reinterpret_cast<const char*>(words);
+  if constexpr (From == Source::kPasses) __builtin_prefetch(at + kPrefetchBytes);
   if constexpr (From == Source::kMemory) __builtin_prefetch(at + kWordsAhead);
   if constexpr (From == Source::kStream) __builtin_prefetch(at + kWordsAhead, 0, 0);
 }
@@ -353,7 +355,7 @@ void multiply_panels(const LinearProblem& p, const DigitTokens<Format>& tokens, 
 template <typename Format>
 void multiply_blocks(const LinearProblem& p, const DigitTokens<Format>& tokens, int64_t first_tile, int64_t end_tile,
                      int64_t first_panel, int64_t end_panel) {
-  static constexpr auto from_memory = digit_tiles<Format, Source::kMemory>(DigitTokenCounts{});
+  static constexpr auto from_memory = digit_tiles<Format, Source::kPasses>(DigitTokenCounts{});
   static constexpr auto from_cache = digit_tiles<Format, Source::kCache>(DigitTokenCounts{});
   constexpr int64_t kTileSums = kMaxDigitTokens * kPanelRows;
   const DigitGroups<Format> groups(p);

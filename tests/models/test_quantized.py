@@ -19,10 +19,6 @@ from tests.models.test_parity import load_logits, run
 from tests.parameters import some_by_default
 from tests.random_configs import random_configs
 
-# In standard deviations of the logits. A block's largest weight is near 2.5 deviations of its weights, so that rounding
-# adds 2.5 / 127 / sqrt(12) = 0.6% of noise to a product, 2.4% over the 17 of four layers and the head.
-LARGEST_ERROR, MEAN_ERROR = 0.2, 0.03
-
 int8 = partial(matrix_transform, form=weight_format("int8"))
 load_int8_logits = partial(load_logits, make_transform=int8)
 
@@ -37,20 +33,36 @@ def round_trip(specs):
     return transform
 
 
+def with_noise(specs):
+    """Return a transform that adds to each weight as much as rounding may, by chance: half a step of its block."""
+    rng = np.random.default_rng(0)
+
+    def transform(spec, tensor):
+        matrix = int8(specs)(spec, tensor)
+        if not isinstance(matrix, QuantizedMatrix):
+            return matrix
+        blocks = np.asarray(tensor.place(), np.float32).reshape(spec.shape[0], matrix.scale.shape[0], -1)
+        steps = np.abs(blocks).max(axis=-1, keepdims=True) / 127
+        noise = rng.uniform(-0.5, 0.5, blocks.shape).astype(np.float32)
+        return jnp.asarray((blocks + noise * steps).reshape(spec.shape))
+
+    return transform
+
+
 @pytest.mark.parametrize("case", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", some_by_default(FAMILIES, "llama", "gemma3"))
 def test_logits_track_float32(tmp_path, family, case):
-    """Logits are near those of the float32 model, and exact products of the quantised weights."""
+    """Logits are exact products of the quantised weights, as near those of the float32 model as noise leaves them."""
     write_checkpoint(tmp_path, family, case, **list(random_configs(family, 2, seed=1))[case])
     _, _, exact, _ = load_logits(tmp_path)
     _, _, kept, _ = load_logits(tmp_path, make_transform=round_trip)
     _, _, logits, _ = load_int8_logits(tmp_path)
     np.testing.assert_allclose(logits, kept, rtol=0, atol=1e-4)
-    error = np.abs(logits - exact) / exact.std()
+    error = np.abs(logits - exact)
     assert error.mean() > 0
     if family not in MIXTURES:  # rounding may choose another expert there
-        assert error.mean() < MEAN_ERROR
-        assert error.max() < LARGEST_ERROR
+        _, _, noisy, _ = load_logits(tmp_path, make_transform=with_noise)
+        assert error.mean() < 2 * np.abs(noisy - exact).mean()  # small models differ by chance
 
 
 def test_scanned_layers_match_unrolled(tmp_path):
