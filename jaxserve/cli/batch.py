@@ -69,7 +69,7 @@ def _engine(args: Namespace) -> Iterator[Any]:
         with live_stats(args.stats, llm):
             yield llm
         return
-    from jaxserve.fleet.ray_fleet import ray_fleet  # noqa: PLC0415 - imports jax
+    from jaxserve.fleet.ray_fleet import ray_fleet  # noqa: PLC0415 - slows the start of every command
 
     with interrupts.unwinding(), ray_fleet(args.ray_actors, **engine_options(args)) as fleet:
         yield fleet

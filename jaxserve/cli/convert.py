@@ -13,7 +13,7 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
-    import jax  # noqa: PLC0415 - imported only where the command runs
+    import jax  # noqa: PLC0415 - slows the start of every command
 
     from jaxserve import weights  # noqa: PLC0415 - imports jax
     from jaxserve.models import registry  # noqa: PLC0415 - imports jax

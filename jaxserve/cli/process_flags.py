@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
+from jaxserve import distributed
 from jaxserve.cli.config_flags import flag
 
 _FLAGS = {  # arguments of distributed.initialize, in its order
@@ -33,6 +34,4 @@ def is_distributed(args: Namespace) -> bool:
 def join_processes(args: Namespace) -> None:
     """Connect this process to the others if the flags ask for a run of many processes."""
     if is_distributed(args):
-        from jaxserve import distributed  # noqa: PLC0415 - imports jax
-
         distributed.initialize(*(getattr(args, name) for name in _FLAGS))

@@ -82,7 +82,7 @@ class BuildKernels(build_ext):
             else:
                 built.append(name)
         has = [f"-DNATIVE_HAS_{name}" for name in built[1:]]
-        # Of an inline function in several objects the linker takes the first, which must run on every processor.
+        # The linker takes the first copy of an inline function that several objects have: that of every processor.
         return self._compile("ffi.cc", "ffi", ["-isystem", _xla_headers(), *has]) + objects
 
     def _compile_set(self, name: str, width: int, flags: list[str]) -> list[str]:

@@ -28,10 +28,13 @@ constexpr int64_t kWordsAhead = 8192;  // bytes of a stream of words that are fe
 constexpr int64_t kStreamBytes = 2 << 20;  // least bytes of a matrix that is streamed: a model of such is in no cache
 constexpr int kMaxDigitTokens = NATIVE_WIDTH == 16 ? 8 : 4;  // tokens of a tile, as many as the registers hold sums of
 
-// Where words of a matrix come from: the first-level cache; caches or memory, some of them in each pass, or in one
-// stream; or memory, to be used once, so that they displace nothing in the caches, in which digits stay from panel to
-// panel.
-enum class Source { kCache, kPasses, kMemory, kStream };
+// Places that words of a matrix come from.
+enum class Source {
+  kCache,   // the first-level cache
+  kPasses,  // caches or memory, some words of each panel in a pass
+  kMemory,  // caches or memory, panel after panel
+  kStream,  // memory, panel after panel, to be used once: digits stay in the caches, which the words would displace
+};
 
 // Fetch a line of words that is needed some time later.
 template <Source From>
