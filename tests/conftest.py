@@ -34,6 +34,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from tests import random_runs, type_checks
+from tests.cost_report import CostReport
 
 type_checks.install()  # must precede the import of jaxserve
 # The modules that tests import leave millions of objects, which the collector would go through every few seconds.
@@ -67,8 +68,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if all(path.suffix == ".py" for path in named) else NUM_WORKERS
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the report of costs."""
+    parser.addoption("--costs", type=Path, metavar="FILE", help="write seconds and compiled programs by test file")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Use many random examples if full tests are selected."""
+    if costs := config.getoption("costs"):
+        config.pluginmanager.register(CostReport(costs))
     expression = config.option.markexpr
     is_full = not expression or re.search(r"(?<!not )\bfull\b", expression) is not None
     random_runs.choose(random_runs.FULL if is_full else random_runs.DEFAULT)
