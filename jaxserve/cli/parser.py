@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from jaxserve import __version__
-from jaxserve.cli import batch, bench, convert, generate, plan, quantize, serve
+from jaxserve.cli import batch, bench, check_invariance, convert, generate, plan, quantize, serve
 from jaxserve.errors import did_you_mean
 
 COMMANDS = (
@@ -15,6 +15,7 @@ COMMANDS = (
     convert.COMMAND,
     quantize.COMMAND,
     plan.COMMAND,
+    check_invariance.COMMAND,
 )
 """Commands in the order in which help shows them."""
 
