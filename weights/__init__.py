@@ -14,6 +14,7 @@ from jaxserve.weights.save import save, save_orbax
 from jaxserve.weights.sentence_transformers import EmbeddingModules, read_embedding_modules
 from jaxserve.weights.stored_tensor import StoredTensor, host_buffer
 from jaxserve.weights.stores import has_config, read_config
+from jaxserve.weights.torch_tensors import from_torch
 
 __all__ = [
     "Activation",
@@ -31,6 +32,7 @@ __all__ = [
     "derive",
     "draft_layers",
     "dummy",
+    "from_torch",
     "has_config",
     "host_buffer",
     "load",

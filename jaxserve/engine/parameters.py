@@ -93,9 +93,19 @@ def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, curre
         return partial(_make_params, config, arch, partial(weights.load, given))
     if not isinstance(given, Mapping):
         raise ConfigError(f"weights must be a path, or arrays in a tree or by name, got {type(given).__name__}")
-    same_form = bool(jax.tree.structure(given) == jax.tree.structure(current))  # type: ignore[operator]  # a gap of jax's stubs
-    new = _placed_as(given, current) if same_form else _make_params(config, arch, partial(weights.assemble, given))
+    arrays: dict[str, Any] = jax.tree.map_with_path(_array_at, dict(given))
+    same_form = bool(jax.tree.structure(arrays) == jax.tree.structure(current))  # type: ignore[operator]  # a gap of jax's stubs
+    new = _placed_as(arrays, current) if same_form else _make_params(config, arch, partial(weights.assemble, arrays))
     return lambda: new
+
+
+def _array_at(path: jax.tree_util.KeyPath, value: Any) -> Any:
+    """Return a leaf of given weights as an array of numpy or jax; ConfigError names one that is no array."""
+    array = weights.from_torch(value)
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        name = jax.tree_util.keystr(path)
+        raise ConfigError(f"weights must be arrays of numpy, jax or torch, got {type(array).__name__} at {name}")
+    return array
 
 
 def _check_schemes(found: weights.Schemes | None, current: weights.Schemes | None) -> None:

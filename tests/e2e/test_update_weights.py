@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
+import torch
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig
@@ -50,6 +51,10 @@ def by_name_on_device(path: Path, engine: Engine) -> Any:
     return {name: jax.numpy.asarray(array) for name, array in by_name(path, engine).items()}
 
 
+def by_name_in_torch(path: Path, engine: Engine) -> Any:
+    return {name: torch.nn.Parameter(torch.asarray(array)) for name, array in by_name(path, engine).items()}
+
+
 def loaded_tree(path: Path, engine: Engine) -> Any:
     return weights.load(path, registry.param_specs(engine.arch))
 
@@ -59,7 +64,7 @@ def served_tree(path: Path, engine: Engine) -> Any:
     return Engine(config).devices.params
 
 
-FORMS = [from_directory, by_name, by_name_on_device, loaded_tree, served_tree]
+FORMS = [from_directory, by_name, by_name_on_device, by_name_in_torch, loaded_tree, served_tree]
 
 
 @pytest.fixture
