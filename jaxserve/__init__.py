@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.errors import ConfigError, RequestError
     from jaxserve.llm import LLM
-    from jaxserve.outputs import CompletionOutput, RequestOutput
+    from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
     from jaxserve.pooling import PoolingParams
     from jaxserve.pooling_outputs import (
         ClassificationOutput,
@@ -34,6 +34,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineConfig",
+    "Logprob",
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -57,6 +58,7 @@ _MODULES = {
     "EmbeddingRequestOutput": "pooling_outputs",
     "EngineConfig": "config",
     "LLM": "llm",
+    "Logprob": "outputs",
     "PoolingOutput": "pooling_outputs",
     "PoolingParams": "pooling",
     "PoolingRequestOutput": "pooling_outputs",

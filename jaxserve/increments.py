@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ class Increment(NamedTuple):
     completion: CompletionOutput
     text: str
     token_ids: TokenIds
-    logprobs: Sequence[dict[int, Logprob]] | None
+    logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
 
 
@@ -48,12 +47,11 @@ class OutputReader:
             num_tokens = len(token_ids)
             if num_tokens == start and reason is None:
                 continue
-            text, logprobs = completion.text_since(place.num_chars), completion.logprobs
+            text, logprobs = completion.text_since(place.num_chars), completion.logprobs_since(start, num_tokens)
             place.num_chars += len(text)
             place.num_tokens = num_tokens
             has_ended |= reason is not None
-            new_logprobs = None if logprobs is None else logprobs[start:num_tokens]
-            increments.append(Increment(completion, text, token_ids[start:], new_logprobs, reason))
+            increments.append(Increment(completion, text, token_ids[start:], logprobs, reason))
         if has_ended:
             self._open = [place for place in self._open if place.completion.finish_reason is None]
         return increments

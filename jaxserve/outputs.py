@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from jaxserve.errors import RequestError
 from jaxserve.request import TokenIds
@@ -153,6 +153,34 @@ class _TextField:
         vars(output)["text"] = GrowingText(text)
 
 
+@runtime_checkable
+class GrowingList(Protocol):
+    """Sequence that one thread appends to while any other reads it."""
+
+    def as_list(self) -> list[Any]:
+        """Return all entries so far: always the same list, which later calls extend."""
+
+    def __getitem__(self, index: slice, /) -> list[Any]: ...
+
+
+class _ListField:
+    """Descriptor of a list that may be stored as a GrowingList."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, output: object | None, owner: type) -> list[Any] | None:
+        value = None if output is None else vars(output)[self._name]
+        return value if value is None or isinstance(value, list) else value.as_list()
+
+    def __set__(self, output: object, value: list[Any] | GrowingList | None) -> None:
+        vars(output)[self._name] = value
+
+
+_LOGPROBS: Any = _ListField("logprobs")  # descriptors, which dataclasses assign to
+_PROMPT_LOGPROBS: Any = _ListField("prompt_logprobs")
+
+
 @dataclass
 class CompletionOutput:
     """Completion of a prompt.
@@ -172,7 +200,7 @@ class CompletionOutput:
     text: str = cast("str", _TextField())  # a descriptor, which dataclasses assign to
     token_ids: TokenIds = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: Sequence[dict[int, Logprob]] | None = None
+    logprobs: list[dict[int, Logprob]] | None = _LOGPROBS
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -181,17 +209,22 @@ class CompletionOutput:
         """Return whether this completion has ended."""
         return self.finish_reason is not None
 
-    def follow(self, text: GrowingText) -> None:
-        """Let the attribute `text` always read the current value of this GrowingText."""
-        vars(self)["text"] = text
+    def follow(self, text: GrowingText, logprobs: GrowingList | None) -> None:
+        """Let the attributes `text` and `logprobs` always read the current values of these."""
+        vars(self).update(text=text, logprobs=logprobs)
 
     def text_since(self, start: int) -> str:
         """Return `text[start:]`, at a cost that depends only on its length."""
         text: GrowingText = vars(self)["text"]
         return text.since(start)
 
+    def logprobs_since(self, start: int, stop: int) -> list[dict[int, Logprob]] | None:
+        """Return `logprobs[start:stop]`, at a cost that depends only on its length."""
+        logprobs: Sequence[dict[int, Logprob]] | None = vars(self)["logprobs"]
+        return None if logprobs is None else list(logprobs[start:stop])
 
-@dataclass(slots=True)
+
+@dataclass
 class RequestOutput:
     """Current result of a request; final when `finished`.
 
@@ -211,7 +244,7 @@ class RequestOutput:
     prompt_token_ids: TokenIds
     outputs: list[CompletionOutput]
     finished: bool = False
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = _PROMPT_LOGPROBS
     pooled: NDArray[np.float32] | None = None
 
     @property
@@ -223,6 +256,10 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """Number of prompt tokens found in the prefix cache."""
         return self.outputs[0].metrics.num_cached_tokens
+
+    def follow(self, prompt_logprobs: GrowingList | None) -> None:
+        """Let the attribute `prompt_logprobs` always read the current entries of this GrowingList."""
+        vars(self)["prompt_logprobs"] = prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)

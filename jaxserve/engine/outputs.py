@@ -59,21 +59,21 @@ class RequestGroup:
         self.error: BaseException | None = None
         self._tokenizer = tokenizer
         self._clock = clock
-        self._token_text = _no_text if tokenizer is None else tokenizer.token_text
+        self._token_text = tokenizer.token_text if tokenizer is not None and self.params.detokenize else _no_text
         self._completions = {r.request_id: self._new_completion(i, r) for i, r in enumerate(requests)}
         outputs = [c.output for c in self._completions.values()]
         # A copy: the caller may change what it gets, and the prefix cache remembers the prompt.
         self.output = RequestOutput(request_id, prompt, list(requests[0].prompt_token_ids), outputs)
-        self._prompt_logprobs = self.output.prompt_logprobs = self._new_prompt_logprobs()
+        self._prompt_logprobs = self._new_prompt_logprobs()
+        self.output.follow(self._prompt_logprobs)
 
     def _new_completion(self, index: int, request: Request) -> _Completion:
         detokenizer = Detokenizer(self._tokenizer, self.params, request.prompt_token_ids)
         output = CompletionOutput(index)
-        output.follow(detokenizer.visible)
         output.metrics.arrival_s = self._clock()
         logprobs = None if self.params.logprobs is None else LogprobList[dict[int, Logprob]](self._token_text)
-        if logprobs is not None:
-            output.logprobs, output.cumulative_logprob = logprobs, 0.0
+        output.follow(detokenizer.visible, logprobs)
+        output.cumulative_logprob = None if logprobs is None else 0.0
         return _Completion(request, output, detokenizer, logprobs)
 
     def _new_prompt_logprobs(self) -> LogprobList[dict[int, Logprob] | None] | None:
@@ -99,7 +99,8 @@ class RequestGroup:
             again.output.metrics.num_restarts = metrics.num_restarts + 1
             vars(output).update(vars(again.output))
             self._completions[request.request_id] = _Completion(request, output, again.detokenizer, again.logprobs)
-        self._prompt_logprobs = self.output.prompt_logprobs = self._new_prompt_logprobs()
+        self._prompt_logprobs = self._new_prompt_logprobs()
+        self.output.follow(self._prompt_logprobs)
         self.output.pooled = None
         return requests
 

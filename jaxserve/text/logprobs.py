@@ -1,6 +1,7 @@
 """Log probabilities of a completion or a prompt, kept in the device's format until they are read."""
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
@@ -15,9 +16,9 @@ Entry = TypeVar("Entry", dict[int, Logprob], dict[int, Logprob] | None)
 class LogprobList(Sequence[Entry], Generic[Entry]):
     """Lazy form of vLLM's list of `dict[int, Logprob]`: one dict per token, with the token itself first.
 
-    An entry is kept as bytes; each read builds its dict and decodes its tokens. Otherwise a token with 20 alternatives
-    would cost 20 more objects, built and decoded on the thread that feeds the device, although most readers use only
-    one of them. One thread may append while others read. Pickling and copying give a plain list.
+    An entry is kept as bytes; its dict is built and its tokens are decoded on a thread that reads it. Otherwise a token
+    with 20 alternatives would cost 20 more objects, built and decoded on the thread that feeds the device, although
+    many readers use only one of them. One thread may append while others read. Pickling and copying give a plain list.
 
     Args:
         token_text: function from a token id to the text of the token by itself, or None.
@@ -26,8 +27,10 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
 
     def __init__(self, token_text: Callable[[int], str | None], entries: Iterable[Entry] = ()) -> None:
         self._token_text = token_text
-        self._ready: tuple[Entry, ...] = tuple(entries)
+        self._built: list[Entry] = list(entries)  # first entries, as `as_list` returns them
+        self._num_given = len(self._built)
         self._rows: list[tuple[int, float, int, bytes, bytes]] = []  # tuples that the garbage collector need not track
+        self._building = threading.Lock()
 
     def append(self, token_id: int, logprob: float, rank: int, top_ids: bytes, top_logprobs: bytes) -> None:
         """Add the entry of the next token.
@@ -41,8 +44,14 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         """
         self._rows.append((token_id, logprob, rank, top_ids, top_logprobs))
 
+    def as_list(self) -> list[Entry]:
+        """Return all entries so far: always the same list, which later calls extend."""
+        with self._building:
+            self._built.extend([self._read(position) for position in range(len(self._built), len(self))])
+        return self._built
+
     def __len__(self) -> int:
-        return len(self._ready) + len(self._rows)
+        return self._num_given + len(self._rows)
 
     @overload
     def __getitem__(self, index: int) -> Entry: ...
@@ -58,9 +67,9 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         return [self._read(position) for position in positions]
 
     def _read(self, position: int) -> Any:
-        if position < len(self._ready):
-            return self._ready[position]
-        token_id, logprob, rank, top_ids, top_logprobs = self._rows[position - len(self._ready)]
+        if position < len(self._built):
+            return self._built[position]
+        token_id, logprob, rank, top_ids, top_logprobs = self._rows[position - self._num_given]
         if top_logprobs and not top_ids:
             by_id = np.frombuffer(top_logprobs, np.float32)
             order = largest(by_id, len(by_id))
@@ -82,7 +91,7 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         return repr(list(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)
+        return list, (self[:],)
 
 
 def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int32]:

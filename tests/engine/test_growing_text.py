@@ -93,7 +93,7 @@ def test_reading_while_it_is_appended_to_shows_whole_pieces() -> None:
 def test_a_reader_on_another_thread_loses_nothing() -> None:
     output, done = CompletionOutput(0), threading.Event()
     growing = GrowingText()
-    output.follow(growing)
+    output.follow(growing, None)
     whole = "".join(f"{i:04d}" for i in range(5000))
     wrong: list[str] = []
 
@@ -122,7 +122,7 @@ def test_a_completion_is_a_plain_value_with_text_in_it() -> None:
     growing = GrowingText("a")
     live = CompletionOutput(3)
     assert live == CompletionOutput(3, "")
-    live.follow(growing)
+    live.follow(growing, None)
     seen = []
     for piece in "bcd":
         seen.append((live.text, dataclasses.replace(live), pickle.loads(pickle.dumps(live)), copy.deepcopy(live)))

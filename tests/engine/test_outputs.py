@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -83,8 +84,10 @@ def test_entries_are_those_of_the_device(tokenizer: Tokenizer, top: int, whole: 
         output = append(group, token_id, sent, row)
         expected.append(entry(tokenizer if with_text else None, found, row, token_id, top))
     read = output.logprobs
-    assert read is not None
+    assert type(read) is list
+    assert read is output.logprobs
     assert read == expected
+    assert output.logprobs_since(1, 3) == expected[1:3]
     assert [list(got) for got in read] == [list(want) for want in expected], "in the same order"
     assert (read[-1], read[1:3], len(read)) == (expected[-1], expected[1:3], 4)
     with pytest.raises(IndexError):
@@ -120,7 +123,12 @@ def test_the_thread_that_steps_decodes_and_makes_nothing(tokenizer: Tokenizer) -
         eos_token_ids=(),
         chat_template={},
     )
-    groups, found = [new_group(tokenizer, logprobs=20, detokenize=False) for _ in range(2)], from_device(0)
+    # requests without a detokenizer, which would decode the tokens too
+    groups, found = [new_group(None, logprobs=20) for _ in range(2)], from_device(0)
+    for group in groups:
+        for completion in group._completions.values():
+            assert completion.logprobs is not None
+            completion.logprobs._token_text = tokenizer.token_text
     outputs = [append(group, 7, found, 0) for group in groups]
     gc.collect()
     before = len(gc.get_objects())
@@ -134,6 +142,34 @@ def test_the_thread_that_steps_decodes_and_makes_nothing(tokenizer: Tokenizer) -
         assert output.logprobs is not None
         assert len(list(output.logprobs)) == 51
     assert len(decoded) == len(set(decoded)) == 21, "each token once, however many requests show it"
+
+
+def test_without_detokenization_no_token_is_decoded(tokenizer: Tokenizer) -> None:
+    group, found = new_group(tokenizer, logprobs=2, prompt_logprobs=1, detokenize=False), from_device(0)
+    group.append_prompt_logprobs(1, [4, 5, 6], found, 0)
+    output = append(group, 7, found, 1)
+    tables = [*(output.logprobs or []), *(group.output.prompt_logprobs or [])[1:]]
+    assert len(tables) == 4
+    assert {logprob.decoded_token for table in tables for logprob in (table or {}).values()} == {None}
+
+
+def test_a_growing_list_is_read_by_several_threads(tokenizer: Tokenizer) -> None:
+    group, found = new_group(tokenizer, logprobs=3), from_device(0)
+    output = append(group, 7, found, 0)
+
+    def read() -> list[int]:
+        lengths = [0]
+        while lengths[-1] < 300:
+            lengths.append(len(output.logprobs or []))
+        return lengths
+
+    with ThreadPoolExecutor(3) as threads:
+        readers = [threads.submit(read) for _ in range(3)]
+        for _ in range(299):
+            append(group, 7, found, 0)
+    for reader in readers:
+        assert reader.result() == sorted(reader.result())
+    assert output.logprobs == [entry(tokenizer, found, 0, 7, 3)] * 300
 
 
 def test_the_prompt_of_an_output_is_the_callers_to_change() -> None:
