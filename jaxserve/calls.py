@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from numbers import Integral
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 from tqdm import tqdm
 
 from jaxserve.errors import PeerLostError, RequestError, brief
@@ -129,23 +128,60 @@ def check_served(group: RequestGroup) -> None:
         raise RuntimeError(f"the step that served this request broke off: {group.error!r}") from group.error
 
 
-def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts as a list; a single prompt may itself be a list of ids."""
+def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """Return the prompts as a list; a single prompt may itself be a list of ids.
+
+    Raises:
+        RequestError: it is neither a prompt nor an ordered iterable, such as a generator or a column of a table.
+    """
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
-        raise RequestError(f"prompts must be text, token ids, a dict, or a list of such prompts, got {brief(prompts)}")
-    if len(prompts) and isinstance(prompts[0], Integral):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    many = listed(prompts)
+    if many is None:
+        raise RequestError(
+            "prompts must be text, token ids, a dict, or such prompts in order (a list, a generator, a column of a "
+            f"table), got {brief(prompts)}"
+        )
+    return [many] if many and isinstance(many[0], Integral) else many
 
 
-def per_prompt(params: P | Sequence[P], kind: type[P], name: str, count: int) -> list[P]:
+def listed(values: object) -> list[Any] | None:
+    """Return what an ordered iterable holds, with Python's own numbers and texts; None for anything else.
+
+    A table is none: it iterates over the names of its columns. Columns of pandas, numpy, pyarrow, polars and datasets
+    are, and so are generators.
+    """
+    if isinstance(values, list):
+        return values
+    if isinstance(values, str | bytes | bytearray | Mapping | Set) or hasattr(values, "columns"):
+        return None
+    for name in ("tolist", "to_pylist", "to_list"):
+        if callable(method := getattr(values, name, None)):
+            found = method()
+            return found if isinstance(found, list) else None  # an array without dimensions is a number
+    return list(values) if isinstance(values, Iterable) else None
+
+
+def per_prompt(params: P | Iterable[P], kind: type[P], name: str, count: int) -> list[P]:
     """Return the parameters of each of so many prompts; RequestError unless there is one for all or one for each."""
     if isinstance(params, kind):
         return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(p, kind) for p in params):
+    many = listed(params)
+    if many is None or not all(isinstance(p, kind) for p in many):
         raise RequestError(f"{name} must be {kind.__name__}(...), or a list of them, got {brief(params)}")
-    if len(params) != count:
-        raise RequestError(f"{name} must be one for all or one per prompt, got {len(params)} for {count}")
-    return list(params)
+    if len(many) != count:
+        raise RequestError(f"{name} must be one for all or one per prompt, got {len(many)} for {count}")
+    return list(many)
+
+
+def priorities(priority: int | Iterable[int] | None, count: int) -> list[int]:
+    """Return the class of each of so many prompts; RequestError unless there is one for all or one for each."""
+    if priority is None or (isinstance(priority, Integral) and not isinstance(priority, bool)):
+        return [int(priority or 0)] * count
+    many = listed(priority)
+    if many is None or len(many) != count:
+        raise RequestError(
+            f"priority must be one integer for all prompts or a list with one for each of {count}, got "
+            f"{brief(priority)}"
+        )
+    return many

@@ -2,15 +2,15 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from queue import SimpleQueue
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from jaxserve import scoring
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
-from jaxserve.calls import Calls, ProgressBar, as_list, check_served, per_prompt
+from jaxserve.calls import Calls, ProgressBar, as_list, check_served, listed, per_prompt, priorities
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import Follower
 from jaxserve.engine.engine import Engine
@@ -136,20 +136,22 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Iterable[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete all prompts and return their outputs in the same order.
 
         Args:
-            prompts: one or many: text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}.
+            prompts: one or many: text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}. Many come as a list
+                or any other ordered iterable, such as a generator or a column of pandas or datasets.
             sampling_params: one for all, or one per prompt; default `get_default_sampling_params()`.
             use_tqdm: True to show a progress bar with tokens per second, or a callable with the arguments of `tqdm`.
-            priority: class of each prompt, with `scheduling_policy="priority"`; those of a lower number go first.
+            priority: class of all prompts or of each, with `scheduling_policy="priority"`; those of a lower number go
+                first.
             vllm_arguments: further arguments of vLLM whose values ask for what jaxserve does anyway, such as
                 lora_request=None.
 
@@ -160,19 +162,19 @@ class LLM:
         many = as_list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         all_params = per_prompt(params, SamplingParams, "sampling_params", len(many))
-        return self._calls.run(many, all_params, use_tqdm, _priorities(priority, len(many)))
+        return self._calls.run(many, all_params, use_tqdm, priorities(priority, len(many)))
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
-        priority: Sequence[int] | None = None,
+        priority: int | Iterable[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list, rendered with the tokenizer's chat template; see `generate`."""
@@ -188,7 +190,7 @@ class LLM:
 
     def beam_search(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: BeamSearchParams,
         *,
         use_tqdm: bool | ProgressBar = False,
@@ -212,8 +214,8 @@ class LLM:
 
     def encode(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: PoolingParams | Iterable[PoolingParams] | None = None,
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool | ProgressBar = True,
@@ -245,21 +247,21 @@ class LLM:
         outputs = self._calls.run(many, [dataclasses.replace(p, **common) for p in params], use_tqdm)
         return [pooling_output(output) for output in outputs]
 
-    def embed(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[EmbeddingRequestOutput]:
+    def embed(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[EmbeddingRequestOutput]:
         """Return the embedding of each prompt; `options` are those of `encode`."""
         return [
             output.converted(EmbeddingRequestOutput, EmbeddingOutput(output.outputs.data.tolist()))
             for output in self.encode(prompts, pooling_task=EMBED, **options)
         ]
 
-    def classify(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[ClassificationRequestOutput]:
+    def classify(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[ClassificationRequestOutput]:
         """Return the probabilities of each prompt's labels; `options` are those of `encode`."""
         return [
             output.converted(ClassificationRequestOutput, ClassificationOutput(output.outputs.data.tolist()))
             for output in self.encode(prompts, pooling_task=CLASSIFY, **options)
         ]
 
-    def reward(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[PoolingRequestOutput[PoolingOutput]]:
+    def reward(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return what the head `score` says of each prompt's last token, without an activation.
 
         `options` are those of `encode`, without `pooling_params`. Heads that reward every token are not supported.
@@ -268,7 +270,7 @@ class LLM:
         return self.encode(prompts, params, pooling_task=CLASSIFY, **options)
 
     def score(
-        self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt], **options: Any
+        self, data_1: Prompt | Iterable[Prompt], data_2: Prompt | Iterable[Prompt], **options: Any
     ) -> list[ScoringRequestOutput]:
         """Return the likeness of the two prompts of each pair.
 
@@ -336,10 +338,10 @@ class LLM:
 
         Args:
             weights: one of three forms. A tree of the form of `params`: arrays with the same shardings are used without
-                a copy, and must not be donated afterwards. Arrays by their names in a checkpoint, or the tree that
-                `weights.load` returns: they are converted as a checkpoint is, while the old weights still take memory,
-                and stay the caller's. Or a directory: the old weights are freed before it is read, so that both are
-                never in memory at once.
+                a copy, and must not be donated afterwards. Arrays of numpy, jax or torch by their names in a
+                checkpoint, or the tree that `weights.load` returns: they are converted as a checkpoint is, while the
+                old weights still take memory, and stay the caller's. Or a directory: the old weights are freed before
+                it is read, so that both are never in memory at once.
             running: treatment of unfinished requests. "finish" completes them with the old weights first; "restart"
                 restarts them from their prompts with the new weights, and their `stream`s end with an error.
 
@@ -380,35 +382,18 @@ class LLM:
         return self.engine.devices.is_sleeping
 
 
-def _priorities(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
-    if priority is None:
-        return [0] * num_prompts
-    if not isinstance(priority, Sequence) or len(priority) != num_prompts:
-        raise RequestError(
-            f"priority must be a list with one integer per prompt, of {num_prompts}, got {brief(priority)}"
-        )
-    return priority
-
-
-def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
+def _as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[Message]]:
     """Return the conversations as a list; the argument may be a single one."""
-    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+    many = listed(messages)
+    if many is None:
         raise RequestError(f"messages must be a list of dicts, or a list of such lists, got {brief(messages)}")
-    if _are_conversations(messages):
-        return messages
-    if _is_conversation(messages):
-        return [messages]
-    raise RequestError(f"messages must be a list of dicts, or a list of such lists, got both in {brief(messages)}")
-
-
-def _are_conversations(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> TypeGuard[Sequence[Sequence[Message]]]:
-    return not any(isinstance(entry, Mapping) for entry in messages)
-
-
-def _is_conversation(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> TypeGuard[Sequence[Message]]:
-    return all(isinstance(entry, Mapping) for entry in messages)
+    are_messages = [isinstance(entry, Mapping) for entry in many]
+    if all(are_messages) and many:
+        return [many]
+    conversations = [listed(entry) for entry in many]
+    if any(are_messages) or None in conversations:
+        raise RequestError(f"messages must be a list of dicts, or a list of such lists, got both in {brief(messages)}")
+    return [conversation for conversation in conversations if conversation is not None]
 
 
 def _with_increments(output: RequestOutput, increments: Sequence[Increment]) -> RequestOutput:
@@ -421,6 +406,6 @@ def _with_increments(output: RequestOutput, increments: Sequence[Increment]) -> 
         part = new[each.completion.index]
         part.text, part.token_ids, part.logprobs = each.text, each.token_ids, each.logprobs
     for part, completion in zip(new, output.outputs, strict=True):
-        if part.logprobs is None and completion.logprobs is not None:
-            part.logprobs = completion.logprobs[:0]
+        if part.logprobs is None:
+            part.logprobs = completion.logprobs_since(0, 0)
     return dataclasses.replace(output, outputs=new)

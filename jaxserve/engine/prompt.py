@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 
-import numpy as np
-
 from jaxserve.errors import RequestError
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
@@ -52,8 +50,8 @@ def read_prompt(
 
 
 def _read_token_ids(content: object) -> TokenIds:
-    if isinstance(content, np.ndarray):
-        content = content.tolist()
+    if callable(to_list := getattr(content, "tolist", None)):  # arrays of numpy, torch, jax and Python's own
+        content = to_list()
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise RequestError(f"a prompt must be a string or a list of token ids, got {type(content).__name__}")
     if set(map(type, content)) <= {int}:  # the usual case, ten times faster than looking at each

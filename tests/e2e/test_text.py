@@ -222,7 +222,7 @@ class TestCalls:
     @pytest.mark.parametrize(
         ("args", "message"),
         [
-            ((5,), "prompts must be text, token ids, a dict, or a list of such prompts, got 5"),
+            ((5,), "prompts must be text, token ids, a dict, or such prompts in order.*, got 5"),
             ((None,), "prompts must be text"),
             ((b"a",), "prompts must be text"),
             (([[3], None],), "prompt 1: a prompt must be"),

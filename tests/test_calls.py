@@ -1,0 +1,97 @@
+"""Arguments of calls that stand for many: lists, and whatever else holds prompts in an order."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from jaxserve.calls import as_list, per_prompt, priorities
+from jaxserve.errors import RequestError
+from jaxserve.sampling_params import SamplingParams
+
+TEXTS = ["one", "two", "three"]
+
+
+class Column:
+    """Column of a table, as pandas, pyarrow and polars have it: its own methods make a list."""
+
+    def __init__(self, method: str, values: list[Any]) -> None:
+        setattr(self, method, lambda: values)
+
+    def __getitem__(self, index: int) -> None:
+        raise KeyError(index)  # pandas looks for a label
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda: TEXTS,
+        lambda: tuple(TEXTS),
+        lambda: (text for text in TEXTS),
+        lambda: map(str, TEXTS),
+        lambda: np.array(TEXTS),
+        lambda: np.array(TEXTS, object),
+        lambda: Column("tolist", TEXTS),
+        lambda: Column("to_pylist", TEXTS),
+        lambda: Column("to_list", TEXTS),
+    ],
+)
+def test_ordered_iterables_are_lists_of_prompts(given: Callable[[], Any]) -> None:
+    assert as_list(given()) == TEXTS
+
+
+def test_columns_of_tables_are_lists_of_prompts() -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"text": ["zero", *TEXTS]})
+    assert as_list(table["text"][1:]) == TEXTS  # its first label is not 0
+    assert as_list(table["text"].astype("string")[1:]) == TEXTS
+    assert as_list(pandas.Series([[1, 2], [3]])) == [[1, 2], [3]]
+    with pytest.raises(RequestError, match="a column of a table"):
+        as_list(table)
+
+
+@pytest.mark.filterwarnings("ignore")  # those of packages that datasets imports
+def test_columns_of_datasets_are_lists_of_prompts() -> None:
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"prompt": TEXTS})
+    assert as_list(table["prompt"]) == TEXTS
+    assert as_list(table) == [{"prompt": text} for text in TEXTS]
+    assert as_list(table.data.column("prompt")) == TEXTS  # pyarrow's
+
+
+@pytest.mark.parametrize("ids", [[3, 4], (3, 4), np.array([3, 4]), torch.tensor([3, 4]), range(3, 5), iter([3, 4])])
+def test_integers_are_one_prompt(ids: Any) -> None:
+    assert as_list(ids) == [[3, 4]]
+
+
+@pytest.mark.parametrize("rows", [np.array([[3, 4], [5, 6]]), torch.tensor([[3, 4], [5, 6]])])
+def test_rows_of_integers_are_prompts(rows: Any) -> None:
+    assert as_list(rows) == [[3, 4], [5, 6]]
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("given", [5, None, b"a", {"a", "b"}, np.array(3), SimpleNamespace(columns=["a"])])
+def test_what_has_no_order_is_refused(given: Any) -> None:
+    with pytest.raises(RequestError, match="prompts must be text, token ids, a dict, or such prompts in order"):
+        as_list(given)
+
+
+def test_parameters_are_of_all_or_of_each() -> None:
+    params = SamplingParams()
+    for given in (params, [params, params], iter([params, params])):
+        assert per_prompt(given, SamplingParams, "sampling_params", 2) == [params, params]
+    with pytest.raises(RequestError, match="one for all or one per prompt, got 2 for 3"):
+        per_prompt([params, params], SamplingParams, "sampling_params", 3)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_a_priority_is_of_all_or_of_each() -> None:
+    assert priorities(None, 2) == [0, 0]
+    assert priorities(-3, 2) == priorities(np.int64(-3), 2) == [-3, -3]
+    assert priorities((4, 5), 2) == priorities(np.array([4, 5]), 2) == [4, 5]
+    for given in ([4], "ab", True, 1.5):
+        with pytest.raises(RequestError, match="priority must be one integer for all prompts or a list with one for"):
+            priorities(given, 2)
