@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxserve.environment import user_cache_dir
 from jaxserve.errors import ConfigError, did_you_mean
+from jaxserve.option_values import read_object, read_targets, read_tenant_weights
 from jaxserve.pooling import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.scheduling.pacer import MAX_STEPS
@@ -32,7 +31,7 @@ CHECKPOINT_FORMATS = ("auto-round", "awq", "compressed-tensors", "fp8", "gguf", 
 KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn", "int4")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
-LARGEST_MAX_LOGPROBS = 1024  # a TPU selects them one by one; a whole vocabulary needs no selection
+LARGEST_SELECTION = 1024  # log probabilities; a TPU selects them one by one, a whole vocabulary needs no selection
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
 DEFAULT_DRAFTS = {  # folder of weights/ with its draft, by the method of speculative_config
     "draft_model": "default-draft",
@@ -58,6 +57,13 @@ class EngineConfig:
             `use_activation`. What it leaves out is as in the checkpoint, else LAST and True.
         tokenizer: directory of the tokenizer, or a GGUF file; None takes the model's.
         skip_tokenizer_init: work on token ids alone.
+        generation_config: source of the sampling parameters that requests do not give: "auto" is the model's
+            generation_config.json, "vllm" none, anything else a directory with such a file.
+        override_generation_config: parameters that count instead of those, as a dict or as JSON. A max_new_tokens here
+            is also the most that requests to a server get.
+        hf_overrides: fields of config.json to replace, as a dict or as JSON; an object in the place of a nested
+            configuration, such as text_config, replaces some of its fields. Or a function from transformers'
+            configuration of the model to the one that counts.
         dtype: dtype of weights and activations; "auto" is the checkpoint's on accelerators, where a float32 checkpoint
             is served in bfloat16. On CPU activations are then float32, and matrices stay as the checkpoint has them.
         quantization: "int8" and "int4" round matrices to 8 or 4 bits with a float32 scale per group of about 64
@@ -92,8 +98,8 @@ class EngineConfig:
         long_prefill_token_threshold: a prompt with more tokens left to compute is long; while rows decode, a step
             computes at most this many of its tokens. 0 or None: prompts with more than `max_num_batched_tokens` left
             are long, and chunks are at most half of that. If no row decodes, a long prompt gets the rest of the step.
-        max_logprobs: most log probabilities per token that a request may ask for, at most 1024, or -1 for the whole
-            vocabulary. Steps reserve memory for this number. The whole vocabulary takes much memory, and while a
+        max_logprobs: most log probabilities per token that a request may ask for; -1 is the whole vocabulary. Steps
+            reserve memory for this number, from 1025 on for the whole vocabulary. That takes much memory, and while a
             running request asks for any log probabilities, each dispatch is then a single step.
         page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, more if a token has fewer bytes on a
             device. Only full pages are shared.
@@ -142,6 +148,9 @@ class EngineConfig:
     model: str | None = None
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
+    generation_config: str = "auto"
+    override_generation_config: str | Mapping[str, Any] | None = None
+    hf_overrides: str | Mapping[str, Any] | Callable[[Any], Any] | None = None
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: str | Mapping[str, Any] | None = None
@@ -188,7 +197,7 @@ class EngineConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "compilation_cache_dir", "event_log"):
+        for name in ("model", "tokenizer", "generation_config", "compilation_cache_dir", "event_log"):
             if not isinstance(getattr(self, name), str | os.PathLike | None):
                 raise ConfigError(f"{name} must be a path, got {getattr(self, name)!r}")
             if getattr(self, name) is not None:
@@ -204,8 +213,9 @@ class EngineConfig:
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _check_runner(self)
+        _ = self.generation_overrides, self.config_overrides
         read_tenant_weights(self.tenant_weights)
-        read_targets(self)
+        read_targets(self.target_ttft_ms, self.target_itl_ms)
         object.__setattr__(self, "multi_step", _read_multi_step(self.multi_step))
         object.__setattr__(self, "speculative_config", SpeculationConfig.of(self.speculative_config))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
@@ -254,15 +264,22 @@ class EngineConfig:
     @property
     def pooler_options(self) -> dict[str, Any]:
         """Options of `pooler_config` that are given."""
-        value = self.pooler_config
-        if isinstance(value, str):  # text from a command line
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise ConfigError(f"pooler_config must be a JSON object, got {value!r}: {error}") from None
-        if not isinstance(value, Mapping | None):
-            raise ConfigError(f"pooler_config must be a dict, got {value!r}")
-        return read_pooler_config(value or {})
+        return read_pooler_config(read_object("pooler_config", self.pooler_config))
+
+    @property
+    def generation_overrides(self) -> dict[str, Any]:
+        """Content of `override_generation_config`."""
+        return read_object("override_generation_config", self.override_generation_config)
+
+    @property
+    def config_overrides(self) -> dict[str, Any] | Callable[[Any], Any]:
+        """Content of `hf_overrides`, or its function."""
+        return self.hf_overrides if callable(self.hf_overrides) else read_object("hf_overrides", self.hf_overrides)
+
+    @property
+    def selected_logprobs(self) -> int:
+        """Number of log probabilities that a step selects for each token; -1 if it returns the whole vocabulary."""
+        return self.max_logprobs if self.max_logprobs <= LARGEST_SELECTION else -1
 
     @property
     def speculation(self) -> SpeculationConfig | None:
@@ -299,52 +316,6 @@ def _read_multi_step(value: object) -> str | int:
     if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MAX_FIXED_STEPS:
         raise ConfigError(f"multi_step must be 'auto' or an integer in [1, {MAX_FIXED_STEPS}], got {value!r}")
     return steps
-
-
-def read_tenant_weights(value: Any) -> tuple[tuple[str, float], ...]:
-    """Return the weight of each tenant, sorted by name, from a dict or JSON; ConfigError if one is not positive."""
-    if isinstance(value, str):  # text from a command line
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"tenant_weights must be a JSON object, got {value!r}: {error}") from None
-    if value is None:
-        return ()
-    weights: dict[Any, Any] = dict(value) if isinstance(value, Mapping) else {None: value}
-    for tenant, weight in weights.items():
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not isinstance(tenant, str) or not is_number or not 0 < weight < math.inf:
-            raise ConfigError(f"tenant_weights must be positive numbers by tenant, got {value!r}")
-    return tuple((tenant, float(weight)) for tenant, weight in sorted(weights.items()))
-
-
-def read_targets(config: EngineConfig) -> tuple[tuple[int | None, float, float], ...]:
-    """Return the targets of each class in seconds: class (None for any other), first token, further tokens."""
-    first_s, next_s = (_read_target(name, getattr(config, name)) for name in ("target_ttft_ms", "target_itl_ms"))
-    lacking = set() if None in next_s else first_s.keys() - next_s.keys()
-    if lacking:
-        names = sorted(map(str, lacking))
-        raise ConfigError(f"target_ttft_ms needs target_itl_ms of the same classes, got none for {names}")
-    priorities = sorted(first_s.keys() | next_s.keys(), key=lambda priority: (priority is None, priority or 0))
-    return tuple(
-        (priority, first_s.get(priority, first_s.get(None, 0.0)), next_s.get(priority, next_s.get(None, 0.0)))
-        for priority in priorities
-    )
-
-
-def _read_target(name: str, value: Any) -> dict[int | None, float]:
-    """Return times in seconds by class; None is any other class."""
-    try:
-        given = json.loads(value) if isinstance(value, str) else value
-        times = {} if given is None else dict(given) if isinstance(given, Mapping) else {None: given}
-        read = {
-            None if priority is None else int(priority): float(time_ms) / 1e3 for priority, time_ms in times.items()
-        }
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} must be milliseconds, or milliseconds by priority, got {value!r}: {error}") from None
-    if not all(0 < time_s < math.inf for time_s in read.values()):
-        raise ConfigError(f"{name} must be positive, got {value!r}")
-    return read
 
 
 def _check_runner(config: EngineConfig) -> None:
@@ -404,10 +375,9 @@ def _check_long_prefills(config: EngineConfig) -> None:
 
 
 def _check_max_logprobs(value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= LARGEST_MAX_LOGPROBS:
+    if not isinstance(value, int) or isinstance(value, bool) or value < -1:
         raise ConfigError(
-            f"max_logprobs must be an integer in [0, {LARGEST_MAX_LOGPROBS}], or -1 for the whole vocabulary, "
-            f"got {value!r}"
+            f"max_logprobs must be an integer of 0 or more, or -1 for the whole vocabulary, got {value!r}"
         )
 
 

@@ -66,8 +66,8 @@ class SamplingParams:
             the extra `structured`. An end-of-sequence token is allowed where the form is complete, and ends the output
             even with `ignore_eos`; an output that ends otherwise (by `max_tokens`, say) may be incomplete.
 
-    Of vLLM's guided_decoding, logits_processors, extra_args, best_of, flat_logprobs and
-    spaces_between_special_tokens, only the defaults are accepted, and `n` for best_of.
+    Of vLLM's other parameters only values are accepted that ask for what jaxserve does, such as the defaults, and `n`
+    for best_of: see `vllm_options.SAMPLING_ARGUMENTS`.
 
     Raises:
         RequestError: a value is out of range or a parameter is unknown.
@@ -106,6 +106,23 @@ class SamplingParams:
     best_of: InitVar[Any] = None
     flat_logprobs: InitVar[Any] = False
     spaces_between_special_tokens: InitVar[Any] = True
+    watermarking: InitVar[Any] = None
+    prompt_logprob_token_ids: InitVar[Any] = None
+    prompt_logprob_start: InitVar[Any] = None
+    logprob_token_ids: InitVar[Any] = None
+    output_kind: InitVar[Any] = None
+    stream_interval: InitVar[Any] = None
+    skip_clone: InitVar[Any] = False
+    output_text_buffer_length: InitVar[Any] = 0
+    skip_reading_prefix_cache: InitVar[Any] = None
+    thinking_token_budget: InitVar[Any] = None
+    repetition_detection: InitVar[Any] = None
+    routed_experts_prompt_start: InitVar[Any] = 0
+    trace_decode_token_ids: InitVar[Any] = None
+    _eos_token_id: InitVar[Any] = None
+    _all_stop_token_ids: InitVar[Any] = None
+    _watermarking_skipped: InitVar[Any] = None
+    _bad_words_token_ids: InitVar[Any] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Raise RequestError for unknown names, as for invalid values."""

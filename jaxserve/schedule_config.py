@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jaxserve.config import EngineConfig, read_targets, read_tenant_weights
+from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.kv_cache.groups import KVGroups
+from jaxserve.option_values import read_targets, read_tenant_weights
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.scheduling.policy import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS, Policy, prefill_share
 
@@ -248,14 +249,14 @@ def resolve_schedule(
     return ScheduleConfig(
         *sizes,
         few_programs=platform != "cpu",
-        max_logprobs=config.max_logprobs,
+        max_logprobs=config.selected_logprobs,
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         windows=windows,
         num_snapshots=default_snapshots(config, max_num_seqs) if has_states else None,
         tenant_weights=read_tenant_weights(config.tenant_weights),
-        targets=read_targets(config),
+        targets=read_targets(config.target_ttft_ms, config.target_itl_ms),
         max_drafts=config.speculation.max_drafts if config.speculation else 0,
         num_spare_drafts=config.speculation.num_spare_drafts if config.speculation else 0,
         pools=pools,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import ConfigError, RequestError, brief
+from jaxserve.vllm_names import ANY_VALUE, OFF, SWITCHES, UNSUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,11 @@ class VllmOption:
     accepts: Sequence[Any] | None = ()
     field: str | None = None
     switch: str | None = None
+
+    @property
+    def is_switch(self) -> bool:
+        """True if the option is a flag without a value on vLLM's command line, where its values do not show it."""
+        return self.name in SWITCHES or (self.name.startswith(("enable_", "disable_")) and self.field is None)
 
     @property
     def accepted(self) -> str:
@@ -67,11 +73,8 @@ VLLM_OPTIONS = (
     VllmOption("load_format", "safetensors, Orbax and GGUF are told apart by their files", ("auto", "safetensors")),
     VllmOption("config_format", "config.json is read as Hugging Face writes it", ("auto", "hf")),
     VllmOption("hf_config_path", "config.json is that of the model's directory", (None,)),
-    VllmOption("hf_overrides", "config.json counts as it is", _NONE_OR_EMPTY),
-    VllmOption("rope_scaling", "config.json counts as it is", _NONE_OR_EMPTY),
-    VllmOption("rope_theta", "config.json counts as it is", (None,)),
-    VllmOption("generation_config", "generation_config.json of the model's directory counts", ("auto",)),
-    VllmOption("override_generation_config", "generation_config.json counts as it is", _NONE_OR_EMPTY),
+    VllmOption("rope_scaling", "hf_overrides is the option for fields of config.json", _NONE_OR_EMPTY),
+    VllmOption("rope_theta", "hf_overrides is the option for fields of config.json", (None,)),
     VllmOption("model_impl", "models have one implementation", ("auto",)),
     VllmOption("model_loader_extra_config", "the loader has no options", _NONE_OR_EMPTY),
     VllmOption("ignore_patterns", "nothing is downloaded", None),
@@ -96,15 +99,15 @@ VLLM_OPTIONS = (
     VllmOption("device", "jax chooses the device; JAX_PLATFORMS tells it which", ("auto",)),
     VllmOption(
         "enforce_eager",
-        'everything is compiled, ahead of requests; compile_ahead="minimal" starts soonest',
-        (False, None),
+        'everything is compiled, ahead of requests, to the same results; compile_ahead="minimal" starts soonest',
+        (*_BOOLS, None),
     ),
     VllmOption("compilation_config", "XLA compiles; compile_ahead says when", _NONE_OR_EMPTY),
     VllmOption("max_seq_len_to_capture", "compiled programs serve every length", None),
     VllmOption("enable_chunked_prefill", "long prompts are always computed in chunks", (True, None)),
     VllmOption("num_scheduler_steps", "multi_step is the option for several steps in one dispatch", (1,)),
     VllmOption("preemption_mode", "preempted requests are computed again", (None, "recompute")),
-    VllmOption("swap_space", "preempted requests are computed again, and nothing is swapped", (0,)),
+    VllmOption("swap_space", "preempted requests are computed again, and nothing is swapped", None),
     VllmOption("cpu_offload_gb", "all weights stay on the device", (0,)),
     VllmOption("kv_cache_memory_bytes", "num_pages and gpu_memory_utilization size the KV cache", (None,)),
     VllmOption("enable_sleep_mode", "every engine can sleep", _BOOLS),
@@ -129,6 +132,8 @@ VLLM_OPTIONS = (
     VllmOption("enable_log_requests", "requests are not logged", (False,)),
     VllmOption("otlp_traces_endpoint", "offline there are no traces", (None,)),
     VllmOption("collect_detailed_traces", "there are no traces", (None,)),
+    *(VllmOption(name, behaviour, None) for behaviour, names in ANY_VALUE.items() for name in names),
+    *(VllmOption(name, behaviour, accepts) for behaviour, accepts, names in UNSUPPORTED for name in names),
 )
 _BY_NAME = {option.name: option for option in VLLM_OPTIONS}
 
@@ -143,6 +148,24 @@ CHAT_ARGUMENTS = (
     VllmOption("chat_template_content_format", "a message's text parts are joined", ("auto", "string")),
     VllmOption("continue_final_message", "every answer is a message of its own", (False,)),
 )
+_UNSUPPORTED_SAMPLING: tuple[tuple[str, Sequence[Any], Sequence[str]], ...] = (
+    ("outputs have no watermark", (None, False), ("watermarking", "_watermarking_skipped")),
+    (
+        "log probabilities are of the most likely tokens; logprobs=-1 returns all",
+        (None,),
+        ("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
+    ),
+    ("outputs are cumulative, and LLM.stream yields increments", (None, 0, 2), ("output_kind",)),
+    ("outputs are streamed as they come", (None, 1), ("stream_interval",)),
+    ("parameters are always copied", (False, True), ("skip_clone",)),
+    ("it is computed, not given", (None, 0, set()), ("output_text_buffer_length", "_all_stop_token_ids")),
+    ("it is computed, not given", (None,), ("_eos_token_id", "_bad_words_token_ids")),
+    ("LLM.reset_prefix_cache and cache_salt keep a prompt from cached pages", OFF, ("skip_reading_prefix_cache",)),
+    ("max_tokens bounds the whole output", (None,), ("thinking_token_budget",)),
+    ("frequency_penalty discourages repetition", (None,), ("repetition_detection",)),
+    ("routing is not returned", (None, 0), ("routed_experts_prompt_start",)),
+    ("tokens are sampled", (None,), ("trace_decode_token_ids",)),
+)
 SAMPLING_ARGUMENTS = (  # arguments of SamplingParams; best_of may also be `n`
     VllmOption("guided_decoding", "structured_outputs is the argument for the form of outputs", (None,)),
     VllmOption("logits_processors", "there are no logits processors", (None, [])),
@@ -150,6 +173,7 @@ SAMPLING_ARGUMENTS = (  # arguments of SamplingParams; best_of may also be `n`
     VllmOption("best_of", "as many completions are sampled as returned, n", (None,)),
     VllmOption("flat_logprobs", "log probabilities are a dict per token", (False,)),
     VllmOption("spaces_between_special_tokens", "the tokenizer's own spaces are kept", (True,)),
+    *(VllmOption(name, behaviour, accepts) for behaviour, accepts, names in _UNSUPPORTED_SAMPLING for name in names),
 )
 
 
@@ -170,7 +194,9 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: an option of vLLM asks for what jaxserve does not do, or an option is given by both its names.
     """
-    options = {name: value for name, value in given.items() if name not in _BY_NAME}
+    options = {
+        name: value for name, value in given.items() if name not in _BY_NAME and not (value is None and name in _SHARED)
+    }
     for option in (_BY_NAME[name] for name in given if name in _BY_NAME):
         value = given[option.name]
         if option.field is None:
@@ -213,11 +239,12 @@ def markdown_table() -> str:
     return "\n".join([*lines, *(f"| `{name}` | {accepted} | {behaviour} |" for name, accepted, behaviour in rows)])
 
 
-_SHARED = (  # fields of EngineConfig with vLLM's name and meaning
+_SHARED = (  # fields of EngineConfig with vLLM's name and meaning, for which None is the default
     *("model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size"),
     *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"),
     *("max_long_partial_prefills", "long_prefill_token_threshold", "gpu_memory_utilization", "enable_prefix_caching"),
-    *("seed", "runner", "convert", "pooler_config"),
+    *("seed", "runner", "convert", "pooler_config", "hf_overrides", "generation_config", "override_generation_config"),
+    *("max_logprobs", "scheduling_policy", "speculative_config", "attention_backend", "linear_backend"),
 )
 
 if __name__ == "__main__":

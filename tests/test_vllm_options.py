@@ -13,16 +13,18 @@ from jaxserve.vllm_options import (
     GENERATE_ARGUMENTS,
     SAMPLING_ARGUMENTS,
     VLLM_OPTIONS,
+    VllmOption,
     check_arguments,
     engine_options,
     markdown_table,
 )
+from tests.vllm_defaults import ENGINE_ARGS, SAMPLING_PARAMS
 
 # Options as scripts written for vLLM pass them: its defaults, and those that ask for what jaxserve does.
 ACCEPTED: dict[str, Any] = {
     "trust_remote_code": False,
-    "enforce_eager": False,
-    "swap_space": 0.0,
+    "enforce_eager": True,
+    "swap_space": 4,
     "cpu_offload_gb": 0,
     "load_format": "safetensors",
     "revision": None,
@@ -32,12 +34,16 @@ ACCEPTED: dict[str, Any] = {
     "disable_custom_all_reduce": True,
     "distributed_executor_backend": None,
     "max_seq_len_to_capture": 8192,
-    "hf_overrides": {},
     "pipeline_parallel_size": 1,
 }
 REFUSED = {
-    "enforce_eager": (True, r"must be False or None, got True: everything is compiled.*compile_ahead=\"minimal\""),
-    "swap_space": (4, "must be 0, got 4: preempted requests are computed again"),
+    "enforce_eager": (1, r"must be False or True or None, got 1: everything is compiled.*compile_ahead=\"minimal\""),
+    "rope_theta": (1e6, "must be None, got 1000000.0: hf_overrides is the option"),
+    "logprobs_mode": (
+        "processed_logits",
+        "must be 'raw_logprobs', got 'processed_logits': log probabilities",
+    ),
+    "nnodes": (2, "must be 1 or None, got 2: several processes are set up by jaxserve.distributed"),
     "load_format": ("dummy", "must be 'auto' or 'safetensors', got 'dummy'"),
     "revision": ("main", "must be None, got 'main': models are local directories"),
     "enable_chunked_prefill": (False, "must be True or None, got False"),
@@ -107,25 +113,48 @@ def test_arguments_of_calls() -> None:
         check_arguments(neutral, GENERATE_ARGUMENTS)
 
 
-NEUTRAL_SAMPLING: dict[str, Any] = {  # vLLM's defaults
-    **dict.fromkeys(("guided_decoding", "logits_processors", "extra_args", "best_of")),
-    "flat_logprobs": False,
-    "spaces_between_special_tokens": True,
+NEUTRAL_SAMPLING: dict[str, Any] = {  # vLLM's defaults, and those of parameters that it had before
+    option.name: SAMPLING_PARAMS.get(option.name) for option in SAMPLING_ARGUMENTS
 }
+
+
+def test_all_parameters_of_vllm_are_known() -> None:
+    own = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert SAMPLING_PARAMS.keys() <= own | NEUTRAL_SAMPLING.keys()
+    assert not own & NEUTRAL_SAMPLING.keys()
+    for name, default in SAMPLING_PARAMS.items():
+        assert SamplingParams(**{name: default}) == SamplingParams()
+
+
+def test_all_options_of_vllms_engine_are_known() -> None:
+    own = {field.name for field in dataclasses.fields(EngineConfig)}
+    others = {option.name for option in VLLM_OPTIONS}
+    assert ENGINE_ARGS.keys() <= own | others
+    for name, default in ENGINE_ARGS.items():
+        options = engine_options({name: default})
+        assert name in own or not options, name
+        EngineConfig(**options)
+
+
+@pytest.mark.parametrize("name", [option.name for option in VLLM_OPTIONS if option.accepts is not None])
+def test_no_option_is_ignored(name: str) -> None:
+    """Whatever does not accept every value refuses one that nobody means, and says what to do."""
+    (option,) = (option for option in VLLM_OPTIONS if option.name == name)
+    if option.field is None:
+        with pytest.raises(ConfigError, match=f"^{name} must be .*, got {object}: .*; leave it out$"):
+            engine_options({name: object})
 
 
 def test_neutral_sampling_parameters_are_accepted() -> None:
     params = SamplingParams(n=3, top_k=5, **NEUTRAL_SAMPLING)
     assert params == SamplingParams(n=3, top_k=5) == params.clone() == SamplingParams(n=3, top_k=5, best_of=3)
-    assert {name: getattr(params, name) for name in NEUTRAL_SAMPLING} == NEUTRAL_SAMPLING
-    assert {option.name for option in SAMPLING_ARGUMENTS} == NEUTRAL_SAMPLING.keys()
 
 
-@pytest.mark.parametrize(("name", "default"), NEUTRAL_SAMPLING.items())
-def test_other_values_of_them_are_refused_by_name(name: str, default: object) -> None:
-    for value in (not default, 5, "json"):
-        with pytest.raises(RequestError, match=rf"^{name} must be {default}.*, got {value!r}: "):
-            SamplingParams(n=2, **{name: value})
+@pytest.mark.parametrize("option", SAMPLING_ARGUMENTS, ids=lambda option: option.name)
+def test_other_values_of_them_are_refused_by_name(option: VllmOption) -> None:
+    for value in (5, "json"):
+        with pytest.raises(RequestError, match=rf"^{option.name} must be .*, got {value!r}: {option.behaviour}"):
+            SamplingParams(n=2, **{option.name: value})
 
 
 def test_the_table_has_every_option_once() -> None:
@@ -139,5 +168,5 @@ def test_the_table_has_every_option_once() -> None:
     rows = markdown_table().splitlines()
     for name in names:
         assert sum(row.startswith(f"| `{name}` |") for row in rows) == 1
-    assert "| `swap_space` | 0 | preempted requests are computed again, and nothing is swapped |" in rows
+    assert "| `swap_space` | any | preempted requests are computed again, and nothing is swapped |" in rows
     assert all(row.count("|") == 4 for row in rows)

@@ -107,8 +107,9 @@ def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
     """Add flags for vLLM's options, which help does not show: they have another name here, no effect, or a reason."""
     hints = inspect.get_annotations(EngineConfig, eval_str=True)
     for option in vllm_options.VLLM_OPTIONS:
-        kinds = {type(value) for value in option.accepts or ()}
-        is_switch = option.switch is not None or bool in kinds or (option.field and hints[option.field] is bool)
+        kinds = {type(value) for value in option.accepts or ()} - {type(None)}
+        is_switch = option.switch is not None or kinds == {bool} or option.is_switch
+        is_switch |= option.field is not None and hints[option.field] is bool
         options: dict[str, Any] = {"dest": f"engine.{option.name}", "default": argparse.SUPPRESS}
         options |= {"action": argparse.BooleanOptionalAction} if is_switch else {"type": _literal}
         with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of this name

@@ -2,24 +2,32 @@
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jaxserve import weights
 from jaxserve.config import WEIGHT_FORMATS, EngineConfig
-from jaxserve.errors import ConfigError, RequestError
+from jaxserve.engine.overrides import fields_of, overridden, warn_of_idle
+from jaxserve.errors import ConfigError, RequestError, did_you_mean
 from jaxserve.models import pooling, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import token_id_set
 from jaxserve.pooling import CLASSIFY, EMBED, Pooler, PoolingKind, pooling_kind
 from jaxserve.sampling_params import SamplingParams
 
+_LIMIT = "max_new_tokens"
 _GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
     "min_p": "min_p",
     "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "skip_special_tokens": "skip_special_tokens",
+    _LIMIT: "max_tokens",
 }
 
 
@@ -27,18 +35,38 @@ def build_arch(config: EngineConfig) -> ArchConfig:
     """Read config.json and generation_config.json, for sequences as long as `max_model_len`."""
     try:
         raw = weights.read_config(config.model_path)
-        generation = weights.read_generation_config(config.model_path)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
-    if (pooler := _build_pooler(config, raw)) is None:
-        arch = registry.from_hf_config(raw)
-    else:
-        generator = pooling.generator_config(raw, registry.FAMILIES)
-        arch = pooling.pooling_arch(registry.from_hf_config(generator), pooler)
+    read = partial(_read_arch, config)
+    if fields := fields_of(config.config_overrides, config.model_path):
+        warn_of_idle(fields, raw, read)
+    arch = read(overridden(raw, fields))
     arch = arch.within(config.max_model_len or arch.max_position)
     arch = arch.divided(config.tensor_parallel_size, config.expert_parallel_size, config.num_data_shards)
     # generation_config.json adds the ids that end a chat turn.
-    return dataclasses.replace(arch, eos_ids=arch.eos_ids | token_id_set(generation.get("eos_token_id")))
+    return dataclasses.replace(arch, eos_ids=arch.eos_ids | token_id_set(_read_generation(config).get("eos_token_id")))
+
+
+def _read_arch(config: EngineConfig, raw: Mapping[str, Any]) -> ArchConfig:
+    if (pooler := _build_pooler(config, raw)) is None:
+        return registry.from_hf_config(raw)
+    generator = pooling.generator_config(raw, registry.FAMILIES)
+    return pooling.pooling_arch(registry.from_hf_config(generator), pooler)
+
+
+def _read_generation(config: EngineConfig) -> dict[str, Any]:
+    """Return the generation_config.json that counts; {} if the model has none."""
+    is_models = config.generation_config in ("auto", "vllm")
+    directory = config.model_path if is_models else Path(config.generation_config)
+    if not is_models and not (directory / "generation_config.json").is_file():
+        raise ConfigError(
+            f"generation_config must be 'auto', 'vllm' or a directory with a generation_config.json, got "
+            f"{config.generation_config!r}"
+        )
+    try:
+        return weights.read_generation_config(directory)
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error
 
 
 def resolve_quantization(config: EngineConfig, arch: ArchConfig) -> EngineConfig:
@@ -108,10 +136,52 @@ def _embedding_pooler(raw: Mapping[str, Any], modules: weights.EmbeddingModules 
 
 
 def build_sampling_params(config: EngineConfig) -> SamplingParams:
-    """The checkpoint's recommendation; where it has none, SamplingParams' own defaults."""
-    generation = weights.read_generation_config(config.model_path)
-    wanted = {ours: generation.get(theirs) for theirs, ours in _GENERATION_CONFIG.items()}
+    """The checkpoint's recommendation and the user's; where there is none, SamplingParams' own defaults."""
+    recommended = {} if config.generation_config == "vllm" else _read_generation(config)
+    given = {name: value for name, value in config.generation_overrides.items() if value is not None}
+    if given.pop("do_sample", True) is not True:
+        raise ConfigError("override_generation_config must not have do_sample: false; set temperature to 0")
+    if unknown := sorted(given.keys() - _GENERATION_CONFIG.keys()):
+        raise ConfigError(
+            f"override_generation_config takes {sorted(_GENERATION_CONFIG)}, got {unknown}"
+            f"{did_you_mean(unknown, _GENERATION_CONFIG)}; hf_overrides replaces eos_token_id"
+        )
+    where = f"generation_config.json in {config.model_path}"
     try:
-        return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
+        params = _sampling_params(recommended)
+        where = "override_generation_config"
+        return _sampling_params(recommended | given) if given else params
     except RequestError as error:
-        raise ConfigError(f"generation_config.json in {config.model_path}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _sampling_params(generation: Mapping[str, Any]) -> SamplingParams:
+    wanted = {ours: generation.get(theirs) for theirs, ours in _GENERATION_CONFIG.items()}
+    return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLimits:
+    """Limits of outputs by the generation configuration, on a server.
+
+    Attributes:
+        default: most tokens of a chat that does not say; None for as many as the model has room for.
+        largest: most tokens of any output; None for no limit but the model's.
+    """
+
+    default: int | None = None
+    largest: int | None = None
+
+    def of(self, max_tokens: int | None) -> int | None:
+        """Return the limit of a request that asks for so many tokens."""
+        wanted = self.default if max_tokens is None else max_tokens
+        return min((each for each in (wanted, self.largest) if each is not None), default=None)
+
+
+def output_limits(config: EngineConfig) -> OutputLimits:
+    """Return the limits that vLLM's server takes from the generation configuration."""
+    recommended = {} if config.generation_config == "vllm" else _read_generation(config)
+    largest = config.generation_overrides.get(_LIMIT)
+    if config.generation_config not in ("auto", "vllm"):
+        largest = largest or recommended.get(_LIMIT)
+    return OutputLimits(largest or recommended.get(_LIMIT), largest)

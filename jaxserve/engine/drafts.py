@@ -93,6 +93,7 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
         data_parallel_size=1,
         attention_backend="auto",
         speculative_config=None,
+        hf_overrides=None,
     )
     draft_arch = build_arch(own)
     own = resolve_quantization(own, draft_arch)

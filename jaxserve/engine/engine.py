@@ -11,7 +11,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.distributed import processes
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.engine.build import build_runners, check_sizes
-from jaxserve.engine.checkpoint import build_arch, build_sampling_params, resolve_quantization
+from jaxserve.engine.checkpoint import build_arch, build_sampling_params, output_limits, resolve_quantization
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.devices import Devices
 from jaxserve.engine.event_log import EventLog
@@ -55,6 +55,7 @@ class Engine:
         stats: totals since start, of all steps but those that may have ended since the last dispatch.
         tokenizer: None with `skip_tokenizer_init`.
         default_sampling_params: parameters that the checkpoint recommends.
+        output_limits: limits of outputs on a server.
     """
 
     def __init__(self, config: EngineConfig, executors: Sequence[Executor] | None = None) -> None:
@@ -62,6 +63,7 @@ class Engine:
         self.config = config = resolve_quantization(config, self.arch)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self.default_sampling_params = build_sampling_params(config)
+        self.output_limits = output_limits(config)
         claim_memory(config)
         check_sizes(config, self.arch)
         eos_ids = self.arch.eos_ids | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from jaxserve.config import LARGEST_MAX_LOGPROBS, EngineConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.prompt import Prompt, prompt_limit, read_prompt
 from jaxserve.errors import RequestError, brief
@@ -159,10 +159,9 @@ class RequestReader:
         for name in ("logprobs", "prompt_logprobs"):
             asked = getattr(params, name) or 0
             if (vocab if asked == -1 else asked) > (vocab if most == -1 else most):
-                needed = asked if 0 < asked <= LARGEST_MAX_LOGPROBS else -1
                 raise RequestError(
                     f"{name} must be at most max_logprobs of the engine, or the size of the vocabulary, got {asked} "
-                    f"with max_logprobs {most} and {vocab} tokens; start the engine with max_logprobs={needed}"
+                    f"with max_logprobs {most} and {vocab} tokens; start the engine with max_logprobs={asked}"
                 )
 
     def _check_priority(self, priority: object) -> None:

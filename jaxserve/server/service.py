@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,7 +82,11 @@ class Service:
         if url in TASKS:
             pooler = self.engine.arch.pooler
             return parse_pooling(url, body, names[0], names, pooler.labels if pooler else (), may_stream=True)
-        return parse_body(url, body, names[0], names, tokenizer, defaults, may_stream=True, chat_format=form)
+        request = parse_body(url, body, names[0], names, tokenizer, defaults, may_stream=True, chat_format=form)
+        limit = self.engine.output_limits.of(request.params.max_tokens)
+        if limit == request.params.max_tokens:
+            return request
+        return dataclasses.replace(request, params=request.params.clone({"max_tokens": limit}))
 
     @property
     def streams(self) -> Streams:

@@ -209,8 +209,8 @@ def test_served_model_names(model: str, tmp_path: Path) -> None:
             "quantization must be one of [None, 'int8', 'int4', 'fp8'], or the format of a quantised checkpoint, of ",
         ),
         (["generate", "x", "--model", "/no/such"], "the tokenizer must be a local directory"),
-        (["generate", "x", "--enforce-eager"], "enforce_eager must be False or None, got True: everything is compiled"),
-        (["generate", "x", "--swap_space", "4"], "swap_space must be 0, got 4: preempted requests are computed again"),
+        (["generate", "x", "--enable-lora"], "enable_lora must be False, got True: there are no LoRA adapters"),
+        (["generate", "x", "--cpu_offload_gb", "4"], "cpu_offload_gb must be 0, got 4: all weights stay on the device"),
         (["generate", "x", "--block_size=8", "--page-size", "8"], "block_size is called page_size; pass one of them"),
         (
             ["batch", __file__, "/no/such/out.jsonl"],

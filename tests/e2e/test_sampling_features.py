@@ -203,15 +203,21 @@ class TestMaxLogprobs:
         (sampled,) = generate(start(max_logprobs=-1), [PROMPT], replace(GREEDY, logprobs=0))
         assert [list(e) for e in sampled.outputs[0].logprobs] == [[i] for i in sampled.outputs[0].token_ids]
 
-    @pytest.mark.parametrize(("asked", "needed"), [(-1, -1), (21, 21), (300, 300), (321, 321), (5000, -1)])
-    def test_more_than_the_engine_has(self, start: Start, asked: int, needed: int) -> None:
+    @pytest.mark.parametrize("asked", [-1, 21, 300, 321, 5000])
+    def test_more_than_the_engine_has(self, start: Start, asked: int) -> None:
         for name in ("logprobs", "prompt_logprobs"):
-            with pytest.raises(RequestError, match=rf"{name} must be.*start the engine with max_logprobs={needed}$"):
+            with pytest.raises(RequestError, match=rf"{name} must be.*start the engine with max_logprobs={asked}$"):
                 start().add_request("wide", PROMPT, SamplingParams(**{name: asked}))
 
-    @pytest.mark.parametrize("value", [-2, 1025, 2.0, True, "20", None])
+    def test_more_than_a_step_selects(self, start: Start) -> None:
+        params = replace(GREEDY, logprobs=4, prompt_logprobs=-1)
+        (much,), (all_,) = (generate(start(max_logprobs=most), [PROMPT], params) for most in (1500, -1))
+        assert_same(much, all_)
+        assert start(max_logprobs=1500).schedule.max_logprobs == -1, "the programs of the whole vocabulary"
+
+    @pytest.mark.parametrize("value", [-2, 2.0, True, "20", None])
     def test_bad_width(self, value: object) -> None:
-        with pytest.raises(ConfigError, match=r"max_logprobs must be an integer in \[0, 1024\], or -1"):
+        with pytest.raises(ConfigError, match=r"max_logprobs must be an integer of 0 or more, or -1"):
             EngineConfig(max_logprobs=value)
 
 

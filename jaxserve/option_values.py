@@ -1,0 +1,64 @@
+"""Values of options that are dicts in Python and JSON on a command line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.errors import ConfigError
+
+
+def read_object(name: str, value: object) -> dict[str, Any]:
+    """Return an option that is a dict, or JSON text from a command line; None is empty."""
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{name} must be a JSON object, got {value!r}: {error}") from None
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ConfigError(f"{name} must be a dict with names as keys, got {value!r}")
+    return dict(given)
+
+
+def read_tenant_weights(value: Any) -> tuple[tuple[str, float], ...]:
+    """Return the weight of each tenant, sorted by name, from a dict or JSON; ConfigError if one is not positive."""
+    weights = read_object("tenant_weights", value)
+    for tenant, weight in weights.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not isinstance(tenant, str) or not is_number or not 0 < weight < math.inf:
+            raise ConfigError(f"tenant_weights must be positive numbers by tenant, got {value!r}")
+    return tuple((tenant, float(weight)) for tenant, weight in sorted(weights.items()))
+
+
+def read_targets(target_ttft_ms: Any, target_itl_ms: Any) -> tuple[tuple[int | None, float, float], ...]:
+    """Return the targets of each class in seconds: class (None for any other), first token, further tokens."""
+    first_s, next_s = _read_target("target_ttft_ms", target_ttft_ms), _read_target("target_itl_ms", target_itl_ms)
+    lacking = set() if None in next_s else first_s.keys() - next_s.keys()
+    if lacking:
+        names = sorted(map(str, lacking))
+        raise ConfigError(f"target_ttft_ms needs target_itl_ms of the same classes, got none for {names}")
+    priorities = sorted(first_s.keys() | next_s.keys(), key=lambda priority: (priority is None, priority or 0))
+    return tuple(
+        (priority, first_s.get(priority, first_s.get(None, 0.0)), next_s.get(priority, next_s.get(None, 0.0)))
+        for priority in priorities
+    )
+
+
+def _read_target(name: str, value: Any) -> dict[int | None, float]:
+    """Return times in seconds by class; None is any other class."""
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        times = {} if given is None else dict(given) if isinstance(given, Mapping) else {None: given}
+        read = {
+            None if priority is None else int(priority): float(time_ms) / 1e3 for priority, time_ms in times.items()
+        }
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} must be milliseconds, or milliseconds by priority, got {value!r}: {error}") from None
+    if not all(0 < time_s < math.inf for time_s in read.values()):
+        raise ConfigError(f"{name} must be positive, got {value!r}")
+    return read
