@@ -2,8 +2,9 @@
 
 import difflib
 from collections.abc import Collection, Iterable
-from itertools import islice
+from itertools import islice, takewhile
 
+_BRIEF_CHARS = 80
 _MOST_NAMES, _LONGEST_NAME = 4, 64  # a client must not keep the server comparing names
 
 
@@ -35,8 +36,28 @@ class PeerLostError(RuntimeError):
 
 def brief(value: object) -> str:
     """Return the value in a short form for error messages."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    text = repr(_begun(value, [_BRIEF_CHARS]))
+    return text if len(text) <= _BRIEF_CHARS else f"{text[: _BRIEF_CHARS - 3]}..."
+
+
+def _begun(value: object, left: list[int]) -> object:
+    """Return as much of a value as its short form shows: clients send values of megabytes.
+
+    Args:
+        value: the value.
+        left: number of values that may still be looked at, each of which is a character at least.
+    """
+    left[0] -= 1
+    if type(value) is str or type(value) is bytes:
+        return value[:_BRIEF_CHARS]
+    if type(value) is list or type(value) is tuple:
+        begun = [_begun(each, left) for each in takewhile(lambda _: left[0] > 0, value)]
+        return begun if type(value) is list else tuple(begun)
+    if type(value) is dict:
+        return {
+            _begun(name, left): _begun(each, left) for name, each in takewhile(lambda _: left[0] > 0, value.items())
+        }
+    return value
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:

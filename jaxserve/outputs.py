@@ -160,7 +160,8 @@ class GrowingList(Protocol):
     def as_list(self) -> list[Any]:
         """Return all entries so far: always the same list, which later calls extend."""
 
-    def __getitem__(self, index: slice, /) -> list[Any]: ...
+    def part(self, start: int, stop: int) -> Sequence[Any]:
+        """Return the entries from `start` to before `stop`, each of which is made when it is read."""
 
 
 class _ListField:
@@ -218,10 +219,12 @@ class CompletionOutput:
         text: GrowingText = vars(self)["text"]
         return text.since(start)
 
-    def logprobs_since(self, start: int, stop: int) -> list[dict[int, Logprob]] | None:
-        """Return `logprobs[start:stop]`, at a cost that depends only on its length."""
-        logprobs: Sequence[dict[int, Logprob]] | None = vars(self)["logprobs"]
-        return None if logprobs is None else list(logprobs[start:stop])
+    def logprobs_since(self, start: int, stop: int) -> Sequence[dict[int, Logprob]] | None:
+        """Return `logprobs[start:stop]`, whose entries are made when they are read."""
+        logprobs: list[dict[int, Logprob]] | GrowingList | None = vars(self)["logprobs"]
+        if isinstance(logprobs, GrowingList):
+            return logprobs.part(start, stop)
+        return None if logprobs is None else logprobs[start:stop]
 
 
 @dataclass
@@ -246,6 +249,12 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[dict[int, Logprob] | None] | None = _PROMPT_LOGPROBS
     pooled: NDArray[np.float32] | None = None
+
+    @property
+    def prompt_tables(self) -> Sequence[dict[int, Logprob] | None] | None:
+        """The entries of `prompt_logprobs`, each of which is made when it is read."""
+        tables: list[dict[int, Logprob] | None] | GrowingList | None = vars(self)["prompt_logprobs"]
+        return tables.part(0, len(self.prompt_token_ids)) if isinstance(tables, GrowingList) else tables
 
     @property
     def metrics(self) -> RequestMetrics:

@@ -210,6 +210,12 @@ class RequestGroup:
         self.output.finished = all(c.output.finish_reason for c in self._completions.values())
         return self.output.finished
 
+    def release_logprobs(self) -> None:
+        """Drop the log probabilities, on a thread that has time, once the request has ended and its reply is sent."""
+        for entries in (self._prompt_logprobs, *(c.logprobs for c in self._completions.values())):
+            if entries is not None:
+                entries.release()
+
     def abandon(self, error: BaseException) -> None:
         """Close all samples as they are, because of an error that left nobody to go on with them."""
         if not self.output.finished:

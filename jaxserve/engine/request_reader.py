@@ -8,7 +8,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from jaxserve.config import EngineConfig
@@ -98,6 +98,8 @@ class RequestReader:
         """
         params, pooling = self._read_params(params)
         limit = prompt_limit(params, self._schedule.max_model_len, self._schedule.max_total_tokens)
+        if limit is None:
+            self.check_text(prompt.get("prompt") if isinstance(prompt, Mapping) else prompt)
         text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit)
         self._check(token_ids, params)
         self._check_priority(priority)
@@ -134,11 +136,7 @@ class RequestReader:
         if not token_ids:
             raise RequestError("a prompt must have at least 1 token, got 0; begin it with any text or token")
         if len(token_ids) >= longest:
-            bound = "fewer than" if self._pooler is None else "at most"
-            raise RequestError(
-                f"a prompt must have {bound} max_model_len tokens, got {len(token_ids)} with "
-                f"max_model_len {self._schedule.max_model_len}; shorten it{self._advice_on_length()}"
-            )
+            raise self._too_long(str(len(token_ids)))
         named = {
             "prompt": token_ids,
             "stop_token_ids": params.stop_token_ids or (),
@@ -153,6 +151,20 @@ class RequestReader:
             raise RequestError("bad_words need a tokenizer; use logit_bias, or drop skip_tokenizer_init")
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids, or drop skip_tokenizer_init")
+
+    def check_text(self, prompt: object) -> None:
+        """Raise RequestError for a text that has too many tokens for a prompt, if that shows without encoding it."""
+        if self._tokenizer is not None and isinstance(prompt, str):
+            num_tokens = self._tokenizer.bound.num_tokens(prompt)
+            if num_tokens >= self._schedule.max_total_tokens:
+                raise self._too_long(f"at least {num_tokens}")
+
+    def _too_long(self, num_tokens: str) -> RequestError:
+        bound = "fewer than" if self._pooler is None else "at most"
+        return RequestError(
+            f"a prompt must have {bound} max_model_len tokens, got {num_tokens} with "
+            f"max_model_len {self._schedule.max_model_len}; shorten it{self._advice_on_length()}"
+        )
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         most, vocab = self._config.max_logprobs, self._vocab_size
@@ -205,7 +217,7 @@ class RequestReader:
         bad_sequences: tuple[tuple[int, ...], ...] = ()
         if params.bad_words and self._tokenizer:
             encode = partial(self._tokenizer.encode, add_special_tokens=False)
-            bad_sequences = encode_bad_words(params.bad_words, encode)
+            bad_sequences = encode_bad_words(params.bad_words, encode, self._tokenizer.bound)
         reads_cache = self._pooler is None or self._pooler.reads_prefix_cache
         namespace = f"user:{salt or ''}" if self._config.enable_prefix_caching else f"private:{arrival}"
         return [

@@ -27,7 +27,15 @@ from typing import IO, TYPE_CHECKING, Any
 from jaxserve.config import EngineConfig
 from jaxserve.engine.stepped import BatchEngine
 from jaxserve.errors import ConfigError, PeerLostError, RequestError, brief
-from jaxserve.openai.batch_output import BatchOutput, DoneLines, check_new, fingerprint_of, make_record, numbered_lines
+from jaxserve.openai.batch_output import (
+    MAX_LINE_BYTES,
+    BatchOutput,
+    DoneLines,
+    check_new,
+    fingerprint_of,
+    make_record,
+    numbered_lines,
+)
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body, refuse_unknown
 from jaxserve.openai.pooling import PoolingReply, parse_pooling
@@ -237,7 +245,19 @@ class _BatchRun:
             self.model_names,
             self.engine.tokenizer,
             self.engine.default_sampling_params,
+            check_prompt=self._check_prompt,
         )
+
+    def _check_prompt(self, text: str) -> None:
+        """Raise RequestError for a chat that is too long, before it is encoded."""
+        tokenizer, schedule = self.engine.tokenizer, self.engine.schedule
+        num_tokens = 0 if tokenizer is None else tokenizer.bound.num_tokens(text)
+        if num_tokens >= schedule.max_total_tokens:
+            raise BadRequestError(
+                f"a prompt must have fewer than max_model_len tokens, got at least {num_tokens} with max_model_len "
+                f"{schedule.max_model_len}; shorten it",
+                "messages",
+            )
 
     def _has_room(self, num_sequences: int) -> bool:
         return not self.in_flight or self.num_sequences + num_sequences <= self.window
@@ -337,6 +357,9 @@ def _open_input(path: Path) -> IO[bytes]:
 
 
 def _parse_json(raw: bytes) -> Json:
+    if len(raw) > MAX_LINE_BYTES:
+        message = f"a line must be at most {MAX_LINE_BYTES} bytes, got more; spread its prompts over several lines"
+        raise BadRequestError(message, code="line_too_long")
     try:
         content = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -7,6 +7,7 @@ second later, also a crash of the machine.
 
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.openai.errors import Json
 from jaxserve.whole_file import check_writable
 
+MAX_LINE_BYTES = 2**24  # twice the body that the server takes
 FSYNC_INTERVAL_S = 1.0
 _RECORD_START = b'{"id": "batch_req_'
 _RECORD = re.compile(  # start of a record, with the fields in the order of `make_record`; the rest is not needed
@@ -138,9 +140,17 @@ class BatchOutput:
 
 
 def numbered_lines(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number from 1, content) of every line that is not blank."""
+    """Yield (line number from 1, content) of every line that is not blank; only the beginning of one that is too long.
+
+    A line is too long if its content has more than `MAX_LINE_BYTES`.
+    """
     lines.seek(0)
-    for number, raw in enumerate(lines, 1):
+    for number in itertools.count(1):
+        raw = part = lines.readline(MAX_LINE_BYTES + 2)
+        if not raw:
+            return
+        while part and not part.endswith(b"\n"):
+            part = lines.readline(MAX_LINE_BYTES)
         if content := raw.strip():
             yield number, content
 

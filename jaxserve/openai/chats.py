@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxserve.errors import RequestError, brief
@@ -41,7 +42,13 @@ class Chat(NamedTuple):
     honoured: set[str]
 
 
-def read_chat(given: Json, tokenizer: Tokenizer | None, chat_format: ChatFormat | None, params: SamplingParams) -> Chat:
+def read_chat(
+    given: Json,
+    tokenizer: Tokenizer | None,
+    chat_format: ChatFormat | None,
+    params: SamplingParams,
+    check_prompt: Callable[[str], None],
+) -> Chat:
     """Render and encode the messages of a body, and bind the message that follows to the tools.
 
     Raises:
@@ -82,6 +89,7 @@ def read_chat(given: Json, tokenizer: Tokenizer | None, chat_format: ChatFormat 
         raise BadRequestError(str(error), "messages") from error
     if continues:
         text = _up_to_the_last(text, messages[-1]["content"])
+    check_prompt(text)
     shows_reasoning = given.get("include_reasoning", True)
     form = message_form(chat_format, tools, text, tokenizer, shows_reasoning=shows_reasoning)
     if form.hidden and params.skip_special_tokens:  # the scanner hides them instead

@@ -7,6 +7,7 @@ from typing import Any
 from jaxserve.errors import EngineDiedError, RequestError, brief
 
 Json = dict[str, Any]
+MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 4096, 256
 
 
 @dataclass(eq=False)
@@ -42,4 +43,14 @@ def error_body(error: RequestError) -> Json:
     """Return OpenAI's error object."""
     known = as_bad_request(error)
     kind = "invalid_request_error" if known.status_code < 500 else "server_error"
-    return {"error": {"message": known.message, "type": kind, "param": known.param, "code": known.code}}
+    return {"error": {"message": shown_message(known), "type": kind, "param": shown_param(known), "code": known.code}}
+
+
+def shown_message(error: BadRequestError) -> str:
+    """Return the message of an error as a reply has it: bounded, as it may quote the request."""
+    return error.message if len(error.message) <= MAX_MESSAGE_CHARS else f"{error.message[:MAX_MESSAGE_CHARS]}..."
+
+
+def shown_param(error: BadRequestError) -> str | None:
+    """Return the field of an error as a reply has it; the client may have chosen its name."""
+    return None if error.param is None else error.param[:MAX_PARAM_CHARS]

@@ -8,8 +8,9 @@ Any other field is an error. A null means "not given": then the checkpoint's rec
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from jaxserve.errors import RequestError, brief, did_you_mean
@@ -25,6 +26,8 @@ from jaxserve.text.tokenizer import Tokenizer
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EMBEDDINGS, POOLING, CLASSIFICATION = "/v1/embeddings", "/pooling", "/classify"
 Prompt = str | TokenIds
+_PART_LEN = 2**16
+_MAX_NAMED = 64  # unknown fields that an error looks at
 
 _SAMPLING_FIELDS = {  # fields with the same name and meaning in SamplingParams
     *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
@@ -177,6 +180,7 @@ def parse_body(
     *,
     may_stream: bool = False,
     chat_format: ChatFormat | None = None,
+    check_prompt: Callable[[str], None] = lambda _text: None,
 ) -> ParsedRequest:
     """Check a request body and convert it to prompts and sampling parameters.
 
@@ -189,6 +193,7 @@ def parse_body(
         defaults: recommended parameters of the checkpoint, for all fields not given except the length.
         may_stream: False where there is no one to stream to, as in a batch file.
         chat_format: format of the model's messages; by default what its chat templates show.
+        check_prompt: function that raises RequestError for a chat that is too long, before it is encoded.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -197,7 +202,7 @@ def parse_body(
     is_chat = url == CHAT
     with naming_fields(url):
         params = _chat_params(given, defaults) if is_chat else _completion_params(given, defaults)
-        chat = read_chat(given, tokenizer, chat_format, params) if is_chat else None
+        chat = read_chat(given, tokenizer, chat_format, params, check_prompt) if is_chat else None
     options = _stream_options(given, may_stream=may_stream)
     return ParsedRequest(
         url,
@@ -293,7 +298,7 @@ def _stream_options(given: Json, *, may_stream: bool) -> Json:
 
 def refuse_unknown(where: str, given: Json, known: set[str]) -> None:
     """Raise BadRequestError that names every field of `given` that is not `known`."""
-    if unknown := sorted(given.keys() - known):
+    if unknown := sorted(islice((name for name in given if name not in known), _MAX_NAMED)):
         advice = "".join(f"; {name} is now {_SUCCESSORS[name]}" for name in unknown if name in _SUCCESSORS)
         hint = did_you_mean((name for name in unknown if name not in _SUCCESSORS), known)
         message = f"unsupported fields {brief(unknown)} in the {where}{hint}{advice}; supported are {sorted(known)}"
@@ -303,9 +308,16 @@ def refuse_unknown(where: str, given: Json, known: set[str]) -> None:
 def _refuse_features(given: Json, neutral: Mapping[str, Sequence[str]]) -> None:
     for name in sorted(neutral.keys() & given.keys()):
         allowed = [json.dumps(given.get("n", 1)) if text == "n" else text for text in neutral[name]]
-        if json.dumps(given[name]) not in allowed:
+        if _short_json(given[name]) not in allowed:
             message = f"{name} is not supported: it must be {' or '.join(neutral[name])}, got {brief(given[name])}"
             raise BadRequestError(message, name, "unsupported_value")
+
+
+def _short_json(value: Any) -> str | None:
+    """Return the JSON of a short value; None for any other, as it would only be compared."""
+    is_short = not isinstance(value, dict | list | str) or len(value) <= 1
+    is_short &= not isinstance(value, dict | list) or all(isinstance(each, str) and len(each) < 64 for each in value)
+    return json.dumps(value) if is_short or value in ("auto", "default") else None
 
 
 def _completion_params(given: Json, defaults: SamplingParams) -> SamplingParams:
@@ -373,4 +385,6 @@ def completion_prompts(prompt: Any, name: str = "prompt") -> list[Prompt]:
 
 
 def _are_token_ids(items: list[Any]) -> bool:
-    return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 2**31  # faster than looking at each
+    # Faster than looking at each, in parts between which other threads run.
+    parts = (items[start : start + _PART_LEN] for start in range(0, len(items), _PART_LEN))
+    return bool(items) and all(set(map(type, part)) == {int} and min(part) >= 0 and max(part) < 2**31 for part in parts)

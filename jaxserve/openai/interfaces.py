@@ -34,6 +34,9 @@ class AnyReply(Protocol):
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the whole reply."""
 
+    def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply, in which an iterator may stand for a list."""
+
     def first_events(self) -> Iterator[bytes]:
         """Yield the events of a stream before there is any output."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
-from jaxserve.openai.errors import as_bad_request
+from jaxserve.openai.errors import as_bad_request, shown_message
 from jaxserve.openai.partial_json import read_partial_json
 
 if TYPE_CHECKING:
@@ -64,6 +64,10 @@ class MessageReply:
             for _ in self._changes(increment):
                 pass
         return self._message | {"content": self._blocks.blocks} | self._end | {"usage": self._usage(outputs)}
+
+    def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply, which is one message."""
+        return self.body(outputs)
 
     def first_events(self) -> Iterator[bytes]:
         """Yield the events before there is any output: none, as counts of cached tokens are not known yet."""
@@ -206,4 +210,4 @@ def message_error_body(error: RequestError) -> Json:
     """Return Anthropic's error object."""
     known = as_bad_request(error)
     kind = _ERRORS.get(known.status_code, "invalid_request_error" if known.status_code < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": known.message}}
+    return {"type": "error", "error": {"type": kind, "message": shown_message(known)}}

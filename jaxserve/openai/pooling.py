@@ -94,8 +94,13 @@ class PoolingReply:
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the whole reply."""
+        body = self.lazy_body(outputs)
+        return body | {"data": list(body["data"])}
+
+    def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the same with an iterator in place of the list of vectors."""
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        data = [self._entry(index, _vector(output)) for index, output in enumerate(outputs)]
+        data = (self._entry(index, _vector(output)) for index, output in enumerate(outputs))
         usage: Json = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         if self._request.url != EMBEDDINGS:
             usage["completion_tokens"] = 0

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.openai.deltas import Content, Delta, DeltaReader, delta_json, whole_message
@@ -49,6 +49,7 @@ class Reply:
         self._response_id = response_id
         self._readers: dict[int, DeltaReader] = {}  # readers by choice of a chat
         self._num_chars: dict[int, int] = {}  # characters of each choice so far, where log probabilities count them
+        self._listed: Callable[[Iterator[Any]], Any] = list  # makes lists of log probabilities
         self._begun: set[int] = set()  # choices whose prompt has been echoed
         suffix = ".chunk" if request.is_chat else ""
         head = json.dumps(self._head | {"object": self._head["object"] + suffix})[:-1] + ', "choices": [{"index": '
@@ -62,7 +63,14 @@ class Reply:
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the whole reply; `outputs`, one for each prompt and in their order, have ended."""
-        choices: list[Json] = []
+        return self._head | {"choices": list(self._choices(outputs)), "usage": self.usage(outputs)}
+
+    def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the same with iterators in place of its long lists, so that it never exists as a whole."""
+        self._listed = iter
+        return self._head | {"choices": self._choices(outputs), "usage": self.usage(outputs)}
+
+    def _choices(self, outputs: Sequence[RequestOutput]) -> Iterator[Json]:
         for number, output in enumerate(outputs):
             for increment in OutputReader(output).read():
                 choice = self._choice(number, output, increment)
@@ -70,10 +78,9 @@ class Reply:
                     reader = self.reader(choice["index"])
                     choice["message"] = whole_message(reader.read(increment))
                     choice["finish_reason"] = reader.finish_reason(increment)
-                if not self._request.echo:  # an echo has them among the others
-                    choice |= _prompt_logprobs(output, self._tokenizer)
-                choices.append(choice)
-        return self._head | {"choices": choices, "usage": self.usage(outputs)}
+                if not self._request.echo and output.prompt_tables is not None:  # an echo has them among the others
+                    choice["prompt_logprobs"] = self._listed(_prompt_logprobs(output.prompt_tables, self._tokenizer))
+                yield choice
 
     def usage(self, outputs: Iterable[RequestOutput]) -> Json:
         """Return the counts of tokens so far."""
@@ -161,14 +168,15 @@ class Reply:
             choice: Json = {"index": index, "logprobs": self.chat_logprobs(increment)}
         else:
             text, token_ids = increment.text, increment.token_ids
-            tables: Sequence[dict[int, Logprob] | None] | None = increment.logprobs
+            tables: Iterable[dict[int, Logprob] | None] | None = increment.logprobs
             if not request.has_output:
                 text, token_ids, tables = "", [], None if tables is None else []
             if request.echo and index not in self._begun:
                 self._begun.add(index)
                 text = self._prompt_text(output) + text
-                if tables is not None and output.prompt_logprobs is not None:
-                    token_ids, tables = output.prompt_token_ids + token_ids, [*output.prompt_logprobs, *tables]
+                if tables is not None and output.prompt_tables is not None:
+                    token_ids = output.prompt_token_ids + token_ids
+                    tables = itertools.chain(output.prompt_tables, tables)
             hides_special = request.params.skip_special_tokens and output.prompt is not None
             logprobs = self._logprobs(index, token_ids, tables, hides_special=hides_special)
             choice = {"index": index, "text": text, "logprobs": logprobs}
@@ -189,7 +197,7 @@ class Reply:
         self,
         index: int,
         token_ids: Sequence[int],
-        tables: Sequence[dict[int, Logprob] | None] | None,
+        tables: Iterable[dict[int, Logprob] | None] | None,
         *,
         hides_special: bool,
     ) -> Json | None:
@@ -199,20 +207,24 @@ class Reply:
         """
         if tables is None:
             return None
-        rows = list(zip(token_ids, tables, strict=True))
-        tokens = [self._text(token_id, None if table is None else table[token_id]) for token_id, table in rows]
         hidden = self._tokenizer.special_ids if hides_special and self._tokenizer is not None else frozenset()
-        lengths = [
-            0 if token_id in hidden else len(_token_text(token_id, table[token_id] if table else None, self._tokenizer))
-            for token_id, table in rows
-        ]
-        offsets = list(itertools.accumulate(lengths, initial=self._num_chars.get(index, 0)))
-        self._num_chars[index] = offsets[-1]
+        tokens: list[str] = []
+        token_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
+        offsets = [self._num_chars.get(index, 0)]
+        for token_id, table in zip(token_ids, tables, strict=True):  # tables are large, and are read one at a time
+            entry = None if table is None else table[token_id]
+            tokens.append(self._text(token_id, entry))
+            token_logprobs.append(None if entry is None else entry.logprob)
+            top_logprobs.append(None if table is None else self._by_text(table))
+            length = 0 if token_id in hidden else len(_token_text(token_id, entry, self._tokenizer))
+            offsets.append(offsets[-1] + length)
+        self._num_chars[index] = offsets.pop()
         return {
             "tokens": tokens,
-            "token_logprobs": [table and table[token_id].logprob for token_id, table in rows],
-            "top_logprobs": [table and self._by_text(table) for _, table in rows],
-            "text_offset": offsets[:-1],
+            "token_logprobs": token_logprobs,
+            "top_logprobs": top_logprobs,
+            "text_offset": offsets,
         }
 
     def _by_text(self, table: Mapping[int, Logprob]) -> dict[str, float]:
@@ -228,12 +240,12 @@ class Reply:
             return None
         num_top = self._request.top_logprobs or 0
         top = slice(num_top if num_top >= 0 else None)
-        content = [
+        content = (
             self._chat_token(token_id, table[token_id])
             | {"top_logprobs": [self._chat_token(i, entry) for i, entry in _ranked(table)[top]]}
             for token_id, table in zip(increment.token_ids, increment.logprobs, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        )
+        return {"content": self._listed(content), "refusal": None}
 
     def _chat_token(self, token_id: int, entry: Logprob) -> Json:
         text, tokenizer = _token_text(token_id, entry, self._tokenizer), self._tokenizer
@@ -259,10 +271,8 @@ def _ranked(table: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
     return sorted(table.items(), key=lambda item: item[1].rank)
 
 
-def _prompt_logprobs(output: RequestOutput, tokenizer: Tokenizer | None) -> Json:
-    """Return vLLM's extension: by position, log probability, rank and text by token id; null at the first position."""
-    if output.prompt_logprobs is None:
-        return {}
+def _prompt_logprobs(tables: Iterable[dict[int, Logprob] | None], tokenizer: Tokenizer | None) -> Iterator[Json | None]:
+    """Yield vLLM's extension: by position, log probability, rank and text by token id; null at the first position."""
 
     def described(table: Mapping[int, Logprob]) -> Json:
         return {
@@ -270,4 +280,4 @@ def _prompt_logprobs(output: RequestOutput, tokenizer: Tokenizer | None) -> Json
             for i, entry in table.items()
         }
 
-    return {"prompt_logprobs": [table and described(table) for table in output.prompt_logprobs]}
+    return (None if table is None else described(table) for table in tables)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
-from jaxserve.openai.errors import as_bad_request
+from jaxserve.openai.errors import as_bad_request, shown_message
 from jaxserve.openai.replies import DONE
 
 if TYPE_CHECKING:
@@ -54,6 +54,10 @@ class ResponseReply:
                 pass
         return self._final(outputs)[1]["response"]
 
+    def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply, which is one message."""
+        return self.body(outputs)
+
     def first_events(self) -> Iterator[bytes]:
         """Yield the events before there is any output."""
         for kind in ("created", "in_progress"):
@@ -81,7 +85,7 @@ class ResponseReply:
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
         """Yield the events that end a stream in which the request has failed."""
-        problem = {"code": "server_error", "message": as_bad_request(error).message}
+        problem = {"code": "server_error", "message": shown_message(as_bad_request(error))}
         failed = self._response | {"status": "failed", "output": self._items.items, "error": problem}
         yield self._sent(("failed", {"response": failed}))
         yield DONE

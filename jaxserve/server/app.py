@@ -89,12 +89,15 @@ class App:
         if scope["type"] != "http":  # a websocket
             await send({"type": "websocket.close", "code": 1000})
             return
-        call = Call(scope, receive, send, self.service.config)
+        call = Call(scope, receive, send, self.service.config, self.service.workers)
         self._calls.add(call)
         try:
             await self._serve(call)
         except ClientGoneError:
             pass
+        except asyncio.CancelledError:
+            if not call.is_gone:
+                raise
         except RequestError as error:
             await self._send_error(call, as_bad_request(error))
         except Exception:
@@ -157,7 +160,10 @@ class App:
                     headers.append((b"allow", ", ".join(self._methods(call.path)).encode()))
                 await http.send_json(call.send, error_body_at(call.path, error), error.status_code, headers)
                 return
-            body = b"".join(call.error_events(error)) if call.error_events is not None else b""
+            if call.error_events is None:  # a whole reply that cannot be finished
+                call.abort()
+                return
+            body = b"".join(call.error_events(error))
             await call.send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _methods(self, path: str) -> list[str]:

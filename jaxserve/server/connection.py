@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 if TYPE_CHECKING:
     from jaxserve.server.http import Scope
 
+MAX_PIPELINED = 8  # requests that wait on a connection for the reply to an earlier one
+MAX_PIPELINED_BYTES = 65536  # their bodies
 HEADERS_TIMEOUT_S = 30.0  # time from the start of a connection or of a further request to the end of its headers
 MAX_HEAD_BYTES, MAX_HEADERS = 65536, 256
 
@@ -44,6 +46,7 @@ class Connection(HttpToolsProtocol):
         """Begin to wait for the headers of a request."""
         super().connection_made(transport)
         self._is_in_head, self._num_head_bytes = True, 0
+        self._cycles: list[RequestResponseCycle] = []  # requests that may be unfinished
         self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
@@ -69,8 +72,12 @@ class Connection(HttpToolsProtocol):
             self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Forget the connection and the requests that wait on it, and let the running one end."""
         self._deadline.cancel()
+        self.pipeline.clear()
+        for cycle in self._cycles:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def on_headers_complete(self) -> None:
@@ -79,6 +86,18 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = False
         self.scope["state"][_KEY] = self
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        self._cycles.append(self.cycle)
+        if self.pipeline:  # uvicorn reads no further then, and so would not see that the client goes
+            self.flow.resume_reading()
+            if len(self.pipeline) > MAX_PIPELINED:
+                self.abort()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of a body; end the connection if waiting requests have too much."""
+        super().on_body(body)
+        if self.pipeline and sum(len(cycle.body) for cycle, _ in self.pipeline) > MAX_PIPELINED_BYTES:
+            self.abort()
 
     def resume_writing(self) -> None:
         """Go on with the reply, as the client has taken most of what was written."""

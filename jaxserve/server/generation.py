@@ -19,23 +19,26 @@ from jaxserve.openai.translation import naming
 from jaxserve.server import http
 from jaxserve.server.classes import early_priority, in_class, read_objectives
 from jaxserve.server.http import ClientGoneError
+from jaxserve.server.json_pieces import MAX_VALUES, json_pieces, num_new_values, num_values
 from jaxserve.server.streams import BrokenStepError, Stream
 from jaxserve.server.timeouts import Timeouts, read_timeouts
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from jaxserve.engine.outputs import RequestGroup
     from jaxserve.increments import Increment
+    from jaxserve.outputs import RequestOutput
     from jaxserve.server.call import Call
     from jaxserve.server.http import Json
     from jaxserve.server.service import Service
 
 logger = logging.getLogger(__name__)
 
-_CONSTRAINING = {  # fields whose grammars take time to read
-    *("response_format", "structured_outputs", "text", "output_config", "tools"),
+_COSTLY = {  # fields that take time to read, however short they are
+    *("response_format", "structured_outputs", "text", "output_config", "tools", "bad_words"),
 }
+MAX_SHORT = 8  # prompts, or samples of each, that are read without holding the loop
 
 
 class Generation:
@@ -58,28 +61,34 @@ class Generation:
         self._check_draining("draining")
         admission.check_early(call.tenant)
         with admission.opened(call.tenant):
-            body, interface = await call.json(), INTERFACES[call.path]
-            timeouts = read_timeouts(call.headers, body, streams=bool(body.get("stream")))
-            priority = early_priority(body, call.headers, self._objectives)
-            admission.check_body(call.tenant, priority, body, timeouts.first_token_s)
-            request, groups = await call.beside_the_loop(
-                partial(self._read, call, interface, body), needs_time=bool(body.keys() & _CONSTRAINING)
-            )
-            self._check_draining()
-            samples = [sample for group in groups for sample in group.requests]
-            priority = samples[0].priority
-            response_id = request.request_id or f"{self._random.getrandbits(128):032x}"
-            reply = interface.new_reply(
-                request, body, self._engine.tokenizer, response_id=response_id, created_s=int(time.time())
-            )
-            with admission.admitted(call.tenant, priority, samples, timeouts.first_token_s):
-                try:
-                    left = timeouts.since(came_s, time.monotonic())
-                    await self._generate(call, request, groups, reply, left, priority)
-                except BrokenStepError as error:
-                    logger.warning("a request has failed: %s", error)
-                    message = "the engine could not compute this; try again"
-                    raise BadRequestError(message, None, "engine_error", 500) from error
+            body = await call.json()
+            with call.watched():
+                await self._answer(call, body, came_s)
+
+    async def _answer(self, call: Call, body: Json, came_s: float) -> None:
+        """Answer a request whose body is there."""
+        admission, interface = self._service.admission, INTERFACES[call.path]
+        timeouts = read_timeouts(call.headers, body, streams=bool(body.get("stream")))
+        priority = early_priority(body, call.headers, self._objectives)
+        admission.check_body(call.tenant, priority, body, timeouts.first_token_s)
+        request, groups = await call.beside_the_loop(
+            partial(self._read, call, interface, body), needs_time=_needs_time(body)
+        )
+        self._check_draining()
+        samples = [sample for group in groups for sample in group.requests]
+        priority = samples[0].priority
+        response_id = request.request_id or f"{self._random.getrandbits(128):032x}"
+        reply = interface.new_reply(
+            request, body, self._engine.tokenizer, response_id=response_id, created_s=int(time.time())
+        )
+        with admission.admitted(call.tenant, priority, samples, timeouts.first_token_s):
+            try:
+                left = timeouts.since(came_s, time.monotonic())
+                await self._generate(call, request, groups, reply, left, priority)
+            except BrokenStepError as error:
+                logger.warning("a request has failed: %s", error)
+                message = "the engine could not compute this; try again"
+                raise BadRequestError(message, None, "engine_error", 500) from error
 
     async def _generate(
         self,
@@ -90,11 +99,10 @@ class Generation:
         timeouts: Timeouts,
         priority: int,
     ) -> None:
-        call.error_events = reply.error_events
+        if request.stream:
+            call.error_events = reply.error_events
         headers = [(b"x-ignored-params", ",".join(request.ignored).encode())] if request.ignored else []
         stream = Stream(groups, self._engine.frontend.lock, is_whole=not request.stream)
-        gone = asyncio.ensure_future(call.wait_until_gone())
-        gone.add_done_callback(lambda _: stream.end())
         try:
             with stream.expiring(timeouts.total_s, timeouts.first_token_s):
                 await self._service.admission.turn(priority, stream.through)
@@ -106,9 +114,10 @@ class Generation:
                     else:
                         await self._reply(call, stream, reply, headers)
         finally:
-            gone.cancel()
             if self._service.traces is not None:
                 self._service.traces.note(call.headers, groups)
+            if any(group.params.logprobs is not None or group.params.prompt_logprobs is not None for group in groups):
+                self._service.workers.release(groups)
 
     def _read(self, call: Call, interface: Interface, body: Json) -> tuple[ParsedRequest, list[RequestGroup]]:
         """Return a request and what the engine makes of it. On any thread."""
@@ -151,25 +160,62 @@ class Generation:
         await stream.run()
         self._check_whole(stream)
         outputs = [group.output for group in stream.groups]
-        await http.send_json(call.send, reply.body(outputs), headers=headers)
+        if sum(map(num_values, outputs)) <= MAX_VALUES:
+            await call.send_json(reply.body(outputs), headers=headers)
+        else:
+            await call.send_pieces(_pieces(reply, outputs), 200, http.JSON_TYPE, headers)
 
     async def _stream(self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers) -> None:
         """Send increments as they come."""
         own = [(b"content-type", http.EVENTS_TYPE), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await call.send({"type": "http.response.start", "status": 200, "headers": [*own, *headers]})
-        if first := b"".join(reply.first_events()):
-            await call.send({"type": "http.response.body", "body": first, "more_body": True})
+        repeats_body = call.has_long_body  # replies of some interfaces have the fields of their requests
+        await self._send_events(call, reply.first_events, is_short=not repeats_body)
+        long_events: asyncio.Task[None] | None = None
+        resume = stream.resume  # what to call when the client has taken enough
+
+        async def send_long(events: Callable[[], Iterator[bytes]]) -> None:
+            nonlocal resume
+            await self._send_events(call, events, is_short=False)
+            resume = stream.resume
+            resume()
 
         def write(number: int, increments: Sequence[Increment]) -> bool:
-            events = b"".join(reply.events(number, stream.groups[number].output, increments))
+            nonlocal long_events, resume
+            output = stream.groups[number].output
+            make = partial(reply.events, number, output, increments)
+            if repeats_body or num_new_values(output, increments) > MAX_VALUES:
+                resume = _do_nothing
+                long_events = asyncio.ensure_future(send_long(make))
+                return False
+            events = b"".join(make())
             return not events or call.write(events)
 
-        with call.writing(stream.resume):
-            await stream.run(write)
+        def on_writable() -> None:
+            resume()
+
+        with call.writing(on_writable):
+            try:
+                await stream.run(write)
+                if long_events is not None:
+                    await long_events
+            finally:
+                if long_events is not None:
+                    long_events.cancel()
         self._check_whole(stream)
         outputs = [group.output for group in stream.groups]
-        last = b"".join(reply.last_events(outputs))
-        await call.send({"type": "http.response.body", "body": last, "more_body": False})
+        is_short = not repeats_body and sum(map(num_values, outputs)) <= MAX_VALUES
+        await self._send_events(call, partial(reply.last_events, outputs), is_short=is_short)
+        await call.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, call: Call, make: Callable[[], Iterator[bytes]], *, is_short: bool) -> None:
+        """Send events, which are made on another thread unless they are short."""
+        if is_short:
+            if events := b"".join(make()):
+                await call.send({"type": "http.response.body", "body": events, "more_body": True})
+            return
+        async for part in call.parts(make()):
+            await call.send({"type": "http.response.body", "body": part, "more_body": True})
 
     def _check_whole(self, stream: Stream) -> None:
         """Raise the error of a reply that was cut short."""
@@ -185,3 +231,19 @@ class Generation:
             if reason is not None:
                 self._service.observer.reject(reason)
             raise BadRequestError("the server stops; try another one", None, "stopping", 503)
+
+
+def _do_nothing() -> None:
+    """Let a client that can take more wait, as events are still being made."""
+
+
+def _pieces(reply: AnyReply, outputs: list[RequestOutput]) -> Iterator[bytes]:
+    """Yield the pieces of a whole reply."""
+    yield from json_pieces(reply.lazy_body(outputs))
+
+
+def _needs_time(body: Json) -> bool:
+    """Return whether a body needs more time to read than its length shows."""
+    prompts, num_samples = body.get("prompt", body.get("input")), body.get("n")
+    is_many = isinstance(prompts, list) and len(prompts) > MAX_SHORT and not isinstance(prompts[0], int)
+    return bool(body.keys() & _COSTLY) or is_many or (isinstance(num_samples, int) and num_samples > MAX_SHORT)

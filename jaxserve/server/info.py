@@ -37,24 +37,27 @@ class Info:
     def __init__(self, service: Service) -> None:
         self._service, self._engine = service, service.engine
         self._started_s = int(time.time())
+        self._page = PAGE.read_bytes()
 
     async def tokenize(self, call: Call) -> None:
         """Answer with the tokens of a text or of a chat."""
         body = await call.json()
-        await http.send_json(call.send, await call.beside_the_loop(partial(self._tokens, body)))
+        await call.send_json(await call.beside_the_loop(partial(self._tokens, body)))
 
     async def detokenize(self, call: Call) -> None:
         """Answer with the text of tokens."""
         body = await call.json()
-        await http.send_json(call.send, await call.beside_the_loop(partial(self._text, body)))
+        await call.send_json(await call.beside_the_loop(partial(self._text, body)))
 
     async def count(self, call: Call) -> None:
         """Answer with the number of tokens of a prompt."""
         body, interface = await call.json(), INTERFACES[call.path]
-        request = await call.beside_the_loop(partial(interface.read, body, self._service.parse))
+        request = await call.beside_the_loop(
+            partial(interface.read, body, partial(self._service.parse, is_counted=True))
+        )
         (prompt,) = request.prompts
         kind = {"object": "response.input_tokens"} if call.path == INPUT_TOKENS else {}
-        await http.send_json(call.send, kind | {"input_tokens": len(prompt)})
+        await call.send_json(kind | {"input_tokens": len(prompt)})
 
     async def pool(self, call: Call) -> None:
         """Refuse what only a model that pools could answer, or what there is no answer to yet."""
@@ -107,9 +110,7 @@ class Info:
 
     async def models(self, call: Call) -> None:
         """List the names of the model."""
-        await http.send_json(
-            call.send, {"object": "list", "data": [self._model_card(n) for n in self._service.model_names]}
-        )
+        await call.send_json({"object": "list", "data": [self._model_card(n) for n in self._service.model_names]})
 
     async def model(self, call: Call) -> None:
         """Describe one of the names."""
@@ -117,12 +118,12 @@ class Info:
         if name not in self._service.model_names:
             message = f"model must be one of {list(self._service.model_names)}, got {brief(name)}"
             raise BadRequestError(message, "model", "model_not_found", 404)
-        await http.send_json(call.send, self._model_card(name))
+        await call.send_json(self._model_card(name))
 
     async def health(self, call: Call) -> None:
         """Say whether the engine gets on."""
         reason = self._service.health.problem()
-        await http.send_json(call.send, {"status": reason or "ok"}, 200 if reason is None else 503)
+        await call.send_json({"status": reason or "ok"}, 200 if reason is None else 503)
 
     async def ready(self, call: Call) -> None:
         """Say whether requests are welcome."""
@@ -133,23 +134,24 @@ class Info:
             reason = "programs are being compiled"
         elif reason is None and self._service.is_full:
             reason = "the queue is full"
-        await http.send_json(call.send, {"status": reason or "ok"}, 200 if reason is None else 503)
+        await call.send_json({"status": reason or "ok"}, 200 if reason is None else 503)
 
     async def load(self, call: Call) -> None:
         """Say how many requests are open."""
-        await http.send_json(call.send, {"server_load": len(self._service.streams)})
+        await call.send_json({"server_load": len(self._service.streams)})
 
     async def version(self, call: Call) -> None:
         """Answer with the version."""
-        await http.send_json(call.send, {"version": __version__})
+        await call.send_json({"version": __version__})
 
     async def page(self, call: Call) -> None:
         """Answer with a page to try the model and to see the load."""
         policy = b"default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
         headers = [(b"content-security-policy", policy + b"; frame-ancestors 'none'")]
-        await http.send_bytes(call.send, 200, PAGE.read_bytes(), b"text/html; charset=utf-8", headers)
+        await http.send_bytes(call.send, 200, self._page, b"text/html; charset=utf-8", headers)
 
     async def metrics(self, call: Call) -> None:
         """Answer with all metrics, in Prometheus' format."""
         content_type = b"text/plain; version=0.0.4; charset=utf-8"
-        await http.send_bytes(call.send, 200, self._service.observer.text(), content_type)
+        text = await call.in_workers(self._service.observer.text)
+        await http.send_bytes(call.send, 200, text, content_type)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from jaxserve.server.health import Health
 from jaxserve.server.observer import Observer
 from jaxserve.server.streams import Streams
 from jaxserve.server.traces import Traces
+from jaxserve.server.workers import Workers
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -42,6 +44,7 @@ class Service:
         keys: keys of those who may send requests.
         admission: gate of requests.
         is_draining: True once no further requests are served.
+        workers: threads for work that would hold the event loop.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
@@ -55,6 +58,7 @@ class Service:
         self.admission = Admission(engine, config, self.observer, self.keys.limits)
         self.observer.degradations = self.admission.ladder.num_climbs
         self.is_draining = False
+        self.workers = Workers()
         templates = engine.tokenizer.chat_template.values() if engine.tokenizer is not None else ()
         self.chat_format = chat_format(templates, config.tool_call_parser, config.reasoning_parser)
         if config.enable_auto_tool_choice and not self.chat_format.has_calls:
@@ -74,15 +78,33 @@ class Service:
         if self.traces is not None:
             self.traces.close()
         self.streams.close()
+        self.workers.close()
 
-    def parse(self, url: str, body: Json) -> ParsedRequest:
-        """Return the request in a body of OpenAI's form. On any thread; RequestError if it cannot be served."""
+    def parse(self, url: str, body: Json, *, is_counted: bool = False) -> ParsedRequest:
+        """Return the request in a body of OpenAI's form. On any thread; RequestError if it cannot be served.
+
+        Args:
+            url: endpoint, COMPLETIONS, CHAT or one for vectors.
+            body: the body.
+            is_counted: True if only the tokens of its prompt are counted, which may be too many.
+        """
+        check: Callable[[str], None] = _allow if is_counted else self.engine.reader.check_text
         names, defaults = self.model_names, self.engine.default_sampling_params
         tokenizer, form = self.engine.tokenizer, self.chat_format
         if url in TASKS:
             pooler = self.engine.arch.pooler
             return parse_pooling(url, body, names[0], names, pooler.labels if pooler else (), may_stream=True)
-        request = parse_body(url, body, names[0], names, tokenizer, defaults, may_stream=True, chat_format=form)
+        request = parse_body(
+            url,
+            body,
+            names[0],
+            names,
+            tokenizer,
+            defaults,
+            may_stream=True,
+            chat_format=form,
+            check_prompt=check,
+        )
         limit = self.engine.output_limits.of(request.params.max_tokens)
         if limit == request.params.max_tokens:
             return request
@@ -105,3 +127,7 @@ class Service:
         """True if no further request may wait."""
         core = self.engine.core
         return core.num_waiting + len(core.inbox) >= self.config.max_queued_requests
+
+
+def _allow(text: str) -> None:
+    """Accept any prompt."""

@@ -18,6 +18,7 @@ import tokenizers
 from jaxserve.errors import ConfigError
 from jaxserve.request import TokenIds
 from jaxserve.text import gguf_tokenizer
+from jaxserve.text.token_bound import TokenBound
 from jaxserve.text.token_stream import ByteTable
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -63,7 +64,7 @@ def _from_backend(
     special = _special_token_texts(config)
     return Tokenizer(
         partial(_encode, backend),
-        lambda ids, skip_special: backend.decode(ids, skip_special_tokens=skip_special),
+        partial(_decode, backend),
         vocab_size=backend.get_vocab_size(with_added_tokens=True),
         special_tokens=special,
         special_ids=frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special),
@@ -75,6 +76,7 @@ def _from_backend(
         byte_table=ByteTable.of(backend),
         vocabulary=backend.get_vocab,
         json_text=backend.to_str,
+        new_bound=partial(TokenBound.from_backend, backend),
     )
 
 
@@ -83,6 +85,13 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
     if len(text) < LONG_TEXT_CHARS:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
     return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _decode(backend: tokenizers.Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+    """Return the text of token ids. That of many is found while other threads run Python."""
+    if len(token_ids) < LONG_TEXT_CHARS:
+        return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    return backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
 
 def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":

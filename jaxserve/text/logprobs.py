@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from jaxserve.outputs import Logprob
 
+NUM_RELEASED = 4096
 Entry = TypeVar("Entry", dict[int, Logprob], dict[int, Logprob] | None)
 
 
@@ -66,6 +68,17 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
             return self._read(positions)
         return [self._read(position) for position in positions]
 
+    def part(self, start: int, stop: int) -> Sequence[Entry]:
+        """Return the entries from `start` to before `stop`, each of which is read when it is asked for."""
+        return LogprobPart(self, range(start, min(stop, len(self))))
+
+    def release(self) -> None:
+        """Drop all entries a few at a time: no thread can run while memory is freed."""
+        for entries in (self._built, self._rows):
+            while entries:
+                del entries[-NUM_RELEASED:]
+                time.sleep(0)
+
     def _read(self, position: int) -> Any:
         if position < len(self._built):
             return self._built[position]
@@ -92,6 +105,40 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (self[:],)
+
+
+class LogprobPart(Sequence[Entry], Generic[Entry]):
+    """Part of a list of log probabilities, without a copy.
+
+    Args:
+        entries: the list.
+        positions: positions of the part in it.
+    """
+
+    def __init__(self, entries: LogprobList[Entry], positions: range) -> None:
+        self._entries: LogprobList[Entry] = entries
+        self._positions = positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Entry]: ...
+
+    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
+        """Return an entry, or those of a slice as a list."""
+        positions = self._positions[index]
+        if isinstance(positions, int):
+            return self._entries[positions]
+        return [self._entries[position] for position in positions]
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int32]:

@@ -1,11 +1,13 @@
 """Tokenizer: text and chats to token ids, and back."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from jaxserve.errors import RequestError
 from jaxserve.request import TokenIds
 from jaxserve.text.chat_template import ChatTemplate, Message, plain_messages
+from jaxserve.text.token_bound import TokenBound
 from jaxserve.text.token_stream import ByteTable
 
 
@@ -38,8 +40,10 @@ class Tokenizer:
         byte_table: ByteTable | None = None,
         vocabulary: Callable[[], dict[str, int]] = dict,
         json_text: Callable[[], str] | None = None,
+        new_bound: Callable[[], TokenBound] = TokenBound,
     ) -> None:
         self.vocabulary, self.json_text = vocabulary, json_text
+        self._new_bound = new_bound
         self._encode = encode
         self._decode = decode
         self.vocab_size = vocab_size
@@ -51,6 +55,11 @@ class Tokenizer:
         self.byte_table = byte_table
         self._compiled: dict[str, ChatTemplate] = {}
         self.token_text: Callable[[int], str] = _TokenTexts(decode).__getitem__
+
+    @functools.cached_property
+    def bound(self) -> TokenBound:
+        """Least number of tokens that a text can have."""
+        return self._new_bound()
 
     @property
     def eos_token_id(self) -> int | None:

@@ -18,12 +18,14 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.executor import StepResult
 from jaxserve.request import Request
+from jaxserve.sampling import TokenLogprobs
 from jaxserve.schedule_config import resolve_schedule
 from jaxserve.scheduling.plan import StepPlan
 from synthetic.null_device import MODEL, NullExecutor
 
 VOCAB_SIZE = 320
 NUM_SPECIAL = 2
+NUM_TOP = 20
 SIZES: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 8,
@@ -45,11 +47,20 @@ def tokens_of(prompt: Sequence[int], count: int) -> list[int]:
     return [token_at(prompt, len(prompt) + index) for index in range(count)]
 
 
+def logprobs_of(num_rows: int) -> TokenLogprobs:
+    """Return log probabilities of some rows, the same for all."""
+    ids = np.arange(NUM_TOP, dtype=np.int32)
+    values = -np.linspace(0.1, 9, NUM_TOP, dtype=np.float32)
+    rows = np.full(num_rows, -0.5, np.float32), np.ones(num_rows, np.int32)
+    return TokenLogprobs(*rows, np.tile(ids, (num_rows, 1)), np.tile(values, (num_rows, 1)))
+
+
 @dataclass(slots=True)
 class _Step:
     launched_s: float
     rows: list[tuple[Request, int, int]]  # position of the next token, and whether there is one
     step_s: float
+    num_tokens: int
     num_compiles: int = 0
 
     def is_ready(self) -> bool:
@@ -57,9 +68,16 @@ class _Step:
 
     def result(self) -> StepResult:
         time.sleep(self.step_s)
+        columns = [request.params for request, *_ in self.rows]
         tokens = [[token_at(request.prompt_token_ids, position)] for request, position, _ in self.rows]
         counts = np.array([max_new for *_, max_new in self.rows], np.int32)
-        return StepResult(np.array(tokens, np.int32), counts, time.monotonic())
+        logprobs = prompt_logprobs = None
+        if any(params.logprobs is not None for params in columns):
+            logprobs = logprobs_of(len(self.rows))
+        if any(params.prompt_logprobs is not None for params in columns):
+            prompt_logprobs = logprobs_of(self.num_tokens)
+        tokens_of_rows = np.array(tokens, np.int32)
+        return StepResult(tokens_of_rows, counts, time.monotonic(), logprobs, prompt_logprobs)
 
 
 class HashedExecutor(NullExecutor):
@@ -71,7 +89,7 @@ class HashedExecutor(NullExecutor):
         self.packer.pack(plan, bucket)
         columns = zip(plan.requests, plan.starts, plan.counts, plan.max_new, strict=True)
         rows = [(request, start + count, max_new) for request, start, count, max_new in columns]
-        return _Step(time.monotonic(), rows, self.step_s)
+        return _Step(time.monotonic(), rows, self.step_s, sum(plan.counts))
 
 
 def write_model(path: Path, **config: Any) -> Path:

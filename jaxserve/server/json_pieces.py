@@ -1,0 +1,135 @@
+"""Pieces of JSON texts. C's encoder holds the interpreter's lock from the first value to the last, and so gets few."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxserve.increments import Increment
+    from jaxserve.outputs import Logprob, RequestOutput
+
+PIECE_CHARS = 2**15
+MAX_VALUES = 1024  # values that are encoded by one call of C
+VALUE_CHARS = 32  # characters of a string that take the time of a value
+
+_NUMBERS = {int, float, bool, type(None)}
+_encode = partial(json.dumps, ensure_ascii=False)
+
+
+def json_pieces(content: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield the JSON text of an object as `json.dumps` writes it. An iterator in it stands for a list."""
+    parts: list[str] = []
+    num_chars = 0
+    for part in _parts(content):
+        parts.append(part)
+        num_chars += len(part)
+        if num_chars >= PIECE_CHARS:
+            yield "".join(parts).encode(errors="replace")
+            parts, num_chars = [], 0
+    yield "".join(parts).encode(errors="replace")
+
+
+def is_short(content: object) -> bool:
+    """Return whether the JSON text of a value takes so little time that the event loop can make it."""
+    return _left(content, MAX_VALUES) >= 0
+
+
+def num_values(output: RequestOutput) -> int:
+    """Return an estimate of the values in the reply of one output, and in what its reply is made of."""
+    prompt_width = 1 if output.prompt_tables is None else _width(output.prompt_tables[1:2])
+    num_prompt = len(output.prompt_token_ids) * prompt_width if prompt_width > 1 or output.prompt is None else 0
+    vector = 0 if output.pooled is None else output.pooled.size
+    return (
+        num_prompt
+        + vector
+        + sum(
+            len(each.text) // VALUE_CHARS
+            + len(each.token_ids) * (1 if (first := each.logprobs_since(0, 1)) is None else _width(first))
+            for each in output.outputs
+        )
+    )
+
+
+def num_new_values(output: RequestOutput, increments: Sequence[Increment]) -> int:
+    """Return the same estimate for the events of some increments; the first of a completion may echo the prompt."""
+    num = 0
+    for increment in increments:
+        num_tokens = len(increment.token_ids)
+        width = 1 if increment.logprobs is None else _width(increment.logprobs[:1])
+        num += len(increment.text) // VALUE_CHARS + num_tokens * width
+        if num_tokens == len(increment.completion.token_ids):
+            num += len(output.prompt_token_ids) * (1 if output.prompt_tables is None else width)
+    return num
+
+
+def _width(tables: Sequence[Mapping[int, Logprob] | None]) -> int:
+    """Return the log probabilities of each token, by those of one."""
+    return 1 + sum(len(table) for table in tables if table is not None)
+
+
+def _parts(value: Any) -> Iterator[str]:
+    """Yield the text of a value in parts, each encoded in a fraction of a millisecond."""
+    if _left(value, MAX_VALUES) >= 0:
+        yield _encode(value)
+    elif isinstance(value, Mapping):
+        for number, (name, each) in enumerate(value.items()):
+            yield f"{', ' if number else '{'}{_encode(name)}: "
+            yield from _parts(each)
+        yield "}"
+    elif isinstance(value, str):
+        yield '"'
+        for start in range(0, len(value), PIECE_CHARS):
+            yield _encode(value[start : start + PIECE_CHARS])[1:-1]
+        yield '"'
+    else:
+        yield "["
+        yield from _items(value)
+        yield "]"
+
+
+def _items(values: Any) -> Iterator[str]:
+    """Yield the text between the brackets of a list, short values together."""
+    batch: list[Any] = []
+    left, separator = MAX_VALUES, ""
+    for value in values:
+        left = _left(value, left)
+        if left >= 0:
+            batch.append(value)
+            continue
+        if batch:
+            yield separator + _encode(batch)[1:-1]
+            batch, separator = [], ", "
+        left = _left(value, MAX_VALUES)
+        if left >= 0:
+            batch.append(value)
+        else:
+            yield separator
+            yield from _parts(value)
+            left, separator = MAX_VALUES, ", "
+    if batch:
+        yield separator + _encode(batch)[1:-1]
+
+
+def _left(value: Any, budget: int) -> int:
+    """Return what a value leaves of a number of values; negative if it has more, or is an iterator."""
+    if isinstance(value, str):
+        return budget - 1 - len(value) // VALUE_CHARS
+    if isinstance(value, Mapping):
+        budget -= 1 + len(value) + sum(map(len, value)) // VALUE_CHARS
+        return _left_of_all(value.values(), budget)
+    if isinstance(value, list | tuple):
+        return _left_of_all(value, budget - 1)
+    return -1 if isinstance(value, Iterator) else budget - 1
+
+
+def _left_of_all(values: Any, budget: int) -> int:
+    if len(values) > budget:
+        return -1
+    for value in values:
+        budget = budget - 1 if type(value) in _NUMBERS else _left(value, budget)
+        if budget < 0:
+            break
+    return budget
