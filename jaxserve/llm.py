@@ -404,8 +404,9 @@ def _with_increments(output: RequestOutput, increments: Sequence[Increment]) -> 
     ]
     for each in increments:
         part = new[each.completion.index]
-        part.text, part.token_ids, part.logprobs = each.text, each.token_ids, each.logprobs
+        part.text, part.token_ids = each.text, each.token_ids
+        part.logprobs = None if each.logprobs is None else list(each.logprobs)
     for part, completion in zip(new, output.outputs, strict=True):
-        if part.logprobs is None:
-            part.logprobs = completion.logprobs_since(0, 0)
+        if part.logprobs is None and completion.logprobs_since(0, 0) is not None:
+            part.logprobs = []
     return dataclasses.replace(output, outputs=new)
