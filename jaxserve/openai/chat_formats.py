@@ -82,6 +82,12 @@ class CallSyntax:
     head_marks: tuple[str, ...] = ()
     written: str = '{{"name": {name}, "arguments": {arguments}}}'
 
+    @cached_property
+    def head_before_null(self) -> re.Pattern[str]:
+        """Expression of `head` with null in place of the arguments after it."""
+        head = r"(?!)" if self.head is None else self.head.pattern
+        return re.compile(rf"{head}(?<=[\s\]>])(?=null(?!\w))")
+
 
 @dataclass(frozen=True)
 class MessageSyntax:

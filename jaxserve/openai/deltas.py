@@ -69,12 +69,19 @@ class DeltaReader:
         """Return the deltas of what is new; with the last increment, all that was held back."""
         if self._scanner is None:
             return [Content(increment.text)] if increment.text else []
-        deltas = self._scanner.scan(increment.text, is_end=increment.finish_reason is not None)
+        reason = increment.finish_reason
+        is_cut = reason not in (None, "stop") or isinstance(increment.completion.stop_reason, str)
+        deltas = self._scanner.scan(increment.text, is_end=reason is not None, is_cut=is_cut)
         return deltas if self._shows_reasoning else [each for each in deltas if not isinstance(each, Reasoning)]
+
+    @property
+    def has_calls(self) -> bool:
+        """True if there are calls, all of them complete."""
+        return self._scanner is not None and self._scanner.num_calls > 0 and not self._scanner.has_cut_call
 
     def finish_reason(self, increment: Increment) -> str | None:
         """Return the reason of the end in OpenAI's terms, after `read` of the increment; None before the end."""
-        has_calls = self._scanner is not None and self._scanner.num_calls > 0 and not self._is_named
+        has_calls = self.has_calls and not self._is_named
         return "tool_calls" if has_calls and increment.finish_reason == "stop" else increment.finish_reason
 
 

@@ -110,7 +110,7 @@ class MessageReply:
         self._end = {"stop_reason": "end_turn", "stop_sequence": None}
         if reason == "length":
             self._end["stop_reason"] = "max_tokens"
-        elif any(block["type"] == "tool_use" for block in self._blocks.blocks):
+        elif reason == "tool_calls" or (self._blocks.has_calls and reader.has_calls):  # the latter of a named function
             self._end["stop_reason"] = "tool_use"
         elif isinstance(stop, str):
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": stop}
@@ -141,6 +141,11 @@ class _Blocks:
         self.blocks: list[Json] = []
         self._kind = ""  # type of the open block, empty if there is none
         self._texts: list[str] = []  # parts of its text or its input
+
+    @property
+    def has_calls(self) -> bool:
+        """True if there are calls, complete or not."""
+        return any(block["type"] == "tool_use" for block in self.blocks)
 
     def add(self, delta: Delta) -> Iterator[Json]:
         """Yield the events of a delta."""

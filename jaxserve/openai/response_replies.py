@@ -97,8 +97,11 @@ class ResponseReply:
         for delta in deltas:
             yield from self._items.add(delta)
         if increment.finish_reason is not None:
-            self._is_cut = reader.finish_reason(increment) == "length"
-            yield from self._items.close("incomplete" if self._is_cut else "completed")
+            reason = reader.finish_reason(increment)
+            self._is_cut = reason == "length"
+            # a stop string may cut off a call, though the response then ends as it was asked to
+            is_cut = self._is_cut or (reason != "tool_calls" and self._items.is_call_open and not reader.has_calls)
+            yield from self._items.close("incomplete" if is_cut else "completed")
 
     def _final(self, outputs: Sequence[RequestOutput]) -> Event:
         status = "incomplete" if self._is_cut else "completed"
@@ -150,6 +153,11 @@ class _Items:
         self._kind = ""  # type of the open item, empty if there is none
         self._texts: list[str] = []  # parts of its text or its arguments
         self._taken: list[Json] = []  # log probabilities of its text
+
+    @property
+    def is_call_open(self) -> bool:
+        """True if the last item is a call that has not been closed."""
+        return self._kind == "function_call"
 
     def add(self, delta: Delta) -> Iterator[Event]:
         """Yield the events of a delta."""

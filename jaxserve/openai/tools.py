@@ -136,6 +136,7 @@ class MessageForm:
             in_thought=self.in_thought,
             names=frozenset(function.name for function in self.tools.functions) if has_calls else None,
             hidden=frozenset(self.hidden),
+            is_forced=self.tools.are_forced,
         )
         return DeltaReader(scanner, shows_reasoning=self.shows_reasoning, is_named=self.tools.choice == "named")
 

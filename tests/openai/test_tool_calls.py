@@ -96,6 +96,56 @@ def test_what_a_template_writes_is_read_again(name: str) -> None:
     check()
 
 
+VALUES: list[tuple[str, str]] = [  # what stands for the arguments, and the arguments
+    (json.dumps('{"a": "\\u00e9\\"}", "b": [1]}'), '{"a": "\\u00e9\\"}", "b": [1]}'),
+    (json.dumps(json.dumps({"x": "{" * 2000})), json.dumps({"x": "{" * 2000})),  # longer than any head
+    ('"東 \\ud83d\\ude00"', "東 😀"),  # not JSON at all, but what the model says
+    ('""', "{}"),
+    ("null", "{}"),
+    ('"null"', "{}"),
+    ("{}", "{}"),
+]
+HEADS = {  # calls without objects around them
+    "mistral_v13": "[TOOL_CALLS]f[ARGS]{}",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "openai": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
+}
+OBJECTS = [
+    '{"name": "f", "arguments": %s}',
+    '{"name": "f", "parameters": %s}',
+    '{"parameters": %s, "name": "f", "id": 5}',
+    '{"type": "function", "function": {"name": "f", "arguments": %s}}',
+    '{"id": "1", "function": {"parameters": %s, "name": "f"}, "type": "function"}',
+    '{"function": "f", "arguments": %s}',
+]
+AROUND = {"hermes": "<tool_call>\n{}\n</tool_call>", "llama3_json": "<|python_tag|>{}", "mistral": "[TOOL_CALLS] [{}]"}
+WRITTEN = [(name, text.replace("{}", "%s")) for name, text in HEADS.items()]
+WRITTEN += [(name, text.replace("{}", each)) for name, text in AROUND.items() for each in OBJECTS]
+WRITTEN += [("llama3_json", each) for each in OBJECTS]
+
+
+@pytest.mark.parametrize(("name", "text"), WRITTEN)
+def test_arguments_are_objects_their_text_or_nothing(name: str, text: str) -> None:
+    """Granite 4 and others write arguments as a string of JSON, which is read once, or null if there are none."""
+    form = format_of(name)
+    for value, arguments in VALUES:
+        whole = whole_message(scan(form, [text.replace("%s", value)]))
+        function = {"name": "f", "arguments": arguments}
+        assert [each["function"] for each in whole["tool_calls"]] == [function]
+        assert whole["content"] is None
+        twice = text.replace("%s", value) + ("; " if name == "llama3_json" else "") + text.replace("%s", value)
+        if name not in ("openai", "mistral") and not (name == "llama3_json" and "<|" in text):
+            assert [each["function"] for each in whole_message(scan(form, [twice]))["tool_calls"]] == [function] * 2
+        if len(value) < 100:
+            full = text.replace("%s", value)
+            for cut in range(len(full) + 1):
+                assert whole_message(scan(form, [full[:cut], full[cut:]])) == whole
+            assert whole_message(scan(form, full)) == whole
+
+
 SAMPLE = Message(
     "Hello, 東京 <b>", "so\n<hm>", [Call("f", {"a": '</tool_call>"}]\\', "é": [{}, {"x": 1}]}), Call("a.b-c", {})]
 )
@@ -216,10 +266,19 @@ def test_a_stream_adds_up_to_the_whole_reply(
     ChatCompletion.model_validate(whole)
     check_stream([json.loads(event.removeprefix(b"data: ")) for event in events], whole)
     for index, choice in enumerate(whole["choices"]):
-        has_calls = bool(choice["message"].get("tool_calls"))
+        calls = choice["message"].get("tool_calls", [])
+        has_calls = bool(calls) and all(is_json(call["function"]["arguments"]) for call in calls)
         assert choice["finish_reason"] == ("length" if index == 1 else "tool_calls" if has_calls else "stop")
         if name != "llama3_json" and len(texts[index]) == len(tokenizer.encode(written(name, meant[index]), False)):
             assert [each.name for each in read(choice["message"]).calls] == [each.name for each in meant[index].calls]
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def check_stream(chunks: list[dict[str, Any]], whole: dict[str, Any]) -> None:
