@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 
@@ -13,7 +14,16 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.engine.drafts import build_proposer, load_draft
-from jaxserve.engine.memory import build_schedule, pool_dtype, select_backend, state_bytes
+from jaxserve.engine.memory import (
+    build_schedule,
+    choose_page_size,
+    free_memory,
+    page_bytes,
+    pool_dtype,
+    require_room,
+    select_backend,
+    state_bytes,
+)
 from jaxserve.engine.parameters import build_params, compute_dtype, copies, meshes_of, unpacked_formats
 from jaxserve.errors import ConfigError
 from jaxserve.execution.runner import Runner
@@ -44,8 +54,27 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
         raise ConfigError(
             f"count_expert_tokens must be False, as {arch.architecture} has no experts, got True; drop it"
         )
-    meshes_of(config)
-    arch.local(config.tensor_parallel_size)
+    local_arch, devices = arch.local(config.tensor_parallel_size), _devices(meshes_of(config))
+    kv_dtype = pool_dtype(config, compute_dtype(config, arch))
+    backend = select_backend(config, local_arch, kv_dtype)
+    page_size = choose_page_size(config, local_arch, kv_dtype, backend)
+    require_room(config, local_arch, page_bytes(local_arch, page_size, kv_dtype, backend), devices)
+
+
+@contextlib.contextmanager
+def naming_exhaustion(config: EngineConfig) -> Iterator[None]:
+    """Make a ConfigError of one line of jax's error if a device runs out of memory while an engine starts."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        known = [f"{int(free):,}" for free in map(free_memory, _devices(meshes_of(config))) if free < math.inf]
+        raise ConfigError(
+            f"a device has run out of memory while the engine started, with {' and '.join(known) or 'few'} bytes free: "
+            f"{str(error).splitlines()[0]}; lower num_pages, max_num_seqs, max_num_batched_tokens or max_model_len, or "
+            "take another quantization or kv_cache_dtype"
+        ) from error
 
 
 def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follower | None = None) -> list[Runner]:

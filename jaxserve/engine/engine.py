@@ -10,7 +10,7 @@ from functools import partial
 from jaxserve.config import EngineConfig
 from jaxserve.distributed import processes
 from jaxserve.distributed.peers import Follower, Leader
-from jaxserve.engine.build import build_runners, check_sizes
+from jaxserve.engine.build import build_runners, check_sizes, naming_exhaustion
 from jaxserve.engine.checkpoint import build_arch, build_sampling_params, output_limits, resolve_quantization
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.devices import Devices
@@ -75,7 +75,8 @@ class Engine:
             self.peers.claim()
             require_same_options(config, self.peers)
         if executors is None:
-            executors = build_runners(config, self.arch, self.peers)
+            with naming_exhaustion(config):
+                executors = build_runners(config, self.arch, self.peers)
         self.devices = Devices(config, self.arch, [e for e in executors if isinstance(e, Runner)])
         self.schedule = executors[0].schedule
         self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, len(executors))

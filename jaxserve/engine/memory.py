@@ -1,6 +1,7 @@
 """Memory of a device: layout and size of the KV pool, and what must stay free beside it."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -108,6 +109,7 @@ def build_schedule(
     """
     page_size = choose_page_size(config, arch, kv_dtype, backend)
     num_bytes = page_bytes(arch, page_size, kv_dtype, backend) + draft_page(page_size)
+    require_room(config, arch, num_bytes, devices)
     num_pages = config.num_pages or _num_pages_that_fit(config, arch, page_size, num_bytes, devices)
     return resolve_schedule(
         config,
@@ -119,6 +121,50 @@ def build_schedule(
         has_states=arch.state is not None,
         pools=arch.pooler is not None,
     )
+
+
+def require_room(config: EngineConfig, arch: ArchConfig, page_bytes: int, devices: Sequence[Memory]) -> None:
+    """Raise ConfigError if what the options allocate on a device exceeds its free memory.
+
+    Args:
+        config: options of the engine.
+        arch: sizes of one device's part of the model.
+        page_bytes: bytes of a page of the pool.
+        devices: devices of all replicas; the one with the least free memory decides.
+    """
+    free_bytes = min(map(free_memory, devices), default=math.inf)
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu:  # all devices share it
+        free_bytes /= config.tensor_parallel_size * config.data_parallel_size
+    seqs, tokens = default_batch(config, on_cpu=on_cpu)
+    logits = 0 if arch.pooler is not None else 4 * seqs * arch.vocab_size
+    needed = {
+        f"num_pages={config.num_pages}": (config.num_pages or 1) * page_bytes,
+        f"max_num_seqs={seqs} and max_model_len={config.max_model_len or arch.max_position}": logits
+        + slot_bytes(config, arch, on_cpu=on_cpu),
+        f"max_num_batched_tokens={tokens}": 8 * tokens * arch.hidden_size,  # residual stream, before and after a layer
+    }
+    total_bytes = sum(needed.values())
+    if total_bytes > free_bytes:
+        name = max(needed, key=needed.__getitem__)
+        raise ConfigError(
+            f"the device must have {total_bytes:,} bytes free for the KV cache and the state of requests, of which "
+            f"{name} needs {needed[name]:,}, got {int(free_bytes):,} bytes free; lower {' or '.join(_names(name))}"
+        )
+
+
+def _names(assignments: str) -> list[str]:
+    return [each.partition("=")[0] for each in assignments.split(" and ")]
+
+
+def free_memory(device: Memory) -> float:
+    """Return the bytes of memory that a device can still allocate; infinity if it does not report them."""
+    if jax.default_backend() == "cpu":
+        return float(psutil.virtual_memory().available)
+    stats = device.memory_stats()
+    if stats is None or "bytes_limit" not in stats:
+        return math.inf
+    return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
 
 
 def page_bytes(arch: ArchConfig, page_size: int, kv_dtype: jnp.dtype, backend: str) -> int:
@@ -157,8 +203,9 @@ def _num_pages_that_fit(
         budget = min(_free_bytes(config, arch, device.memory_stats()) for device in devices)
     if budget < page_bytes:
         raise ConfigError(
-            f"the KV pool must hold at least one page of {page_bytes} bytes, got {int(budget)} bytes free; "
-            f"raise gpu_memory_utilization, lower max_num_batched_tokens, or set num_pages"
+            f"the KV pool must hold at least one page of {page_bytes} bytes, got {max(0, int(budget))} bytes free "
+            "beside the state of requests and the temporaries of a step; lower max_num_seqs, max_model_len or "
+            "max_num_batched_tokens, raise gpu_memory_utilization, or set num_pages"
         )
     return int(budget // page_bytes)
 
