@@ -1,11 +1,11 @@
-"""Command line: `jaxserve serve`, `generate`, `batch`, `bench`, `convert`, `quantize` and `plan`.
+"""Command line: `jaxserve serve`, `generate`, `batch`, `bench`, `convert`, `quantize`, `plan` and others.
 
 Each command is a module with its flags and its code; code imports jax where it runs, so `--help` and a wrong flag need
 not wait for it.
 
-Exit codes: 0 success, for a batch also if some records are errors; 1 no target of a sweep could be planned; 2 invalid
-command line or configuration, or a file that cannot be read or written, reported in one line; 75 another process of the
-run was lost; 130 interrupted; 141 the reader of the output closed it.
+Exit codes: 0 success, for a batch also if some records are errors; 1 no target of a sweep could be planned, or lines of
+a batch with `--strict` have failed; 2 invalid command line or configuration, or a file that cannot be read or written,
+reported in one line; 75 another process of the run was lost; 130 interrupted; 141 the reader of the output closed it.
 """
 
 import contextlib
@@ -25,7 +25,11 @@ from jaxserve.errors import ConfigError, PeerLostError, RequestError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code. Flags may have underscores, as vLLM's may."""
-    args = build_parser().parse_args(with_dashes(sys.argv[1:] if argv is None else argv))
+    parser, given = build_parser(), with_dashes(sys.argv[1:] if argv is None else argv)
+    if not given:  # whoever does not know the commands learns them
+        parser.print_help()
+        return 0
+    args = parser.parse_args(given)
     interrupts.set_hint(args.on_interrupt)
     try:
         with log_as_asked(args), _unwinding_if_others_wait(args):

@@ -2,8 +2,9 @@
 
 import contextlib
 import sys
+import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxserve import interrupts
@@ -14,12 +15,15 @@ from jaxserve.cli.logs import add_log_level
 from jaxserve.cli.process_flags import add_process_flags, is_distributed
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.ticker import Ticker
 
 
 def _add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("input", metavar="IN", help="file of requests: JSON lines in OpenAI's batch format")
     text = "file of results: JSON lines in any order; where it exists, only missing records are added"
     parser.add_argument("output", metavar="OUT", help=text)
+    text = "exit with code 1 if lines have failed (default: 0, as their records have the errors)"
+    parser.add_argument("--strict", action="store_true", help=text)
     text = "names that requests may have in `model` (default: any)"
     parser.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help=text)
     text = (
@@ -53,19 +57,23 @@ def _run(args: Namespace) -> int:
             names, use_tqdm = args.served_model_name, not args.stats
             summary = run_batch(engine, args.input, args.output, model_names=names, use_tqdm=use_tqdm)
     resumed = f" ({summary.num_resumed} from before)" if summary.num_resumed else ""
+    failed = "no line failed"
+    if summary.num_errors:
+        failed = f"{summary.num_errors} of {summary.num_records} lines failed, and their records have the errors"
     print(
-        f"{args.output}: {summary.num_records} records{resumed}, {summary.num_errors} errors; "
+        f"{args.output}: {summary.num_records} records{resumed}; {failed}; "
         f"{summary.completion_tokens} tokens in {summary.elapsed_s:.1f} s",
         file=sys.stderr,
     )
-    return 0
+    return 1 if args.strict and summary.num_errors else 0
 
 
 @contextlib.contextmanager
 def _engine(args: Namespace) -> Iterator[Any]:
     """Yield the engine: one in this process, or a fleet on Ray."""
     if not args.ray:
-        llm = load_llm(args)
+        with contextlib.nullcontext() if sys.stderr.isatty() else Ticker(_loading(time.monotonic())):
+            llm = load_llm(args)
         with live_stats(args.stats, llm):
             yield llm
         return
@@ -73,6 +81,10 @@ def _engine(args: Namespace) -> Iterator[Any]:
 
     with interrupts.unwinding(), ray_fleet(args.ray_actors, **engine_options(args)) as fleet:
         yield fleet
+
+
+def _loading(started_s: float) -> Callable[[], str]:
+    return lambda: f"batch: loading the model, for {time.monotonic() - started_s:.0f} s"
 
 
 COMMAND = Command(

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from jaxserve import __version__
-from jaxserve.cli import batch, bench, check_invariance, convert, generate, plan, quantize, serve
+from jaxserve.cli import batch, bench, check_invariance, completion, convert, generate, plan, quantize, serve
 from jaxserve.errors import did_you_mean
 
 COMMANDS = (
@@ -16,12 +16,16 @@ COMMANDS = (
     quantize.COMMAND,
     plan.COMMAND,
     check_invariance.COMMAND,
+    completion.COMMAND,
 )
 """Commands in the order in which help shows them."""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands, which stores each one's `run` and `on_interrupt` in the arguments."""
+    """Return the parser of all commands, which stores each one's `run` and `on_interrupt` in the arguments.
+
+    `parsers` of the arguments has the parser of each command.
+    """
     parser = _Parser(
         prog="jaxserve",
         description="Serve large language models from JAX.",
@@ -33,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         text = command.summary
         description = f"{text[0].upper()}{text[1:]}."
         each = commands.add_parser(command.name, help=text, description=description, usage=command.usage)
-        each.set_defaults(run=command.run, on_interrupt=command.on_interrupt)
+        each.set_defaults(run=command.run, on_interrupt=command.on_interrupt, parsers=commands.choices)
         command.add_flags(each)
     return parser
 

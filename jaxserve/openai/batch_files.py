@@ -36,6 +36,7 @@ from jaxserve.openai.batch_output import (
     make_record,
     numbered_lines,
 )
+from jaxserve.openai.batch_progress import BatchProgress
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body, refuse_unknown
 from jaxserve.openai.pooling import PoolingReply, parse_pooling
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
+_DUPLICATE = "duplicate_custom_id"  # code of the error
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def run_batch(
         max_in_flight: limit of sequences in the engine; None is three times `max_num_seqs` over all replicas, enough to
             keep them full while some requests wait for the prefix of another. A request with more sequences runs
             alone.
-        use_tqdm: True to show progress if stderr is a terminal.
+        use_tqdm: True to show progress on stderr: a bar on a terminal, elsewhere a line every 30 s.
 
     Raises:
         ConfigError: a file is not usable, or the output belongs to another input or is being written by another
@@ -126,7 +128,7 @@ def run_batch(
             own_name=model_names[0] if model_names else config.model or config.model_path.name,
             model_names=tuple(model_names),
             window=3 * num_rows if max_in_flight is None else max_in_flight,
-            progress=stack.enter_context(_progress_bar(done, use_tqdm)),
+            progress=stack.enter_context(BatchProgress(done, is_wanted=use_tqdm)),
         )
         stack.callback(run.abort)
         return run.run(lines)
@@ -173,7 +175,7 @@ class _BatchRun:
     own_name: str
     model_names: tuple[str, ...]
     window: int
-    progress: Any
+    progress: BatchProgress
     in_flight: dict[str, _InFlight] = field(default_factory=dict)  # keys are request ids
     num_sequences: int = 0  # sequences in flight
     prompt_tokens: int = 0
@@ -191,7 +193,7 @@ class _BatchRun:
             if self.in_flight:
                 self._step()
             rate = self.completion_tokens / (time.monotonic() - start_s + 1e-9)
-            self.progress.set_postfix_str(f"{rate:.0f} tok/s, {self.out.num_errors} errors", refresh=False)
+            self.progress.note(f"{rate:.0f} tok/s, {self.out.num_errors} failed")
         return BatchSummary(
             num_records=self.out.num_records,
             num_errors=self.out.num_errors,
@@ -222,8 +224,9 @@ class _BatchRun:
                 request = self._parse(content)
             except Exception as error:  # any failure becomes the line's error record
                 if number not in self.done:
-                    fingerprint = fingerprint_of(raw, self.key)
-                    self._write_error(number, custom_id, fingerprint, _line_error(number, error))
+                    fingerprint, line_error = fingerprint_of(raw, self.key), _line_error(number, error)
+                    is_duplicate = isinstance(line_error, BadRequestError) and line_error.code == _DUPLICATE
+                    self._write_error(number, None if is_duplicate else custom_id, fingerprint, line_error)
             else:
                 line = _Line(number, custom_id, fingerprint_of(raw, self.key), request)
                 yield from (_InFlight(line, index) for index in range(len(request.prompts)))
@@ -389,18 +392,15 @@ def _line_error(number: int, error: Exception) -> RequestError:
 def _claim(custom_id: str, seen: set[int]) -> None:
     """Add the hash of a custom_id to `seen`; BadRequestError if an earlier line has it."""
     if hash(custom_id) in seen:
-        message = f"custom_id must be unique in the file, got {brief(custom_id)} again"
-        raise BadRequestError(message, "custom_id", "duplicate_custom_id")
+        raise BadRequestError(
+            f"custom_id must be unique in the file, got {brief(custom_id)} again; this record has none, so that the id "
+            "finds the record of the first line that has it",
+            "custom_id",
+            _DUPLICATE,
+        )
     seen.add(hash(custom_id))
 
 
 def _derived_seed(key: bytes, number: int, index: int) -> int:
     digest = hashlib.blake2b(f"{number}/{index}".encode(), digest_size=8, key=key, person=b"batch seed").digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _progress_bar(done: DoneLines, use_tqdm: bool) -> Any:
-    from tqdm import tqdm  # noqa: PLC0415 - not needed to parse a command line
-
-    disable = None if use_tqdm else True  # None: disabled unless stderr is a terminal
-    return tqdm(total=done.num_lines, initial=done.num_records, unit="req", desc="batch", disable=disable)

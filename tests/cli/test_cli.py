@@ -3,6 +3,7 @@ import inspect
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import jaxserve
 from jaxserve import EngineConfig, cli
 from jaxserve.cli.config_flags import NOT_FLAGS, engine_options, with_dashes
 from jaxserve.cli.loading import load_llm
-from jaxserve.cli.parser import build_parser
+from jaxserve.cli.parser import COMMANDS, build_parser
 from jaxserve.server.auth import Keys
 
 PROGRAM = [sys.executable, fake_engine.__file__]
@@ -173,13 +174,16 @@ def test_batch_exit_codes_and_resume(
 ) -> None:
     source, out = batch_input(tmp_path / "in.jsonl", 3), str(tmp_path / "out.jsonl")
     assert cli.main(["batch", source, out, "--model", model]) == 0
-    assert "3 records, 0 errors; 15 tokens" in capsys.readouterr().err
+    assert "3 records; no line failed; 15 tokens" in capsys.readouterr().err
     with open(source, "a") as file:
         file.write("{}\n")
     for _ in range(2):  # resuming a finished batch gives the same
         assert cli.main(["batch", source, out, "--model", model]) == 0  # complete, including error records
         monkeypatch.setattr(sys.modules["jaxserve.llm"], "LLM", lambda **_: pytest.fail("there is nothing to serve"))
-    assert "4 records (4 from before), 1 errors; 0 tokens" in capsys.readouterr().err
+    assert "4 records (4 from before); 1 of 4 lines failed, and their records have the errors; 0 tokens" in (
+        capsys.readouterr().err
+    )
+    assert cli.main(["batch", source, out, "--model", model, "--strict"]) == 1
 
 
 def test_batch_stats_take_the_place_of_the_progress_bar(
@@ -265,10 +269,10 @@ def test_a_model_that_a_flag_has_taken_is_missed(
     assert "secret" not in shown
 
 
-@pytest.mark.parametrize("arguments", [[], ["generate", "--nonsense"], ["batch", "in"], ["generate", "--top-k", "x"]])
-def test_usage_errors(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", ["--nonsense", "generate --nonsense", "batch in", "generate --top-k x"])
+def test_usage_errors(arguments: str) -> None:
     with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
+        cli.main(arguments.split())
     assert stop.value.code == 2
 
 
@@ -319,7 +323,7 @@ def test_interrupted_batch_resumes(model: str, tmp_path: Path, monkeypatch: pyte
     before = len(records_by_id(out))
     assert 0 < before < 60
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert f"60 records ({before} from before), 0 errors" in done.stderr
+    assert f"60 records ({before} from before); no line failed" in done.stderr
     assert len(records_by_id(out)) == 60
 
 
@@ -333,3 +337,44 @@ def test_a_reader_that_goes_away_is_no_error(model: str) -> None:
     process.stderr.close()
     assert process.wait(30) == 141
     assert shown == b""
+
+
+def test_without_a_command_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    shown = capsys.readouterr().out
+    for command in COMMANDS:
+        assert re.search(rf"^    {command.name}\s+{' '.join(command.summary.split()[:3])}", shown, re.MULTILINE)
+
+
+def complete(words: list[str], capfd: pytest.CaptureFixture[str]) -> list[str]:
+    """Return what bash suggests for the last word."""
+    assert cli.main(["completion", "bash"]) == 0
+    script = capfd.readouterr().out
+    typed = " ".join(f"'{word}'" for word in words)
+    program = (
+        f"{script}\nCOMP_WORDS=({typed}); COMP_CWORD={len(words) - 1}; _jaxserve; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
+    done = subprocess.run(["bash", "-c", program], check=True, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+def test_bash_completes_commands_flags_and_choices(capfd: pytest.CaptureFixture[str]) -> None:
+    assert complete(["jaxserve", ""], capfd) == [command.name for command in COMMANDS]
+    assert complete(["jaxserve", "ge"], capfd) == ["generate"]
+    assert complete(["jaxserve", "serve", "--max-model"], capfd) == ["--max-model-len"]
+    assert complete(["jaxserve", "serve", "m", "--log-level", "w"], capfd) == ["warning"]
+    assert complete(["jaxserve", "completion", "f"], capfd) == ["fish"]
+    assert complete(["jaxserve", "batch", "in"], capfd) == [], "files, which bash completes itself"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_all_flags_that_help_shows_are_completed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    parsers = build_parser().parse_args(["completion", shell]).parsers
+    for name, parser in parsers.items():
+        shown = set(re.findall(r"(?<![\w-])--[\w-]+", parser.format_help()))
+        lines = [line for line in script.splitlines() if re.search(rf"\b{name}\b", line)]
+        assert not [flag for flag in shown if not any(flag.lstrip("-") in line for line in lines)]
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True, capture_output=True)

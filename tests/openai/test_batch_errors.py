@@ -107,7 +107,10 @@ def test_without_template_or_tokenizer_chats_are_refused(tmp_path: Path) -> None
 def test_duplicates_are_refused_whichever_run_sees_them(engine: FakeEngine, tmp_path: Path) -> None:
     records = run(engine, tmp_path, [completion("a"), completion("b"), completion("a")])
     assert records["batch_req_3"]["error"]["code"] == "duplicate_custom_id"
-    assert records["batch_req_3"]["custom_id"] == "a"
+    by_custom_id = {record["custom_id"]: record for record in records.values()}
+    assert by_custom_id["a"]["error"] is None, "a join finds the record of the first line"
+    assert by_custom_id[None] == records["batch_req_3"]
+    assert "got 'a' again" in records["batch_req_3"]["error"]["message"]
     out = tmp_path / "out.jsonl"
     out.write_bytes(b"".join(line for line in out.read_bytes().splitlines(True) if b"batch_req_1" not in line))
     assert run(engine, tmp_path, [completion("a"), completion("b"), completion("a")]) == records

@@ -1,0 +1,91 @@
+"""Progress of a batch: a bar on a terminal, elsewhere a line every half minute."""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.openai.batch_output import DoneLines
+from jaxserve.ticker import Ticker
+
+
+class BatchProgress:
+    """Context that shows how far a batch is.
+
+    The time that is left is estimated from the records after the first one of this run, for which an engine may have
+    had to load programs.
+
+    Args:
+        done: lines that had a record when the run began.
+        is_wanted: False to show nothing.
+        clock: function that returns the time in seconds.
+    """
+
+    def __init__(self, done: DoneLines, *, is_wanted: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._total, self._num_resumed = done.num_lines, done.num_records
+        self._num_done, self._clock = done.num_records, clock
+        self._first_s: float | None = None
+        self._note = ""
+        self._bar: Any = None
+        self._ticker: Ticker | None = None
+        if is_wanted and sys.stderr.isatty():
+            self._bar = _bar(done)
+        elif is_wanted:
+            self._ticker = Ticker(self.line)
+
+    def __enter__(self) -> "BatchProgress":
+        if self._ticker is not None:
+            self._ticker.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ticker is not None:
+            self._ticker.__exit__()
+        if self._bar is not None:
+            self._bar.close()
+
+    def update(self) -> None:
+        """Count a record that was written."""
+        if self._first_s is None:
+            self._first_s = self._clock()
+        self._num_done += 1
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._details(), refresh=False)
+            self._bar.update()
+
+    def note(self, text: str) -> None:
+        """Set what is shown beside the number of records."""
+        self._note = text
+
+    def left_s(self) -> float | None:
+        """Return the estimated time to the last record; None before two records of this run."""
+        num_timed = self._num_done - self._num_resumed - 1
+        if self._first_s is None or num_timed < 1:
+            return None
+        return (self._total - self._num_done) * (self._clock() - self._first_s) / num_timed
+
+    def line(self) -> str:
+        """Return a line that says how far the batch is."""
+        resumed = f" ({self._num_resumed} from before)" if self._num_resumed else ""
+        return f"batch: {self._num_done} of {self._total} records{resumed}, {self._details()}"
+
+    def _details(self) -> str:
+        left_s = self.left_s()
+        estimate = "no estimate yet" if left_s is None else f"about {_duration(left_s)} left"
+        return f"{estimate}, {self._note}" if self._note else estimate
+
+
+def _bar(done: DoneLines) -> Any:
+    from tqdm import tqdm  # noqa: PLC0415 - not needed to parse a command line
+
+    bar_format = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # with our estimate
+    return tqdm(total=done.num_lines, initial=done.num_records, unit="req", desc="batch", bar_format=bar_format)
+
+
+def _duration(seconds: float) -> str:
+    """Return a time in the two largest units: 1 h 05 min, 2 min 30 s, 45 s."""
+    minutes, whole_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {whole_s:02} s" if minutes else f"{whole_s} s"

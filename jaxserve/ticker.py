@@ -1,0 +1,33 @@
+"""Lines at intervals, for commands that take long where no terminal shows a bar."""
+
+import sys
+import threading
+from collections.abc import Callable
+
+INTERVAL_S = 30.0
+
+
+class Ticker:
+    """Context that writes a line to stderr at intervals, from a thread of its own.
+
+    Args:
+        text: function that returns the line.
+        interval_s: seconds between lines, and before the first.
+    """
+
+    def __init__(self, text: Callable[[], str], interval_s: float = INTERVAL_S) -> None:
+        self._text, self._interval_s = text, interval_s
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Ticker":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            print(f"jaxserve: {self._text()}", file=sys.stderr, flush=True)
