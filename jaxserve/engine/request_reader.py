@@ -236,7 +236,7 @@ class RequestReader:
                 read_prefix_cache=reads_cache and (index > 0 or params.prompt_logprobs is None),
                 waits_for_tokens=form is not None,
                 may_be_extended=form is not None and form.append_forced_tokens,
-                constraint=self.constraint(params, stop_ids),
+                constraint=self.constraint(params, stop_ids, tenant),
                 arrival=arrival,
             )
             for index in range(params.n)
@@ -254,7 +254,7 @@ class RequestReader:
             f"; lower max_tokens{self._advice_on_length()}. Further requests are not warned of" if is_first else "",
         )
 
-    def constraint(self, params: SamplingParams, stop_ids: frozenset[int]) -> TokenConstraint | None:
+    def constraint(self, params: SamplingParams, stop_ids: frozenset[int], tenant: str = "") -> TokenConstraint | None:
         """Return the constraint of a sample; RequestError where its form is refused."""
         form = params.structured_outputs
         if form is None:
@@ -270,6 +270,7 @@ class RequestReader:
             allowed_token_ids=params.allowed_token_ids,
             stop_ids=stop_ids,
             min_tokens=params.min_tokens,
+            tenant=tenant,
         )
 
     def _new_grammars(self) -> GrammarCompiler:

@@ -5,24 +5,37 @@ from __future__ import annotations
 import json
 import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.errors import RequestError, install_extra
 from jaxserve.structured_output.params import StructuredOutputsParams
+from jaxserve.structured_output.trial import Trials, refused
 
 MAX_COMPILED = 64  # grammars that are kept compiled
-COMPILE_S = 5.0  # time that compiling one may take: that of a schema grows with the square of its optional properties
-COMPILE_THREADS = 2  # grammars that are compiled at a time, those that were given up included
+MAX_COMPILED_BYTES = 2**31  # memory that they took when they were compiled
 WHITESPACE = r"[ \t\n\r]{1,32}"  # space between tokens of JSON: without a limit, a weak model may sample nothing else
 _WORD_BITS = 32
-_LIMITS: dict[str, Any] = {"max_grammar_size": 500_000, "max_items_in_row": 2_000, "step_max_items": 50_000}
+_LIMITS: dict[str, Any] = {  # of llguidance: what compiling a grammar and each step of an output may take
+    "max_grammar_size": 500_000,
+    "max_items_in_row": 2_000,
+    "step_max_items": 50_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "max_lexer_states": 50_000,
+}
+
+
+class _Compiled(NamedTuple):
+    """Compiled grammar: its matcher before the first token, that one's mask, and the memory that both have taken."""
+
+    matcher: Any
+    words: NDArray[np.int32]
+    num_bytes: int
 
 
 class TokenConstraint:
@@ -150,9 +163,9 @@ class GrammarCompiler:
             raise RequestError(f"structured_outputs need a tokenizer that llguidance can use, got: {error}") from None
         self._num_words = num_words
         self._limits = llguidance.LLParserLimits(**_LIMITS)
-        self._compiled: OrderedDict[str, tuple[Any, NDArray[np.int32]]] = OrderedDict()
+        self._trials = Trials(tokenizer_json, vocab_size, sorted(eos_ids), _LIMITS)
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
         self._lock = threading.Lock()  # guards the table and the copying of what is in it
-        self._places = threading.Semaphore(COMPILE_THREADS)
 
     def constraint(
         self,
@@ -161,17 +174,28 @@ class GrammarCompiler:
         allowed_token_ids: Sequence[int] | None,
         stop_ids: frozenset[int],
         min_tokens: int,
+        tenant: str = "",
     ) -> TokenConstraint:
-        """Return the constraint of an output; RequestError where llguidance refuses its form."""
+        """Return the constraint of an output; RequestError where llguidance refuses its form.
+
+        Args:
+            form: form of the output.
+            allowed_token_ids: tokens that are allowed; None allows all.
+            stop_ids: ids that end the output.
+            min_tokens: tokens before which none of them can be sampled.
+            tenant: name of whoever has sent the form; tenants share the processes that compile.
+        """
         with self._lock:
             found = self._compiled.get(form.key)
             if found is not None:
                 self._compiled.move_to_end(form.key)
         if found is None:
-            found = self._compile_in_time(form)
+            found = self._compile(form, tenant)
             with self._lock:
                 self._compiled[form.key] = found
-                while len(self._compiled) > MAX_COMPILED:
+                while len(self._compiled) > MAX_COMPILED or (
+                    len(self._compiled) > 1 and sum(c.num_bytes for c in self._compiled.values()) > MAX_COMPILED_BYTES
+                ):
                     self._compiled.popitem(last=False)
         allowed = None
         if allowed_token_ids is not None:
@@ -180,7 +204,8 @@ class GrammarCompiler:
             allowed = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
         with self._lock:
             constraint = TokenConstraint(
-                *found,
+                found.matcher,
+                found.words,
                 allowed=allowed,
                 stop_ids=stop_ids,
                 min_tokens=min_tokens,
@@ -192,45 +217,18 @@ class GrammarCompiler:
             )
         return constraint
 
-    def _compile_in_time(self, form: StructuredOutputsParams) -> tuple[Any, NDArray[np.int32]]:
-        """Compile on another thread, which is left alone where it takes too long: llguidance cannot be interrupted."""
-        compiled: Future[tuple[Any, NDArray[np.int32]]] = Future()
-        until_s = time.monotonic() + COMPILE_S
-
-        def run() -> None:
-            try:
-                compiled.set_result(self._compile(form))
-            except BaseException as error:
-                compiled.set_exception(error)
-            finally:
-                self._places.release()
-
+    def _compile(self, form: StructuredOutputsParams, tenant: str) -> _Compiled:
+        """Compile; RequestError if llguidance refuses the form, or if a trial exceeds its limits."""
         try:
-            if not self._places.acquire(timeout=COMPILE_S):
-                raise TimeoutError
-            try:
-                threading.Thread(target=run, name="jaxserve grammar", daemon=True).start()
-            except RuntimeError:  # the system has no more threads
-                self._places.release()
-                raise
-            return compiled.result(until_s - time.monotonic())
-        except TimeoutError:
-            raise RequestError(
-                f"structured_outputs must compile in {COMPILE_S:g} s, this takes longer; leave out optional "
-                "properties or alternatives, or try again if others are compiling"
-            ) from None
-
-    def _compile(self, form: StructuredOutputsParams) -> tuple[Any, NDArray[np.int32]]:
-        """Compile; RequestError where llguidance refuses the form."""
-        try:
-            matcher = self._llguidance.LLMatcher(self._tokenizer, self._grammar(form), log_level=0, limits=self._limits)
-            words = mask_of(matcher, self._num_words)  # a part that is compiled at its first use may be refused then
-            reason = matcher.get_error() if matcher.is_error() else ""
+            grammar = self._grammar(form)
         except Exception as error:
-            reason = str(error) or repr(error)
-        if reason:
-            raise RequestError(f"structured_outputs must be what llguidance accepts, but it said: {reason[:2000]}")
-        return matcher, words
+            raise refused(str(error) or repr(error)) from None
+        cost = self._trials.run(grammar, tenant)
+        matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        words = mask_of(matcher, self._num_words)
+        if matcher.is_error():
+            raise refused(matcher.get_error())
+        return _Compiled(matcher, words, max(cost.num_bytes, len(grammar)))
 
     def _grammar(self, form: StructuredOutputsParams) -> str:
         make: Any = self._llguidance.LLMatcher

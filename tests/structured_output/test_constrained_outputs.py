@@ -15,7 +15,6 @@ import pytest
 from jaxserve import LLM, RequestError, SamplingParams, StructuredOutputsParams, weights
 from jaxserve.engine.event_log import replay_log
 from jaxserve.outputs import RequestOutput
-from jaxserve.structured_output import grammar
 from tests.soon_compiled import few_programs
 from tests.structured_output.forms import REGEXES, SCHEMAS, random_regex, random_schema
 
@@ -231,18 +230,6 @@ def test_refused_forms_leave_others_alone(llm: LLM) -> None:
         llm.generate(PROMPTS[0], own, use_tqdm=False)
     (output,) = llm.generate(PROMPTS[0], params(0, choice=["a"]), use_tqdm=False)
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("a", "stop")
-
-
-def test_a_form_that_takes_too_long_is_refused_in_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schema of 25 kB takes half a second; where all threads are busy with such ones, others wait no longer."""
-    monkeypatch.setattr(grammar, "COMPILE_S", 0.05)
-    slow = {"type": "object", "properties": {f"property {index}": {"type": "string"} for index in range(1500)}}
-    for title in ("a", "b", "c"):
-        with pytest.raises(RequestError, match=r"must compile in 0\.05 s"):
-            llm.generate(PROMPTS[0], params(0, json=slow | {"title": title}), use_tqdm=False)
-    monkeypatch.setattr(grammar, "COMPILE_S", 60.0)
-    (output,) = llm.generate(PROMPTS[0], params(0, choice=["b"]), use_tqdm=False)
-    assert output.outputs[0].text == "b", "threads have come free"
 
 
 def test_combined_with_other_parameters(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,107 @@
+"""Grammars that compute without end, or take all memory: they end, and those of other tenants compile meanwhile."""
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tiny_tokenizers
+
+from jaxserve.errors import RequestError
+from jaxserve.structured_output import trial
+from jaxserve.structured_output.grammar import GrammarCompiler
+from jaxserve.structured_output.params import StructuredOutputsParams
+
+ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{{1,{index + 3}}}b"} for index in range(60)]}
+GROWING = {"allOf": [{"type": "string", "pattern": f"[a-z]{{{i}}}{chr(97 + i % 26)}"} for i in range(60)]}
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> Iterator[GrammarCompiler]:
+    backend = tiny_tokenizers.byte_level(300)
+    compiler = GrammarCompiler(backend.to_str(), 300, frozenset({0}))
+    yield compiler
+    for child in compiler._trials._free:
+        child.end()
+
+
+def compile_form(compiler: GrammarCompiler, tenant: str, **form: Any) -> None:
+    compiler.constraint(
+        StructuredOutputsParams(**form), allowed_token_ids=None, stop_ids=frozenset({0}), min_tokens=0, tenant=tenant
+    )
+
+
+def children(compiler: GrammarCompiler) -> list[psutil.Process]:
+    return [psutil.Process(each._process.pid) for each in compiler._trials._free if each._process is not None]
+
+
+def test_an_endless_grammar_ends_with_its_process(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "COMPILE_S", 0.2)
+    compile_form(compiler, "", regex="a")
+    (child,) = children(compiler)
+    with pytest.raises(RequestError, match=r"must compile in 0\.2 s"):
+        compile_form(compiler, "", json=ENDLESS)
+    assert not child.is_running()
+    began_s = time.monotonic()
+    with pytest.raises(RequestError, match=r"must compile in 0\.2 s"):
+        compile_form(compiler, "", json=ENDLESS)
+    assert time.monotonic() - began_s < 0.2, "the refusal is remembered"
+    monkeypatch.setattr(trial, "COMPILE_S", 30.0)
+    compile_form(compiler, "", regex="b")
+    with pytest.raises(RequestError, match="unclosed group"):
+        compile_form(compiler, "", regex="(((")
+
+
+def test_a_grammar_that_takes_all_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "COMPILE_BYTES", 2**24)
+    monkeypatch.setattr(trial, "COMPILE_S", 60.0)
+    compiler = GrammarCompiler(tiny_tokenizers.byte_level(300).to_str(), 300, frozenset({0}))
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(RequestError, match="within 16 MiB of memory"):
+        compile_form(compiler, "", json=GROWING)
+    assert psutil.Process().memory_info().rss - before < 2**26
+    compile_form(compiler, "", regex="b")
+    compiler._trials._free[-1].end()
+
+
+def test_processes_end_with_their_compiler() -> None:
+    compiler = GrammarCompiler(tiny_tokenizers.byte_level(300).to_str(), 300, frozenset({0}))
+    compile_form(compiler, "", regex="a")
+    (child,) = children(compiler)
+    del compiler
+    gc.collect()
+    assert not child.is_running()
+
+
+def test_grammars_of_others_compile_beside_a_flood(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "COMPILE_S", 1.0)
+    compile_form(compiler, "other", regex="a")
+    errors: list[str] = []
+
+    def flood(index: int) -> None:
+        try:
+            compile_form(compiler, "flood", json=ENDLESS | {"title": str(index)})
+        except RequestError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=flood, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    num_before = []
+    for index in range(3):
+        compile_form(compiler, "other", regex=f"b{{{index + 1}}}")
+        num_before.append(len(errors))
+    for thread in threads:
+        thread.join()
+    assert num_before[-1] < 4, "the other tenant has not waited for all of the flood"
+    assert len(errors) == 4
+
+
+def test_the_child_needs_neither_jax_nor_the_package() -> None:
+    source = Path(trial.__file__).with_name("child.py").read_text(encoding="utf-8")
+    assert "import jax" not in source
+    assert "from jaxserve" not in source
