@@ -13,6 +13,7 @@ from jaxserve.request import FinishReason, Request, TokenIds
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.logprobs import LogprobList, largest
+from jaxserve.text.token_texts import TokenTexts, hidden_ids
 from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -59,7 +60,8 @@ class RequestGroup:
         self.error: BaseException | None = None
         self._tokenizer = tokenizer
         self._clock = clock
-        self._token_text = tokenizer.token_text if tokenizer is not None and self.params.detokenize else _no_text
+        hidden = hidden_ids(tokenizer, self.params) if tokenizer is not None else frozenset[int]()
+        self._texts = TokenTexts(tokenizer, hidden) if tokenizer is not None and self.params.detokenize else None
         self._completions = {r.request_id: self._new_completion(i, r) for i, r in enumerate(requests)}
         outputs = [c.output for c in self._completions.values()]
         # A copy: the caller may change what it gets, and the prefix cache remembers the prompt.
@@ -71,13 +73,17 @@ class RequestGroup:
         detokenizer = Detokenizer(self._tokenizer, self.params, request.prompt_token_ids)
         output = CompletionOutput(index)
         output.metrics.arrival_s = self._clock()
-        logprobs = None if self.params.logprobs is None else LogprobList[dict[int, Logprob]](self._token_text)
+        logprobs: LogprobList[dict[int, Logprob]] | None = None
+        if self.params.logprobs is not None:
+            logprobs = LogprobList(self._texts, request.prompt_token_ids)
         output.follow(detokenizer.visible, logprobs)
         output.cumulative_logprob = None if logprobs is None else 0.0
         return _Completion(request, output, detokenizer, logprobs)
 
     def _new_prompt_logprobs(self) -> LogprobList[dict[int, Logprob] | None] | None:
-        return None if self.params.prompt_logprobs is None else LogprobList(self._token_text, [None])
+        if self.params.prompt_logprobs is None:
+            return None
+        return LogprobList(self._texts, first=self.output.prompt_token_ids[:1], entries=[None])
 
     @property
     def requests(self) -> list[Request]:
@@ -196,6 +202,8 @@ class RequestGroup:
         completion = self._completions[request.request_id]
         output, metrics = completion.output, completion.output.metrics
         stop_string = completion.detokenizer.finish() or stop_string
+        if completion.logprobs is not None and stop_string is None:
+            completion.logprobs.end()
         output.finish_reason = str(reason)
         if stop_string is not None:
             output.finish_reason, output.stop_reason = str(FinishReason.STOP), stop_string
@@ -247,10 +255,6 @@ def _append_logprobs(entries: LogprobList[Any], logprobs: TokenLogprobs, row: in
         token_ids = np.zeros(0, np.int32)
     entries.append(token_id, logprob, int(logprobs.rank[row]), token_ids.tobytes(), values.tobytes())
     return logprob
-
-
-def _no_text(token_id: int) -> None:
-    return None
 
 
 def _again(request: Request) -> Request:

@@ -1,12 +1,12 @@
 """Detokenizer: the text of an output while its tokens come in, up to a stop string."""
 
-import itertools
 from collections.abc import Sequence
 
 from jaxserve.outputs import GrowingText
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.stop_strings import StopStrings, compile_stop_strings
 from jaxserve.text.token_stream import ByteStream, WindowStream
+from jaxserve.text.token_texts import hidden_ids, new_stream
 from jaxserve.text.tokenizer import Tokenizer
 
 
@@ -32,7 +32,9 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> None:
-        self._stream = _token_stream(tokenizer, params, prompt_token_ids) if tokenizer and params.detokenize else None
+        self._stream: ByteStream | WindowStream | None = None
+        if tokenizer is not None and params.detokenize:
+            self._stream = new_stream(tokenizer, hidden_ids(tokenizer, params), prompt_token_ids)
         self._stops = compile_stop_strings(tuple(params.stop)) if params.stop else None
         self._state = StopStrings.START
         self._keep_stop = params.include_stop_str_in_output
@@ -81,17 +83,3 @@ class Detokenizer:
         split = len(text) - self._stops.num_held(self._state)
         self.visible.append(text[:split])
         self._held = text[split:]
-
-
-def _token_stream(
-    tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]
-) -> ByteStream | WindowStream:
-    hidden: frozenset[int] = tokenizer.special_ids if params.skip_special_tokens else frozenset()
-    if params.shown_special_ids:
-        hidden -= frozenset(params.shown_special_ids)
-    visible = (i for i in reversed(prompt_token_ids) if i not in hidden)
-    context = list(itertools.islice(visible, 4))[::-1]
-    if tokenizer.byte_table is not None:
-        return ByteStream(tokenizer.byte_table, hidden, at_start=not context)
-    skips = params.skip_special_tokens and not params.shown_special_ids
-    return WindowStream(lambda ids: tokenizer.decode(ids, skips), hidden, context)

@@ -77,7 +77,14 @@ def _from_backend(
         vocabulary=backend.get_vocab,
         json_text=backend.to_str,
         new_bound=partial(TokenBound.from_backend, backend),
+        encode_pair=lambda a, b: backend.encode(a, b).ids,
+        spans=partial(_spans, backend),
     )
+
+
+def _spans(backend: tokenizers.Tokenizer, text: str) -> tuple[TokenIds, list[tuple[int, int]]]:
+    encoding = backend.encode(text)
+    return encoding.ids, encoding.offsets
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> TokenIds:
@@ -128,6 +135,7 @@ def _from_transformers(slow: "PreTrainedTokenizerBase", config: dict[str, Any], 
         eos_token_ids=_eos_ids(slow.eos_token_id, directory),
         chat_template=_chat_templates(config, directory),
         vocabulary=slow.get_vocab,
+        encode_pair=lambda a, b: slow(a, b)["input_ids"],
     )
 
 

@@ -3,13 +3,16 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.outputs import Logprob
+from jaxserve.text.token_texts import TokenTexts
+
+NUM_BEFORE = 24  # tokens that the text of a token may depend on, hidden ones among them
 
 NUM_RELEASED = 4096
 Entry = TypeVar("Entry", dict[int, Logprob], dict[int, Logprob] | None)
@@ -23,14 +26,23 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
     many readers use only one of them. One thread may append while others read. Pickling and copying give a plain list.
 
     Args:
-        token_text: function from a token id to the text of the token by itself, or None.
-        entries: initial entries, such as None for the first token of a prompt, which is not predicted.
+        texts: function that returns the texts of tokens, see `TokenTexts`; None for no texts.
+        prompt: tokens that the tokens of the list continue.
+        first: the first tokens of the list, which have no log probabilities, such as the first token of a prompt.
+        entries: their entries.
     """
 
-    def __init__(self, token_text: Callable[[int], str | None], entries: Iterable[Entry] = ()) -> None:
-        self._token_text = token_text
+    def __init__(
+        self,
+        texts: TokenTexts | None,
+        prompt: Sequence[int] = (),
+        first: Sequence[int] = (),
+        entries: Iterable[Entry] = (),
+    ) -> None:
+        self._texts, self._prompt, self._first = texts, prompt, tuple(first)
         self._built: list[Entry] = list(entries)  # first entries, as `as_list` returns them
         self._num_given = len(self._built)
+        self._is_ended = False
         self._rows: list[tuple[int, float, int, bytes, bytes]] = []  # tuples that the garbage collector need not track
         self._building = threading.Lock()
 
@@ -51,6 +63,13 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         with self._building:
             self._built.extend([self._read(position) for position in range(len(self._built), len(self))])
         return self._built
+
+    def end(self) -> None:
+        """Note that no entries follow, so that the last token shows what it leaves incomplete of a character."""
+        with self._building:
+            self._is_ended = True
+            if self._rows and len(self._built) == len(self):
+                self._built[-1] = self._build(len(self) - 1)
 
     def __len__(self) -> int:
         return self._num_given + len(self._rows)
@@ -80,20 +99,34 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
                 time.sleep(0)
 
     def _read(self, position: int) -> Any:
-        if position < len(self._built):
-            return self._built[position]
+        return self._built[position] if position < len(self._built) else self._build(position)
+
+    def _build(self, position: int) -> Any:
         token_id, logprob, rank, top_ids, top_logprobs = self._rows[position - self._num_given]
+        ids: list[int]
         if top_logprobs and not top_ids:
             by_id = np.frombuffer(top_logprobs, np.float32)
             order = largest(by_id, len(by_id))
             ids, values = order.tolist(), by_id[order].tolist()
         else:
             ids, values = memoryview(top_ids).cast("i").tolist(), memoryview(top_logprobs).cast("f").tolist()
-        own = Logprob(logprob, rank, self._token_text(token_id))
+        texts = self._texts_at(position, [token_id, *ids])
+        own = Logprob(logprob, rank, texts[0])
         entry = {token_id: own}
-        entry.update(zip(ids, map(Logprob, values, itertools.count(1), map(self._token_text, ids)), strict=True))
+        entry.update(zip(ids, map(Logprob, values, itertools.count(1), texts[1:]), strict=True))
         entry[token_id] = own  # replaces its own entry among the most likely, whose rank is its position
         return entry
+
+    def _texts_at(self, position: int, token_ids: list[int]) -> Sequence[str | None]:
+        """Return the texts of the token at a position, which comes first, and of its alternatives."""
+        if self._texts is None:
+            return [None] * len(token_ids)
+        rows = self._rows[max(0, position - len(self._first) - NUM_BEFORE) : max(0, position - len(self._first))]
+        before: list[int] = [row[0] for row in rows]
+        if len(before) < NUM_BEFORE:
+            before = [*self._first, *before]
+        prompt = self._prompt if len(before) < NUM_BEFORE else ()
+        return self._texts(prompt, before, token_ids, is_end=self._is_ended and position + 1 == len(self))
 
     def __eq__(self, other: object) -> bool:
         return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented

@@ -26,6 +26,7 @@ class ByteTable:
         self._token_text = token_text
         self._to_bytes = to_bytes
         self._known: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self.strip_left = strip_left
 
     def __getitem__(self, token_id: int) -> bytes:
@@ -34,6 +35,15 @@ class ByteTable:
             text = self._token_text(token_id)
             found = self._known[token_id] = b"" if text is None else self._to_bytes(text)
         return found
+
+    def text(self, token_id: int) -> str | None:
+        """Return the text of a token whose bytes are whole characters; None for any other token."""
+        if token_id not in self._texts:
+            try:
+                self._texts[token_id] = self[token_id].decode()
+            except UnicodeDecodeError:
+                self._texts[token_id] = None
+        return self._texts[token_id]
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> "ByteTable | None":
@@ -93,15 +103,27 @@ class ByteStream:
     U+FFFD, because the valid ones may have been shown already.
     """
 
-    def __init__(self, table: ByteTable, hidden: frozenset[int], at_start: bool) -> None:
+    def __init__(self, table: ByteTable, hidden: frozenset[int], context: TokenIds) -> None:
         self._table = table
         self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = table.strip_left if at_start else 0
+        for token_id in context:  # the last may be a part of a character
+            self._decoder.decode(table[token_id])
+        self._strip = 0 if context else table.strip_left
 
     def push(self, token_id: int) -> str:
         """Return the text that is final with this token, often none."""
         return "" if token_id in self._hidden else self._stripped(self._decoder.decode(self._table[token_id]))
+
+    def peek(self, token_id: int) -> str:
+        """Return the text that `push` would return, and change nothing."""
+        state, strip = self._decoder.getstate(), self._strip
+        if not (strip or state[0] or token_id in self._hidden) and (text := self._table.text(token_id)) is not None:
+            return text
+        text = self.push(token_id)
+        self._decoder.setstate(state)
+        self._strip = strip
+        return text
 
     def finish(self) -> str:
         """Return the remaining text."""
@@ -126,9 +148,11 @@ class WindowStream:
     def __init__(self, decode: Callable[[TokenIds], str], hidden: frozenset[int], context: TokenIds) -> None:
         self._decode = decode
         self._hidden = hidden
-        self._context = context
-        self._context_len = len(decode(context))
-        self._pending: TokenIds = []
+        num_whole = len(context)
+        while num_whole and len(context) - num_whole < 3 and decode(context[:num_whole]).endswith(REPLACEMENT):
+            num_whole -= 1
+        self._context, self._pending = context[:num_whole], context[num_whole:]
+        self._context_len = len(decode(self._context))
 
     def push(self, token_id: int) -> str:
         """Return the text that is final with this token, often none."""
@@ -139,6 +163,14 @@ class WindowStream:
         if text.endswith(REPLACEMENT) and len(self._pending) < 4:
             return ""
         return self._accept(text)
+
+    def peek(self, token_id: int) -> str:
+        """Return the text that `push` would return, and change nothing."""
+        state = self._context, self._context_len, self._pending
+        self._pending = list(self._pending)
+        text = self.push(token_id)
+        self._context, self._context_len, self._pending = state
+        return text
 
     def finish(self) -> str:
         """Return the remaining text."""

@@ -1,6 +1,7 @@
 """Tokenizer: text and chats to token ids, and back."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -24,6 +25,7 @@ class Tokenizer:
         token_text: token id -> its text by itself, special tokens included; decodes each id once.
         vocabulary: function that returns the id of each token.
         json_text: function that returns the text of `tokenizer.json`; None where the tokenizer has no such form.
+        encode_pair: function that returns the token ids of two texts as one prompt.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class Tokenizer:
         vocabulary: Callable[[], dict[str, int]] = dict,
         json_text: Callable[[], str] | None = None,
         new_bound: Callable[[], TokenBound] = TokenBound,
+        encode_pair: Callable[[str, str], TokenIds],
+        spans: Callable[[str], tuple[TokenIds, list[tuple[int, int]]]] | None = None,
     ) -> None:
-        self.vocabulary, self.json_text = vocabulary, json_text
-        self._new_bound = new_bound
+        self.vocabulary, self.json_text, self.encode_pair = vocabulary, json_text, encode_pair
+        self._new_bound, self._spans = new_bound, spans
         self._encode = encode
         self._decode = decode
         self.vocab_size = vocab_size
@@ -91,6 +95,15 @@ class Tokenizer:
         starts = range(len(token_ids) - len(plain) + 1)
         start = next((i for i in starts if token_ids[i : i + len(plain)] == plain), 0)
         return token_ids[:start] + token_ids[start + len(plain) - num_kept :]
+
+    def spans(self, text: str) -> tuple[TokenIds, list[tuple[int, int]]]:
+        """Return the token ids of `text`, special ones included, and the part of it that each stands for."""
+        if self._spans is not None:
+            return self._spans(text)
+        token_ids = self.encode(text)
+        lengths = [0 if i in self.special_ids else len(self.token_text(i)) for i in token_ids]
+        ends = [min(end, len(text)) for end in itertools.accumulate(lengths)]
+        return token_ids, list(zip([0, *ends[:-1]], ends, strict=True))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `token_ids`; invalid UTF-8 becomes U+FFFD, and ids outside the vocabulary are ignored."""

@@ -1,0 +1,117 @@
+"""Texts and offsets of tokens: what each token adds to the text of the tokens before it.
+
+A token decoded by itself loses its context: parts of a character become U+FFFD, and SentencePiece decoders strip the
+space before a word. Here a token that leaves a character incomplete adds no text, and the token that completes the
+character adds all of it, as in vLLM. So the texts of the visible tokens add up to the whole text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from jaxserve.text.token_stream import ByteStream, WindowStream
+
+if TYPE_CHECKING:
+    from jaxserve.sampling_params import SamplingParams
+    from jaxserve.text.tokenizer import Tokenizer
+
+REPLAYED = 8  # tokens after which a stream no longer depends on the tokens before them
+CONTEXT = 4  # visible tokens that a decoder gets as its context
+
+
+def hidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> frozenset[int]:
+    """Return the ids that leave no text in an output."""
+    hidden: frozenset[int] = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+    return hidden - frozenset(params.shown_special_ids) if params.shown_special_ids else hidden
+
+
+def new_stream(tokenizer: Tokenizer, hidden: frozenset[int], before: Sequence[int] = ()) -> ByteStream | WindowStream:
+    """Return the stream of a text that continues the text of the tokens `before`."""
+    visible = (i for i in reversed(before) if i not in hidden)
+    context = list(itertools.islice(visible, CONTEXT))[::-1]
+    if tokenizer.byte_table is not None:
+        return ByteStream(tokenizer.byte_table, hidden, context)
+    skips = hidden >= tokenizer.special_ids
+    return WindowStream(lambda ids: tokenizer.decode(ids, skips), hidden, context)
+
+
+class TokenTexts:
+    """Function from tokens, and the tokens before them, to the text that each would add.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        hidden: ids that leave no text. They still have a text of their own, by which log probabilities name them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
+        self._tokenizer, self._hidden = tokenizer, hidden
+
+    def __call__(
+        self, prompt: Sequence[int], before: Sequence[int], token_ids: Sequence[int], *, is_end: bool = False
+    ) -> list[str]:
+        """Return the text that each of `token_ids` adds in the same place.
+
+        Args:
+            prompt: tokens that the text continues.
+            before: tokens of the text before the place.
+            token_ids: alternatives for the next token.
+            is_end: True if the text ends with the first of them, which then shows what it leaves incomplete.
+        """
+        tokenizer = self._tokenizer
+        if len(before) > REPLAYED:
+            prompt, before = [*prompt[-REPLAYED:], *before[:-REPLAYED]], before[-REPLAYED:]
+        stream = new_stream(tokenizer, self._hidden, prompt)
+        for token_id in before:
+            stream.push(token_id)
+        texts = [tokenizer.token_text(i) if i in self._hidden else stream.peek(i) for i in token_ids]
+        if is_end and token_ids[0] not in self._hidden:
+            texts[0] = stream.push(token_ids[0]) + stream.finish()
+        return texts
+
+
+def text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> list[int]:
+    """Return the index in a text at which each of its tokens begins.
+
+    Args:
+        tokenizer: tokenizer of the model.
+        text: text that was tokenised, or that the tokens were decoded to.
+        token_ids: its tokens, special ones around them included; only the last tokens if the text was truncated.
+    """
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    starts = range(len(token_ids) - len(plain) + 1)
+    start = next((i for i in starts if list(token_ids[i : i + len(plain)]) == plain), 0)
+    added = frozenset(range(len(token_ids))) - frozenset(range(start, start + len(plain)))
+    special = frozenset(i for i, token_id in enumerate(token_ids) if token_id in tokenizer.special_ids)
+    for hidden in (frozenset[int](), added, special):
+        pieces = _pieces(tokenizer, token_ids, hidden)
+        if text == "".join(pieces):
+            return _begins(pieces)
+    if len(token_ids) < len(plain):
+        known = tokenizer.encode(text)
+        return _last(token_ids, known, text_offsets(tokenizer, text, known))
+    known, spans = tokenizer.spans(text)
+    if known[-1:] == list(token_ids[-1:]):  # a tokenizer that changes texts, such as to lower case
+        return _last(token_ids, known, list(itertools.accumulate((begin for begin, _ in spans), max)))
+    return [min(begin, len(text)) for begin in _begins(_pieces(tokenizer, token_ids, added))]
+
+
+def _begins(pieces: Sequence[str]) -> list[int]:
+    return list(itertools.accumulate(map(len, pieces[:-1]), initial=0))[:-1]
+
+
+def _last(token_ids: Sequence[int], known: Sequence[int], offsets: Sequence[int]) -> list[int]:
+    """Return the offsets of tokens whose end is the end of others; the first offset goes to tokens before it."""
+    num_same = 0
+    while num_same < min(len(known), len(token_ids)) and known[-1 - num_same] == token_ids[-1 - num_same]:
+        num_same += 1
+    found = list(offsets[len(offsets) - num_same :]) or [0]
+    return [found[0]] * (len(token_ids) - len(found)) + found[-len(token_ids) :]
+
+
+def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int], hidden: frozenset[int]) -> list[str]:
+    """Return the text that each token adds, with none at the positions in `hidden`, and the rest of the last one."""
+    stream = new_stream(tokenizer, frozenset())
+    pieces = ["" if i in hidden else stream.push(token_id) for i, token_id in enumerate(token_ids)]
+    return [*pieces, stream.finish()]
