@@ -40,7 +40,7 @@ from jaxserve.openai.batch_progress import BatchProgress
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body, refuse_unknown
 from jaxserve.openai.pooling import PoolingReply, parse_pooling
-from jaxserve.openai.replies import Reply
+from jaxserve.openai.replies import Reply, system_fingerprint
 from jaxserve.outputs import RequestFailure, RequestOutput
 
 if TYPE_CHECKING:
@@ -320,7 +320,13 @@ class _BatchRun:
         created_s = int(time.time())
         if line.request.pooling is not None:
             return PoolingReply(line.request, line.fingerprint, created_s).body(outputs)
-        reply = Reply(line.request, self.engine.tokenizer, response_id=line.fingerprint, created_s=created_s)
+        reply = Reply(
+            line.request,
+            self.engine.tokenizer,
+            response_id=line.fingerprint,
+            created_s=created_s,
+            fingerprint=system_fingerprint(self.engine.config),
+        )
         return reply.body(outputs)
 
     def _fail(self, line: _Line, error: RequestError) -> None:

@@ -130,7 +130,7 @@ class ParsedRequest:
         request_id: name that the reply is to have; empty if the body does not say.
         stream: True if increments are wanted as they come.
         include_usage: True if the counts of tokens are wanted at the end of a stream.
-        continuous_usage: True if they are wanted with every increment.
+        continuous_usage: True if they are wanted with every increment too.
         tenant: name of whoever has sent it; empty if nobody says.
         priority: class, of which lower numbers go first; None if the body does not say.
         form: form of a chat's message.
@@ -218,7 +218,7 @@ def parse_body(
         request_id=given.get("request_id", ""),
         stream=given.get("stream", False),
         include_usage=options.get("include_usage", False),
-        continuous_usage=options.get("continuous_usage_stats", False),
+        continuous_usage=options.get("include_usage", False) and options.get("continuous_usage_stats", False),
         priority=given.get("priority"),
         form=chat.form if chat else MessageForm(),
         form_field=_form_field(given),

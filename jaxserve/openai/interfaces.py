@@ -95,10 +95,17 @@ class Interface:
             yield
 
     def new_reply(
-        self, request: ParsedRequest, body: Json, tokenizer: Tokenizer | None, *, response_id: str, created_s: int
+        self,
+        request: ParsedRequest,
+        body: Json,
+        tokenizer: Tokenizer | None,
+        *,
+        response_id: str,
+        created_s: int,
+        fingerprint: str | None = None,
     ) -> AnyReply:
         """Return the reply to a request, to which nothing has been said yet."""
-        reply = Reply(request, tokenizer, response_id=response_id, created_s=created_s)
+        reply = Reply(request, tokenizer, response_id=response_id, created_s=created_s, fingerprint=fingerprint)
         return self.reply(request, body, reply, response_id, created_s)
 
 

@@ -100,7 +100,7 @@ class MessageReply:
 
     def _changes(self, increment: Increment) -> Iterator[Json]:
         reader = self._chat.reader(0)
-        for delta in reader.read(increment):
+        for delta in self._chat.read(0, increment):
             yield from self._blocks.add(delta)
         reason = reader.finish_reason(increment)
         if reason is None:

@@ -6,15 +6,19 @@ however a stream is cut, its parts add up to the whole reply.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any
 
+from jaxserve import __version__
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.openai.deltas import Content, Delta, DeltaReader, delta_json, whole_message
 from jaxserve.openai.errors import error_body
+from jaxserve.openai.thought_tokens import ThoughtTokens
+from jaxserve.text.token_texts import hidden_ids, new_stream, text_offsets
 
 if TYPE_CHECKING:
     from jaxserve.errors import RequestError
@@ -34,10 +38,17 @@ class Reply:
         tokenizer: tokenizer of the model; None if requests have token ids.
         response_id: name of the reply.
         created_s: time of the request, in seconds since 1970.
+        fingerprint: name of the model's configuration, from `system_fingerprint`.
     """
 
     def __init__(
-        self, request: ParsedRequest, tokenizer: Tokenizer | None, *, response_id: str, created_s: int
+        self,
+        request: ParsedRequest,
+        tokenizer: Tokenizer | None,
+        *,
+        response_id: str,
+        created_s: int,
+        fingerprint: str | None = None,
     ) -> None:
         self._request, self._tokenizer = request, tokenizer
         self._head: Json = {
@@ -45,42 +56,57 @@ class Reply:
             "object": "chat.completion" if request.is_chat else "text_completion",
             "created": created_s,
             "model": request.model,
+            "system_fingerprint": fingerprint,
         }
         self._response_id = response_id
         self._readers: dict[int, DeltaReader] = {}  # readers by choice of a chat
+        self._thoughts: dict[int, ThoughtTokens] = {}  # counters of thoughts by choice of a chat
         self._num_chars: dict[int, int] = {}  # characters of each choice so far, where log probabilities count them
         self._listed: Callable[[Iterator[Any]], Any] = list  # makes lists of log probabilities
-        self._begun: set[int] = set()  # choices whose prompt has been echoed
+        self._num_sent: dict[int, int] = {}  # tokens of each choice so far
+        self._begun: set[int] = set()  # choices whose first part has been sent
         suffix = ".chunk" if request.is_chat else ""
         head = json.dumps(self._head | {"object": self._head["object"] + suffix})[:-1] + ', "choices": [{"index": '
         self._chunk_head = head
         kind, closed = ('"delta": {"content": ', "}") if request.is_chat else ('"text": ', "")
         self._text_head = f", {kind}"
         usage = ', "usage": null' if request.include_usage else ""
-        self._text_tail = f'{closed}, "logprobs": null, "finish_reason": null}}]{usage}}}\n\n'
+        unset = "" if request.is_chat else ', "stop_reason": null, "prompt_token_ids": null'
+        self._text_tail = f'{closed}, "logprobs": null, "finish_reason": null{unset}, "token_ids": null}}]{usage}}}\n\n'
         self._usage_tail = usage
         self._is_plain = not (request.return_token_ids or request.continuous_usage or request.echo)
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the whole reply; `outputs`, one for each prompt and in their order, have ended."""
-        return self._head | {"choices": list(self._choices(outputs)), "usage": self.usage(outputs)}
+        choices = list(self._choices(outputs))
+        return self._head | {"choices": choices, "usage": self.usage(outputs)} | self._extensions(outputs)
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the same with iterators in place of its long lists, so that it never exists as a whole."""
         self._listed = iter
-        return self._head | {"choices": self._choices(outputs), "usage": self.usage(outputs)}
+        choices: Iterable[Json] = self._choices(outputs)
+        if self._request.is_chat:  # the usage counts what they have of thoughts
+            choices = list(choices)
+        return self._head | {"choices": choices, "usage": self.usage(outputs)} | self._extensions(outputs)
 
     def _choices(self, outputs: Sequence[RequestOutput]) -> Iterator[Json]:
         for number, output in enumerate(outputs):
             for increment in OutputReader(output).read():
                 choice = self._choice(number, output, increment)
                 if self._request.is_chat:
-                    reader = self.reader(choice["index"])
-                    choice["message"] = whole_message(reader.read(increment))
-                    choice["finish_reason"] = reader.finish_reason(increment)
-                if not self._request.echo and output.prompt_tables is not None:  # an echo has them among the others
-                    choice["prompt_logprobs"] = self._listed(_prompt_logprobs(output.prompt_tables, self._tokenizer))
+                    choice["message"] = {"reasoning": None} | whole_message(self.read(choice["index"], increment))
+                    choice["finish_reason"] = self.reader(choice["index"]).finish_reason(increment)
+                else:
+                    choice["prompt_logprobs"] = self._prompt_logprobs(output)
                 yield choice
+
+    def _extensions(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the fields that vLLM's whole replies have too."""
+        fields: Json = {"service_tier": None, "kv_transfer_params": None}
+        if self._request.is_chat:
+            fields["prompt_logprobs"] = self._prompt_logprobs(outputs[0])
+            fields["prompt_token_ids"] = outputs[0].prompt_token_ids if self._request.return_token_ids else None
+        return fields
 
     def usage(self, outputs: Iterable[RequestOutput]) -> Json:
         """Return the counts of tokens so far."""
@@ -90,12 +116,19 @@ class Reply:
             cached_tokens += output.num_cached_tokens
             if self._request.has_output:
                 completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        return {
+        num_thought = sum(counter.count for counter in self._thoughts.values())
+        return self._counts(prompt_tokens, completion_tokens, cached_tokens, num_thought)
+
+    def _counts(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, num_thought: int) -> Json:
+        counts: Json = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
+        if self._request.is_chat:
+            counts["completion_tokens_details"] = {"reasoning_tokens": num_thought}
+        return counts
 
     def first_events(self) -> Iterator[bytes]:
         """Yield the events of a stream before there is any output: none."""
@@ -111,12 +144,14 @@ class Reply:
         """
         request, is_plain = self._request, self._is_plain
         for increment in increments:
-            index = number * request.params.n + increment.completion.index
-            reader = self._readers.get(index)
-            if reader is None and request.is_chat:
-                reader = self.reader(index)
-                yield self._event(index, {"delta": {"role": "assistant", "content": ""}} | _OPEN, output)
-            deltas: list[Delta] = [Content(increment.text)] if reader is None else reader.read(increment)
+            index = self._index(number, increment)
+            is_chat = request.is_chat
+            if is_chat and index not in self._begun:
+                self._begun.add(index)
+                top = {"prompt_token_ids": output.prompt_token_ids if request.return_token_ids else None}
+                yield self._event(index, {"delta": {"role": "assistant", "content": ""}} | _OPEN, output, top)
+            self._num_sent[index] = self._num_sent.get(index, 0) + len(increment.token_ids)
+            deltas: list[Delta] = self.read(index, increment) if is_chat else [Content(increment.text)]
             if is_plain and increment.logprobs is None and increment.finish_reason is None:  # nearly always
                 for delta in deltas:
                     if type(delta) is not Content:
@@ -127,12 +162,22 @@ class Reply:
                 continue
             choice = self._choice(number, output, increment)
             del choice["index"]
-            if reader is not None:
+            if is_chat:
                 for delta in deltas[:-1]:
                     yield self._event(index, {"delta": delta_json(delta)} | _OPEN, output)
                 choice["delta"] = delta_json(deltas[-1]) if deltas else {}
-                choice["finish_reason"] = reader.finish_reason(increment)
+                choice["finish_reason"] = self.reader(index).finish_reason(increment)
             yield self._event(index, choice, output)
+
+    def read(self, index: int, increment: Increment) -> list[Delta]:
+        """Return the deltas of what is new in a choice of a chat."""
+        deltas, tokenizer, form = self.reader(index).read(increment), self._tokenizer, self._request.form
+        if form.chat_format is not None and tokenizer is not None:
+            if index not in self._thoughts:
+                stream = new_stream(tokenizer, hidden_ids(tokenizer, self._request.params))
+                self._thoughts[index] = ThoughtTokens(form.chat_format, stream, in_thought=form.in_thought)
+            self._thoughts[index].push(increment.token_ids)
+        return deltas
 
     def reader(self, index: int) -> DeltaReader:
         """Return the reader of a choice of a chat."""
@@ -152,11 +197,18 @@ class Reply:
         yield f"data: {json.dumps(error_body(error))}\n\n".encode()
         yield DONE
 
-    def _event(self, index: int, fields: Json, output: RequestOutput) -> bytes:
+    def _event(self, index: int, fields: Json, output: RequestOutput, top: Json | None = None) -> bytes:
         usage = self._usage_tail
         if self._request.continuous_usage:
-            usage = f', "usage": {json.dumps(self.usage([output]))}'
-        return f"data: {self._chunk_head}{index}, {json.dumps(fields)[1:]}]{usage}}}\n\n".encode()
+            usage = f', "usage": {json.dumps(self._usage_so_far(index, output))}'
+        more = f", {json.dumps(top)[1:-1]}" if top else ""
+        return f"data: {self._chunk_head}{index}, {json.dumps(fields)[1:]}]{more}{usage}}}\n\n".encode()
+
+    def _usage_so_far(self, index: int, output: RequestOutput) -> Json:
+        """Return the counts of one choice, as far as it has been sent."""
+        num_sent = self._num_sent.get(index, 0) if self._request.has_output else 0
+        num_thought = self._thoughts[index].count if index in self._thoughts else 0
+        return self._counts(len(output.prompt_token_ids), num_sent, output.num_cached_tokens, num_thought)
 
     def _index(self, number: int, increment: Increment) -> int:
         return number * self._request.params.n + increment.completion.index
@@ -167,26 +219,34 @@ class Reply:
         if request.is_chat:
             choice: Json = {"index": index, "logprobs": self.chat_logprobs(increment)}
         else:
-            text, token_ids = increment.text, increment.token_ids
-            tables: Iterable[dict[int, Logprob] | None] | None = increment.logprobs
-            if not request.has_output:
-                text, token_ids, tables = "", [], None if tables is None else []
-            if request.echo and index not in self._begun:
-                self._begun.add(index)
-                text = self._prompt_text(output) + text
-                if tables is not None and output.prompt_tables is not None:
-                    token_ids = output.prompt_token_ids + token_ids
-                    tables = itertools.chain(output.prompt_tables, tables)
-            hides_special = request.params.skip_special_tokens and output.prompt is not None
-            logprobs = self._logprobs(index, token_ids, tables, hides_special=hides_special)
-            choice = {"index": index, "text": text, "logprobs": logprobs}
+            choice = {"index": index, **self._text_fields(index, output, increment)}
         reason = increment.finish_reason
         choice["finish_reason"] = "length" if reason and not request.has_output else reason
-        if reason is not None:
-            choice["stop_reason"] = completion.stop_reason if request.has_output else None
-        if request.return_token_ids:
-            choice["token_ids"] = increment.token_ids if request.has_output else []
+        choice["stop_reason"] = completion.stop_reason if reason is not None and request.has_output else None
+        if not request.is_chat:
+            is_first, has_ids = index not in self._begun, request.return_token_ids
+            choice["prompt_token_ids"] = output.prompt_token_ids if has_ids and is_first else None
+            self._begun.add(index)
+        new_ids = increment.token_ids if request.has_output else []
+        choice["token_ids"] = new_ids if request.return_token_ids else None
         return choice
+
+    def _text_fields(self, index: int, output: RequestOutput, increment: Increment) -> Json:
+        """Return the text of a part of a completion and its log probabilities, those of an echoed prompt first."""
+        request, tokenizer = self._request, self._tokenizer
+        text, token_ids = increment.text, increment.token_ids
+        tables: Iterable[dict[int, Logprob] | None] | None = increment.logprobs
+        if not request.has_output:
+            text, token_ids, tables = "", [], None if tables is None else []
+        offsets: list[int] = []
+        if request.echo and index not in self._begun:
+            prompt = self._prompt_text(output)
+            text, self._num_chars[index] = prompt + text, len(prompt)
+            if tables is not None and output.prompt_tables is not None:
+                prompt_ids = output.prompt_token_ids
+                offsets = [0] * len(prompt_ids) if tokenizer is None else text_offsets(tokenizer, prompt, prompt_ids)
+                token_ids, tables = prompt_ids + token_ids, itertools.chain(output.prompt_tables, tables)
+        return {"text": text, "logprobs": self._logprobs(index, token_ids, tables, offsets)}
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self._tokenizer is None:
@@ -198,28 +258,30 @@ class Reply:
         index: int,
         token_ids: Sequence[int],
         tables: Iterable[dict[int, Logprob] | None] | None,
-        *,
-        hides_special: bool,
+        prompt_offsets: Sequence[int],
     ) -> Json | None:
         """Return the log probabilities of a completion's tokens; null for the first one of a prompt.
 
-        Offsets count characters of the text, in which special tokens may be hidden.
+        Offsets are indices in the text of the reply, in which special tokens may be hidden. Tokens of a stop string
+        have the indices that they would have if it was kept: it may be cut off only after parts of it were sent.
         """
         if tables is None:
             return None
-        hidden = self._tokenizer.special_ids if hides_special and self._tokenizer is not None else frozenset()
+        hidden = frozenset[int]() if self._tokenizer is None else hidden_ids(self._tokenizer, self._request.params)
         tokens: list[str] = []
         token_logprobs: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
-        offsets = [self._num_chars.get(index, 0)]
+        num_chars, offsets = self._num_chars.get(index, 0), list(prompt_offsets)
         for token_id, table in zip(token_ids, tables, strict=True):  # tables are large, and are read one at a time
             entry = None if table is None else table[token_id]
             tokens.append(self._text(token_id, entry))
             token_logprobs.append(None if entry is None else entry.logprob)
-            top_logprobs.append(None if table is None else self._by_text(table))
-            length = 0 if token_id in hidden else len(_token_text(token_id, entry, self._tokenizer))
-            offsets.append(offsets[-1] + length)
-        self._num_chars[index] = offsets.pop()
+            top_logprobs.append(None if table is None else self._by_text(table, token_id))
+            if len(tokens) > len(prompt_offsets):
+                offsets.append(num_chars)
+                if self._tokenizer is not None and token_id not in hidden:
+                    num_chars += len(_token_text(token_id, entry, self._tokenizer))
+        self._num_chars[index] = num_chars
         return {
             "tokens": tokens,
             "token_logprobs": token_logprobs,
@@ -227,12 +289,30 @@ class Reply:
             "text_offset": offsets,
         }
 
-    def _by_text(self, table: Mapping[int, Logprob]) -> dict[str, float]:
-        """Return log probabilities by text; of tokens with equal text, such as parts of a character, the likeliest."""
+    def _by_text(self, table: Mapping[int, Logprob], own_id: int) -> dict[str, float]:
+        """Return log probabilities by text; of tokens with equal text, such as parts of a character, the likeliest.
+
+        The token itself always has its own.
+        """
         best: dict[str, float] = {}
         for token_id, entry in _ranked(table):
             best.setdefault(self._text(token_id, entry), entry.logprob)
+        best[self._text(own_id, table[own_id])] = table[own_id].logprob
         return best
+
+    def _prompt_logprobs(self, output: RequestOutput) -> Any:
+        """Return vLLM's extension: by position, log probability, rank and text by token id; null at the first one."""
+        tables, tokenizer = output.prompt_tables, self._tokenizer
+        if tables is None or self._request.echo:  # an echo has them among the others
+            return None
+
+        def described(token_id: int, entry: Logprob) -> Json:
+            text = _token_text(token_id, entry, tokenizer)
+            return {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": text}
+
+        return self._listed(
+            None if table is None else {str(i): described(i, entry) for i, entry in table.items()} for table in tables
+        )
 
     def chat_logprobs(self, increment: Increment) -> Json | None:
         """Return the log probabilities of a chat's new tokens; None unless requested."""
@@ -258,7 +338,7 @@ class Reply:
         return _token_text(token_id, entry, self._tokenizer)
 
 
-_OPEN: Json = {"logprobs": None, "finish_reason": None}
+_OPEN: Json = {"logprobs": None, "finish_reason": None, "token_ids": None}
 
 
 def _token_text(token_id: int, entry: Logprob | None, tokenizer: Tokenizer | None) -> str:
@@ -271,13 +351,7 @@ def _ranked(table: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
     return sorted(table.items(), key=lambda item: item[1].rank)
 
 
-def _prompt_logprobs(tables: Iterable[dict[int, Logprob] | None], tokenizer: Tokenizer | None) -> Iterator[Json | None]:
-    """Yield vLLM's extension: by position, log probability, rank and text by token id; null at the first position."""
-
-    def described(table: Mapping[int, Logprob]) -> Json:
-        return {
-            str(i): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": _token_text(i, entry, tokenizer)}
-            for i, entry in table.items()
-        }
-
-    return (None if table is None else described(table) for table in tables)
+def system_fingerprint(config: object) -> str:
+    """Return the name of a configuration: equal for engines with equal options and versions."""
+    digest = hashlib.blake2b(f"{__version__} {config!r}".encode(), digest_size=5)
+    return f"fp_{digest.hexdigest()}"

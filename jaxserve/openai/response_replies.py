@@ -92,7 +92,7 @@ class ResponseReply:
 
     def _changes(self, increment: Increment) -> Iterator[Event]:
         reader = self._chat.reader(0)
-        deltas = reader.read(increment)
+        deltas = self._chat.read(0, increment)
         self._items.logprobs += (self._chat.chat_logprobs(increment) or {}).get("content", [])
         for delta in deltas:
             yield from self._items.add(delta)

@@ -79,7 +79,12 @@ class Generation:
         priority = samples[0].priority
         response_id = request.request_id or f"{self._random.getrandbits(128):032x}"
         reply = interface.new_reply(
-            request, body, self._engine.tokenizer, response_id=response_id, created_s=int(time.time())
+            request,
+            body,
+            self._engine.tokenizer,
+            response_id=response_id,
+            created_s=int(time.time()),
+            fingerprint=self._service.fingerprint,
         )
         with admission.admitted(call.tenant, priority, samples, timeouts.first_token_s):
             try:

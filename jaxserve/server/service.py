@@ -11,6 +11,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.openai.chat_formats import chat_format
 from jaxserve.openai.format import parse_body
 from jaxserve.openai.pooling import TASKS, parse_pooling
+from jaxserve.openai.replies import system_fingerprint
 from jaxserve.server.admission import Admission
 from jaxserve.server.auth import Keys
 from jaxserve.server.health import Health
@@ -40,6 +41,7 @@ class Service:
         observer: times and counts.
         traces: spans of requests; None if nobody wants them.
         health: watch over the engine.
+        fingerprint: name of the engine's configuration in replies.
         chat_format: format of the model's messages in chats.
         keys: keys of those who may send requests.
         admission: gate of requests.
@@ -51,6 +53,7 @@ class Service:
         self.engine, self.config = engine, config
         own = Path(engine.config.model or engine.config.model_path).name
         self.model_names = tuple(config.served_model_name) or (own,)
+        self.fingerprint = system_fingerprint(engine.config)
         self.observer = Observer(engine, self.model_names[0])
         self.traces = Traces.of(self.model_names[0], config.otlp_traces_endpoint)
         self.health = Health(engine, config.stuck_after_s)

@@ -289,11 +289,11 @@ def check_stream(chunks: list[dict[str, Any]], whole: dict[str, Any]) -> None:
         for choice in chunk["choices"]:
             index = choice["index"]
             assert ("role" in choice["delta"]) == (index not in choices)  # the first chunk and no other
-            logprobs, token_ids = (choice.pop("logprobs") or {}).get("content", []), choice.pop("token_ids", [])
+            logprobs, token_ids = (choice.pop("logprobs") or {}).get("content", []), choice.pop("token_ids")
             before = choices.setdefault(index, {"index": index, "logprobs": [], "token_ids": []})
             choices[index] = accumulate_delta(before, choice)
             before["logprobs"] += logprobs
-            before["token_ids"] += token_ids
+            before["token_ids"] += token_ids or []
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"] == whole["usage"]
     assert sorted(choices) == list(range(len(whole["choices"])))
@@ -303,9 +303,9 @@ def check_stream(chunks: list[dict[str, Any]], whole: dict[str, Any]) -> None:
         assert [call.pop("index") for call in calls] == list(range(len(calls)))
         assert calls == message.get("tool_calls", [])  # so ids, types and names came once
         assert found["delta"]["content"] == (message["content"] or "")
-        assert found["delta"].get("reasoning", "") == message.get("reasoning", "")
+        assert found["delta"].get("reasoning") == message["reasoning"]
         assert found["finish_reason"] == choice["finish_reason"]
-        assert found["token_ids"] == choice.get("token_ids", [])
+        assert found["token_ids"] == (choice["token_ids"] or [])
         assert found["logprobs"] == (choice["logprobs"] or {}).get("content", [])
 
 

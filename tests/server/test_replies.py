@@ -109,8 +109,10 @@ def test_a_stream_adds_up_to_the_whole_reply(  # noqa: PLR0912 - a case for each
         for choice in chunk["choices"]:
             merge(choices.setdefault(choice["index"], {}), choice)
     for choice in choices.values():
+        if url == COMPLETIONS:
+            choice["prompt_logprobs"] = None  # of whole replies alone
         if url == CHAT:
-            choice["message"] = {"refusal": None} | choice.pop("delta")
+            choice["message"] = {"refusal": None, "reasoning": None} | choice.pop("delta")
             if choice["logprobs"] is not None:
                 choice["logprobs"]["refusal"] = None
     assert sorted(choices.values(), key=lambda each: each["index"]) == whole["choices"]

@@ -1,0 +1,75 @@
+"""Count of the tokens of a model's thoughts, from the marks in its text."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from jaxserve.openai.chat_formats import Marks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jaxserve.openai.chat_formats import ChatFormat
+    from jaxserve.text.token_stream import ByteStream, WindowStream
+
+
+class ThoughtTokens:
+    """Counter of the tokens between the marks of thoughts.
+
+    Args:
+        chat_format: format of the message.
+        stream: stream of the message's text, with the marks.
+        in_thought: True if the prompt has ended with the mark of a thought.
+    """
+
+    def __init__(self, chat_format: ChatFormat, stream: ByteStream | WindowStream, *, in_thought: bool) -> None:
+        self._format, self._stream, self._in_thought = chat_format, stream, in_thought
+        messages, thought = chat_format.messages, chat_format.thought
+        self._in_header = messages is not None
+        self._begins = Marks((messages.head_end,) if messages else (thought.begin,) if thought else ())
+        self._ends = Marks(tuple(sorted(messages.ends)) if messages else (thought.end,) if thought else ())
+        self._longest = max(map(len, (*self._begins.texts, *self._ends.texts)), default=1)
+        self._text = ""  # text since the last mark
+        self._starts: list[int] = []  # indices in it at which tokens begin
+        self._num_ended = 0
+
+    @property
+    def count(self) -> int:
+        """Number of tokens so far."""
+        return self._num_ended + (len(self._starts) if self._in_thought and not self._in_header else 0)
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Take the next tokens."""
+        for token_id in token_ids:
+            self._starts.append(len(self._text))
+            seen = max(0, len(self._text) - self._longest)
+            self._text += self._stream.push(token_id)
+            while (found := self._marks.search(self._text, seen)) is not None:
+                self._pass(found)
+                seen = 0
+
+    @property
+    def _marks(self) -> re.Pattern[str]:
+        is_inside = self._in_thought if self._format.messages is None else not self._in_header
+        return (self._ends if is_inside else self._begins).whole
+
+    def _pass(self, found: re.Match[str]) -> None:
+        """Go on behind a mark."""
+        messages = self._format.messages
+        num_before = sum(start < found.start() for start in self._starts)
+        if self._in_thought and not self._in_header:
+            self._num_ended += num_before
+        end = found.end()
+        if messages is None:
+            self._in_thought = not self._in_thought
+        elif self._in_header:
+            self._in_header, self._in_thought = (
+                False,
+                messages.channel(self._text[: found.start()]) in messages.thoughts,
+            )
+        else:
+            self._in_header, self._in_thought = True, False
+            end = found.start()  # it may belong to the next header
+        self._text, starts = self._text[end:], self._starts
+        self._starts = [start - end for start in starts if start >= end]
