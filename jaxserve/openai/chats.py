@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxserve.errors import RequestError, brief
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.errors import BadRequestError, Json, check_type
-from jaxserve.openai.tool_grammar import tool_grammar
+from jaxserve.openai.tool_grammar import message_grammar
 from jaxserve.openai.tools import (
     MessageForm,
     Tools,
@@ -94,7 +94,7 @@ def read_chat(
     form = message_form(chat_format, tools, text, tokenizer, shows_reasoning=shows_reasoning)
     if form.hidden and params.skip_special_tokens:  # the scanner hides them instead
         params = dataclasses.replace(params, shown_special_ids=sorted(form.hidden.values()))
-    params, form = _constrained(params, form, tools, tokenizer)
+    params = _constrained(params, form, tools, tokenizer)
     prompt = tokenizer.encode(text, add_special_tokens=False)
     return Chat(prompt, params, form, {"reasoning_effort"} if used else set())
 
@@ -117,22 +117,18 @@ def _up_to_the_last(text: str, content: str) -> str:
     raise BadRequestError(message, "continue_final_message")
 
 
-def _constrained(
-    params: SamplingParams, form: MessageForm, tools: Tools, tokenizer: Tokenizer
-) -> tuple[SamplingParams, MessageForm]:
-    """Return both for a message whose calls are bound by their schemas, where they are."""
+def _constrained(params: SamplingParams, form: MessageForm, tools: Tools, tokenizer: Tokenizer) -> SamplingParams:
+    """Return the parameters of a message whose calls are bound by their schemas, or whose answer has a form."""
     if form.chat_format is None:
-        return params, form
+        return params
     token_id = functools.partial(token_id_of, tokenizer=tokenizer)
-    grammar = tool_grammar(form.chat_format, tools, in_thought=form.in_thought, token_id=token_id)
-    if params.structured_outputs is not None:
-        if grammar is not None and (tools.are_forced or any(function.is_strict for function in tools.functions)):
-            message = "tool_choice must be auto, with tools that are not strict, where the output has a form of its own"
-            raise BadRequestError(message, "tool_choice")
-        return params, dataclasses.replace(form, in_thought=False)  # the output has its form from the first token on
+    wanted = params.structured_outputs
+    grammar = message_grammar(form.chat_format, tools, wanted, in_thought=form.in_thought, token_id=token_id)
     if grammar is None:
-        return params, form
-    return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar)), form
+        return params
+    appends = wanted is not None and wanted.append_forced_tokens
+    bound = StructuredOutputsParams(grammar=grammar, append_forced_tokens=appends)
+    return dataclasses.replace(params, structured_outputs=bound)
 
 
 def check_messages(messages: Any) -> list[Json]:

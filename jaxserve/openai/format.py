@@ -221,7 +221,7 @@ def parse_body(
         continuous_usage=options.get("include_usage", False) and options.get("continuous_usage_stats", False),
         priority=given.get("priority"),
         form=chat.form if chat else MessageForm(),
-        form_field=_form_field(given),
+        form_field="tools" if chat and chat.form.tools.are_forced else _form_field(given),
         ignored=tuple(sorted((_IGNORED & given.keys()) - (chat.honoured if chat else set()))),
     )
 

@@ -1,39 +1,49 @@
-"""Grammars of tool calls: what a message may be where calls must come, or must obey their schemas."""
+"""Grammars of messages: what they may be if calls must come or obey their schemas, or if the answer has a form."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.openai.chat_formats import CallSyntax, ChatFormat, MessageSyntax
 from jaxserve.openai.tools import Function, Tools
-from jaxserve.structured_output.grammar import WHITESPACE
+from jaxserve.structured_output.lark import WHITESPACE, form_rules, quoted, schema_rules, whitespace_options
+from jaxserve.structured_output.params import StructuredOutputsParams
 
 _ARGUMENTS = "\0"
 
 
-def tool_grammar(
-    chat_format: ChatFormat, tools: Tools, *, in_thought: bool, token_id: Callable[[str], int | None]
+def message_grammar(
+    chat_format: ChatFormat,
+    tools: Tools,
+    form: StructuredOutputsParams | None,
+    *,
+    in_thought: bool,
+    token_id: Callable[[str], int | None],
 ) -> str | None:
     """Return the grammar of a message in llguidance's variant of Lark; None if the message may be anything.
 
     Args:
         chat_format: format of the message.
         tools: the tools. Those that are forced, and those that are strict, are bound by their schemas.
+        form: form of the answer, in whose place calls may come, or must if they are forced; None if it is free.
         in_thought: True if the message begins within a thought.
         token_id: function that returns the id of a mark that is a token, and None for other texts.
     """
-    if not tools.are_forced:
+    if tools.are_forced:
+        form = None
+    elif form is None:
         is_bound = any(function.is_strict for function in tools.functions) or not tools.is_parallel
         if tools.choice == "none" or not is_bound:
             return None
     grammar = _Grammar(chat_format.marks, token_id)
     if chat_format.messages is not None:
-        grammar.headed(chat_format.messages, tools)
+        grammar.headed(chat_format.messages, tools, form)
     else:
-        grammar.marked(chat_format, tools, in_thought=in_thought)
+        grammar.marked(chat_format, tools, form, in_thought=in_thought)
     return grammar.text
 
 
@@ -55,16 +65,31 @@ class _Grammar:
         """Text of the grammar."""
         return "\n".join(["%llguidance {}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{0,4}/", ""])
 
-    def marked(self, chat_format: ChatFormat, tools: Tools, *, in_thought: bool) -> None:
+    def marked(
+        self, chat_format: ChatFormat, tools: Tools, form: StructuredOutputsParams | None, *, in_thought: bool
+    ) -> None:
         """Write the rules of a message with marks in its text."""
-        syntax, thought = chat_format.calls[0], ""
+        thought, space = "", ""
         if chat_format.thought is not None:
-            behind = self._up_to("thought", chat_format.thought.end)
+            behind, space = self._up_to("thought", chat_format.thought.end), "SPACE"
             thought = behind if in_thought else f"({self._literal(chat_format.thought.begin)} {behind})?"
+        if form is not None and form.is_json and tools.choice != "none" and not chat_format.calls[0].begin:
+            # both begin with a brace, after which only one grammar can tell them apart; so there is one call at most
+            options = [_call_schema(function, chat_format.calls[0]) for function in tools.functions]
+            either = {"anyOf": [_moved(each, f"/anyOf/{i}") for i, each in enumerate([*options, form.schema])]}
+            self._rules += schema_rules("form", either, whitespace_options(form))
+            tools = replace(tools, choice="none")
+        elif form is not None:
+            self._rules += form_rules("form", form)
+        if tools.choice == "none":
+            self._rules.append(f"start: {thought} {space} form")
+            return
+        syntax = chat_format.calls[0]
         calls = self._calls(syntax, tools)
-        if tools.are_forced:
+        if tools.are_forced or form is not None:
             again = "" if syntax.separator or syntax.call_begin or not tools.is_parallel else "(SPACE run)*"
-            self._rules.append(f"start: {thought} SPACE run {again}")
+            answer = "" if form is None else f"| {space} form"
+            self._rules.append(f"start: {thought} (SPACE run {again} {answer})")
             self._rules.append(f"run: {self._literal(syntax.begin)} {calls}")
         elif not syntax.begin:
             self._rules.append(f"start: {thought} (run | OTHER)")
@@ -75,22 +100,28 @@ class _Grammar:
             self._rules.append(f"run: {self._up_to('before', syntax.begin)} {calls}")
             self._rules.append("tail: TEXT")
 
-    def headed(self, syntax: MessageSyntax, tools: Tools) -> None:
+    def headed(self, syntax: MessageSyntax, tools: Tools, form: StructuredOutputsParams | None) -> None:
         """Write the rules of messages with headers."""
         channel, head_end = self._literal("<|channel|>"), self._literal(syntax.head_end)
         again = f'{self._literal(syntax.begin)} "assistant"'
-        bodies = []
+        bodies, constrained = [], f'{self._literal("<|constrain|>")} "json"'
         for number, function in enumerate(tools.functions):
             arguments = self._arguments(number, function, tools)
             recipient = json.dumps(f"commentary to={syntax.functions}{function.name} ")
-            constrained = f'{self._literal("<|constrain|>")} "json"'
             bodies.append(f"{channel} {recipient} {constrained} {head_end} {arguments}")
-        self._rules.append(f"call: {' | '.join(bodies)}")
+        if bodies:
+            self._rules.append(f"call: {' | '.join(bodies)}")
         body = self._up_to("body", syntax.ends[0])
         self._rules.append(f'thought: {channel} "analysis" {head_end} {body} {again}')
         self._rules.append(f'preamble: {channel} "commentary" {head_end} {body} {again}')
-        self._rules.append(f'answer: {channel} "final" {head_end} TEXT')
-        self._rules.append(f"start: thought* {'call' if tools.are_forced else 'preamble* (call | answer)'}")
+        if form is None:
+            self._rules.append(f'answer: {channel} "final" {head_end} TEXT')
+        else:
+            self._rules.append(f'answer: {channel} "final" (" " {constrained})? {head_end} form')
+            self._rules += form_rules("form", form)
+        either = "preamble* (call | answer)" if form is None else "(preamble* call | answer)"
+        message = {"none": "answer", "auto": either}.get(tools.choice, "call")
+        self._rules.append(f"start: thought* {message}")
 
     def _calls(self, syntax: CallSyntax, tools: Tools) -> str:
         """Return what stands behind the mark of a run of calls."""
@@ -113,8 +144,7 @@ class _Grammar:
         schema: dict[str, Any] = {"type": "object"}
         if function.is_strict or tools.are_forced:
             schema |= function.parameters
-        schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
-        self._rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+        self._rules += schema_rules(f"arguments_{number}", schema, {"whitespace_pattern": WHITESPACE})
         return f"arguments_{number}"
 
     def _literal(self, text: str) -> str:
@@ -122,9 +152,9 @@ class _Grammar:
         parts, start = [], 0
         for found in self._marks.finditer(text):
             if (token_id := self._token_id(found.group())) is not None:
-                parts += [_quoted(text[start : found.start()]), f"<[{token_id}]>"]
+                parts += [quoted(text[start : found.start()]), f"<[{token_id}]>"]
                 start = found.end()
-        parts.append(_quoted(text[start:]))
+        parts.append(quoted(text[start:]))
         return " ".join(part for part in parts if part != '""')
 
     def _up_to(self, name: str, mark: str) -> str:
@@ -136,5 +166,21 @@ class _Grammar:
         return f"{name}_text"
 
 
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+def _call_schema(function: Function, syntax: CallSyntax) -> dict[str, Any]:
+    """Return the JSON schema of a call that is an object without a mark."""
+    key = "parameters" if '"parameters"' in syntax.written else "arguments"
+    arguments = {"type": "object"} | (_moved(function.parameters, f"/properties/{key}") if function.is_strict else {})
+    properties = {"name": {"const": function.name}, key: arguments}
+    return {"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False}
+
+
+def _moved(schema: Any, pointer: str) -> Any:
+    """Return a schema whose references to itself are right at another position of a schema."""
+    if isinstance(schema, list):
+        return [_moved(each, pointer) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {key: value if key in ("const", "enum") else _moved(value, pointer) for key, value in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+        moved["$ref"] = f"#{pointer}{reference[1:]}"
+    return moved

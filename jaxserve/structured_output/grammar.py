@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.errors import RequestError, install_extra
+from jaxserve.structured_output.lark import whitespace_options
 from jaxserve.structured_output.params import StructuredOutputsParams
 from jaxserve.structured_output.trial import Trials, refused
 
 MAX_COMPILED = 64  # grammars that are kept compiled
 MAX_COMPILED_BYTES = 2**31  # memory that they took when they were compiled
-WHITESPACE = r"[ \t\n\r]{1,32}"  # space between tokens of JSON: without a limit, a weak model may sample nothing else
 _WORD_BITS = 32
 _LIMITS: dict[str, Any] = {  # of llguidance: what compiling a grammar and each step of an output may take
     "max_grammar_size": 500_000,
@@ -221,6 +221,8 @@ class GrammarCompiler:
         """Compile; RequestError if llguidance refuses the form, or if a trial exceeds its limits."""
         try:
             grammar = self._grammar(form)
+        except RequestError:
+            raise
         except Exception as error:
             raise refused(str(error) or repr(error)) from None
         cost = self._trials.run(grammar, tenant)
@@ -238,14 +240,7 @@ class GrammarCompiler:
             return make.grammar_from_lark(form.grammar)
         if form.choice is not None:
             return make.grammar_from_regex("|".join(f"({_escaped(text)})" for text in form.choice))
-        options: dict[str, Any] = {}
-        if form.disable_any_whitespace:
-            options["whitespace_flexible"] = False
-        else:
-            options["whitespace_pattern"] = form.whitespace_pattern or WHITESPACE
-        schema = form.json if form.json is not None else {"type": "object"}
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-        return make.grammar_from_json_schema(text, None, options or None)
+        return make.grammar_from_json_schema(json.dumps(form.schema), None, whitespace_options(form))
 
 
 def _escaped(text: str) -> str:

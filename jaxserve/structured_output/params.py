@@ -74,12 +74,31 @@ class StructuredOutputsParams:
         try:
             if isinstance(schema, str) and len(schema) <= MAX_GRAMMAR_CHARS:
                 schema = json.loads(schema)
-            is_schema = isinstance(schema, dict | bool | str)
+            is_schema = isinstance(schema, dict | bool)
             json.dumps(schema)
         except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(f"json must be a JSON schema, got {brief(self.json)}: {error}") from None
         if not is_schema:
             raise RequestError(f"json must be a JSON schema, an object or its text, got {brief(self.json)}")
+
+    @property
+    def is_json(self) -> bool:
+        """True if the output is JSON by a schema."""
+        return self.json is not None or bool(self.json_object)
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """JSON schema of the form, if it has one.
+
+        Raises:
+            RequestError: nothing obeys it.
+        """
+        schema = self.json if self.json is not None else {"type": "object"}
+        if isinstance(schema, str):
+            schema = json.loads(schema)
+        if schema is False:
+            raise RequestError("json must be a schema that some value obeys, got false, which allows none")
+        return {} if schema is True else schema
 
     @property
     def text(self) -> str:

@@ -8,10 +8,14 @@ import jsonschema
 import numpy as np
 import pytest
 
-from jaxserve.errors import RequestError
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.deltas import whole_message
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
+from jaxserve.openai.interfaces import INTERFACES
+from jaxserve.openai.messages import MESSAGES
+from jaxserve.openai.replies import Reply
+from jaxserve.openai.responses import RESPONSES
+from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.grammar import GrammarCompiler, TokenConstraint
 from jaxserve.text.detokenizer import Detokenizer
@@ -123,5 +127,131 @@ def test_only_what_must_be_bound_is_bound() -> None:
     assert request_of("hermes", True, tools=loose).params.structured_outputs is None
     assert request_of("hermes", True, tool_choice="none").params.structured_outputs is None
     assert request_of("hermes", True, tools=loose, parallel_tool_calls=False).params.structured_outputs is not None
-    with pytest.raises(RequestError, match="a form of its own"):
-        request_of("hermes", True, response_format={"type": "json_object"})
+
+
+FORM = {"type": "object", "properties": {"x": {"enum": [1, "<b>"]}}, "required": ["x"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}
+ANSWER = '{"x":1}'
+REFERRING = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"const": 5}}}
+OTHER = REFERRING | {"$defs": {"n": {"const": 6}}, "additionalProperties": False}
+LOOSE = [{"type": "function", "function": {"name": "f", "parameters": SCHEMAS["f"]}}]
+
+
+def ends(request: ParsedRequest, text: str, is_special: bool) -> bool:
+    """Return whether a message may be a text."""
+    constraint = constraint_of(request, is_special)
+    constraint.advance(TOKENIZERS[is_special].encode(text, add_special_tokens=False))
+    eos = TOKENIZERS[is_special].eos_token_ids[0]
+    return not constraint.error and (constraint.has_ended or bool(constraint.words[eos // 32] >> eos % 32 & 1))
+
+
+def messages_of(name: str, content: str, calls: list[Call]) -> list[str]:
+    """Return a message with and without a thought before it, as the grammar has it: without ends and ids."""
+    found = []
+    for reasoning in ("", "hm") if name != "llama3_json" else ("",):
+        text = written(name, Message(content, reasoning, calls)).removesuffix("<|end|>")
+        found.append(text.replace("[CALL_ID]abcdefghi", ""))
+    return found
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("is_special", [False, True])
+def test_a_form_prevents_no_calls_and_calls_no_form(name: str, is_special: bool) -> None:
+    free = request_of(name, is_special, tools=LOOSE, response_format=FORMAT)
+    strict = request_of(name, is_special, response_format=FORMAT, parallel_tool_calls=False)
+    without = request_of(name, is_special, tool_choice="none", response_format=FORMAT)
+    forced = request_of(name, is_special, tool_choice="required", response_format=FORMAT)
+    call, bad = [Call("f", {"a": 1})], [Call("f", {"a": "y"})]
+    for text in messages_of(name, ANSWER, []):
+        found = [ends(each, text, is_special) for each in (free, strict, without, forced)]
+        assert found == [True, True, True, False], text
+    for text in messages_of(name, "", call):
+        found = [ends(each, text, is_special) for each in (free, strict, without, forced)]
+        assert found == [True, True, False, True], text
+    for text in messages_of(name, "", bad):  # the schemas of tools bind those that are strict or forced
+        found = [ends(each, text, is_special) for each in (free, strict, without, forced)]
+        assert found == [True, False, False, False], text
+    for text in messages_of(name, '{"x":2}', []) + messages_of(name, "well", []):
+        assert not any(ends(each, text, is_special) for each in (free, strict, without, forced)), text
+    if name not in ("openai", "llama3_json"):  # the former's calls end a reply; the latter has one at most beside forms
+        for text in messages_of(name, "", call * 2):
+            assert [ends(each, text, is_special) for each in (free, strict)] == [True, False], text
+
+
+def test_references_of_forms_and_tools_stay_their_own() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": REFERRING}}]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": OTHER}}
+    request = request_of("llama3_json", False, tools=tools, response_format=form)
+    for text in ('{"a": 6}', '{"name": "f", "parameters": {"a": 5}}'):
+        assert ends(request, text, False)
+        assert not ends(request, text.replace("5", "7").replace("6", "5"), False)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_sample_is_calls_or_has_the_form(name: str) -> None:
+    request, rng, kinds = request_of(name, True, response_format=FORMAT), random.Random(0), set()
+    for _ in range(12):
+        if (token_ids := sampled(request, True, rng)) is None:
+            continue
+        message = read_tokens(request, token_ids, True)
+        for call in message.get("tool_calls", []):
+            jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMAS[call["function"]["name"]])
+        if not message.get("tool_calls"):
+            jsonschema.validate(json.loads(message["content"]), FORM)
+        kinds.add("tool_calls" in message)
+    assert kinds
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        ({"response_format": {"type": "json_object"}}, '{"any": [1]}', "[1]"),
+        ({"structured_outputs": {"json": True}}, "[1]", "well"),
+        ({"structured_outputs": {"json": json.dumps(FORM), "disable_any_whitespace": True}}, ANSWER, '{"x": 1}'),
+        ({"structured_outputs": {"regex": r"a/b\/c|\d{2}\n"}}, "a/b/c", "a/b"),
+        ({"structured_outputs": {"regex": "x\ny"}}, "x\ny", "xy"),
+        ({"structured_outputs": {"choice": ['y"e\\s', "no|"]}}, 'y"e\\s', "no"),
+        ({"structured_outputs": {"grammar": 'start: "a" item+ "}"\nitem: /[0-9{]/ | "(" item ")"'}}, "a1(2)}", "a}"),
+    ],
+)
+def test_every_form_is_for_the_text_after_the_thought(form: dict[str, Any], right: str, wrong: str) -> None:
+    for fields in ({}, {"tool_choice": "none"}, {"tools": [], "tool_choice": None}):
+        for prompt, before in (("x", ""), ("x", "<think>hm</think>\n\n"), ("<think>\n", "hm</think>")):
+            request = request_of("hermes", False, prompt, **form, **fields)
+            assert ends(request, before + right, False)
+            assert not ends(request, before + wrong, False)
+            completion = CompletionOutput(0, before + right, [5], finish_reason="stop")
+            body = Reply(request, None, response_id="x", created_s=1).body(
+                [RequestOutput("0", None, [1], [completion])]
+            )
+            assert body["choices"][0]["message"]["content"] == right
+
+
+def test_the_same_form_and_tools_of_every_interface() -> None:
+    function = {"name": "f", "parameters": SCHEMAS["f"], "strict": True}
+    named = {"name": "x", "schema": FORM}
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function", "function": function}]}
+    response = {"input": "x", "tools": [{"type": "function"} | function]}
+    tool = {"name": "f", "input_schema": SCHEMAS["f"], "strict": True}
+    message = {"messages": chat["messages"], "tools": [tool], "max_tokens": 9}
+    message["output_config"] = {"format": {"type": "json_schema", "schema": FORM}}
+    response["text"] = {"format": {"type": "json_schema"} | named}
+    bodies = {CHAT: chat | {"response_format": FORMAT}, RESPONSES: response, MESSAGES: message}
+    grammars = set()
+    for path, body in bodies.items():
+        for each in (body, body | {"stream": True}):  # lines of batch files are read like the former
+            request = INTERFACES[path].read(
+                each,
+                lambda url, chat: parse_body(
+                    url,
+                    chat,
+                    "m",
+                    (),
+                    TOKENIZERS[0],
+                    SamplingParams(),
+                    may_stream=True,
+                    chat_format=format_of("hermes"),
+                ),
+            )
+            grammars.add(request.params.structured_outputs.grammar)
+    assert len(grammars) == 1
