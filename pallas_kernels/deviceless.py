@@ -22,24 +22,24 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding
 
-_HOPPER = """
+_GPU = """
 gpu_device_info {
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
+  shared_memory_per_core: %(core_shared)d
+  threads_per_core_limit: %(core_threads)d
+  core_count: %(num_cores)d
+  fpus_per_core: %(core_fpus)d
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: %(bandwidth)d
   l2_cache_size: %(cache)d
-  clock_rate_ghz: 1.98
+  clock_rate_ghz: %(clock)s
   device_memory_size: %(memory)d
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  shared_memory_per_block_optin: %(block_shared)d
+  cuda_compute_capability { %(capability)s }
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
   driver_version: "13.0.0"
@@ -48,7 +48,7 @@ gpu_device_info {
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 12 }
 device_description_str: "%(name)s"
-"""  # XLA's description of an SXM module, in which H100 and H200 differ by their memory and its cache
+"""  # XLA's description of a GPU
 
 _CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
@@ -191,13 +191,52 @@ def _devices(chip: Chip, shape: str) -> list[Any]:
 _READABLE = {"xla_tpu_sparse_core_maximum_preloaded_async_calls": "0"}
 
 
-def _hopper(name: str, *, bandwidth: int, cache: int, memory: int) -> Chip:
-    facts = {"name": name, "bandwidth": bandwidth, "cache": cache, "memory": memory}
-    return Chip(name, "gpu", 132, name, (("target_config", _HOPPER % facts),))
+# Of each compute capability: shared memory in KiB of a multiprocessor, its threads and its float32 units. A block can
+# have all shared memory but 1 KiB.
+_CAPABILITIES = {(8, 0): (164, 2048, 64), (8, 9): (100, 1536, 128), (9, 0): (228, 2048, 128)}
+_CAPABILITIES |= {(10, 0): (228, 2048, 128), (12, 0): (100, 1536, 128)}
 
 
-H100 = _hopper("NVIDIA H100 80GB HBM3", bandwidth=3_352_320_000_000, cache=50 * 2**20, memory=84_900_000_000)
-H200 = _hopper("NVIDIA H200", bandwidth=4_800_000_000_000, cache=60 * 2**20, memory=150_000_000_000)
+def _gpu(
+    name: str, capability: tuple[int, int], num_cores: int, *, clock: float, gb_per_s: float, cache_mib: int, gb: float
+) -> Chip:
+    shared_kib, threads, fpus = _CAPABILITIES[capability]
+    text = "major: {} minor: {}".format(*capability)
+    if capability >= (9, 0):
+        text += " feature_extension: ACCELERATED_FEATURES"
+    values = {
+        "name": name,
+        "capability": text,
+        "num_cores": num_cores,
+        "core_shared": shared_kib * 1024,
+        "block_shared": (shared_kib - 1) * 1024,
+        "core_threads": threads,
+        "core_fpus": fpus,
+        "bandwidth": round(gb_per_s * 1e9),
+        "cache": cache_mib * 2**20,
+        "clock": clock,
+        "memory": round(gb * 1e9),
+    }
+    return Chip(name, "gpu", num_cores, name, (("target_config", _GPU % values),))
+
+
+# Memory as the devices report it: less than the data sheet's with error correction, more where that counts in GiB.
+A100_40GB = _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, clock=1.41, gb_per_s=1555.0, cache_mib=40, gb=42.3)
+A100 = _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, clock=1.41, gb_per_s=2039.0, cache_mib=40, gb=84.9)
+L4 = _gpu("NVIDIA L4", (8, 9), 58, clock=2.04, gb_per_s=300.0, cache_mib=48, gb=23.6)
+L40S = _gpu("NVIDIA L40S", (8, 9), 142, clock=2.52, gb_per_s=864.0, cache_mib=96, gb=47.7)
+RTX_4090 = _gpu("NVIDIA GeForce RTX 4090", (8, 9), 128, clock=2.52, gb_per_s=1008.0, cache_mib=72, gb=25.3)
+H100 = _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, clock=1.98, gb_per_s=3352.32, cache_mib=50, gb=84.9)
+H200 = _gpu("NVIDIA H200", (9, 0), 132, clock=1.98, gb_per_s=4800.0, cache_mib=60, gb=150.0)
+B200 = _gpu("NVIDIA B200", (10, 0), 148, clock=1.965, gb_per_s=7672.0, cache_mib=126, gb=191.5)
+RTX_5090 = _gpu("NVIDIA GeForce RTX 5090", (12, 0), 170, clock=2.41, gb_per_s=1792.0, cache_mib=96, gb=33.7)
+RTX_PRO_6000 = _gpu(
+    *("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", (12, 0), 188),
+    clock=2.62,
+    gb_per_s=1792.0,
+    cache_mib=128,
+    gb=102.0,
+)
 TPU_V4 = Chip("TPU v4", "tpu", 2, "v4", (("chip_config_name", "megacore"),))
 TPU_V5E = Chip("TPU v5 lite", "tpu", 1, "v5e")
 TPU_V5P = Chip("TPU v5", "tpu", 2, "v5p")

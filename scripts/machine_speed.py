@@ -14,6 +14,9 @@ import subprocess
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
+
 REFERENCE_S = 6.0  # on two quiet cores of an AMD EPYC with AVX-512
 NUM_PROCESSES = 2
 NUM_PROGRAMS = 16
@@ -23,9 +26,6 @@ _LOAD = "--load"
 
 def load() -> float:
     """Compile and compute; return the seconds."""
-    import jax
-    import jax.numpy as jnp
-
     jax.config.update("jax_enable_compilation_cache", False)
     jnp.zeros(1).block_until_ready()
     rng = random.Random(0)

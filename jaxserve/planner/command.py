@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxserve.planner.plan import Plan, make_plan, read_model
 from jaxserve.planner.plots import check_plot, draw_capacity
 from jaxserve.planner.report import build_report, build_sweep_report, render, render_sweep
 from jaxserve.planner.sweep import read_prices, sweep
-from jaxserve.planner.targets import SWEPT, Target, find_target, parse_target
+from jaxserve.planner.targets import SWEPT, Target, missing_compiler, parse_target
 
 
 def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
@@ -39,6 +39,7 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int
         plan = make(args.target)
         plans = [plan]
         print(json.dumps(build_report(plan), indent=2) if args.json else render(plan))
+        _suggest_compilers([plan], args)
     elif not (plans := _sweep(args, make)):
         plot = "" if args.plot is None else f", and {args.plot} is not drawn"
         print(f"jaxserve: error: no target could be computed, for the reasons above{plot}", file=sys.stderr)
@@ -49,12 +50,15 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int
 
 
 def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Plan:
-    read_model(args.model)  # first: to find out that there is no such model, nothing need be installed
-    target = parse_target(name) if args.no_compile else find_target(name, find_compilers(args.compilers))
+    target = parse_target(name)
+    missing = missing_compiler(target, find_compilers(args.compilers))
+    if missing is not None and args.programs:
+        raise ConfigError(f"--programs compiles, but {missing}")
+    compiles = not args.no_compile and missing is None
     sizes = {"prompt_tokens": args.prompt_len, "context_tokens": args.context_len, "batch": args.batch}
     try:
         config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
-        return make_plan(config, target, **sizes, compiles=not args.no_compile, all_programs=args.programs)
+        return make_plan(config, target, **sizes, compiles=compiles, all_programs=args.programs)
     except ConfigError as error:
         if "tensor_parallel_size" not in error.about:
             raise
@@ -72,4 +76,20 @@ def _sweep(args: argparse.Namespace, make: Callable[[str], Plan]) -> list[Plan]:
 
     candidates = list(sweep(args.sweep or SWEPT, make_aloud, prices=prices, batch=args.batch))
     print(json.dumps(build_sweep_report(candidates), indent=2) if args.json else render_sweep(candidates))
-    return [candidate.plan for candidate in candidates if candidate.plan is not None]
+    plans = [candidate.plan for candidate in candidates if candidate.plan is not None]
+    _suggest_compilers(plans, args)
+    return plans
+
+
+def _suggest_compilers(plans: Sequence[Plan], args: argparse.Namespace) -> None:
+    """Name the compilers that would have made the plans exacter, one for each platform, on stderr."""
+    if args.no_compile:
+        return
+    fitting = {plan.target.platform: plan.target for plan in plans if plan.fits and plan.largest is None}
+    for target in fitting.values():
+        if (missing := missing_compiler(target, find_compilers(args.compilers))) is not None:
+            print(
+                "jaxserve: compilers of about 500 MB would add temporaries of steps and exchanges between chips: "
+                f"{missing}",
+                file=sys.stderr,
+            )

@@ -31,9 +31,9 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--model", metavar="DIR|FILE|NAME", help=f"{text} (default: the model in the package)")
     where = plan.add_mutually_exclusive_group(required=True)
     text = (
-        "chips over which the model is split: h100 or h200, or two to eight of them, such as h200x8; TPUs by how many "
-        "lie in each direction, such as v5e:4x4, v6e:2x4, v4:2x2x1, v5p:2x2x2 or tpu7x:2x2x1; or cpu, the one of this "
-        "machine"
+        "chips over which the model is split: a100, a100-40gb, h100, h200, b200, l4, l40s, rtx4090, rtx5090, "
+        "rtxpro6000, or two to eight of them, such as h200x8; TPUs by the number in each direction, such as v5e:4x4, "
+        "v6e:2x4, v4:2x2x1, v5p:2x2x2 or tpu7x:2x2x1, or one, such as v6e; or cpu, the one of this machine"
     )
     where.add_argument("--target", metavar="NAME", help=text)
     text = "compare these targets; without names, a choice of all kinds"
@@ -49,7 +49,7 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     text = "file of a plot, a PNG: how many requests fit, by their length (extra: bench)"
     plan.add_argument("--plot", metavar="FILE", help=text)
     text = (
-        "only compute memory and speed, at once and without compilers of chips; temporaries of steps and exchanges "
+        "only compute memory and speed, even if the chips' compilers are installed; temporaries of steps and exchanges "
         "between chips are then not counted"
     )
     plan.add_argument("--no-compile", action="store_true", help=text)

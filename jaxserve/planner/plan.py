@@ -85,6 +85,11 @@ class Memory:
         return max(0, lacking) if lacking > self._missing_in_all else 0
 
     @property
+    def num_fitting_pages(self) -> int:
+        """Number of pages that the pool can have next to everything else; 0 if nothing is left."""
+        return max(0, min(self.pool_limit, self.limit - self.weights - self.slots - self.temp)) // self.page
+
+    @property
     def _missing_in_all(self) -> int:
         pool = max(self.request, self.num_pages * self.page)
         return self.weights + self.slots + self.temp + pool - self.limit
@@ -135,6 +140,8 @@ class Plan:
             requested, or nothing is compiled.
         speed: predicted speed; None on a CPU, and if the model does not fit.
         num_expert_shards: number of shares of whole experts that devices have; 1 if they have a part of each.
+        fitting_len: if the model does not fit, the largest max_model_len with which it does; 0 if there is none, None
+            if the model fits.
     """
 
     model: str
@@ -152,6 +159,7 @@ class Plan:
     program_s: dict[str, float] | None = None
     speed: Speed | None = None
     num_expert_shards: int = 1
+    fitting_len: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -330,7 +338,12 @@ def make_plan(
     dtypes = sizes.dtype.name, stored, sizes.kv_dtype.name
     names = (sizes.name, target, arch.num_layers, *dtypes, sizes.backend, schedule)
     if sheet is None or memory.missing:
-        return Plan(*names, memory.times(target.devices_per_chip), num_expert_shards=config.expert_parallel_size)
+        return Plan(
+            *names,
+            memory.times(target.devices_per_chip),
+            num_expert_shards=config.expert_parallel_size,
+            fitting_len=_fitting_len(config, target, memory, schedule),
+        )
     lengths = prompt_tokens, context_tokens, batch
     if not compiles:
         return Plan(
@@ -356,7 +369,27 @@ def make_plan(
         roofline = sizes.roofline(largest.collectives, largest.num_tokens)
         speed = _speed(roofline, memory.num_pages, *lengths)
     compiled_facts = (largest, decode, compile_s, program_s, speed)
-    return Plan(*names, memory.times(target.devices_per_chip), *compiled_facts, config.expert_parallel_size)
+    fitting_len = _fitting_len(config, target, memory, schedule)
+    chip_memory = memory.times(target.devices_per_chip)
+    return Plan(*names, chip_memory, *compiled_facts, config.expert_parallel_size, fitting_len)
+
+
+def _fitting_len(config: EngineConfig, target: Target, memory: Memory, schedule: ScheduleConfig) -> int | None:
+    """Return the largest max_model_len that fits, given the memory of a device; None if all fits, 0 if nothing does.
+
+    Slots grow with max_model_len, so that a shorter one may leave pages for more tokens than were counted at first.
+    """
+    if not memory.missing:
+        return None
+    length = 0
+    while True:
+        tokens = schedule.kv_groups.most_tokens(memory.num_fitting_pages)
+        longer = config.max_model_len or schedule.max_model_len if tokens is None else tokens
+        if longer <= length:
+            return length
+        length = longer
+        sizes = Sizes.of(dataclasses.replace(config, max_model_len=length), target)
+        memory, schedule = dataclasses.replace(sizes.memory, temp=memory.temp), sizes.schedule
 
 
 def decode_bucket(schedule: ScheduleConfig) -> int:

@@ -35,6 +35,7 @@ def build_report(plan: Plan) -> Json:
         "page_size": schedule.page_size,
         "fits": plan.fits,
         "missing_bytes_per_chip": memory.missing,
+        "fitting_max_model_len": plan.fitting_len,
         "limit_bytes_per_chip": memory.limit,
         "weights_bytes_per_chip": memory.weights,
         "slots_bytes_per_chip": memory.slots,
@@ -119,7 +120,11 @@ def _verdict(plan: Plan) -> str:
         who = "each chip"
     else:
         who = "the pool" if plan.memory.missing_in_pool else "this machine"
-    return f"does not fit: {who} lacks {_gb(plan.memory.missing)}"
+    if plan.fitting_len:
+        remedy = f"--max-model-len {plan.fitting_len} is the largest that fits"
+    else:
+        remedy = "no --max-model-len fits; try --quantization int8 or int4, or more chips"
+    return f"does not fit: {who} lacks {_gb(plan.memory.missing)}; {remedy}"
 
 
 def _memory(plan: Plan) -> list[Row]:

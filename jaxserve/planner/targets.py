@@ -9,7 +9,8 @@ from pathlib import Path
 
 from jaxserve.environment import gpu_memory_fraction
 from jaxserve.errors import ConfigError
-from jaxserve.pallas_kernels.deviceless import H100, H200, TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
+from jaxserve.pallas_kernels import deviceless
+from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
 
 
 @dataclass(frozen=True)
@@ -92,23 +93,34 @@ class Target:
         return "x".join(map(str, self.shape if len(self.shape) > 1 else (1, 1, *self.shape)))
 
 
-def _hopper(chip: Chip, gb: int, tb_per_s: float) -> DataSheet:
-    """Return the data sheet of a Hopper GPU.
+def _gpu(chip: Chip, gb: int, gb_per_s: int, tflops: float, link_gb_per_s: int) -> DataSheet:
+    """Return the data sheet of a GPU: dense rates, and bandwidth in one direction of NVLink or else of PCI Express.
 
-    All have, dense and thus half of the figures with sparsity, 989.5 TFLOP/s in bfloat16 and float16 and half of that
-    in TF32, in which XLA multiplies float32; NVLink has 900 GB/s in both directions together.
+    XLA multiplies float32 in TF32, at half of the rate of bfloat16 and float16.
     """
     return DataSheet(
         chip=chip,
         memory_bytes=gb * 10**9,
-        bytes_per_s=tb_per_s * 1e12,
-        flops_per_s={"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 494.7e12},
-        link_bytes_per_s=450e9,
+        bytes_per_s=gb_per_s * 1e9,
+        flops_per_s={"bfloat16": tflops * 1e12, "float16": tflops * 1e12, "float32": tflops / 2 * 1e12},
+        link_bytes_per_s=link_gb_per_s * 1e9,
     )
 
 
-# Memory and bandwidth of the SXM modules, from NVIDIA's data sheets. Devices report more memory: 85 GB and 150 GB.
-_HOPPER = {"h100": _hopper(H100, gb=80, tb_per_s=3.35), "h200": _hopper(H200, gb=141, tb_per_s=4.8)}
+# From NVIDIA's data sheets and architecture white papers, without sparsity: SXM modules, then PCI Express cards. Some
+# devices report more memory: 85 GB for an H100, 150 GB for an H200. GeForce cards accumulate in float32 at half rate.
+_GPUS = {
+    "a100-40gb": _gpu(deviceless.A100_40GB, gb=40, gb_per_s=1555, tflops=312.0, link_gb_per_s=300),
+    "a100": _gpu(deviceless.A100, gb=80, gb_per_s=2039, tflops=312.0, link_gb_per_s=300),
+    "h100": _gpu(deviceless.H100, gb=80, gb_per_s=3350, tflops=989.5, link_gb_per_s=450),
+    "h200": _gpu(deviceless.H200, gb=141, gb_per_s=4800, tflops=989.5, link_gb_per_s=450),
+    "b200": _gpu(deviceless.B200, gb=180, gb_per_s=8000, tflops=2250.0, link_gb_per_s=900),
+    "l4": _gpu(deviceless.L4, gb=24, gb_per_s=300, tflops=121.0, link_gb_per_s=32),
+    "l40s": _gpu(deviceless.L40S, gb=48, gb_per_s=864, tflops=362.0, link_gb_per_s=32),
+    "rtx4090": _gpu(deviceless.RTX_4090, gb=24, gb_per_s=1008, tflops=165.2, link_gb_per_s=32),
+    "rtx5090": _gpu(deviceless.RTX_5090, gb=32, gb_per_s=1792, tflops=209.5, link_gb_per_s=64),
+    "rtxpro6000": _gpu(deviceless.RTX_PRO_6000, gb=96, gb_per_s=1792, tflops=503.8, link_gb_per_s=64),
+}
 
 
 def _tpu(
@@ -138,13 +150,15 @@ _TPUS = {
         TPU7X, gib=2 * 94.75, gb_per_s=7380, tflops=2307, link_gb_per_s=100, directions=3, devices_per_chip=2
     ),
 }
-KINDS = (*_HOPPER, *_TPUS)
-_GPUS = re.compile(rf"({'|'.join(_HOPPER)})(?:x([1-8]))?")
-_TPU_SHAPE = re.compile(rf"({'|'.join(_TPUS)}):([1-9]\d*(?:x[1-9]\d*)+)")
+KINDS = (*_GPUS, *_TPUS)
+_GPU_NAME = re.compile(rf"({'|'.join(sorted(_GPUS, key=len, reverse=True))})(?:x([1-8]))?")
+_TPU_NAME = re.compile(rf"({'|'.join(_TPUS)})(?::([1-9]\d*(?:x[1-9]\d*)+))?")
 
 SWEPT = (
     *("h100", "h100x2", "h100x4", "h100x8"),
     *("h200", "h200x2", "h200x4", "h200x8"),
+    *("a100-40gb", "a100", "a100x8", "b200", "b200x8"),
+    *("l4", "l40s", "l40sx8", "rtx4090", "rtx5090", "rtxpro6000"),
     *("v4:2x2x1", "v4:2x2x2"),
     *("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4"),
     *("v5p:1x1x1", "v5p:2x2x1", "v5p:2x2x2"),
@@ -162,35 +176,38 @@ def parse_target(name: str) -> Target:
     """
     if name == "cpu":
         return Target(name, name, None)
-    if match := _GPUS.fullmatch(name):
-        return Target(name, match[1], _HOPPER[match[1]], (int(match[2] or 1),))
-    if (match := _TPU_SHAPE.fullmatch(name)) is None:
+    if match := _GPU_NAME.fullmatch(_without_separators(name)):
+        return Target(name, match[1], _GPUS[match[1]], (int(match[2] or 1),))
+    if (match := _TPU_NAME.fullmatch(name)) is None:
         raise ConfigError(
-            f"target must be cpu, h100, h100x2 to h100x8, h200, h200x2 to h200x8, or one of {list(_TPUS)} with how "
-            f"many chips lie in each direction, as v6e:2x4, got {name!r}"
+            f"target must be cpu, one of {list(_GPUS)} or two to eight of them, as h100x8, or one of {list(_TPUS)}, "
+            f"alone for one chip or with the number of chips in each direction, as v6e:2x4, got {name!r}"
         )
-    sheet, shape = _TPUS[match[1]], tuple(map(int, match[2].split("x")))
+    sheet = _TPUS[match[1]]
+    shape = tuple(map(int, match[2].split("x"))) if match[2] else (1,) * sheet.directions
     if len(shape) != sheet.directions:
         example = f"{match[1]}:{'x'.join('221'[: sheet.directions])}"
         raise ConfigError(f"{match[1]} must have chips in {sheet.directions} directions, as {example}, got {name!r}")
     return Target(name, match[1], sheet, shape)
 
 
-def find_target(name: str, compilers: Path) -> Target:
-    """Return the target of this name.
+def _without_separators(name: str) -> str:
+    """Return the name of a GPU as it is written here: RTX-4090 and rtx_pro_6000 are rtx4090 and rtxpro6000."""
+    plain = name.lower().replace("_", "-").replace(" ", "-")
+    return plain if plain in _GPUS else re.sub(r"-(?!40gb)", "", plain)
+
+
+def missing_compiler(target: Target, compilers: Path) -> str | None:
+    """Return a sentence with the missing compiler of a target and the command that installs it; None if it is there.
 
     Args:
-        name: name that the user gave.
-        compilers: folder for the error message to suggest if the target's compiler is not installed.
-
-    Raises:
-        ConfigError: there is no such target, or its compiler is not installed.
+        target: target to compile for.
+        compilers: folder for the command to install into.
     """
-    target = parse_target(name)
-    if target.sheet is not None and (reason := target.sheet.chip.unavailable()) is not None:
-        packages = shlex.join(target.sheet.chip.requirements())
-        raise ConfigError(
-            f"to plan for {name}, programs must be compiled for it, but {reason}; install it beside your environment: "
-            f"pip install --target {shlex.quote(str(compilers))} --no-deps {packages}"
-        )
-    return target
+    if target.sheet is None or (reason := target.sheet.chip.unavailable()) is None:
+        return None
+    packages = shlex.join(target.sheet.chip.requirements())
+    return (
+        f"programs cannot be compiled for {target.name}, as {reason}; install it beside your environment: "
+        f"pip install --target {shlex.quote(str(compilers))} --no-deps {packages}"
+    )

@@ -17,8 +17,8 @@ from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.planner.plan import make_plan, read_model
 from jaxserve.planner.program import StepCompiler
 from jaxserve.planner.report import build_report, render
-from jaxserve.planner.targets import find_target, parse_target
-from tests.planner.plans import SUM_BYTES, plan_of
+from jaxserve.planner.targets import missing_compiler, parse_target
+from tests.planner.plans import SUM_BYTES, plan_of, with_memory
 from tests.quant.quantized_checkpoints import CASES
 
 CONFIGS = Path(planner.__file__).parent / "configs"
@@ -79,8 +79,8 @@ def test_the_table_says_what_is_predicted() -> None:
     ("arguments", "message"),
     [
         (["--target", "h300"], "as v6e:2x4, got 'h300'"),
-        (["--target", "h200x9"], "h200x2 to h200x8"),
-        (["--target", "h100x9"], "h100x2 to h100x8"),
+        (["--target", "h200x9"], "or two to eight of them, as h100x8"),
+        (["--target", "rtx4080"], "'rtx4090', 'rtx5090'"),
         (["--target", "v6e:2x2x2"], "v6e must have chips in 2 directions, as v6e:2x2, got 'v6e:2x2x2'"),
         (["--sweep", "cpu", "h300"], "as v6e:2x4, got 'h300'"),
         (["--target", "cpu", "--prices", "x.toml"], "give --sweep, or drop --prices"),
@@ -145,36 +145,65 @@ def test_a_number_of_devices_is_that_of_a_target(flags: list[str], capsys: pytes
     assert "did you mean" not in shown
 
 
-def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Chip, "unavailable", lambda _: "this is missing")
-    for name, package in (("h200", f"jax-cuda13-plugin=={jax.__version__}"), ("v6e:2x4", "libtpu")):
-        message = rf"to plan for {name}, .* but this is missing; .*: pip install --target '/a b' --no-deps .*{package}"
-        with pytest.raises(ConfigError, match=message):
-            find_target(name, Path("/a b"))
-    assert find_target("cpu", Path()) == parse_target("cpu")
-
-
-def test_without_a_compiler_there_are_memory_and_speed_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("target", "package"), [("l4", f"jax-cuda13-plugin=={jax.__version__}"), ("v6e", "libtpu")])
+def test_a_missing_compiler_is_named_after_the_answer(
+    target: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compiled = build_report(plan_of("llama-3.1-8b"))
+    assert missing_compiler(parse_target(target), Path("/a b")) is None
     monkeypatch.setattr(Chip, "unavailable", lambda _: "this is missing")
     monkeypatch.delattr(StepCompiler, "step_programs")
-    flags = ["plan", "--model", "llama-3.1-8b", "--target", "h200", "--no-compile"]
-    assert cli.main([*flags, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["temp_bytes_per_chip"] is report["compile_s"] is None
-    for name in ("fits", "weights_bytes_per_chip", "kv_tokens", "ttft_ms"):
-        assert report[name] == compiled[name]
-    assert list(report["step_ms"].values()) == list(compiled["step_ms"].values())
+    flags = ["plan", "--target", target, "--model", "llama-3.2-1b", "--max-model-len", "8192", "--compilers", "/a b"]
     assert cli.main(flags) == 0
-    assert "nothing was compiled: temporaries of steps" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "nothing was compiled: temporaries of steps" in shown.out
+    assert f"cannot be compiled for {target}, as this is missing; install it" in shown.err
+    assert "pip install --target '/a b' --no-deps" in shown.err
+    assert package in shown.err
+    assert cli.main([*flags, "--no-compile"]) == 0
+    assert "pip install" not in capsys.readouterr().err
+    assert cli.main([*flags, "--programs"]) == 2
+    assert "--programs compiles, but programs cannot be compiled" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "options"),
+    [
+        ("llama-3.1-8b", "rtx4090", {}),
+        ("llama-3.1-70b", "B200", {}),
+        ("gemma-3-27b", "a100", {"max_num_seqs": 16}),
+        ("qwen3-32b", "rtx-pro-6000", {"max_num_seqs": 512}),
+    ],
+)
+def test_the_largest_length_that_fits_is_named(model: str, target: str, options: dict[str, int]) -> None:
+    plan = plan_of(model, target, **options)
+    if plan.fits:
+        plan = plan_of(model, with_memory(plan.target, int(plan.memory.weights * 1.2)), **options)
+    assert not plan.fits
+    assert plan.fitting_len
+    assert f"--max-model-len {plan.fitting_len} is the largest that fits" in render(plan)
+    assert build_report(plan)["fitting_max_model_len"] == plan.fitting_len
+    assert plan_of(model, plan.target, max_model_len=plan.fitting_len, **options).fits
+    assert not plan_of(model, plan.target, max_model_len=plan.fitting_len + 1, **options).fits
+
+
+def test_weights_that_do_not_fit_have_no_length() -> None:
+    plan = plan_of("llama-3.1-405b", "h200")
+    assert plan.fitting_len == 0
+    assert "no --max-model-len fits; try --quantization" in render(plan)
+    assert plan_of("llama-3.1-8b").fitting_len is None
+
+
+def test_names_of_targets() -> None:
+    assert parse_target("v6e").shape == (1, 1)
+    assert parse_target("v5p").shape == (1, 1, 1)
+    for name, kind in (("RTX 4090", "rtx4090"), ("rtx_pro_6000x2", "rtxpro6000"), ("A100-40GBx8", "a100-40gb")):
+        assert parse_target(name).kind == kind
 
 
 FIND_COMPILERS = """
 import sys
 from jaxserve.cli import main
-code = main(["plan", "--target", "h200", *sys.argv[1:]])
+code = main(["plan", "--target", "h200", "--programs", *sys.argv[1:]])
 import jax_plugins.xla_cuda13
 print(code, "nvidia.cu13" in sys.modules)
 """
