@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 OFF: tuple[Any, ...] = (False, None)
+_SWITCH: tuple[Any, ...] = (False, True, None)
 UNSET: tuple[Any, ...] = (None, {}, [], "")
 # Options that are switches on vLLM's command line, besides those that begin with enable or disable.
 SWITCHES = frozenset(
@@ -19,6 +20,8 @@ SWITCHES = frozenset(
         *("fully_sharded_loras", "specialize_active_lora", "scheduler_reserve_full_isl", "kv_cache_metrics"),
         *("cudagraph_metrics", "jit_monitor_verbose", "monokernel", "sleep_mode_offload_cudagraph", "use_replayssm"),
         *("kv_sharing_fast_prefill", "swa_bounded_replay", "tokens_only", "fail_on_environ_validation"),
+        *("trust_request_chat_template", "trust_request_mm_kwargs", "exclude_tools_when_tool_choice_none", "headless"),
+        *("cohere_is_reasoning_model", "log_error_stack", "allow_credentials"),
     )
 )
 
@@ -191,4 +194,58 @@ UNSUPPORTED: Sequence[tuple[str, Sequence[Any], Sequence[str]]] = (
     ("update_weights takes weights", UNSET, ("weight_transfer_config",)),
     ("the server serves text as well as tokens", OFF, ("tokens_only",)),
     ("the server has shutdown_timeout_s", (0, None), ("shutdown_timeout",)),
+)
+
+# The same for vLLM's server. Where accepted values are None, any is accepted.
+SERVER: Sequence[tuple[str, Sequence[Any] | None, Sequence[str]]] = (
+    ("there are no LoRA adapters", UNSET, ("lora_modules",)),
+    (
+        "requests bring chat_template_kwargs, and templates are the operator's",
+        (*OFF, {}),
+        (
+            *("trust_request_chat_template", "trust_request_mm_kwargs", "default_chat_template_kwargs"),
+            "reasoning_effort_map",
+        ),
+    ),
+    ("tools are part of the prompt unless tool_choice is none", _SWITCH, ("exclude_tools_when_tool_choice_none",)),
+    ("there are no plug-ins", UNSET, ("tool_parser_plugin", "tool_server", "middleware")),
+    ("each tool's `strict` decides", (None, "auto"), ("tool_strict_level",)),
+    ("prompts and outputs are not logged", None, ("max_log_len", "enable_log_deltas")),
+    ("prompts and outputs are not logged", OFF, ("enable_log_outputs",)),
+    ("usage always has prompt_tokens_details", (True,), ("enable_prompt_tokens_details",)),
+    ("/metrics has the times of requests", OFF, ("enable_per_request_metrics",)),
+    ("/load always counts the open requests", None, ("enable_server_load_tracking",)),
+    ("streams have no comments", (0, None), ("sse_keep_alive_interval",)),
+    ("there is no such path", OFF, ("enable_tokenizer_info_endpoint", "enable_scale_out", "enable_offline_docs")),
+    ("there is no such interface", None, ("cohere_is_reasoning_model", "cohere_format", "disable_fastapi_docs")),
+    ("thinking is disabled if the chat template can", ("auto",), ("anthropic_disabled_thinking_effort",)),
+    ("failures are logged with their stacks", None, ("log_error_stack",)),
+    ("it cannot be changed", ("full",), ("fingerprint_mode",)),
+    ("it cannot be changed", (None,), ("fingerprint_value",)),
+    ("there is HTTP alone", UNSET, ("grpc_port",)),
+    (
+        "data_parallel_size replicas run in one process behind one port",
+        None,
+        (
+            *("data_parallel_supervisor_port", "dp_supervisor_probe_interval_s", "dp_supervisor_probe_timeout_s"),
+            "dp_supervisor_probe_failure_threshold",
+        ),
+    ),
+    ("requests are logged with --access-log alone", (True,), ("disable_uvicorn_access_log",)),
+    ("--access-log logs all paths", UNSET, ("disable_access_log_for_endpoints",)),
+    ("--allowed-origins is the option for pages of other sites", OFF, ("allow_credentials",)),
+    ("--allowed-origins is the option for pages of other sites", (["*"],), ("allowed_methods", "allowed_headers")),
+    (
+        "a proxy before the server does TLS",
+        (*UNSET, False, 0),
+        ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+    ),
+    ("a proxy before the server does TLS", OFF, ("enable_ssl_refresh",)),
+    ("replies have ids in their bodies", OFF, ("enable_request_id_headers",)),
+    ("heads of requests are limited to 64 KiB and 256 headers", None, ("h11_max_incomplete_event_size",)),
+    ("heads of requests are limited to 64 KiB and 256 headers", None, ("h11_max_header_count",)),
+    ("pairs are scored by LLM.score", None, ("enable_flash_late_interaction",)),
+    ("one process serves", OFF, ("headless",)),
+    ("one process serves", (1, None), ("api_server_count",)),
+    ("options are flags", UNSET, ("config",)),
 )

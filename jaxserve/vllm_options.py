@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import ConfigError, RequestError, brief
-from jaxserve.vllm_names import ANY_VALUE, OFF, SWITCHES, UNSUPPORTED
+from jaxserve.vllm_names import ANY_VALUE, OFF, SERVER, SWITCHES, UNSUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,9 @@ VLLM_OPTIONS = (
     *(VllmOption(name, behaviour, accepts) for behaviour, accepts, names in UNSUPPORTED for name in names),
 )
 _BY_NAME = {option.name: option for option in VLLM_OPTIONS}
+SERVER_OPTIONS = tuple(  # options of vLLM's server that are not fields of ServerConfig
+    VllmOption(name, behaviour, accepts) for behaviour, accepts, names in SERVER for name in names
+)
 
 
 GENERATE_ARGUMENTS = (
@@ -216,6 +219,21 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
         elif value is not None:
             options[option.field] = value
     return options
+
+
+def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of ServerConfig for a mixture of vLLM's and its options.
+
+    Raises:
+        ConfigError: an option of vLLM asks for what jaxserve does not do.
+    """
+    others = {option.name: option for option in SERVER_OPTIONS}
+    for name, value in given.items():
+        if name in others and not others[name].is_met_by(value):
+            raise ConfigError(
+                f"{name} must be {others[name].accepted}, got {brief(value)}: {others[name].behaviour}; leave it out"
+            )
+    return {name: value for name, value in given.items() if name not in others}
 
 
 def _check_lone_replica(option: VllmOption, given: Mapping[str, Any]) -> None:

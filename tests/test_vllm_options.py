@@ -8,17 +8,20 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.config import ServerConfig
 from jaxserve.vllm_options import (
     CHAT_ARGUMENTS,
     GENERATE_ARGUMENTS,
     SAMPLING_ARGUMENTS,
+    SERVER_OPTIONS,
     VLLM_OPTIONS,
     VllmOption,
     check_arguments,
     engine_options,
     markdown_table,
+    server_options,
 )
-from tests.vllm_defaults import ENGINE_ARGS, SAMPLING_PARAMS
+from tests.vllm_defaults import ENGINE_ARGS, SAMPLING_PARAMS, SERVER_ARGS
 
 # Options as scripts written for vLLM pass them: its defaults, and those that ask for what jaxserve does.
 ACCEPTED: dict[str, Any] = {
@@ -134,6 +137,23 @@ def test_all_options_of_vllms_engine_are_known() -> None:
         options = engine_options({name: default})
         assert name in own or not options, name
         EngineConfig(**options)
+
+
+def test_all_options_of_vllms_server_are_known() -> None:
+    own = {field.name for field in dataclasses.fields(ServerConfig)}
+    others = {option.name for option in SERVER_OPTIONS}
+    of_templates = {"chat_template", "chat_template_content_format", "response_role"}
+    assert set(SERVER_ARGS) <= own | others | of_templates | {option.name for option in VLLM_OPTIONS}
+    assert not own & others
+
+
+@pytest.mark.parametrize("option", SERVER_OPTIONS, ids=lambda option: option.name)
+def test_no_option_of_the_server_is_ignored(option: VllmOption) -> None:
+    for value in option.accepts or (object, None, True):
+        assert server_options({option.name: value, "port": 5}) == {"port": 5}
+    if option.accepts is not None:
+        with pytest.raises(ConfigError, match=f"^{option.name} must be .*, got {object}: .*; leave it out$"):
+            server_options({option.name: object})
 
 
 @pytest.mark.parametrize("name", [option.name for option in VLLM_OPTIONS if option.accepts is not None])

@@ -25,7 +25,7 @@ _GROUP_DESCRIPTIONS = {"engine": "An option without a default is None if it is n
 def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
     """Add a flag for every option of the engine but those of `leave_out`, and flags for vLLM's options."""
     add_config_flags(parser, "engine", EngineConfig, (*NOT_FLAGS, *leave_out))
-    _add_vllm_flags(parser)
+    add_vllm_flags(parser, "engine", vllm_options.VLLM_OPTIONS)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -103,14 +103,17 @@ def field_helps(config: type) -> dict[str, str]:
     return {name: " ".join(text.split()).rstrip(".") for name, text in entries}
 
 
-def _add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add flags for vLLM's options, which help does not show: they have another name here, no effect, or a reason."""
+def add_vllm_flags(parser: argparse.ArgumentParser, title: str, known: Sequence[vllm_options.VllmOption]) -> None:
+    """Add flags for vLLM's options, which help does not show: they have another name here, no effect, or a reason.
+
+    Given values are stored in `args` as "<title>.<name>".
+    """
     hints = inspect.get_annotations(EngineConfig, eval_str=True)
-    for option in vllm_options.VLLM_OPTIONS:
+    for option in known:
         kinds = {type(value) for value in option.accepts or ()} - {type(None)}
         is_switch = option.switch is not None or kinds == {bool} or option.is_switch
         is_switch |= option.field is not None and hints[option.field] is bool
-        options: dict[str, Any] = {"dest": f"engine.{option.name}", "default": argparse.SUPPRESS}
+        options: dict[str, Any] = {"dest": f"{title}.{option.name}", "default": argparse.SUPPRESS}
         options |= {"action": argparse.BooleanOptionalAction} if is_switch else {"type": _literal}
         with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of this name
             parser.add_argument(flag(option.name), help=argparse.SUPPRESS, **options)

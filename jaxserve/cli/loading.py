@@ -1,12 +1,15 @@
 """Engines of the commands that load one, and their live statistics."""
 
 import contextlib
+import os
 import sys
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.cli.config_flags import engine_options
 from jaxserve.cli.process_flags import join_processes
+from jaxserve.errors import ConfigError
 from jaxserve.live_stats import LiveStats
 
 if TYPE_CHECKING:
@@ -15,10 +18,23 @@ if TYPE_CHECKING:
 
 def load_llm(args: Namespace, **options: Any) -> "LLM":
     """Load the model that the flags describe, over the devices of all processes of the run."""
+    given = engine_options(args)
+    require_model(given)
     from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax
 
     join_processes(args)
-    return LLM(**engine_options(args), **options)
+    return LLM(**given, **options)
+
+
+def require_model(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if there is nothing at the path of the model, without the import of jax that reading takes."""
+    for name in ("model", "tokenizer"):
+        path = options.get(name)
+        if path is not None and not os.path.exists(path):
+            raise ConfigError(
+                f"the {name} must be a local directory or a .gguf file, got {path} (absent); fetch a model of the "
+                "Hugging Face hub with `hf download NAME --local-dir DIRECTORY`"
+            )
 
 
 def live_stats(wanted: bool, llm: "LLM") -> contextlib.AbstractContextManager[object]:

@@ -10,10 +10,11 @@ _LEVELS = ("debug", "info", "warning", "error")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def add_log_level(parser: ArgumentParser) -> None:
+def add_log_level(parser: ArgumentParser, default: str | None = None) -> None:
     """Add `--log-level`."""
-    text = "write what jaxserve logs from this level on to stderr, with times (default: warnings and errors, without)"
-    parser.add_argument("--log-level", type=str.lower, choices=_LEVELS, help=text)
+    shown = "warnings and errors, without" if default is None else default
+    text = f"write what jaxserve logs from this level on to stderr, with times (default: {shown})"
+    parser.add_argument("--log-level", type=str.lower, choices=_LEVELS, default=default, help=text)
 
 
 @contextlib.contextmanager

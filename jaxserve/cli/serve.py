@@ -7,32 +7,42 @@ from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import (
     add_config_flags,
     add_engine_flags,
+    add_vllm_flags,
     config_options,
     engine_options,
     flag_that_may_hold_path,
 )
+from jaxserve.cli.loading import require_model
 from jaxserve.cli.logs import add_log_level
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, install_extra
 from jaxserve.server.auth import Keys
 from jaxserve.server.config import ServerConfig
+from jaxserve.vllm_options import SERVER_OPTIONS, server_options
 
 
 def _add_flags(parser: ArgumentParser) -> None:
     text = "directory of a checkpoint (default: the embedded model)"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
-    add_log_level(parser)
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as MODEL")
+    add_log_level(parser, default="info")
     add_config_flags(parser, "server", ServerConfig)
+    add_vllm_flags(parser, "server", SERVER_OPTIONS)
     add_engine_flags(parser, leave_out=("model",))
 
 
 def _run(args: Namespace) -> int:
-    if args.model is None and (name := flag_that_may_hold_path(args)) is not None:
+    if None not in (args.model, args.model_flag) and args.model != args.model_flag:
+        raise ConfigError(f"--model must be MODEL, {args.model}, or be left out, got {args.model_flag}")
+    model = args.model_flag if args.model is None else args.model
+    if model is None and (name := flag_that_may_hold_path(args)) is not None:
         raise ConfigError(
             f"MODEL must come before flags that take several values, or behind --: {name} took all that follow it, the "
             f"last of which may be meant as MODEL; if none is, repeat {name} for each value"
         )
-    config = ServerConfig(**config_options(args, "server"))
+    config = ServerConfig(**server_options(config_options(args, "server")))
+    engine_config = EngineConfig(model=model, **engine_options(args))
+    require_model(vars(engine_config))
     try:
         from jaxserve.server.serve import listen, serve  # noqa: PLC0415 - needs an extra
     except ModuleNotFoundError as error:
@@ -43,7 +53,7 @@ def _run(args: Namespace) -> int:
     with listen(config) as sock:
         from jaxserve.engine.engine import Engine  # noqa: PLC0415 - imports jax
 
-        engine = Engine(EngineConfig(model=args.model, **engine_options(args)))
+        engine = Engine(engine_config)
         serve(engine, config, sock, on_start=_tell_url)
     return 0
 

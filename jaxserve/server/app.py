@@ -23,6 +23,7 @@ from jaxserve.server.admission import RefusedError
 from jaxserve.server.call import Call
 from jaxserve.server.connection import MAX_HEAD_BYTES, MAX_HEADERS
 from jaxserve.server.cors import Origins
+from jaxserve.server.diary import Diary
 from jaxserve.server.generation import Generation
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.info import POOLING, Info
@@ -50,6 +51,7 @@ class App:
 
     Attributes:
         service: the engine and the state of the server.
+        diary: log of the server.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
@@ -57,6 +59,8 @@ class App:
         self._keys = self.service.keys
         self._origins = Origins(config.allowed_origins)
         self._calls: set[Call] = set()
+        self.diary = Diary(logs_access=config.access_log)
+        self._num_cut = 0
         self._watch: asyncio.Task[None] | None = None
         generation, info = Generation(self.service), Info(self.service)
         self._model = info.model
@@ -106,6 +110,7 @@ class App:
             await self._send_error(call, BadRequestError(message, None, "internal_error", 500))
         finally:
             self._calls.discard(call)
+            self.diary.note_end_of(call)
 
     async def _serve(self, call: Call) -> None:
         num_bytes = sum(len(name) + len(value) for name, value in call.headers)
@@ -149,6 +154,7 @@ class App:
         return load_header(call.headers, service.engine.occupancy, service.observer.estimated_wait_s())
 
     async def _send_error(self, call: Call, error: BadRequestError) -> None:
+        self.diary.note_refusal(error.status_code, error.code)
         with suppress(ClientGoneError):
             if not call.is_begun:
                 headers: list[tuple[bytes, bytes]] = []
@@ -191,6 +197,7 @@ class App:
                 if self._watch is not None:
                     self._watch.cancel()
                 self.service.close()
+                self.diary.note_end(self._num_cut)
                 await send({"type": "lifespan.shutdown.complete"})
                 return
 
@@ -198,6 +205,7 @@ class App:
         """End replies that their clients do not take. One look at all costs less than a timer for each part."""
         while True:
             await asyncio.sleep(min(1.0, self.service.config.send_timeout_s / 4))
+            self.diary.tell_refusals()
             before_s = time.monotonic() - self.service.config.send_timeout_s
             for call in self._calls:
                 if call.sending_since_s is not None and call.sending_since_s < before_s:
@@ -207,10 +215,12 @@ class App:
     async def drain(self) -> None:
         """Serve nothing new; wait for open replies, and end those that last too long."""
         self.service.is_draining = True
+        self.diary.note_stop(len(self.service.streams), self.service.config.shutdown_timeout_s)
         self.service.admission.drain()
         until_s = time.monotonic() + self.service.config.shutdown_timeout_s
         while len(self.service.streams) and time.monotonic() < until_s:
             await asyncio.sleep(0.05)
+        self._num_cut = len(self.service.streams)
         self.service.streams.end_all()
         while len(self.service.streams) and time.monotonic() < until_s + 5:
             await asyncio.sleep(0.02)

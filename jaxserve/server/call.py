@@ -38,7 +38,11 @@ class Call:
         workers: threads for work that would hold the loop.
 
     Attributes:
-        path: path of the URL.
+        path: path of the URL, without the prefix of a proxy.
+        raw_path: path as it came, percent-encoded.
+        client: address of the client.
+        came_s: time when the request came.
+        status: HTTP status of the reply, once it has begun.
         tenant: name of the key's owner; empty without keys.
         is_gone: True once the client has gone or is cut off.
         is_begun: True once the reply has begun.
@@ -48,11 +52,15 @@ class Call:
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig, workers: Workers) -> None:
-        self.path: str = scope["path"]
+        self.raw_path = scope["raw_path"].decode("ascii", "backslashreplace")
+        self.path = _without_prefix(scope["path"], config.root_path)
         self.method: str = scope["method"]
         self.headers: http.Headers = scope["headers"]
         self.tenant = ""
         self.is_begun = False
+        self.status: int | None = None
+        self.came_s = time.monotonic()
+        self.client = ":".join(map(str, scope.get("client") or ("-",)))
         self.header_makers: list[Callable[[], http.Headers]] = []
         self.error_events: Callable[[RequestError], Iterable[bytes]] | None = None
         self.sending_since_s: float | None = None
@@ -143,6 +151,7 @@ class Call:
         if not self.is_begun and "headers" in message:
             message["headers"] = [*message["headers"], *(header for make in self.header_makers for header in make())]
         self.is_begun = True
+        self.status = message.get("status", self.status)
         self.sending_since_s = time.monotonic()
         try:
             await self._send(message)
@@ -209,3 +218,9 @@ class Call:
             yield
         finally:
             gone.cancel()
+
+
+def _without_prefix(path: str, prefix: str) -> str:
+    """Return a path without the prefix under which a proxy serves it, whether or not the proxy has removed that."""
+    prefix = prefix.rstrip("/")
+    return path.removeprefix(prefix) or "/" if prefix and (path == prefix or path.startswith(f"{prefix}/")) else path

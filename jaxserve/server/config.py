@@ -17,6 +17,9 @@ _POSITIVE = (
 )
 
 
+_UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Options of the server, apart from those of its engine.
@@ -58,6 +61,12 @@ class ServerConfig:
         otlp_traces_endpoint: URL of a collector of OpenTelemetry, to which a span of each request is sent by OTLP over
             HTTP, such as `http://localhost:4318/v1/traces`.
         public_metrics: True to serve /metrics without a key.
+        root_path: path under which a proxy serves all others; they are served with it and without.
+        uds: path of a Unix domain socket to listen at, in place of host and port.
+        access_log: True to log every request: client, path, status and time.
+        uvicorn_log_level: level from which on uvicorn logs: critical, error, warning, info, debug or trace.
+        enable_force_include_usage: True to send the counts of tokens in all streams of completions and chats.
+        return_tokens_as_token_ids: True to name tokens by their ids, as token_id:7, in all log probabilities.
     """
 
     host: str = "127.0.0.1"
@@ -86,6 +95,12 @@ class ServerConfig:
     allowed_origins: Sequence[str] = ()
     otlp_traces_endpoint: str | None = None
     public_metrics: bool = False
+    root_path: str = ""
+    uds: str | None = None
+    access_log: bool = False
+    uvicorn_log_level: str = "warning"
+    enable_force_include_usage: bool = False
+    return_tokens_as_token_ids: bool = False
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
@@ -99,6 +114,10 @@ class ServerConfig:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         if unknown := set(self.degradation) - {*RUNGS, "none"}:
             raise ConfigError(f"degradation must be of {[*RUNGS, 'none']}, got {sorted(unknown)}")
+        if self.uvicorn_log_level not in _UVICORN_LEVELS:
+            raise ConfigError(f"uvicorn_log_level must be of {list(_UVICORN_LEVELS)}, got {self.uvicorn_log_level!r}")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path must begin with a slash, got {self.root_path!r}")
         _ = self.ttft_targets_s
         if self.shutdown_timeout_s < 0:
             raise ConfigError(f"shutdown_timeout_s must not be negative, got {self.shutdown_timeout_s}")

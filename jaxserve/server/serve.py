@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
+import stat
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -66,6 +68,8 @@ class _Server(uvicorn.Server):
 
 def listen(config: ServerConfig) -> socket.socket:
     """Return a socket at the address of the options; ConfigError if it is taken."""
+    if config.uds is not None:
+        return _listen_at_path(config.uds)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -79,6 +83,34 @@ def listen(config: ServerConfig) -> socket.socket:
         ) from error
     sock.set_inheritable(False)
     return sock
+
+
+def _listen_at_path(path: str) -> socket.socket:
+    """Return a Unix domain socket; a file that a server has left behind is replaced."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_left_behind(path):
+            os.unlink(path)
+        sock.bind(path)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"the server must get the Unix socket {path}, but: {error.strerror or error}; choose another --uds"
+        ) from error
+    sock.set_inheritable(False)
+    return sock
+
+
+def _is_left_behind(path: str) -> bool:
+    """Return whether there is a socket at a path at which nothing listens."""
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            return True
+    return False
 
 
 def serve(
@@ -97,14 +129,13 @@ def serve(
 
 def new_server(app: App, config: ServerConfig, sock: socket.socket, on_start: Callable[[str], None]) -> uvicorn.Server:
     """Return the server of an application, to be run on a thread; see `serve`."""
-    host, port = sock.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    url = _url(sock)
     options = uvicorn.Config(
         app,
         http=Connection,
         loop="uvloop" if sys.platform != "win32" else "asyncio",
         lifespan="on",
-        log_level="warning",
+        log_level=config.uvicorn_log_level,
         access_log=False,
         server_header=False,
         date_header=False,
@@ -112,4 +143,17 @@ def new_server(app: App, config: ServerConfig, sock: socket.socket, on_start: Ca
         timeout_graceful_shutdown=5,
         backlog=2048,
     )
-    return _Server(options, app, lambda: on_start(url))
+
+    def tell() -> None:
+        app.diary.note_start(app.service.engine, url, app.service.model_names)
+        on_start(url)
+
+    return _Server(options, app, tell)
+
+
+def _url(sock: socket.socket) -> str:
+    """Return the address of a socket."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -108,10 +108,15 @@ class Service:
             chat_format=form,
             check_prompt=check,
         )
-        limit = self.engine.output_limits.of(request.params.max_tokens)
-        if limit == request.params.max_tokens:
-            return request
-        return dataclasses.replace(request, params=request.params.clone({"max_tokens": limit}))
+        limit, params = self.engine.output_limits.of(request.params.max_tokens), request.params
+        forces_usage = self.config.enable_force_include_usage and request.stream
+        return dataclasses.replace(
+            request,
+            params=params if limit == params.max_tokens else params.clone({"max_tokens": limit}),
+            tokens_as_ids=request.tokens_as_ids or self.config.return_tokens_as_token_ids,
+            include_usage=request.include_usage or forces_usage,
+            continuous_usage=request.continuous_usage or forces_usage,
+        )
 
     @property
     def streams(self) -> Streams:
