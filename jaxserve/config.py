@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, no_type_check
 
+from jaxserve.chat_options import ChatOptions, read_template
 from jaxserve.environment import user_cache_dir
 from jaxserve.errors import ConfigError, did_you_mean
 from jaxserve.option_values import read_object, read_targets, read_tenant_weights
@@ -64,6 +65,11 @@ class EngineConfig:
         hf_overrides: fields of config.json to replace, as a dict or as JSON; an object in the place of a nested
             configuration, such as text_config, replaces some of its fields. Or a function from transformers'
             configuration of the model to the one that counts.
+        chat_template: template of all chats in place of the tokenizer's: a file, the text of a Jinja template, or the
+            name of one of the tokenizer's templates that no file has.
+        chat_template_content_format: form in which the template gets the contents of messages. "auto" keeps lists of
+            parts if the template reads lists, and joins their texts by newlines otherwise; "string" always joins them;
+            "openai" makes a list of every content.
         dtype: dtype of weights and activations; "auto" is the checkpoint's on accelerators, where a float32 checkpoint
             is served in bfloat16. On CPU activations are then float32, and matrices stay as the checkpoint has them.
         quantization: "int8" and "int4" round matrices to 8 or 4 bits with a float32 scale per group of about 64
@@ -151,6 +157,8 @@ class EngineConfig:
     generation_config: str = "auto"
     override_generation_config: str | Mapping[str, Any] | None = None
     hf_overrides: str | Mapping[str, Any] | Callable[[Any], Any] | None = None
+    chat_template: str | None = None
+    chat_template_content_format: str = "auto"
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: str | Mapping[str, Any] | None = None
@@ -208,6 +216,7 @@ class EngineConfig:
         ):
             object.__setattr__(self, name, aliases.get(getattr(self, name), getattr(self, name)))
             _check_choice(name, getattr(self, name), ("auto", *dtypes, *aliases))
+        _ = self.chat_options
         _check_quantization(self.quantization)
         _check_choice("linear_backend", self.linear_backend, ("auto", "xla"))
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
@@ -248,6 +257,15 @@ class EngineConfig:
         _check_seed(self.seed)
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+
+    @property
+    def chat_options(self) -> ChatOptions:
+        """Options of chats, with the text of the template."""
+        given = self.chat_template
+        if not isinstance(given, str | os.PathLike | None):
+            raise ConfigError(f"chat_template must be a path or the text of a template, got {given!r}")
+        template = None if given is None else read_template(given)
+        return ChatOptions(template, self.chat_template_content_format)
 
     @property
     def num_data_shards(self) -> int:

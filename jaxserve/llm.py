@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -36,13 +36,12 @@ from jaxserve.pooling_outputs import (
 )
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.loading import load_hf_tokenizer
+from jaxserve.text.messages import Message
 from jaxserve.text.tokenizer import Tokenizer
-from jaxserve.vllm_options import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, check_arguments, engine_options
+from jaxserve.vllm_options import GENERATE_ARGUMENTS, check_arguments, engine_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Message = Mapping[str, Any]
 
 
 class LLM:
@@ -174,18 +173,44 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         *,
+        chat_template_content_format: str | None = None,
+        continue_final_message: bool = False,
         priority: int | Iterable[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list, rendered with the tokenizer's chat template; see `generate`."""
-        check_arguments(vllm_arguments, CHAT_ARGUMENTS)
+        """Answer one conversation, or each of a list, rendered with a chat template.
+
+        Args:
+            messages: one conversation or many; contents are strings or lists of text parts.
+            sampling_params: see `generate`.
+            use_tqdm: see `generate`.
+            chat_template: Jinja source, or the name of one of the tokenizer's templates; None is the engine's.
+            add_generation_prompt: True to end the prompt with the header of an answer.
+            tools: JSON schemas of functions that the model may call.
+            chat_template_kwargs: further variables of the template.
+            chat_template_content_format: "auto", "string" or "openai", as the engine's option, which None takes.
+            continue_final_message: True to have the last message continued, with add_generation_prompt=False.
+            priority: see `generate`.
+            vllm_arguments: see `generate`.
+
+        Raises:
+            RequestError: a conversation or its parameters cannot be served, and none is started.
+        """
+        check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
         tokenizer = self._engine_tokenizer()
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
         variables = {"add_generation_prompt": add_generation_prompt} | ({"tools": tools} if tools else {})
         variables |= chat_template_kwargs or {}
-        texts = [tokenizer.render_chat(chat, variables, chat_template) for chat in _as_conversations(messages)]
-        prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
+        render = partial(
+            tokenizer.render_chat,
+            variables=variables,
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            continue_final_message=continue_final_message,
+        )
+        chats = [render(chat) for chat in _as_conversations(messages)]
+        prompts = [{"prompt": chat.text, "prompt_token_ids": tokenizer.encode_chat(chat)} for chat in chats]
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
     def beam_search(

@@ -146,11 +146,6 @@ GENERATE_ARGUMENTS = (
     VllmOption("tokenization_kwargs", "the tokenizer has no options", _NONE_OR_EMPTY),
     VllmOption("mm_processor_kwargs", "prompts are text or token ids", _NONE_OR_EMPTY),
 )
-CHAT_ARGUMENTS = (
-    *GENERATE_ARGUMENTS,
-    VllmOption("chat_template_content_format", "a message's text parts are joined", ("auto", "string")),
-    VllmOption("continue_final_message", "every answer is a message of its own", (False,)),
-)
 _UNSUPPORTED_SAMPLING: tuple[tuple[str, Sequence[Any], Sequence[str]], ...] = (
     ("outputs have no watermark", (None, False), ("watermarking", "_watermarking_skipped")),
     (

@@ -10,7 +10,6 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.config import ServerConfig
 from jaxserve.vllm_options import (
-    CHAT_ARGUMENTS,
     GENERATE_ARGUMENTS,
     SAMPLING_ARGUMENTS,
     SERVER_OPTIONS,
@@ -108,12 +107,12 @@ def test_what_no_one_knows_is_left_to_the_configuration() -> None:
 
 
 def test_arguments_of_calls() -> None:
-    neutral = {"lora_request": None, "continue_final_message": False, "mm_processor_kwargs": None}
-    check_arguments({**neutral, "chat_template_content_format": "auto"}, CHAT_ARGUMENTS)
+    neutral = {"lora_request": None, "mm_processor_kwargs": None}
+    check_arguments(neutral, GENERATE_ARGUMENTS)
     with pytest.raises(RequestError, match=r"^lora_request must be None, got 5: there are no LoRA adapters"):
         check_arguments({"lora_request": 5}, GENERATE_ARGUMENTS)
     with pytest.raises(RequestError, match=r"^unsupported argument continue_final_message"):
-        check_arguments(neutral, GENERATE_ARGUMENTS)
+        check_arguments({**neutral, "continue_final_message": False}, GENERATE_ARGUMENTS)
 
 
 NEUTRAL_SAMPLING: dict[str, Any] = {  # vLLM's defaults, and those of parameters that it had before

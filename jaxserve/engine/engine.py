@@ -61,7 +61,9 @@ class Engine:
     def __init__(self, config: EngineConfig, executors: Sequence[Executor] | None = None) -> None:
         self.arch = build_arch(config)
         self.config = config = resolve_quantization(config, self.arch)
-        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
+        self.tokenizer = (
+            None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path, config.chat_options)
+        )
         self.default_sampling_params = build_sampling_params(config)
         self.output_limits = output_limits(config)
         claim_memory(config)

@@ -243,7 +243,9 @@ class Fleet:
 
     def __init__(self, config: EngineConfig, actors: Actors) -> None:
         self.config = config
-        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
+        self.tokenizer = (
+            None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path, config.chat_options)
+        )
         self._actors = actors
         self._seats = [_Seat(index) for index in range(actors.count)]
         self._jobs: dict[str, _Job] = {}  # unfinished jobs, by request id

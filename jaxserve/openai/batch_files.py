@@ -240,7 +240,10 @@ class _BatchRun:
             message = f"url must be {COMPLETIONS}, {CHAT} or {EMBEDDINGS}, got {brief(url)}"
             raise BadRequestError(message, "url", "invalid_url")
         if url == EMBEDDINGS:
-            return parse_pooling(url, content.get("body"), self.own_name, self.model_names)
+            names = self.own_name, self.model_names
+            return parse_pooling(
+                url, content.get("body"), *names, tokenizer=self.engine.tokenizer, check_prompt=self._check_prompt
+            )
         return parse_body(
             url,
             content.get("body"),

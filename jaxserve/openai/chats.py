@@ -21,9 +21,42 @@ from jaxserve.openai.tools import (
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.params import StructuredOutputsParams
+from jaxserve.text.chat_template import RenderedChat
+from jaxserve.text.messages import content_text
 from jaxserve.text.tokenizer import Tokenizer
 
 RESERVED = {"messages", "chat_template", "tokenize", "tools", "documents"}  # names not allowed in chat_template_kwargs
+_TYPES = {
+    "add_generation_prompt": bool,
+    "continue_final_message": bool,
+    "add_special_tokens": bool,
+    "chat_template": str,
+    "chat_template_kwargs": dict,
+    "documents": list,
+}
+PROMPT_FIELDS = _TYPES.keys() - {"documents"} | {"messages"}  # fields of every body that may have a chat as its prompt
+
+
+def allow_any(text: str) -> None:
+    """Check nothing of a prompt."""
+
+
+class ChatPrompt(NamedTuple):
+    """Prompt of a chat.
+
+    Attributes:
+        rendered: its text.
+        token_ids: its tokens.
+        last: role and text of its last message.
+        adds_header: True if it ends with the header of an answer, so that the model does not continue a message.
+        honoured: fields that have had an effect, though not with every template.
+    """
+
+    rendered: RenderedChat
+    token_ids: TokenIds
+    last: tuple[str, str]
+    adds_header: bool
+    honoured: set[str]
 
 
 class Chat(NamedTuple):
@@ -33,12 +66,16 @@ class Chat(NamedTuple):
         prompt: its messages as tokens.
         params: sampling parameters.
         form: form of the message that follows.
+        role: role of the message that follows.
+        echoed: text of the last message, with which the reply is to begin.
         honoured: fields that have had an effect, though not with every template.
     """
 
     prompt: TokenIds
     params: SamplingParams
     form: MessageForm
+    role: str
+    echoed: str
     honoured: set[str]
 
 
@@ -47,9 +84,20 @@ def read_chat(
     tokenizer: Tokenizer | None,
     chat_format: ChatFormat | None,
     params: SamplingParams,
-    check_prompt: Callable[[str], None],
+    *,
+    response_role: str = "assistant",
+    takes_templates: bool = True,
+    check_prompt: Callable[[str], None] = allow_any,
 ) -> Chat:
     """Render and encode the messages of a body, and bind the message that follows to the tools.
+
+    Args:
+        given: fields of the body.
+        tokenizer: tokenizer that renders and encodes chats.
+        chat_format: format of the model's messages; None takes what its chat templates show.
+        params: sampling parameters of the body.
+        response_role: role of messages that are not continued.
+        takes_templates: False to refuse a chat template in the body.
 
     Raises:
         BadRequestError: the chat template cannot render them, or a field does not go with the template.
@@ -57,64 +105,90 @@ def read_chat(
     if tokenizer is None:
         raise BadRequestError("chats need a tokenizer, and the engine runs with skip_tokenizer_init", "messages")
     chat_format = detected_format(tokenizer) if chat_format is None else chat_format
-    messages, tools = check_messages(given.get("messages")), read_tools(given)
+    tools = read_tools(given)
+    prompt = read_prompt(
+        given, tokenizer, chat_format, tools, takes_templates=takes_templates, check_prompt=check_prompt
+    )
+    shows_reasoning = given.get("include_reasoning", True)
+    form = message_form(chat_format, tools, prompt.rendered.text, tokenizer, shows_reasoning=shows_reasoning)
+    if form.hidden and params.skip_special_tokens:  # the scanner hides them instead
+        params = dataclasses.replace(params, shown_special_ids=sorted(form.hidden.values()))
+    params = _constrained(params, form, tools, tokenizer)
+    last_role, last_text = prompt.last
+    role = response_role if prompt.adds_header else last_role
+    echoed = last_text if given.get("echo") and role == last_role else ""
+    return Chat(prompt.token_ids, params, form, role, echoed, prompt.honoured)
+
+
+def read_prompt(
+    given: Json,
+    tokenizer: Tokenizer,
+    chat_format: ChatFormat,
+    tools: Tools,
+    *,
+    takes_templates: bool = True,
+    check_prompt: Callable[[str], None] = allow_any,
+    adds_header: bool = True,
+) -> ChatPrompt:
+    """Render and encode the messages of a body.
+
+    Args:
+        given: fields of the body.
+        tokenizer: tokenizer that renders and encodes chats.
+        chat_format: format of the model's messages.
+        tools: tools that the body offers.
+        takes_templates: False to refuse a chat template in the body.
+        check_prompt: the same as in `read_chat`.
+        adds_header: default of `add_generation_prompt` if no message is continued.
+
+    Raises:
+        BadRequestError: the chat template cannot render them, or a field does not go with the template.
+    """
+    for name, wanted in _TYPES.items():
+        check_type(given, name, wanted)
+    template, messages = given.get("chat_template"), check_messages(given.get("messages"))
+    if template is not None and not takes_templates:
+        message = "chat_template of requests is not trusted here; leave it out, or start the server with "
+        raise BadRequestError(f"{message}--trust-request-chat-template", "chat_template", "unsupported_value")
     messages = template_messages(messages, has_text_arguments=chat_format.text_arguments)
-    check_type(given, "chat_template_kwargs", dict)
     variables = dict(given.get("chat_template_kwargs", {}))
+    continues = given.get("continue_final_message", False)
     if "add_generation_prompt" in given:
         variables["add_generation_prompt"] = given["add_generation_prompt"]
+    adds_header = bool(variables.setdefault("add_generation_prompt", adds_header and not continues))
     if reserved := sorted(variables.keys() & RESERVED):
         raise BadRequestError(f"chat_template_kwargs cannot set {reserved}", "chat_template_kwargs")
     if tools.given:
         variables["tools"] = list(tools.given)
     if "documents" in given:
         variables["documents"] = given["documents"]
-    continues = given.get("continue_final_message", False)
-    if continues:
-        _check_continued(messages, wants_another=variables.setdefault("add_generation_prompt", False))
-    effort, known = given.get("reasoning_effort"), tokenizer.chat_variables(has_tools=bool(tools.given))
+    try:
+        effort, known = given.get("reasoning_effort"), tokenizer.chat_variables(template, has_tools=bool(tools.given))
+    except RequestError as error:
+        raise BadRequestError(str(error), "messages" if template is None else "chat_template") from error
     asked = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
     used = {name: value for name, value in asked.items() if effort is not None and name in known - variables.keys()}
-    if unread := sorted(variables.keys() - known - {"add_generation_prompt"}):
-        if unread == ["tools"]:
-            raise BadRequestError("tools need a model whose chat template has them, and this one's has none", "tools")
-        if unread == ["documents"]:
-            message = "documents need a model whose chat template has them, and this one's has none"
-            raise BadRequestError(message, "documents")
+    _check_read(variables, known)
+    try:
+        rendered = tokenizer.render_chat(messages, variables | used, template, continue_final_message=continues)
+    except RequestError as error:
+        is_about_end = str(error).startswith("continue_final_message")
+        raise BadRequestError(str(error), "continue_final_message" if is_about_end else "messages") from error
+    check_prompt(rendered.text)
+    token_ids = tokenizer.encode_chat(rendered, given.get("add_special_tokens", False))
+    last = messages[-1]["role"], content_text(messages[-1].get("content"))
+    return ChatPrompt(rendered, token_ids, last, adds_header, {"reasoning_effort"} if used else set())
+
+
+def _check_read(variables: Json, known: frozenset[str]) -> None:
+    """Raise BadRequestError for variables that the chat template does not read."""
+    unread = sorted(variables.keys() - known - {"add_generation_prompt"})
+    if unread and unread[0] in ("tools", "documents") and len(unread) == 1:
+        message = f"{unread[0]} need a model whose chat template has them, and this one's has none"
+        raise BadRequestError(message, unread[0])
+    if unread:
         message = f"chat_template_kwargs must be variables of the chat template, {sorted(known)}, got {brief(unread)}"
         raise BadRequestError(message, "chat_template_kwargs")
-    try:
-        text = tokenizer.render_chat(messages, variables | used)
-    except RequestError as error:
-        raise BadRequestError(str(error), "messages") from error
-    if continues:
-        text = _up_to_the_last(text, messages[-1]["content"])
-    check_prompt(text)
-    shows_reasoning = given.get("include_reasoning", True)
-    form = message_form(chat_format, tools, text, tokenizer, shows_reasoning=shows_reasoning)
-    if form.hidden and params.skip_special_tokens:  # the scanner hides them instead
-        params = dataclasses.replace(params, shown_special_ids=sorted(form.hidden.values()))
-    params = _constrained(params, form, tools, tokenizer)
-    prompt = tokenizer.encode(text, add_special_tokens=False)
-    return Chat(prompt, params, form, {"reasoning_effort"} if used else set())
-
-
-def _check_continued(messages: list[Json], *, wants_another: object) -> None:
-    """Raise BadRequestError unless the last message can be continued."""
-    last = messages[-1] if messages else {}
-    content = last.get("content")
-    if wants_another or last.get("role") != "assistant" or not isinstance(content, str) or not content.strip():
-        message = "continue_final_message needs a last message of the assistant with text, and no add_generation_prompt"
-        raise BadRequestError(message, "continue_final_message")
-
-
-def _up_to_the_last(text: str, content: str) -> str:
-    """Return a rendered chat up to the end of the content of its last message."""
-    for wanted in (content, content.strip()):  # templates may strip it
-        if (start := text.rfind(wanted)) >= 0:
-            return text[: start + len(wanted)]
-    message = "continue_final_message needs a chat template that writes the last message as it is"
-    raise BadRequestError(message, "continue_final_message")
 
 
 def _constrained(params: SamplingParams, form: MessageForm, tools: Tools, tokenizer: Tokenizer) -> SamplingParams:

@@ -10,12 +10,13 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from jaxserve.errors import RequestError, brief, did_you_mean
 from jaxserve.openai.chat_formats import ChatFormat
-from jaxserve.openai.chats import read_chat
+from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_chat
 from jaxserve.openai.errors import BadRequestError, Json, check_type
 from jaxserve.openai.tools import MessageForm
 from jaxserve.pooling import PoolingParams
@@ -57,10 +58,7 @@ _TYPES = {
     "stream": bool,
     "stream_options": dict,
     "structured_outputs": dict,
-    "add_generation_prompt": bool,
     "include_reasoning": bool,
-    "continue_final_message": bool,
-    "documents": list,
     "request_id": str,
     "return_tokens_as_token_ids": bool,
     "stop": str | list,
@@ -92,8 +90,9 @@ _FIELDS = {
     CHAT: _SHARED_FIELDS
     | _NEUTRAL[CHAT].keys()
     | _PREFERENCES.keys()
-    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"}
-    | {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "documents", "continue_final_message"},
+    | PROMPT_FIELDS
+    | {"max_completion_tokens", "top_logprobs", "echo", "documents"}
+    | {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"},
 }
 _WAITING = {"timeout"}  # fields of clients that wait; the server reads them
 _CHECKED = _TYPES | _LABELS | _PREFERENCES
@@ -103,7 +102,7 @@ POOLING_PARAMETERS = {  # fields of requests for vectors that are parameters of 
     CLASSIFICATION: {"use_activation", "truncate_prompt_tokens"},
 }
 _INPUT_FIELDS = {"input", "model", "user", "priority", "request_id", "cache_salt"}
-_FIELDS |= {url: _INPUT_FIELDS | names for url, names in POOLING_PARAMETERS.items()}
+_FIELDS |= {url: _INPUT_FIELDS | PROMPT_FIELDS | names for url, names in POOLING_PARAMETERS.items()}
 _FIELDS[EMBEDDINGS] |= {"encoding_format"}
 _FIELDS[POOLING] |= {"encoding_format"}
 _PROMPT_FIELDS = {COMPLETIONS: "prompt", CHAT: "messages"}  # field of the prompt; "input" elsewhere
@@ -134,6 +133,8 @@ class ParsedRequest:
         tenant: name of whoever has sent it; empty if nobody says.
         priority: class, of which lower numbers go first; None if the body does not say.
         form: form of a chat's message.
+        role: role of a chat's message.
+        echoed: text with which a chat's message begins, before what is generated.
         form_field: field that says which form the output must have.
         pooling: parameters of a request for vectors; None of one for text.
         is_base64: True if vectors are wanted as bytes in base64.
@@ -158,6 +159,8 @@ class ParsedRequest:
     tenant: str = ""
     priority: int | None = None
     form: MessageForm = field(default_factory=MessageForm)
+    role: str = "assistant"
+    echoed: str = ""
     form_field: str = "structured_outputs"
     pooling: PoolingParams | None = None
     is_base64: bool = False
@@ -180,7 +183,9 @@ def parse_body(
     *,
     may_stream: bool = False,
     chat_format: ChatFormat | None = None,
-    check_prompt: Callable[[str], None] = lambda _text: None,
+    check_prompt: Callable[[str], None] = allow_any,
+    response_role: str = "assistant",
+    takes_templates: bool = True,
 ) -> ParsedRequest:
     """Check a request body and convert it to prompts and sampling parameters.
 
@@ -194,6 +199,8 @@ def parse_body(
         may_stream: False where there is no one to stream to, as in a batch file.
         chat_format: format of the model's messages; by default what its chat templates show.
         check_prompt: function that raises RequestError for a chat that is too long, before it is encoded.
+        response_role: role of a chat's message that is not the continuation of another.
+        takes_templates: False to refuse chat templates in bodies.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -202,7 +209,8 @@ def parse_body(
     is_chat = url == CHAT
     with naming_fields(url):
         params = _chat_params(given, defaults) if is_chat else _completion_params(given, defaults)
-        chat = read_chat(given, tokenizer, chat_format, params, check_prompt) if is_chat else None
+        read = partial(read_chat, response_role=response_role, takes_templates=takes_templates)
+        chat = read(given, tokenizer, chat_format, params, check_prompt=check_prompt) if is_chat else None
     options = _stream_options(given, may_stream=may_stream)
     return ParsedRequest(
         url,
@@ -211,7 +219,7 @@ def parse_body(
         chat.params if chat else params,
         given.get("cache_salt"),
         params.logprobs if is_chat else None,
-        echo=given.get("echo", False),
+        echo=given.get("echo", False) and not is_chat,
         has_output=given.get("max_tokens") != 0,
         return_token_ids=given.get("return_token_ids", False),
         tokens_as_ids=given.get("return_tokens_as_token_ids", False),
@@ -221,6 +229,8 @@ def parse_body(
         continuous_usage=options.get("include_usage", False) and options.get("continuous_usage_stats", False),
         priority=given.get("priority"),
         form=chat.form if chat else MessageForm(),
+        role=chat.role if chat else "assistant",
+        echoed=chat.echoed if chat else "",
         form_field="tools" if chat and chat.form.tools.are_forced else _form_field(given),
         ignored=tuple(sorted((_IGNORED & given.keys()) - (chat.honoured if chat else set()))),
     )
@@ -366,6 +376,8 @@ def _chat_params(given: Json, defaults: SamplingParams) -> SamplingParams:
         "max_tokens": limits[0] if limits else None,  # up to the model's length, OpenAI's default for chats
         "logprobs": given.get("top_logprobs", 0) if wanted else None,
     }
+    if given.get("echo"):  # of the whole prompt, as in vLLM
+        own["prompt_logprobs"] = given.get("prompt_logprobs", given.get("top_logprobs", 0))
     return defaults.clone(_sampling_fields(given) | own)
 
 

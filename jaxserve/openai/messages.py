@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from jaxserve.errors import brief
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.translation import Fields, Json, Translation, by_type
+from jaxserve.text.messages import content_text
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
 NAMES = {  # names of a chat's fields in a request for a message
@@ -58,9 +60,11 @@ def _translated(body: Json, *, has_output: bool) -> Translation:
         if (stop := fields.take("stop_sequences", list)) is not None:
             chat["stop"] = stop
     blocks = _Blocks(ignored)
-    if (system := fields.any("system")) is not None and (text := blocks.text(system, "system")):
-        blocks.messages.append({"role": "system", "content": text})
-    _read_messages(fields.need("messages", list), blocks)
+    if (system := fields.any("system")) is not None and (content := blocks.content(system, "system")):
+        blocks.messages.append({"role": "system", "content": content})
+    names = {"continue_final_message": "messages"}
+    if _read_messages(fields.need("messages", list), blocks) == "assistant":  # the reply begins with its text
+        chat["continue_final_message"] = True
     chat["messages"] = blocks.messages
     if tools := fields.take("tools", list, []):
         reader = {"custom": lambda tool: _tool(tool, ignored)}
@@ -73,7 +77,6 @@ def _translated(body: Json, *, has_output: bool) -> Translation:
     if (form := config.take("format", dict)) is not None:
         chat["response_format"] = by_type(form, {"json_schema": _schema}, "output_config.format", "output_config")
     config.end()
-    names = {}
     if (thinking := fields.take("thinking", dict)) is not None and _is_disabled(thinking, ignored):
         chat |= {"reasoning_effort": "none", "include_reasoning": False}
         names["reasoning_effort"] = "thinking"
@@ -81,7 +84,8 @@ def _translated(body: Json, *, has_output: bool) -> Translation:
     return Translation(chat, frozenset(ignored), names)
 
 
-def _read_messages(messages: list[Any], blocks: _Blocks) -> None:
+def _read_messages(messages: list[Any], blocks: _Blocks) -> str:
+    """Read all messages; return the role of the last one."""
     role = ""
     for message in messages:
         fields = Fields(message, "a message", "messages")
@@ -90,9 +94,10 @@ def _read_messages(messages: list[Any], blocks: _Blocks) -> None:
             raise BadRequestError(f"role must be user, assistant or system, got {brief(role)}", "messages")
         blocks.add(role, fields.any("content"))
         fields.end()
-    if role == "assistant":
-        message = "the last message must be the user's: a reply cannot begin with given text; leave it out"
+    if role == "assistant" and (blocks.messages[-1].get("tool_calls") or not blocks.messages[-1]["content"]):
+        message = "a last message of the assistant must have text, with which the reply begins, and no calls of tools"
         raise BadRequestError(message, "messages", "unsupported_value")
+    return role
 
 
 def _tool(fields: Fields, ignored: set[str]) -> Json:
@@ -137,6 +142,12 @@ def _schema(fields: Fields) -> Json:
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": fields.need("schema", dict)}}
 
 
+def _as_parts(content: str | list[Json]) -> list[Json]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}] if content else []
+    return content
+
+
 class _Blocks:
     """Messages of a chat, from messages of content blocks.
 
@@ -151,74 +162,74 @@ class _Blocks:
         self.messages: list[Json] = []
         self._ignored = ignored
         self._readers: dict[str, dict[str, Callable[[Fields], None]]] = {
-            "user": {"text": self._user_text, "tool_result": self._tool_result},
-            "assistant": {"text": self._answer, "tool_use": self._tool_use, "thinking": self._thinking},
-            "system": {"text": self._system_text},
+            "user": {"text": partial(self._text, "user"), "tool_result": self._tool_result},
+            "assistant": {
+                "text": partial(self._text, "assistant"),
+                "tool_use": self._tool_use,
+                "thinking": self._thinking,
+            },
+            "system": {"text": partial(self._text, "system")},
         }
 
-    def text(self, content: Any, param: str) -> str:
-        """Return the text of a content, which is text or a list of text blocks."""
+    def content(self, content: Any, param: str) -> str | list[Json]:
+        """Return a content, which is text or a list of text blocks, as a chat has it."""
         if isinstance(content, str):
             return content
         if not isinstance(content, list):
             message = f"{param} must have text or a list of blocks as its content, got {brief(content)}"
             raise BadRequestError(message, param)
-        reader = {"text": self._block_text}
-        return "\n".join(by_type(block, reader, f"a block of {param}", param) for block in content)
+        reader = {"text": self._part}
+        return [by_type(block, reader, f"a block of {param}", param) for block in content]
 
     def add(self, role: str, content: Any) -> None:
-        """Add what a message says."""
-        if isinstance(content, str):
-            content = [{"type": "text", "text": content}]
-        if not isinstance(content, list):
+        """Add what a message says; messages of one role are one turn."""
+        if not isinstance(content, str | list):
             message = f"a message must have text or a list of blocks as its content, got {brief(content)}"
             raise BadRequestError(message, "messages")
         is_first = not self.messages or self.messages[-1]["role"] != "assistant"
-        if role == "assistant" and is_first:  # messages of one role are one turn
+        if role == "assistant" and is_first:
             self.messages.append({"role": role, "content": ""})
-        before = len(self.messages)
+        if isinstance(content, str):
+            self._append(role, content)
+            return
+        before = len(content)
         for block in content:
             by_type(block, self._readers[role], f"a block of the role {role}", "messages")
-        if role != "assistant" and len(self.messages) == before:
+        if role != "assistant" and not before:
             raise BadRequestError("a message must have at least one block", "messages")
 
-    def _block_text(self, block: Fields) -> str:
+    def _part(self, block: Fields) -> Json:
         text: str = block.need("text", str)
-        self._skip_labels(block, "cache_control", "citations")
-        return text
+        self._ignored |= block.skip("cache_control", "citations")
+        return {"type": "text", "text": text}
 
-    def _skip_labels(self, block: Fields, *names: str) -> None:
-        self._ignored |= block.skip(*names)
-
-    def _append(self, role: str, text: str) -> None:
-        """Add text to the last message if it is of the same role."""
-        if self.messages and self.messages[-1]["role"] == role:
-            self.messages[-1]["content"] += "\n" + text
+    def _append(self, role: str, new: str | Json) -> None:
+        """Add text, or a part, to the last message if it is of the same role."""
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": ""})
+        message = self.messages[-1]
+        content = message["content"]
+        if not content and isinstance(new, str):
+            message["content"] = new
         else:
-            self.messages.append({"role": role, "content": text})
+            message["content"] = [*_as_parts(content), *_as_parts([new] if isinstance(new, dict) else new)]
 
-    def _user_text(self, block: Fields) -> None:
-        self._append("user", self._block_text(block))
-
-    def _system_text(self, block: Fields) -> None:
-        self._append("system", self._block_text(block))
+    def _text(self, role: str, block: Fields) -> None:
+        self._append(role, self._part(block))
 
     def _tool_result(self, block: Fields) -> None:
-        text = self.text(block.any("content") or "", "messages")
+        text = content_text(self.content(block.any("content") or "", "messages"))  # few templates read parts of results
         if block.take("is_error", bool):  # results of chats have no such mark
             text = f"Error: {text}"
         self.messages.append({"role": "tool", "tool_call_id": block.need("tool_use_id", str), "content": text})
-        self._skip_labels(block, "cache_control")
-
-    def _answer(self, block: Fields) -> None:
-        self.messages[-1]["content"] += self._block_text(block)
+        self._ignored |= block.skip("cache_control")
 
     def _tool_use(self, block: Fields) -> None:
         function = {"name": block.need("name", str), "arguments": json.dumps(block.need("input", dict))}
         call = {"id": block.need("id", str), "type": "function", "function": function}
         self.messages[-1].setdefault("tool_calls", []).append(call)
         block.demand("caller", {"type": "direct"})
-        self._skip_labels(block, "cache_control")
+        self._ignored |= block.skip("cache_control")
 
     def _thinking(self, block: Fields) -> None:
         message = self.messages[-1]

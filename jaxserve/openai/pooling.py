@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxserve.errors import brief
-from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_prompt
+from jaxserve.openai.errors import BadRequestError, check_type
 from jaxserve.openai.format import (
     CLASSIFICATION,
     EMBEDDINGS,
     POOLING,
     POOLING_PARAMETERS,
     ParsedRequest,
+    Prompt,
     check_fields,
     completion_prompts,
     naming_fields,
 )
+from jaxserve.openai.tools import Tools, detected_format
 from jaxserve.pooling import CLASSIFY, EMBED, PoolingParams
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from jaxserve.increments import Increment
     from jaxserve.openai.errors import Json
     from jaxserve.outputs import RequestOutput
+    from jaxserve.text.tokenizer import Tokenizer
 
 TASKS = {EMBEDDINGS: EMBED, POOLING: None, CLASSIFICATION: CLASSIFY}  # tasks by path; None is the model's own
 _FORMATS = ("float", "base64")
@@ -41,7 +45,10 @@ def parse_pooling(
     model_names: Sequence[str],
     labels: Sequence[str] = (),
     *,
+    tokenizer: Tokenizer | None = None,
     may_stream: bool = False,
+    takes_templates: bool = True,
+    check_prompt: Callable[[str], None] = allow_any,
 ) -> ParsedRequest:
     """Check a request body and convert it to prompts and parameters.
 
@@ -51,7 +58,10 @@ def parse_pooling(
         own_name: name of the model if a request gives none.
         model_names: accepted values of `model`; if empty, any name is accepted.
         labels: names of the model's labels.
+        tokenizer: tokenizer that renders and encodes chats.
         may_stream: the same as in `parse_body`.
+        takes_templates: the same as in `parse_body`.
+        check_prompt: the same as in `parse_body`; not of a chat that is truncated.
 
     Raises:
         BadRequestError: the body cannot be served.
@@ -66,7 +76,7 @@ def parse_pooling(
     return ParsedRequest(
         url,
         given["model"],
-        completion_prompts(given.get("input"), "input"),
+        _prompts(given, tokenizer, takes_templates=takes_templates, check_prompt=check_prompt),
         params.sampling_params(),
         given.get("cache_salt"),
         request_id=given.get("request_id", ""),
@@ -76,6 +86,43 @@ def parse_pooling(
         is_base64=form == "base64",
         ignored=("user",) if "user" in given else (),
     )
+
+
+def _prompts(
+    given: Json, tokenizer: Tokenizer | None, *, takes_templates: bool, check_prompt: Callable[[str], None]
+) -> list[Prompt]:
+    """Return the prompts of a body: its input, or a chat."""
+    if "messages" not in given:
+        if unread := sorted(given.keys() & PROMPT_FIELDS - {"add_special_tokens"}):
+            raise BadRequestError(f"{unread[0]} needs messages, and the body has input", unread[0])
+        check_type(given, "add_special_tokens", bool)
+        prompts = completion_prompts(given.get("input"), "input")
+        if given.get("add_special_tokens", True) or not any(isinstance(prompt, str) for prompt in prompts):
+            return prompts
+        tokenizer = _tokenizer(tokenizer, "input")
+        for text in prompts:
+            if isinstance(text, str) and "truncate_prompt_tokens" not in given:
+                check_prompt(text)
+        return [tokenizer.encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
+    if "input" in given:
+        raise BadRequestError("a body must have input or messages, got both", "input")
+    tokenizer = _tokenizer(tokenizer, "messages")
+    chat = read_prompt(
+        given,
+        tokenizer,
+        detected_format(tokenizer),
+        Tools(),
+        takes_templates=takes_templates,
+        check_prompt=allow_any if "truncate_prompt_tokens" in given else check_prompt,
+        adds_header=False,
+    )
+    return [chat.token_ids]
+
+
+def _tokenizer(tokenizer: Tokenizer | None, field: str) -> Tokenizer:
+    if tokenizer is None:
+        raise BadRequestError(f"{field} needs a tokenizer, and the engine runs with skip_tokenizer_init", field)
+    return tokenizer
 
 
 class PoolingReply:

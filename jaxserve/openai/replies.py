@@ -94,7 +94,11 @@ class Reply:
             for increment in OutputReader(output).read():
                 choice = self._choice(number, output, increment)
                 if self._request.is_chat:
-                    choice["message"] = {"reasoning": None} | whole_message(self.read(choice["index"], increment))
+                    message: Json = {"reasoning": None} | whole_message(self.read(choice["index"], increment))
+                    message["role"] = self._request.role
+                    if echoed := self._request.echoed:
+                        message["content"] = echoed + (message["content"] or "")
+                    choice["message"] = message
                     choice["finish_reason"] = self.reader(choice["index"]).finish_reason(increment)
                 else:
                     choice["prompt_logprobs"] = self._prompt_logprobs(output)
@@ -149,7 +153,9 @@ class Reply:
             if is_chat and index not in self._begun:
                 self._begun.add(index)
                 top = {"prompt_token_ids": output.prompt_token_ids if request.return_token_ids else None}
-                yield self._event(index, {"delta": {"role": "assistant", "content": ""}} | _OPEN, output, top)
+                yield self._event(index, {"delta": {"role": request.role, "content": ""}} | _OPEN, output, top)
+                if request.echoed:
+                    yield self._event(index, {"delta": {"content": request.echoed}} | _OPEN, output)
             self._num_sent[index] = self._num_sent.get(index, 0) + len(increment.token_ids)
             deltas: list[Delta] = self.read(index, increment) if is_chat else [Content(increment.text)]
             if is_plain and increment.logprobs is None and increment.finish_reason is None:  # nearly always

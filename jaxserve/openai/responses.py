@@ -8,6 +8,7 @@ from typing import Any
 from jaxserve.errors import brief
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.translation import Fields, Json, Translation, by_type
+from jaxserve.text.messages import content_text
 
 RESPONSES, INPUT_TOKENS = "/v1/responses", "/v1/responses/input_tokens"
 NAMES = {  # names of a chat's fields in a response's request
@@ -140,9 +141,9 @@ def _named(fields: Fields) -> Json:
 def _messages(instructions: str | None, given: Any) -> list[Json]:
     turns = _Turns()
     if instructions:
-        turns.add_text("system", instructions)
+        turns.add("system", instructions)
     if isinstance(given, str):
-        turns.add_text("user", given)
+        turns.add("user", given)
     elif isinstance(given, list):
         for item in given:
             by_type(item, turns.readers, "an item of input", "input", default="message")
@@ -170,12 +171,13 @@ class _Turns:
             "function_call_output": self._call_output,
         }
 
-    def add_text(self, role: str, text: str) -> None:
+    def add(self, role: str, content: str | list[Json]) -> None:
         """Add a message; instructions at the beginning are one message, as templates want it."""
         if role == "system" and len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            self.messages[0]["content"] += "\n\n" + text
+            both = self.messages[0]["content"], content
+            self.messages[0]["content"] = "\n\n".join(map(content_text, both))
         else:
-            self.messages.append({"role": role, "content": text})
+            self.messages.append({"role": role, "content": content})
 
     def _turn(self, *later: str) -> Json:
         """Return the open message of the model; a new one if there is none or if it has a part that comes `later`."""
@@ -189,11 +191,11 @@ class _Turns:
     def _message(self, item: Fields) -> None:
         item.skip("id", "status", "phase")
         role = item.need("role", str)
-        text = _text(item.any("content"), "" if role == "assistant" else "\n")
+        content = _content(item.any("content"))
         if role == "assistant":
-            self._turn("content", "tool_calls")["content"] = text
+            self._turn("content", "tool_calls")["content"] = content
         elif role in ("user", "system", "developer"):
-            self.add_text("user" if role == "user" else "system", text)
+            self.add("user" if role == "user" else "system", content)
         else:
             message = f"role must be user, assistant, system or developer, got {brief(role)}"
             raise BadRequestError(message, "input", "unsupported_value")
@@ -203,7 +205,7 @@ class _Turns:
         parts = item.take("content", list) or item.take("summary", list, [])
         item.skip("summary")
         item.demand("encrypted_content", why="it cannot be read here; send thoughts as reasoning_text")
-        if text := _text(parts, "\n"):
+        if text := content_text(_content(parts)):
             self._turn("reasoning", "content", "tool_calls").update({"reasoning": text, "content": ""})
 
     def _call(self, item: Fields) -> None:
@@ -220,16 +222,18 @@ class _Turns:
         item.skip("id", "status", "name")
         item.demand("caller", {"type": "direct"})
         call_id = item.need("call_id", str)
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": _text(item.any("output"), "\n")})
+        text = content_text(_content(item.any("output")))  # few templates read parts of results
+        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
 
-def _text(content: Any, between: str) -> str:
-    """Return the text of a content, which is text or a list of parts, with `between` between parts."""
+def _content(content: Any) -> str | list[Json]:
+    """Return a content, which is text or a list of parts, as a chat has it."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise BadRequestError(f"a content must be text or a list of parts, got {brief(content)}", "input")
-    return between.join(by_type(part, _PARTS, "a part of a content", "input") for part in content)
+    texts = (by_type(part, _PARTS, "a part of a content", "input") for part in content)
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def _plain(part: Fields) -> str:

@@ -56,6 +56,9 @@ class ServerConfig:
         reasoning_parser: format in which the model writes thoughts: deepseek_r1, qwen3, mistral, openai_gptoss or none;
             "auto" reads it from the chat template.
         enable_auto_tool_choice: True to start only if the format of calls is known. Tools may be called in any case.
+        response_role: role of the messages in replies to chats.
+        trust_request_chat_template: True to take the chat template of a request that brings one. Templates run in a
+            sandbox, but may take up to five seconds and much memory.
         allowed_origins: origins whose pages may call from a browser (CORS), such as `https://chat.example.org`; `*` for
             all.
         otlp_traces_endpoint: URL of a collector of OpenTelemetry, to which a span of each request is sent by OTLP over
@@ -92,6 +95,8 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     enable_auto_tool_choice: bool = False
+    response_role: str = "assistant"
+    trust_request_chat_template: bool = False
     allowed_origins: Sequence[str] = ()
     otlp_traces_endpoint: str | None = None
     public_metrics: bool = False

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxserve import __version__
 from jaxserve.errors import brief
-from jaxserve.openai.chats import check_messages
-from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.chats import PROMPT_FIELDS, read_prompt
+from jaxserve.openai.errors import BadRequestError, check_type
 from jaxserve.openai.format import refuse_unknown
 from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.responses import INPUT_TOKENS
+from jaxserve.openai.tools import read_tools
 from jaxserve.server import http
 
 if TYPE_CHECKING:
@@ -73,18 +74,20 @@ class Info:
         return self._engine.tokenizer
 
     def _tokens(self, body: Json) -> Json:
-        known = {"model", "prompt", "messages", "add_special_tokens", "return_token_strs", "add_generation_prompt"}
-        refuse_unknown("body", body, known)
-        tokenizer, is_chat = self._tokenizer(), "messages" in body
-        text: Any = body.get("prompt")
-        if is_chat:
-            variables = {"add_generation_prompt": bool(body.get("add_generation_prompt", True))}
-            text = tokenizer.render_chat(check_messages(body["messages"]), variables)
-        if not isinstance(text, str):
-            raise BadRequestError(f"prompt must be text, got {brief(text)}", "prompt")
-        tokens = tokenizer.encode(text, bool(body.get("add_special_tokens", not is_chat)))
+        tokenizer, given = self._tokenizer(), {name: value for name, value in body.items() if value is not None}
+        check_type(given, "add_special_tokens", bool)
+        if "messages" in given:
+            refuse_unknown("body", given, {"model", "return_token_strs", "tools", "documents"} | PROMPT_FIELDS)
+            form, trusts = self._service.chat_format, self._service.config.trust_request_chat_template
+            tokens = read_prompt(given, tokenizer, form, read_tools(given), takes_templates=trusts).token_ids
+        else:
+            refuse_unknown("body", given, {"model", "prompt", "add_special_tokens", "return_token_strs"})
+            text = given.get("prompt")
+            if not isinstance(text, str):
+                raise BadRequestError(f"prompt must be text, got {brief(text)}", "prompt")
+            tokens = tokenizer.encode(text, given.get("add_special_tokens", True))
         content: Json = {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
-        if body.get("return_token_strs"):
+        if given.get("return_token_strs"):
             content["token_strs"] = [tokenizer.token_text(token_id) for token_id in tokens]
         return content
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.errors import ConfigError
 from jaxserve.openai.chat_formats import chat_format
+from jaxserve.openai.chats import allow_any
 from jaxserve.openai.format import parse_body
 from jaxserve.openai.pooling import TASKS, parse_pooling
 from jaxserve.openai.replies import system_fingerprint
@@ -91,12 +92,23 @@ class Service:
             body: the body.
             is_counted: True if only the tokens of its prompt are counted, which may be too many.
         """
-        check: Callable[[str], None] = _allow if is_counted else self.engine.reader.check_text
+        check: Callable[[str], None] = allow_any if is_counted else self.engine.reader.check_text
         names, defaults = self.model_names, self.engine.default_sampling_params
         tokenizer, form = self.engine.tokenizer, self.chat_format
+        trusts = self.config.trust_request_chat_template
         if url in TASKS:
             pooler = self.engine.arch.pooler
-            return parse_pooling(url, body, names[0], names, pooler.labels if pooler else (), may_stream=True)
+            return parse_pooling(
+                url,
+                body,
+                names[0],
+                names,
+                pooler.labels if pooler else (),
+                tokenizer=tokenizer,
+                may_stream=True,
+                takes_templates=trusts,
+                check_prompt=check,
+            )
         request = parse_body(
             url,
             body,
@@ -107,6 +119,8 @@ class Service:
             may_stream=True,
             chat_format=form,
             check_prompt=check,
+            response_role=self.config.response_role,
+            takes_templates=trusts,
         )
         limit, params = self.engine.output_limits.of(request.params.max_tokens), request.params
         forces_usage = self.config.enable_force_include_usage and request.stream
@@ -135,7 +149,3 @@ class Service:
         """True if no further request may wait."""
         core = self.engine.core
         return core.num_waiting + len(core.inbox) >= self.config.max_queued_requests
-
-
-def _allow(text: str) -> None:
-    """Accept any prompt."""

@@ -4,26 +4,44 @@ import datetime as dt
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from jaxserve.errors import RequestError, brief
-
-Message = Mapping[str, Any]
+from jaxserve.errors import RequestError
+from jaxserve.text.content_format import reads_parts
+from jaxserve.text.messages import Message, Parts, plain_messages
 
 RENDER_TIMEOUT_S = 5.0  # a template of a model can loop for ever
+
+
+class RenderedChat(NamedTuple):
+    """Prompt of a chat.
+
+    Attributes:
+        text: its text.
+    """
+
+    text: str
 
 
 class ChatTemplate:
     """Jinja chat template in the same environment as in `transformers`.
 
+    Args:
+        source: Jinja source.
+        defaults: variables that every chat has, such as `bos_token`.
+
     Attributes:
         variables: names that the template reads and does not set.
+        reads_parts: True if it reads contents as lists of parts.
 
     Raises:
         RequestError: the source is not a valid template.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, defaults: Mapping[str, Any] | None = None) -> None:
+        self._source, self._defaults = source, dict(defaults or {})
         # imported here: it takes 0.06 s, and only chats need it
         import jinja2.meta  # noqa: PLC0415
         import jinja2.sandbox  # noqa: PLC0415
@@ -38,14 +56,60 @@ class ChatTemplate:
         try:
             tree = environment.parse(source)
             names = jinja2.meta.find_undeclared_variables(tree)
+            self.reads_parts = reads_parts(tree)
             _check_time_in_loops(tree)
             self._template = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template must be valid Jinja, but: {error}") from error
         self.variables = frozenset(names - environment.globals.keys())
 
-    def render(self, variables: dict[str, Any]) -> str:
-        """Return the prompt; RequestError if the template fails on these variables."""
+    @cached_property
+    def reads_strings(self) -> bool:
+        """True if the template prints a content that is a string, as templates that read parts alone do not."""
+        text = "content-of-a-message"
+        for roles in (("user",), ("system", "user")):
+            for content, are_strings in ((text, True), (Parts([{"type": "text", "text": text}]), False)):
+                messages = [{"role": role, "content": content} for role in roles]
+                with suppress(RequestError):
+                    if text in self.render(self._defaults | {"messages": messages}):
+                        return are_strings
+        return True
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        content_format: str = "auto",
+        *,
+        continue_final_message: bool = False,
+    ) -> str:
+        """Return the prompt.
+
+        Args:
+            messages: dicts with role and content.
+            variables: further variables of the template.
+            content_format: "string" to join lists of parts to text, "openai" to make a list of each content, "auto" to
+                keep lists if the template reads lists, and strings if it reads strings.
+            continue_final_message: True to end the prompt with the content of the last message, so that the model
+                continues it.
+
+        Raises:
+            RequestError: the template fails on these variables.
+        """
+        lists = content_format == "openai" or (content_format == "auto" and self.reads_parts)
+        strings = not lists or (content_format == "auto" and self.reads_strings)
+        thinking = lists and "thinking" in self._source
+        plain = plain_messages(messages, lists=lists, strings=strings, thinking=thinking)
+        given = self._defaults | dict(variables) | {"messages": plain}
+        if not continue_final_message:
+            return self.render(given)
+        if given.get("add_generation_prompt"):
+            raise RequestError("continue_final_message needs add_generation_prompt to be False, got True")
+        final = _mark_end(plain[-1])
+        return _up_to_the_end(self.render(given), final)
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """Return what the template makes of its variables; RequestError if it fails on them."""
         end_s = time.monotonic() + RENDER_TIMEOUT_S
 
         def check_time() -> None:
@@ -53,9 +117,35 @@ class ChatTemplate:
                 raise RequestError(f"the chat template must render within {RENDER_TIMEOUT_S:g} s, and takes longer")
 
         try:
-            return self._template.render(variables | {_CHECK: check_time})
+            return self._template.render(dict(variables) | {_CHECK: check_time})
         except self._errors as error:
             raise RequestError(f"the chat template refused the messages: {error}") from error
+
+
+_END = "END_OF_THE_CONTINUED_MESSAGE "  # ends in a space, so that it shows whether the template strips contents
+
+
+def _mark_end(message: dict[str, Any]) -> str:
+    """Add `_END` to the last text of a message; return the text without it."""
+    content = message.get("content")
+    texts = [part for part in content if isinstance(part.get("text"), str)] if isinstance(content, Parts) else []
+    if texts:
+        text: str = texts[-1]["text"]
+        texts[-1]["text"] = text + _END
+    elif isinstance(content, str):
+        text = content
+        message["content"] = text + _END
+    else:
+        raise RequestError("continue_final_message needs a last message with text, got none")
+    return text
+
+
+def _up_to_the_end(rendered: str, text: str) -> str:
+    """Return a rendered chat up to the end of its last message, by the mark."""
+    end = rendered.rfind(_END.strip())
+    if end < 0 or text.strip() not in rendered:
+        raise RequestError("continue_final_message needs a chat template that writes the last message as it is")
+    return rendered[:end] if rendered.startswith(_END, end) else rendered[:end].rstrip()
 
 
 _CHECK = "jaxserve_check_time"
@@ -106,40 +196,3 @@ def _raise_template_error(message: str) -> None:
 
 def _strftime_now(form: str) -> str:
     return dt.datetime.now().strftime(form)
-
-
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return copies of messages without None values, which templates would print, and with text parts joined.
-
-    Raises:
-        RequestError: not a list of dicts, a message without role or content, or a content that is not text.
-    """
-    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
-    if not is_list or not messages or not all(isinstance(m, Mapping) for m in messages):
-        raise RequestError(f"messages must be a non-empty list of dicts with role and content, got {brief(messages)}")
-    return [_plain(message) for message in messages]
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    given = {name: value for name, value in message.items() if value is not None}
-    if not isinstance(given.get("role"), str):
-        raise RequestError(f"a message must have a role, which is a string, got {brief(dict(message))}")
-    if "content" in given:
-        given["content"] = _joined(given["content"])
-    elif given["role"] != "assistant" or not given.keys() - {"role", "name"}:  # an assistant may have called tools
-        raise RequestError(f"a message must have content, a string or a list of text parts, got {brief(dict(message))}")
-    return given
-
-
-def _joined(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise RequestError(f"a message's content must be a string or a list of text parts, got {brief(content)}")
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f'content parts must be {{"type": "text", "text": str}}, as only text is read, got {brief(part)}; '
-                "leave out images, audio and files"
-            )
-    return "\n".join(part["text"] for part in content)

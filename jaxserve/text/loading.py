@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from jaxserve.chat_options import DEFAULT_CHAT_OPTIONS, ChatOptions
 from jaxserve.errors import ConfigError
 from jaxserve.request import TokenIds
 from jaxserve.text import gguf_tokenizer
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
 LONG_TEXT_CHARS = 8192  # texts from this length on are tokenised without Python's global lock
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, chat_options: ChatOptions = DEFAULT_CHAT_OPTIONS) -> Tokenizer:
     """Load the tokenizer of a Hugging Face directory or of a GGUF file, from local files only.
+
+    Args:
+        path: the directory or the file.
+        chat_options: options of chats.
 
     Raises:
         ConfigError: there is no loadable tokenizer; the message names the expected files.
@@ -37,7 +42,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     directory = Path(path)
     if (gguf := _gguf_file(directory)) is not None:
         backend, config, ends = _load_gguf(gguf)
-        return _from_backend(backend, config, directory, ends)
+        return _from_backend(backend, config, directory, chat_options, ends)
     if not directory.is_dir():
         raise ConfigError(f"the tokenizer must be a local directory or a .gguf file, got {str(path)!r}")
     config = _read_json(directory / "tokenizer_config.json")
@@ -45,17 +50,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         config |= _read_json(directory / "special_tokens_map.json")
     file = directory / "tokenizer.json"
     if not file.is_file():
-        return _from_transformers(_load_slow(directory), config, directory)
+        return _from_transformers(_load_slow(directory), config, directory, chat_options)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{file} must be readable by tokenizers {tokenizers.__version__}, but: {error}") from error
     _add_special_tokens(backend, config)
-    return _from_backend(backend, config, directory)
+    return _from_backend(backend, config, directory, chat_options)
 
 
 def _from_backend(
-    backend: tokenizers.Tokenizer, config: dict[str, Any], directory: Path, ends: Sequence[int] = ()
+    backend: tokenizers.Tokenizer,
+    config: dict[str, Any],
+    directory: Path,
+    chat_options: ChatOptions,
+    ends: Sequence[int] = (),
 ) -> Tokenizer:
     # files may contain truncation and padding settings of training
     backend.no_truncation()
@@ -73,6 +82,7 @@ def _from_backend(
             backend.token_to_id(special["eos_token"]) if "eos_token" in special else None, directory, ends
         ),
         chat_template=_chat_templates(config, directory),
+        chat_options=chat_options,
         byte_table=ByteTable.of(backend),
         vocabulary=backend.get_vocab,
         json_text=backend.to_str,
@@ -121,10 +131,12 @@ def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
 
 
-def _from_transformers(slow: "PreTrainedTokenizerBase", config: dict[str, Any], directory: Path) -> Tokenizer:
+def _from_transformers(
+    slow: "PreTrainedTokenizerBase", config: dict[str, Any], directory: Path, chat_options: ChatOptions
+) -> Tokenizer:
     special = {k: str(v) for k, v in slow.special_tokens_map.items() if isinstance(v, str)}
     if isinstance(backend := getattr(slow, "backend_tokenizer", None), tokenizers.Tokenizer):
-        return _from_backend(backend, config | special, directory)
+        return _from_backend(backend, config | special, directory, chat_options)
     return Tokenizer(
         lambda text, add_special: slow.encode(text, add_special_tokens=add_special),
         lambda ids, skip_special: slow.decode(ids, skip_special_tokens=skip_special),
@@ -134,6 +146,7 @@ def _from_transformers(slow: "PreTrainedTokenizerBase", config: dict[str, Any], 
         bos_token_id=slow.bos_token_id,
         eos_token_ids=_eos_ids(slow.eos_token_id, directory),
         chat_template=_chat_templates(config, directory),
+        chat_options=chat_options,
         vocabulary=slow.get_vocab,
         encode_pair=lambda a, b: slow(a, b)["input_ids"],
     )

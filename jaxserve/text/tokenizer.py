@@ -5,11 +5,15 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
+from jaxserve.chat_options import CONTENT_FORMATS, DEFAULT_CHAT_OPTIONS, ChatOptions
 from jaxserve.errors import RequestError
 from jaxserve.request import TokenIds
-from jaxserve.text.chat_template import ChatTemplate, Message, plain_messages
+from jaxserve.text.chat_template import ChatTemplate, RenderedChat
+from jaxserve.text.messages import Message
 from jaxserve.text.token_bound import TokenBound
 from jaxserve.text.token_stream import ByteTable
+
+MAX_COMPILED_TEMPLATES = 32
 
 
 class Tokenizer:
@@ -22,6 +26,7 @@ class Tokenizer:
         bos_token_id: first token of a sequence, if the model has one.
         eos_token_ids: ids that end a sequence: the tokenizer's, then those of `generation_config.json`.
         chat_template: template name -> Jinja source; "default" is the one for plain chats.
+        chat_options: options of chats; a template among them replaces all others.
         token_text: token id -> its text by itself, special tokens included; decodes each id once.
         vocabulary: function that returns the id of each token.
         json_text: function that returns the text of `tokenizer.json`; None where the tokenizer has no such form.
@@ -39,6 +44,7 @@ class Tokenizer:
         bos_token_id: int | None,
         eos_token_ids: tuple[int, ...],
         chat_template: dict[str, str],
+        chat_options: ChatOptions = DEFAULT_CHAT_OPTIONS,
         byte_table: ByteTable | None = None,
         vocabulary: Callable[[], dict[str, int]] = dict,
         json_text: Callable[[], str] | None = None,
@@ -55,7 +61,9 @@ class Tokenizer:
         self.special_ids = special_ids
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
-        self.chat_template = chat_template
+        given = chat_options.template
+        self.chat_options = chat_options
+        self.chat_template = chat_template if given is None else {"default": chat_template.get(given, given)}
         self.byte_table = byte_table
         self._compiled: dict[str, ChatTemplate] = {}
         self.token_text: Callable[[int], str] = _TokenTexts(decode).__getitem__
@@ -118,6 +126,7 @@ class Tokenizer:
         tokenize: Literal[False] = False,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str: ...
 
@@ -130,6 +139,7 @@ class Tokenizer:
         tokenize: Literal[True],
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> TokenIds: ...
 
@@ -141,35 +151,47 @@ class Tokenizer:
         tokenize: bool = False,
         chat_template: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str | TokenIds:
         """Render a chat with the model's template; return text, as `transformers` does with `tokenize=False`.
 
         Args:
-            messages: dicts with a "role" and usually "content", a string or a list of {"type": "text"} parts,
-                which are joined by newlines.
+            messages: dicts with a "role" and usually "content", a string or a list of {"type": "text"} parts, which
+                become lines of one text unless the template reads lists.
             add_generation_prompt: True to end with the header of the assistant's turn.
-            tokenize: True to return the token ids of `encode(text, add_special_tokens=False)` instead.
+            tokenize: True to return the token ids instead.
             chat_template: Jinja source, or the name of one of the tokenizer's templates.
             tools: JSON schemas of functions that the model may call.
+            continue_final_message: True to end with the content of the last message, so that the model continues it;
+                not with `add_generation_prompt`.
             variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
             RequestError: there is no template, it refuses the messages, or it has no such variable.
         """
         given = variables | ({"tools": tools} if tools else {}) | {"add_generation_prompt": add_generation_prompt}
-        text = self.render_chat(messages, given, chat_template)
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        chat = self.render_chat(messages, given, chat_template, continue_final_message=continue_final_message)
+        return self.encode_chat(chat) if tokenize else chat.text
 
     def render_chat(
-        self, messages: Sequence[Message], variables: Mapping[str, Any], chat_template: str | None = None
-    ) -> str:
+        self,
+        messages: Sequence[Message],
+        variables: Mapping[str, Any],
+        chat_template: str | None = None,
+        *,
+        content_format: str | None = None,
+        continue_final_message: bool = False,
+    ) -> RenderedChat:
         """Render a chat with the template's variables as a mapping, since their names may come from a request.
 
         Args:
             messages: messages as in `apply_chat_template`.
-            variables: template variables, `tools` and `add_generation_prompt` (True by default) among them.
+            variables: template variables, `tools` and `add_generation_prompt` (True by default, unless the last message
+                is continued) among them.
             chat_template: Jinja source, or the name of one of the tokenizer's templates.
+            content_format: format of contents as in `ChatOptions`; None takes the tokenizer's.
+            continue_final_message: the same as in `apply_chat_template`.
 
         Raises:
             RequestError: there is no template, it refuses the messages, or it has no such variable.
@@ -177,12 +199,21 @@ class Tokenizer:
         template = self._template(self._template_source(chat_template, bool(variables.get("tools"))))
         if unknown := sorted(variables.keys() - template.variables - {"add_generation_prompt"}, key=str):
             raise RequestError(f"the chat template has no variables {unknown}; it has {sorted(template.variables)}")
-        defaults = {"tools": None, "documents": None, "add_generation_prompt": True} | self.special_tokens
-        return template.render(defaults | dict(variables) | {"messages": plain_messages(messages)})
+        content_format = self.chat_options.content_format if content_format is None else content_format
+        if content_format not in CONTENT_FORMATS:
+            wanted = ", ".join(map(repr, CONTENT_FORMATS))
+            raise RequestError(f"chat_template_content_format must be one of {wanted}, got {content_format!r}")
+        given = {"add_generation_prompt": not continue_final_message} | dict(variables)
+        text = template.render_chat(messages, given, content_format, continue_final_message=continue_final_message)
+        return RenderedChat(text)
 
-    def chat_variables(self, *, has_tools: bool) -> frozenset[str]:
-        """Return the names that the chat template reads; RequestError if there is none."""
-        return self._template(self._template_source(None, has_tools)).variables
+    def encode_chat(self, chat: RenderedChat, add_special_tokens: bool = False) -> TokenIds:
+        """Return the token ids of a rendered chat, whose template has usually written the BOS."""
+        return self.encode(chat.text, add_special_tokens=add_special_tokens)
+
+    def chat_variables(self, chat_template: str | None = None, *, has_tools: bool) -> frozenset[str]:
+        """Return the names that a chat template reads; RequestError if there is none."""
+        return self._template(self._template_source(chat_template, has_tools)).variables
 
     def _template_source(self, wanted: str | None, with_tools: bool) -> str:
         if wanted is not None:
@@ -197,7 +228,10 @@ class Tokenizer:
 
     def _template(self, source: str) -> ChatTemplate:
         if source not in self._compiled:
-            self._compiled[source] = ChatTemplate(source)
+            if len(self._compiled) >= MAX_COMPILED_TEMPLATES:  # requests may bring their own
+                self._compiled.clear()
+            defaults = {"tools": None, "documents": None} | self.special_tokens
+            self._compiled[source] = ChatTemplate(source, defaults)
         return self._compiled[source]
 
 

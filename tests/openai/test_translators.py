@@ -264,6 +264,10 @@ def test_turns_of_a_response() -> None:
     assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
 
 
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
 def test_turns_of_a_message() -> None:
     translated = INTERFACES[MESSAGES].translate
     assert translated is not None
@@ -293,9 +297,9 @@ def test_turns_of_a_message() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
     assert chat["messages"] == [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b", "reasoning": "t", "tool_calls": [call]},
+        {"role": "assistant", "content": [text_part("b")], "reasoning": "t", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "Error: no"},
-        {"role": "user", "content": "d"},
+        {"role": "user", "content": [text_part("d")]},
     ]
     assert chat["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     assert (chat["tool_choice"], chat["parallel_tool_calls"]) == ("required", False)

@@ -221,7 +221,9 @@ def test_further_fields_of_vllm(server: Running) -> None:
         assert reply.status_code == (200 if "continue_final_message" in extra else 400), reply.text
     assert reply.json()["error"]["param"] == "documents"
     refused: list[dict[str, Any]] = [{"continue_final_message": True, "add_generation_prompt": True}]
-    refused += [{"continue_final_message": True, "messages": CHAT}, {"request_id": "a b"}, {"chat_template": "x"}]
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "f"}}]}
+    refused += [{"continue_final_message": True, "messages": [*CHAT, called]}, {"request_id": "a b"}]
+    refused += [{"chat_template": "x"}]
     for extra in refused:
         reply = post("/v1/chat/completions", json=chat | extra)
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(extra)))

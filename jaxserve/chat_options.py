@@ -1,0 +1,54 @@
+"""Options of chats that an engine has for all requests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.errors import ConfigError
+
+CONTENT_FORMATS = ("auto", "string", "openai")
+_JINJA_CHARS = "{}\n"  # a text without any of them is a path
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """Options of chats.
+
+    Attributes:
+        template: Jinja source or name of the template of all chats; None leaves the choice to the tokenizer.
+        content_format: form in which templates get contents, one of CONTENT_FORMATS.
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+
+    template: str | None = None
+    content_format: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.content_format not in CONTENT_FORMATS:
+            wanted = ", ".join(map(repr, CONTENT_FORMATS))
+            raise ConfigError(f"chat_template_content_format must be one of {wanted}, got {self.content_format!r}")
+
+
+DEFAULT_CHAT_OPTIONS = ChatOptions()
+
+
+def read_template(given: str | os.PathLike[str]) -> str:
+    """Return the source of a template: the text of a file, or what is given if it is Jinja.
+
+    Raises:
+        ConfigError: it is neither a file that can be read nor Jinja.
+    """
+    text = os.fspath(given)
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # a long text is no valid name of a file
+        if not isinstance(given, str) or not any(char in text for char in _JINJA_CHARS):
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(
+                f"chat_template must be a file or the text of a template, got {text!r}: {reason}"
+            ) from error
+        return text

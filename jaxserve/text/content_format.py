@@ -1,0 +1,165 @@
+"""Content format of a chat template: whether it reads contents as text or as lists of parts, from its syntax tree.
+
+A template reads parts if it loops over the content of a message, selects or maps its elements, or reads fields of one.
+Contents are followed through assignments, namespaces, loops over messages and parameters of macros. As names are not
+told apart by scope except in macros, a name counts as everything that is ever assigned to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+
+class _Kind(Enum):
+    """Kind of a value that messages are part of."""
+
+    MESSAGES = "messages"
+    MESSAGE = "message"
+    CONTENT = "content"
+
+
+# Filters whose result has the elements of their argument.
+_KEEPING = {"list", "reverse", "sort", "selectattr", "rejectattr", "select", "reject", "unique", "default", "d"}
+_READING_PARTS = {"selectattr", "rejectattr", "map"}
+_ONE_ELEMENT = {"first", "last", "random"}
+_PART_FIELDS = {"type", "text", "get"}
+
+
+def reads_parts(tree: Any) -> bool:
+    """Return whether a parsed template reads the content of messages as a list of parts."""
+    return any(_Walk(tree).reads())
+
+
+def _all(node: Any, kinds: Any) -> Iterator[Any]:
+    """Yield a node and those below it of some classes."""
+    if isinstance(node, kinds):
+        yield node
+    yield from node.find_all(kinds)
+
+
+class _Walk:
+    """Walk over a syntax tree, which finds what each name stands for before it looks for reads of parts."""
+
+    def __init__(self, tree: Any) -> None:
+        import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402 - only chats need it
+
+        self._nodes, self._tree = nodes, tree
+        self._names: dict[str, set[_Kind]] = {"messages": {_Kind.MESSAGES}}
+        self._macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+        self._params: dict[str, dict[str, set[_Kind]]] = {
+            name: {param.name: set() for param in macro.args} for name, macro in self._macros.items()
+        }
+        self._owner = {id(node): name for name, macro in self._macros.items() for node in macro.find_all(nodes.Node)}
+        while self._spread():
+            pass
+
+    def reads(self) -> Iterator[bool]:
+        """Yield, for each place that may read parts, whether it does."""
+        nodes = self._nodes
+        for loop in self._tree.find_all(nodes.For):
+            yield _Kind.CONTENT in self._kinds(loop.iter) and self._uses_parts(loop)
+        for applied in self._tree.find_all(nodes.Filter):
+            if applied.name in _READING_PARTS and applied.node is not None:
+                yield _Kind.CONTENT in self._kinds(applied.node)
+        for access in self._tree.find_all((nodes.Getattr, nodes.Getitem)):
+            if self._key(access) in _PART_FIELDS and isinstance(access.node, nodes.Getitem | nodes.Filter):
+                yield self._is_part(access.node)
+
+    def _uses_parts(self, loop: Any) -> bool:
+        """Return whether a loop takes elements as parts; others take those of a list of calls under another name."""
+        nodes, target = self._nodes, loop.target
+        if not isinstance(target, nodes.Name):
+            return False
+        uses = sum(name.name == target.name for child in loop.body for name in _all(child, nodes.Name))
+        accesses = [each for child in loop.body for each in _all(child, (nodes.Getattr, nodes.Getitem))]
+        keys = [self._key(each) for each in accesses if getattr(each.node, "name", None) == target.name]
+        return uses > len(keys) or any(key in _PART_FIELDS for key in keys)
+
+    def _is_part(self, node: Any) -> bool:
+        """Return whether an expression is one element of a content."""
+        if isinstance(node, self._nodes.Filter):
+            is_one = node.name in _ONE_ELEMENT and node.node is not None
+        else:
+            is_one = not isinstance(node.arg, self._nodes.Slice) and self._key(node) is None
+        return is_one and _Kind.CONTENT in self._kinds(node.node)
+
+    def _spread(self) -> bool:
+        """Give kinds to what is assigned, looped over and passed; return whether a name has got another one."""
+        nodes, before = self._nodes, self._num_kinds()
+        for assign in self._tree.find_all(nodes.Assign):
+            if (name := self._name(assign.target)) is not None:
+                self._add(assign, name, self._kinds(assign.node))
+                for field in self._fields_of_namespace(assign.node):
+                    self._add(assign, f"{name}.{field.key}", self._kinds(field.value))
+        for loop in self._tree.find_all(nodes.For):
+            if isinstance(loop.target, nodes.Name) and _Kind.MESSAGES in self._kinds(loop.iter):
+                self._add(loop, loop.target.name, {_Kind.MESSAGE})
+        for call in self._tree.find_all(nodes.Call):
+            if isinstance(call.node, nodes.Name) and call.node.name in self._macros:
+                params = self._params[call.node.name]
+                given = [*zip(params, call.args, strict=False), *((field.key, field.value) for field in call.kwargs)]
+                for name, value in given:
+                    if name in params:
+                        params[name] |= self._kinds(value)
+        return self._num_kinds() > before
+
+    def _num_kinds(self) -> int:
+        groups = [self._names, *self._params.values()]
+        return sum(len(kinds) for group in groups for kinds in group.values())
+
+    def _add(self, node: Any, name: str, kinds: set[_Kind]) -> None:
+        params: Mapping[str, set[_Kind]] = self._params.get(self._owner.get(id(node), ""), {})
+        (params[name] if name in params else self._names.setdefault(name, set())).update(kinds)
+
+    def _fields_of_namespace(self, node: Any) -> list[Any]:
+        is_call = isinstance(node, self._nodes.Call) and isinstance(node.node, self._nodes.Name)
+        return list(node.kwargs) if is_call and node.node.name == "namespace" else []
+
+    def _name(self, target: Any) -> str | None:
+        if isinstance(target, self._nodes.Name):
+            return str(target.name)
+        return f"{target.name}.{target.attr}" if isinstance(target, self._nodes.NSRef) else None
+
+    def _key(self, access: Any) -> str | None:
+        """Return the name that an access to an attribute or an item has in the template."""
+        if isinstance(access, self._nodes.Getattr):
+            return str(access.attr)
+        arg = access.arg if isinstance(access, self._nodes.Getitem) else None
+        return arg.value if isinstance(arg, self._nodes.Const) and isinstance(arg.value, str) else None
+
+    def _kinds(self, node: Any) -> set[_Kind]:
+        """Return what an expression may be."""
+        nodes = self._nodes
+        if isinstance(node, nodes.Name):
+            params = self._params.get(self._owner.get(id(node), ""), {})
+            return params[node.name] if node.name in params else self._names.get(node.name, set())
+        if isinstance(node, nodes.Getattr | nodes.Getitem):
+            return self._kinds_of_access(node)
+        if isinstance(node, nodes.Filter) and node.node is not None:
+            kinds = self._kinds(node.node)
+            if node.name in _ONE_ELEMENT:
+                return {_Kind.MESSAGE} if _Kind.MESSAGES in kinds else set()
+            return kinds if node.name in _KEEPING else set()
+        if isinstance(node, nodes.CondExpr):
+            return self._kinds(node.expr1) | (self._kinds(node.expr2) if node.expr2 is not None else set())
+        if isinstance(node, nodes.Or | nodes.And):
+            return self._kinds(node.left) | self._kinds(node.right)
+        if isinstance(node, nodes.Add):  # of lists of messages; a sum with a content is text
+            return (self._kinds(node.left) | self._kinds(node.right)) & {_Kind.MESSAGES}
+        if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get":
+            is_content = bool(node.args) and getattr(node.args[0], "value", None) == "content"
+            return {_Kind.CONTENT} if is_content and _Kind.MESSAGE in self._kinds(node.node.node) else set()
+        return set()
+
+    def _kinds_of_access(self, node: Any) -> set[_Kind]:
+        base, key = self._kinds(node.node), self._key(node)
+        if isinstance(node, self._nodes.Getitem) and isinstance(node.arg, self._nodes.Slice):
+            return base
+        if key is None:
+            return {_Kind.MESSAGE} if _Kind.MESSAGES in base else set()
+        if key == "content" and _Kind.MESSAGE in base:
+            return {_Kind.CONTENT}
+        is_field = isinstance(node.node, self._nodes.Name)
+        return self._names.get(f"{node.node.name}.{key}", set()) if is_field else set()

@@ -1,0 +1,123 @@
+"""Messages of chats: their checks, and their contents in the form that a template reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxserve.errors import RequestError, brief
+
+Message = Mapping[str, Any]
+
+_ROLE = re.compile(r"[\w.-]{1,64}")
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class Parts(list[dict[str, Any]]):
+    """List of content parts that is its text wherever a template treats it as text.
+
+    Templates that read the parts of some messages often print the contents of others as they are, which would give the
+    model Python's notation of a list.
+    """
+
+    def __str__(self) -> str:
+        return joined_text(self)
+
+    def __add__(self, other: Any) -> Any:
+        return str(self) + other if isinstance(other, str) else list.__add__(self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return other + str(self) if isinstance(other, str) else NotImplemented
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a method of strings, such as `strip`."""
+        return getattr(str(self), name)
+
+
+def joined_text(parts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of parts in separate lines, as vLLM joins them."""
+    texts = (part.get("text") or part.get("thinking") or part.get("refusal") for part in parts)
+    return "\n".join(text for text in texts if text)
+
+
+def content_text(content: object) -> str:
+    """Return the text of the content of a message that templates have taken."""
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return joined_text([part for part in content if isinstance(part, Mapping)])
+    return content if isinstance(content, str) else ""
+
+
+def plain_messages(
+    messages: Sequence[Message], *, lists: bool = False, strings: bool = True, thinking: bool = False
+) -> list[dict[str, Any]]:
+    """Return copies of messages without None values, which templates would print.
+
+    Args:
+        messages: dicts with role and content.
+        lists: True to keep lists of parts as lists; they become text otherwise.
+        strings: False to make a list of a content that is a string.
+        thinking: True to keep parts of the type "thinking"; they become parts of text otherwise.
+
+    Raises:
+        RequestError: not a list of dicts, a message without role or content, or a content that is not text.
+    """
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_list or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise RequestError(f"messages must be a non-empty list of dicts with role and content, got {brief(messages)}")
+    plain = [_plain(message, thinking=thinking) for message in messages]
+    for message in plain:
+        content = message.get("content")
+        if isinstance(content, Parts) and not lists:
+            message["content"] = str(content)
+        elif isinstance(content, str) and not strings:
+            message["content"] = Parts([{"type": "text", "text": content}])
+    return plain
+
+
+def _plain(message: Message, *, thinking: bool) -> dict[str, Any]:
+    given = {name: value for name, value in message.items() if value is not None}
+    role, name = given.get("role"), given.get("name")
+    if not isinstance(role, str):
+        raise RequestError(f"a message must have a role, which is a string, got {brief(dict(message))}")
+    if not _ROLE.fullmatch(role):
+        raise RequestError(
+            f"the role of a message must be a word of at most 64 letters, digits, dots and dashes, got {brief(role)}"
+        )
+    if isinstance(name, str) and not name.isprintable():
+        raise RequestError(f"the name in a message must have no line breaks and control characters, got {brief(name)}")
+    if "content" in given:
+        if not isinstance(given["content"], str):
+            given["content"] = _parts(given["content"], role, thinking=thinking)
+    elif role != "assistant" or not given.keys() - {"role", "name"}:  # an assistant may have called tools
+        raise RequestError(f"a message must have content, a string or a list of text parts, got {brief(dict(message))}")
+    return given
+
+
+def _parts(content: object, role: str, *, thinking: bool) -> Parts:
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise RequestError(f"a message's content must be a string or a list of text parts, got {brief(content)}")
+    return Parts(_part(part, role, thinking=thinking) for part in content)
+
+
+def _part(part: object, role: str, *, thinking: bool) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    given = {name: value for name, value in part.items() if value is not None} if isinstance(part, Mapping) else {}
+    kind = given.get("type")
+    if kind == "thinking" and role == "assistant" and isinstance(given.get("thinking"), str):
+        return given if thinking else {"type": "text", "text": given["thinking"]}
+    field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if kind == "refusal" and role != "assistant":
+        raise RequestError(f"content parts of the type refusal must be of the assistant, got one of the role {role!r}")
+    if field is None and isinstance(kind, str) and kind not in ("thinking", ""):
+        raise RequestError(
+            f'content parts must be {{"type": "text", "text": str}}, as only text is read, got one of the unsupported '
+            f"type {kind!r}; leave out images, audio and files"
+        )
+    if field is None or not isinstance(given.get(field), str):
+        raise RequestError(
+            f'content parts must be {{"type": "text", "text": str}}, as only text is read, got {brief(part)}; '
+            "leave out images, audio and files"
+        )
+    return given if kind == "text" else {**given, "type": "text", "text": given[field]}

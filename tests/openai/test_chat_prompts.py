@@ -1,0 +1,157 @@
+"""Prompts of chats through every interface: contents as the template reads them, prefills, templates of requests."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_tokenizers
+from fake_engine import FakeEngine
+
+from jaxserve.errors import RequestError
+from jaxserve.openai.format import CHAT, EMBEDDINGS, ParsedRequest, parse_body
+from jaxserve.openai.interfaces import INTERFACES
+from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
+from jaxserve.openai.pooling import parse_pooling
+from jaxserve.openai.responses import RESPONSES
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.text.loading import load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
+from tests.openai.batches import chat, run
+
+TEMPLATES = {
+    "parts": "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text | trim }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    "strings": "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+}
+BETWEEN = {"parts": "", "strings": "\n"}
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(name: str, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    return load_tokenizer(tiny_tokenizers.write(directory, tiny_tokenizers.byte_level(), chat_template=TEMPLATES[name]))
+
+
+def parts(*texts: str, kind: str = "text") -> list[dict[str, Any]]:
+    return [{"type": kind, "text": text} for text in texts]
+
+
+def read(url: str, body: dict[str, Any], tokenizer: Tokenizer, **options: Any) -> ParsedRequest:
+    return INTERFACES[url].read(
+        body, lambda path, given: parse_body(path, given, "m", (), tokenizer, SamplingParams(), **options)
+    )
+
+
+def prompt(url: str, body: dict[str, Any], tokenizer: Tokenizer, **options: Any) -> str:
+    (ids,) = read(url, body, tokenizer, **options).prompts
+    assert not isinstance(ids, str)
+    return tokenizer.decode(ids)
+
+
+def test_parts_through_every_interface(tokenizer: Tokenizer, name: str, tmp_path: Path) -> None:
+    between = BETWEEN[name]
+    said = f"[system]be{between}kind[user]Kim:{between}hello[assistant]so[user]go[assistant]"
+    turns = [
+        {"role": "user", "content": parts("Kim:", "hello")},
+        {"role": "assistant", "content": parts("so")},
+        {"role": "user", "content": "go"},
+    ]
+    messages = [{"role": "system", "content": parts("be", "kind")}, *turns]
+    assert prompt(CHAT, {"messages": messages}, tokenizer) == said
+    body = {"messages": turns, "system": parts("be", "kind"), "max_tokens": 3}
+    assert prompt(MESSAGES, body, tokenizer) == said
+    assert prompt(COUNT_TOKENS, {"messages": turns, "system": parts("be", "kind")}, tokenizer) == said
+    items = [
+        {"role": "developer", "content": parts("be", "kind", kind="input_text")},
+        {"role": "user", "content": parts("Kim:", "hello", kind="input_text")},
+        {"role": "assistant", "content": parts("so", kind="output_text")},
+        {"role": "user", "content": "go"},
+    ]
+    assert prompt(RESPONSES, {"input": items}, tokenizer) == said
+    usage = run(FakeEngine(tokenizer), tmp_path, [chat("a", messages=messages)])["batch_req_1"]["response"]["body"]
+    assert usage["usage"]["prompt_tokens"] == len(tokenizer.encode(said))
+    pooled = parse_pooling(EMBEDDINGS, {"messages": messages}, "m", (), tokenizer=tokenizer)
+    assert pooled.prompts == [tokenizer.encode(said.removesuffix("[assistant]"))]
+
+
+def test_turns_and_instructions_of_several_items(tokenizer: Tokenizer, name: str) -> None:
+    between = BETWEEN[name]
+    items = [{"role": "system", "content": parts("be", "kind")}, {"role": "user", "content": "a"}]
+    assert prompt(RESPONSES, {"input": items, "instructions": "I"}, tokenizer).startswith("[system]I\n\nbe\nkind[user]")
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": parts("b")}]
+    assert prompt(MESSAGES, {"messages": messages, "max_tokens": 3}, tokenizer) == f"[user]a{between}b[assistant]"
+
+
+@pytest.mark.parametrize("content", ["It was", parts("It was")])
+def test_prefill(tokenizer: Tokenizer, content: Any) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    said = "[user]a[assistant]It was"
+    assert prompt(MESSAGES, {"messages": messages, "max_tokens": 3}, tokenizer) == said
+    assert prompt(COUNT_TOKENS, {"messages": messages}, tokenizer) == said
+    continued = {"messages": messages, "continue_final_message": True}
+    assert prompt(CHAT, continued, tokenizer) == said
+    assert parse_pooling(EMBEDDINGS, continued, "m", (), tokenizer=tokenizer).prompts == [tokenizer.encode(said)]
+    called = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    messages[-1]["content"] = [called]
+    with pytest.raises(RequestError, match="a last message of the assistant must have text"):
+        prompt(MESSAGES, {"messages": messages, "max_tokens": 3}, tokenizer)
+
+
+def test_refusals_of_the_assistant(tokenizer: Tokenizer) -> None:
+    for answer in ({"content": [{"type": "refusal", "refusal": "no"}]}, {"content": None, "refusal": "no"}):
+        messages = [{"role": "assistant", **answer}, {"role": "user", "content": "a"}]
+        assert prompt(CHAT, {"messages": messages}, tokenizer) == "[assistant]no[user]a[assistant]"
+
+
+def test_template_of_a_request(tokenizer: Tokenizer) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages[0].content }}!{{ x }}"}
+    assert prompt(CHAT, body | {"chat_template_kwargs": {"x": 1}}, tokenizer) == "a!1"
+    with pytest.raises(RequestError, match=r"not trusted here; .* --trust-request-chat-template"):
+        prompt(CHAT, body, tokenizer, takes_templates=False)
+    with pytest.raises(RequestError, match="must be valid Jinja"):
+        prompt(CHAT, body | {"chat_template": "{% if %}"}, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("fields", "role", "echoed"),
+    [
+        ({"echo": True}, "narrator", ""),
+        ({"echo": False, "continue_final_message": True}, "assistant", ""),
+        ({"echo": True, "continue_final_message": True}, "assistant", "It\nwas"),
+        ({"echo": True, "add_generation_prompt": False}, "assistant", "It\nwas"),
+        ({"echo": True, "messages": [{"role": "narrator", "content": "so"}]}, "narrator", "so"),
+    ],
+)
+def test_role_and_echo(tokenizer: Tokenizer, fields: dict[str, Any], role: str, echoed: str) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": parts("It", "was")}]
+    request = read(CHAT, {"messages": messages} | fields, tokenizer, response_role="narrator")
+    assert (request.role, request.echoed, request.echo) == (role, echoed, False)
+    assert request.params.prompt_logprobs == (0 if fields["echo"] else None)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": [], "input": "a"}, "got both"),
+        ({"input": "a", "add_generation_prompt": True}, "add_generation_prompt needs messages"),
+        ({"messages": 5}, "messages must be a list"),
+        ({"input": "a", "add_special_tokens": 1}, "add_special_tokens must be a bool"),
+    ],
+)
+def test_wrong_bodies_of_vectors(tokenizer: Tokenizer, body: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        parse_pooling(EMBEDDINGS, body, "m", (), tokenizer=tokenizer)
+
+
+def test_vectors_without_special_tokens(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_fallback()))
+    body = {"input": ["a", "b c"], "add_special_tokens": False}
+    prompts = parse_pooling(EMBEDDINGS, body, "m", (), tokenizer=tokenizer).prompts
+    assert prompts == [tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b c")]
+    assert parse_pooling(EMBEDDINGS, body | {"add_special_tokens": True}, "m", ()).prompts == ["a", "b c"]
