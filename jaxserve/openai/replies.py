@@ -282,7 +282,7 @@ class Reply:
             entry = None if table is None else table[token_id]
             tokens.append(self._text(token_id, entry))
             token_logprobs.append(None if entry is None else entry.logprob)
-            top_logprobs.append(None if table is None else self._by_text(table, token_id))
+            top_logprobs.append(None if table is None else self._by_text(table))
             if len(tokens) > len(prompt_offsets):
                 offsets.append(num_chars)
                 if self._tokenizer is not None and token_id not in hidden:
@@ -295,16 +295,15 @@ class Reply:
             "text_offset": offsets,
         }
 
-    def _by_text(self, table: Mapping[int, Logprob], own_id: int) -> dict[str, float]:
-        """Return log probabilities by text; of tokens with equal text, such as parts of a character, the likeliest.
+    def _by_text(self, table: Mapping[int, Logprob]) -> dict[str, float]:
+        """Return log probabilities by text in vLLM's order: the token itself, then the most likely ones.
 
-        The token itself always has its own.
+        Of tokens with equal text, such as parts of a character, the first counts.
         """
-        best: dict[str, float] = {}
-        for token_id, entry in _ranked(table):
-            best.setdefault(self._text(token_id, entry), entry.logprob)
-        best[self._text(own_id, table[own_id])] = table[own_id].logprob
-        return best
+        found: dict[str, float] = {}
+        for token_id, entry in table.items():
+            found.setdefault(self._text(token_id, entry), entry.logprob)
+        return found
 
     def _prompt_logprobs(self, output: RequestOutput) -> Any:
         """Return vLLM's extension: by position, log probability, rank and text by token id; null at the first one."""

@@ -117,6 +117,10 @@ def test_loglikelihood_of_a_prompt(client: openai.OpenAI, llm: LLM) -> None:
         ]
         assert len(found.tokens) == len(prompt) + 1
         assert isinstance(found.top_logprobs[1], dict)
+        for token, top in zip(found.tokens[1:], found.top_logprobs[1:], strict=True):
+            ranked = list(top.values())[1:]
+            assert next(iter(top)) == token, "the token itself, then the others by rank"
+            assert ranked == sorted(ranked, reverse=True)
         assert bare.logprobs is not None
         assert bare.logprobs.token_logprobs == found.token_logprobs[:-1]
     assert none.usage is not None
