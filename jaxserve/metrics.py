@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-# Bounds of the buckets of steps by their tokens, which are vLLM's; a last bucket has no bound.
-STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
+# Bounds of the buckets of iterations by their tokens, which are vLLM's; a last bucket has no bound.
+ITERATION_TOKENS = (1, *(2**power for power in range(3, 15)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +176,26 @@ class EngineStats:
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
     accepted_per_position: Counts = Counts()  # accepted tokens by their position in a round
     expert_tokens: LayerCounts = LayerCounts()  # tokens of each expert; none unless `count_expert_tokens` is on
-    steps_by_tokens: Counts = Counts()  # steps by the bucket of STEP_TOKENS that their number of tokens is in
+    # Steps with outputs, by the bucket of ITERATION_TOKENS for the tokens that requests got in them and the prompt
+    # tokens computed for their first ones, as vLLM counts; and the sum of these tokens.
+    iterations_by_tokens: Counts = Counts()
+    num_iteration_tokens: int = 0
 
     def add(self, step: StepStats) -> None:
         """Add the statistics of one dispatch."""
         self.num_dispatches += 1
-        bucket = bisect_left(STEP_TOKENS, step.num_tokens / max(step.num_steps, 1))
-        self.steps_by_tokens += Counts((0,) * bucket + (step.num_steps,))
         self.used_page_steps += step.num_pages_used * step.num_steps
         self.slack_token_steps += step.num_slack_tokens * step.num_steps
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(step, name))
+
+    def add_iterations(self, num_tokens: Iterable[int]) -> None:
+        """Count steps by their tokens; those without any are none."""
+        for count in num_tokens:
+            if count:
+                bucket = bisect_left(ITERATION_TOKENS, count)
+                self.iterations_by_tokens += Counts((0,) * bucket + (1,))
+                self.num_iteration_tokens += count
 
     def since(self, earlier: "EngineStats") -> "EngineStats":
         """Return the difference to `earlier`, a copy of these totals made by `dataclasses.replace(stats)`."""

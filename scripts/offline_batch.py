@@ -32,7 +32,7 @@ def main() -> None:
     requests.write_text("".join(lines))
 
     summary = run_batch(LLM(model=args.model), requests, args.results)
-    print(f"{summary.num_records} records in {args.results}, {summary.num_errors} of failed lines")
+    print(f"{summary.num_records} records in {args.results}, {summary.num_errors} failed")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def test_columns_of_tables_are_lists_of_prompts() -> None:
         as_list(table)
 
 
-@pytest.mark.filterwarnings("ignore")  # those of packages that datasets imports
+@pytest.mark.filterwarnings("ignore")  # packages that datasets imports have some
 def test_columns_of_datasets_are_lists_of_prompts() -> None:
     datasets = pytest.importorskip("datasets")
     table = datasets.Dataset.from_dict({"prompt": TEXTS})

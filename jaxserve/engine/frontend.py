@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from jaxserve.engine.core import Delta
 from jaxserve.engine.events import Cancelled, Event, Submitted
@@ -176,6 +178,7 @@ class Frontend:
         width = 0 if logprobs is None else len(logprobs.logprob) // len(result.token_ids)  # tokens of a row
         ended = set(step.ended)
         num_output_tokens = 0
+        iterations: Counter[int] = Counter()  # tokens by the round that gave them
         for row, (request, token_ids) in enumerate(zip(step.plan.requests, step.token_ids, strict=True)):
             group = self._group_of.get(request) if token_ids else None
             if group is None:  # it has ended: by a stop string or a cancel, of which the core did not know
@@ -188,14 +191,23 @@ class Frontend:
                 continue
             if result.rounds is not None:
                 group.count_drafts(request, result.rounds.drafted[row].tolist(), result.rounds.accepted[row].tolist())
+            iterations[0] += group.num_prompt_tokens_computed(request)
             num_kept, stop = group.append(request, token_ids, reason, at_s, logprobs, row * width)
             num_output_tokens += num_kept
+            if num_kept == 1:  # nearly always
+                iterations[0] += 1
+            elif result.rounds is None:
+                iterations.update(range(num_kept))
+            else:
+                rounds = np.repeat(np.arange(result.rounds.sampled.shape[1]), result.rounds.sampled[row])
+                iterations.update(rounds[:num_kept].tolist())
             if stop is not None:
                 self._inbox.append(Cancelled([request], FinishReason.STOP))
                 self._finish(group, request, FinishReason.STOP, at_s, stop)
             elif reason is not None:
                 self._finish(group, request, reason, at_s)
         self._stats.num_output_tokens += num_output_tokens
+        self._stats.add_iterations(iterations.values())
 
     def _collect_prompt_logprobs(self, plan: StepPlan, logprobs: TokenLogprobs) -> None:
         token = 0  # first of the row on the step's token axis

@@ -95,6 +95,11 @@ class RequestGroup:
         completion = self._completions.get(request.request_id)
         return completion is not None and completion.request is request and not completion.output.finish_reason
 
+    def num_prompt_tokens_computed(self, request: Request) -> int:
+        """Return how many prompt tokens of a sample were computed for its first token; 0 once it has that."""
+        metrics = self._completions[request.request_id].output.metrics
+        return 0 if metrics.num_output_tokens else request.num_prompt_tokens - metrics.num_cached_tokens
+
     def restart(self) -> list[Request]:
         """Begin all samples again, as new requests; their outputs are emptied, where they are."""
         requests = [_again(request) for request in self.requests]

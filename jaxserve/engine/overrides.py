@@ -31,7 +31,7 @@ def overridden(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
         if name in _RENAMED:
             merged.pop(_RENAMED[name], None)
         merged[name] = value
-        if name in _ROTATION and isinstance(value, Mapping | None):  # what is rotated, and how fast, stays
+        if name in _ROTATION and isinstance(value, Mapping | None):  # the base and the rotated fraction stay
             kept = {field: before[field] for field in _IN_ROTATION if field in before and field not in merged}
             merged[name] = kept | dict(value or {}) or None
         for rotation in _ROTATION if name in _IN_ROTATION else ():

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.backlog import Backlog
-from jaxserve.metrics import STEP_TOKENS, Counter, Gauge, Vector, vllm_metrics
+from jaxserve.metrics import ITERATION_TOKENS, Counter, Gauge, Vector, vllm_metrics
 from jaxserve.server.histogram import (
     ITL_S,
     PREEMPTIONS,
@@ -33,6 +33,10 @@ _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _REJECTIONS = ("queue_full", "queue_tokens", "wait", "extras", "shed", "key_limit", "rate_limit", "draining")
 
 
+_NEVER_COUNTED = (  # there are no caches but the pools, and no prompts but text
+    *("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"),
+    *("vllm:mm_cache_queries", "vllm:mm_cache_hits"),
+)
 FRESH_S = 0.02  # time for which an estimate is used again
 
 
@@ -175,10 +179,13 @@ class Observer(Collector):
         }
         own, by_model = self._labels, {"model_name": self._labels["model_name"]}
         yield _counter("vllm:prompt_tokens_by_source", own, "source", sources)
+        places = dict.fromkeys(("device", "host", "p2p", "disk", "external_unspecified"), 0)
+        places["device"] = stats.num_cached_tokens
+        yield _counter("vllm:prompt_tokens_cached_by_source", own, "source", places)
         yield _counter("vllm:request_success", own, "finished_reason", self._finished)
         yield _counter("vllm:admission_rejections", by_model, "reason", self.rejections)
         yield _counter("jaxserve:degradations", by_model, "rung", self.degradations)
-        for name in ("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"):
+        for name in _NEVER_COUNTED:
             family = CounterMetricFamily(name, _described(name), labels=names)
             family.add_metric(values, 0)
             yield family
@@ -187,8 +194,9 @@ class Observer(Collector):
             yield _counter("jaxserve:expert_tokens", own, "expert", by_expert)
         for histogram in self._histograms.values():
             yield histogram.family(own)
-        text, counts = "Tokens of a step.", stats.steps_by_tokens.values
-        yield histogram_family("vllm:iteration_tokens_total", text, STEP_TOKENS, counts, stats.num_tokens, own)
+        text, counts = "Tokens of a step.", stats.iterations_by_tokens.values
+        total = stats.num_iteration_tokens
+        yield histogram_family("vllm:iteration_tokens_total", text, ITERATION_TOKENS, counts, total, own)
 
     def _gauges(self) -> Iterator[Metric]:
         """Yield the gauges that are no numbers of `vllm_metrics`."""
@@ -206,7 +214,19 @@ class Observer(Collector):
         yield _gauge(
             "vllm:engine_sleep_state", labels, "sleep_state", {name: int(name == state) for name in _SLEEP_STATES}
         )
-        info = {"block_size": str(schedule.page_size), "num_gpu_blocks": str(schedule.num_pages)}
+        config, longest = self._engine.config, schedule.max_model_len
+        concurrency = schedule.num_pages / max(schedule.kv_groups.num_pages(longest), 1)
+        info = {
+            "block_size": str(schedule.page_size),
+            "num_gpu_blocks": str(schedule.num_pages),
+            "num_cpu_blocks": "None",
+            "num_gpu_blocks_override": str(config.num_pages),
+            "cache_dtype": config.kv_cache_dtype,
+            "enable_prefix_caching": str(config.enable_prefix_caching),
+            "gpu_memory_utilization": str(config.gpu_memory_utilization),
+            "kv_cache_size_tokens": str(int(concurrency * longest)),  # vLLM's: tokens of requests of full length
+            "kv_cache_max_concurrency": str(concurrency),
+        }
         cache = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV pool.", labels=[*names, *info])
         cache.add_metric([*values, *info.values()], 1)
         yield cache

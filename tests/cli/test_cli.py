@@ -85,7 +85,7 @@ def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
             given[name] = not getattr(EngineConfig, name)
             flags.append(flag if given[name] else flag.replace("--", "--no-", 1))
         else:
-            text = __file__ if name in ("model", "tokenizer") else "text"  # which must exist
+            text = __file__ if name in ("model", "tokenizer") else "text"  # these must exist
             given[name] = 7 if kind in (int, int | None) else 0.5 if kind is float else text
             flags += [flag, str(given[name])]
     load_llm(build_parser().parse_args(["batch", "in", "out", *flags]))

@@ -1,4 +1,4 @@
-"""What the server logs of itself, and the options that say where and how it serves."""
+"""The server's log of itself, and the options that say where and how it serves."""
 
 import logging
 import socket

@@ -35,6 +35,9 @@ VLLM: dict[str, tuple[str, tuple[str, ...], str]] = {
     "prompt_tokens": ("counter", OWN, ""),
     "prompt_tokens_by_source": ("counter", (*OWN, "source"), ""),
     "prompt_tokens_cached": ("counter", OWN, ""),
+    "prompt_tokens_cached_by_source": ("counter", (*OWN, "source"), ""),
+    "mm_cache_queries": ("counter", OWN, ""),
+    "mm_cache_hits": ("counter", OWN, ""),
     "generation_tokens": ("counter", OWN, ""),
     "request_success": ("counter", (*OWN, "finished_reason"), ""),
     "admission_rejections": ("counter", ("model_name", "reason"), ""),
@@ -91,7 +94,11 @@ def test_names_labels_and_buckets_are_vllms(server: Running) -> None:
             assert set(sample.labels) == {*labels, *(("le",) if sample.name.endswith("_bucket") else ())}, name
         bounds = [float(sample.labels["le"]) for sample in family.samples if sample.name.endswith("_bucket")]
         assert bounds == ([*map(float, buckets.split()), float("inf")] if buckets else []), name
-    assert {"block_size", "num_gpu_blocks"} <= found["vllm:cache_config_info"].samples[0].labels.keys()
+    info, schedule = found["vllm:cache_config_info"].samples[0].labels, server.engine.schedule
+    assert (int(info["block_size"]), int(info["num_gpu_blocks"])) == (schedule.page_size, schedule.num_pages)
+    per_request = -(-schedule.max_model_len // schedule.page_size)
+    assert float(info["kv_cache_max_concurrency"]) == schedule.num_pages / per_request
+    assert int(info["kv_cache_size_tokens"]) == int(schedule.num_pages / per_request * schedule.max_model_len)
     labels = {label for family in found.values() for sample in family.samples for label in sample.labels}
     assert not any("tenant" in label or "key" in label for label in labels)
 
@@ -99,7 +106,6 @@ def test_names_labels_and_buckets_are_vllms(server: Running) -> None:
 def test_metrics_count_what_requests_did(server: Running) -> None:
     names = ("generation_tokens", "prompt_tokens", "prefix_cache_hits", "prompt_tokens_cached")
     before = {name: values(server, f"vllm:{name}_total") for name in names}
-    step_tokens = server.engine.stats.num_tokens, server.engine.stats.num_steps
     body = {"prompt": [7] * 33, "max_tokens": 10, "ignore_eos": True}
     for _ in range(2):
         server.client.post("/v1/completions", json=body)
@@ -110,13 +116,31 @@ def test_metrics_count_what_requests_did(server: Running) -> None:
     assert after["prompt_tokens_cached"] - before["prompt_tokens_cached"] == 32
     total = values(server, "vllm:prompt_tokens_total")
     assert values(server, "vllm:prompt_tokens_by_source_total") == total
-    samples = {s.name: s.value for s in families(server)["vllm:iteration_tokens_total"].samples}
-    assert samples["vllm:iteration_tokens_total_sum"] == server.engine.stats.num_tokens > step_tokens[0]
-    assert samples["vllm:iteration_tokens_total_count"] == server.engine.stats.num_steps > step_tokens[1]
     assert values(server, "vllm:engine_sleep_state", sleep_state="awake") == 1
     finished = values(server, "vllm:request_success_total", finished_reason="length")
     samples = {s.name: s.value for s in families(server)["vllm:e2e_request_latency_seconds"].samples}
     assert samples["vllm:e2e_request_latency_seconds_count"] == finished
+
+
+def test_an_iteration_has_the_tokens_that_requests_get_in_it(server: Running) -> None:
+    """Count as vLLM does: a prompt with its first token, but for cached tokens, and no steps without outputs."""
+
+    def iterations() -> tuple[float, float]:
+        samples = {s.name: s.value for s in families(server)["vllm:iteration_tokens_total"].samples}
+        return samples["vllm:iteration_tokens_total_sum"], samples["vllm:iteration_tokens_total_count"]
+
+    names = ("generation_tokens", "prompt_tokens", "prompt_tokens_cached")
+    for body, num_iterations in (
+        ({"prompt": [5] * 80, "max_tokens": 7}, 7),  # a prompt of several steps
+        ({"prompt": [5] * 80, "max_tokens": 1}, 1),
+        ({"prompt": [6] * 9, "max_tokens": 20, "n": 2}, None),
+    ):
+        before, counts = iterations(), {name: values(server, f"vllm:{name}_total") for name in names}
+        server.client.post("/v1/completions", json=body | {"ignore_eos": True})
+        total, count = (now - then for now, then in zip(iterations(), before, strict=True))
+        generated, prompt, cached = (values(server, f"vllm:{name}_total") - counts[name] for name in names)
+        assert total == generated + prompt - cached
+        assert count == (num_iterations or count) <= generated
 
 
 def test_tokens_of_experts_are_summed_over_layers(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
