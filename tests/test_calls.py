@@ -55,8 +55,8 @@ def test_columns_of_tables_are_lists_of_prompts() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # packages that datasets imports have some
 def test_columns_of_datasets_are_lists_of_prompts() -> None:
-    datasets = pytest.importorskip("datasets")
-    table = datasets.Dataset.from_dict({"prompt": TEXTS})
+    datasets, pyarrow = pytest.importorskip("datasets"), pytest.importorskip("pyarrow")
+    table = datasets.Dataset(datasets.table.InMemoryTable(pyarrow.table({"prompt": TEXTS})), fingerprint="texts")
     assert as_list(table["prompt"]) == TEXTS
     assert as_list(table) == [{"prompt": text} for text in TEXTS]
     assert as_list(table.data.column("prompt")) == TEXTS  # pyarrow's

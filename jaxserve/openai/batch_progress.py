@@ -78,7 +78,7 @@ class BatchProgress:
 def _bar(done: DoneLines) -> Any:
     from tqdm import tqdm  # noqa: PLC0415 - not needed to parse a command line
 
-    bar_format = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # the estimate is a postfix
+    bar_format = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
     return tqdm(total=done.num_lines, initial=done.num_records, unit="req", desc="batch", bar_format=bar_format)
 
 
