@@ -19,6 +19,7 @@ class ChatOptions:
     Attributes:
         template: Jinja source or name of the template of all chats; None leaves the choice to the tokenizer.
         content_format: form in which templates get contents, one of CONTENT_FORMATS.
+        special_tokens_as_text: True to encode special tokens in messages as text.
 
     Raises:
         ConfigError: there is no such format.
@@ -26,6 +27,7 @@ class ChatOptions:
 
     template: str | None = None
     content_format: str = "auto"
+    special_tokens_as_text: bool = False
 
     def __post_init__(self) -> None:
         if self.content_format not in CONTENT_FORMATS:

@@ -70,6 +70,8 @@ class EngineConfig:
         chat_template_content_format: form in which the template gets the contents of messages. "auto" keeps lists of
             parts if the template reads lists, and joins their texts by newlines otherwise; "string" always joins them;
             "openai" makes a list of every content.
+        special_tokens_as_text: encode special tokens in the messages of chats, such as `<|endoftext|>`, as text, so
+            that only the chat template writes special tokens; as a rule they become special tokens.
         dtype: dtype of weights and activations; "auto" is the checkpoint's on accelerators, where a float32 checkpoint
             is served in bfloat16. On CPU activations are then float32, and matrices stay as the checkpoint has them.
         quantization: "int8" and "int4" round matrices to 8 or 4 bits with a float32 scale per group of about 64
@@ -159,6 +161,7 @@ class EngineConfig:
     hf_overrides: str | Mapping[str, Any] | Callable[[Any], Any] | None = None
     chat_template: str | None = None
     chat_template_content_format: str = "auto"
+    special_tokens_as_text: bool = False
     runner: str = "auto"
     convert: str = "auto"
     pooler_config: str | Mapping[str, Any] | None = None
@@ -241,6 +244,7 @@ class EngineConfig:
         _check_max_logprobs(self.max_logprobs)
         for name in (
             "skip_tokenizer_init",
+            "special_tokens_as_text",
             "enable_dp_attention",
             "enable_prefix_caching",
             "step_ahead",
@@ -265,7 +269,7 @@ class EngineConfig:
         if not isinstance(given, str | os.PathLike | None):
             raise ConfigError(f"chat_template must be a path or the text of a template, got {given!r}")
         template = None if given is None else read_template(given)
-        return ChatOptions(template, self.chat_template_content_format)
+        return ChatOptions(template, self.chat_template_content_format, self.special_tokens_as_text)
 
     @property
     def num_data_shards(self) -> int:

@@ -20,9 +20,11 @@ class RenderedChat(NamedTuple):
 
     Attributes:
         text: its text.
+        marked: the text with stand-ins for characters of special tokens that are not the template's.
     """
 
     text: str
+    marked: str
 
 
 class ChatTemplate:
@@ -35,6 +37,7 @@ class ChatTemplate:
     Attributes:
         variables: names that the template reads and does not set.
         reads_parts: True if it reads contents as lists of parts.
+        sought: strings that it may look for in other strings.
 
     Raises:
         RequestError: the source is not a valid template.
@@ -57,6 +60,7 @@ class ChatTemplate:
             tree = environment.parse(source)
             names = jinja2.meta.find_undeclared_variables(tree)
             self.reads_parts = reads_parts(tree)
+            self.sought = _sought(tree)
             _check_time_in_loops(tree)
             self._template = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
         except jinja2.TemplateError as error:
@@ -159,6 +163,15 @@ def _check_time_in_loops(tree: Any) -> None:
         call = nodes.Call(nodes.Name(_CHECK, "load"), [], [], None, None)
         statement = nodes.ExprStmt(call).set_lineno(node.lineno, override=True)
         node.body.insert(0, statement.set_environment(tree.environment))
+
+
+def _sought(tree: Any) -> frozenset[str]:
+    """Return the strings in comparisons and in arguments of calls, filters and tests."""
+    import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402
+
+    places = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
+    constants = (constant.value for place in places for constant in place.find_all(nodes.Const))
+    return frozenset(value for value in constants if isinstance(value, str) and value)
 
 
 def _generation_tag() -> Any:

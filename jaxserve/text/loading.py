@@ -19,6 +19,7 @@ from jaxserve.chat_options import DEFAULT_CHAT_OPTIONS, ChatOptions
 from jaxserve.errors import ConfigError
 from jaxserve.request import TokenIds
 from jaxserve.text import gguf_tokenizer
+from jaxserve.text.literal_text import LiteralText
 from jaxserve.text.token_bound import TokenBound
 from jaxserve.text.token_stream import ByteTable
 from jaxserve.text.tokenizer import Tokenizer
@@ -71,6 +72,7 @@ def _from_backend(
     backend.no_padding()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     special = _special_token_texts(config)
+    has_literals = chat_options.special_tokens_as_text and not backend.encode_special_tokens
     return Tokenizer(
         partial(_encode, backend),
         partial(_decode, backend),
@@ -83,6 +85,7 @@ def _from_backend(
         ),
         chat_template=_chat_templates(config, directory),
         chat_options=chat_options,
+        literal=LiteralText(backend) if has_literals else None,
         byte_table=ByteTable.of(backend),
         vocabulary=backend.get_vocab,
         json_text=backend.to_str,
@@ -137,6 +140,8 @@ def _from_transformers(
     special = {k: str(v) for k, v in slow.special_tokens_map.items() if isinstance(v, str)}
     if isinstance(backend := getattr(slow, "backend_tokenizer", None), tokenizers.Tokenizer):
         return _from_backend(backend, config | special, directory, chat_options)
+    if chat_options.special_tokens_as_text:
+        raise ConfigError(f"special_tokens_as_text needs a tokenizer.json, got none in {directory}; convert its files")
     return Tokenizer(
         lambda text, add_special: slow.encode(text, add_special_tokens=add_special),
         lambda ids, skip_special: slow.decode(ids, skip_special_tokens=skip_special),

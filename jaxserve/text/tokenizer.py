@@ -9,6 +9,7 @@ from jaxserve.chat_options import CONTENT_FORMATS, DEFAULT_CHAT_OPTIONS, ChatOpt
 from jaxserve.errors import RequestError
 from jaxserve.request import TokenIds
 from jaxserve.text.chat_template import ChatTemplate, RenderedChat
+from jaxserve.text.literal_text import LiteralText
 from jaxserve.text.messages import Message
 from jaxserve.text.token_bound import TokenBound
 from jaxserve.text.token_stream import ByteTable
@@ -27,6 +28,7 @@ class Tokenizer:
         eos_token_ids: ids that end a sequence: the tokenizer's, then those of `generation_config.json`.
         chat_template: template name -> Jinja source; "default" is the one for plain chats.
         chat_options: options of chats; a template among them replaces all others.
+        literal: encoder of chats whose special tokens in contents are text; None where they are special tokens.
         token_text: token id -> its text by itself, special tokens included; decodes each id once.
         vocabulary: function that returns the id of each token.
         json_text: function that returns the text of `tokenizer.json`; None where the tokenizer has no such form.
@@ -45,6 +47,7 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...],
         chat_template: dict[str, str],
         chat_options: ChatOptions = DEFAULT_CHAT_OPTIONS,
+        literal: LiteralText | None = None,
         byte_table: ByteTable | None = None,
         vocabulary: Callable[[], dict[str, int]] = dict,
         json_text: Callable[[], str] | None = None,
@@ -62,7 +65,7 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.eos_token_ids = eos_token_ids
         given = chat_options.template
-        self.chat_options = chat_options
+        self.chat_options, self._literal = chat_options, literal
         self.chat_template = chat_template if given is None else {"default": chat_template.get(given, given)}
         self.byte_table = byte_table
         self._compiled: dict[str, ChatTemplate] = {}
@@ -204,12 +207,20 @@ class Tokenizer:
             wanted = ", ".join(map(repr, CONTENT_FORMATS))
             raise RequestError(f"chat_template_content_format must be one of {wanted}, got {content_format!r}")
         given = {"add_generation_prompt": not continue_final_message} | dict(variables)
-        text = template.render_chat(messages, given, content_format, continue_final_message=continue_final_message)
-        return RenderedChat(text)
+
+        def render(values: Sequence[Any]) -> str:
+            messages, given = values
+            return template.render_chat(messages, given, content_format, continue_final_message=continue_final_message)
+
+        text = render((messages, given))
+        literal = self._literal
+        return RenderedChat(text, literal.mark(text, (messages, given), template.sought, render) if literal else text)
 
     def encode_chat(self, chat: RenderedChat, add_special_tokens: bool = False) -> TokenIds:
         """Return the token ids of a rendered chat, whose template has usually written the BOS."""
-        return self.encode(chat.text, add_special_tokens=add_special_tokens)
+        if self._literal is None or chat.marked == chat.text:
+            return self.encode(chat.text, add_special_tokens=add_special_tokens)
+        return self._literal.encode(chat.text, chat.marked, add_special_tokens)
 
     def chat_variables(self, chat_template: str | None = None, *, has_tools: bool) -> frozenset[str]:
         """Return the names that a chat template reads; RequestError if there is none."""

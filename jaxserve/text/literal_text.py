@@ -1,0 +1,209 @@
+"""Special tokens in the content of chats as text, beside those that the chat template writes.
+
+A chat is rendered twice: as it is, and with a stand-in for one character of every special token that a client may have
+written. The second text shows which special tokens are the template's. If the two differ in more than that, the
+template reads the special tokens itself; then the strings that it looks for are left as they are, and a chat that still
+differs is refused. So no text of a client becomes a special token, and no other text is encoded in another way.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import tokenizers
+
+from jaxserve.errors import RequestError
+from jaxserve.request import TokenIds
+
+_FIRST_STAND_IN, _LAST_STAND_IN = 0xF0000, 0xFFFFD  # a plane of private use
+_EDGE = "\U0010fffe"  # no character, in no tokenizer
+_COMPARED, _WORD = {"role", "type"}, re.compile(r"[\w.-]*")  # fields whose values templates compare
+
+
+class LiteralText:
+    """Encoder of chats that keeps special tokens of contents as text.
+
+    Args:
+        backend: tokenizer.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        added = backend.get_added_tokens_decoder()
+        self._special = {token.content for token in added.values() if token.special}
+        self._added = _any_of(token.content for token in added.values())
+        self._chars = _characters_of_all(self._special)
+        self._words = _any_of(token for token in self._special if not set(token) & set(self._chars))
+        # The twin knows no special token. Names that nobody can guess stand for those of the template.
+        key = secrets.token_hex(16)
+        self._twin = _without_special(backend, self._special, key)
+        self._names = {token: f"{_EDGE}{key}{number}{_EDGE}" for number, token in enumerate(sorted(self._special))}
+        named = [
+            tokenizers.AddedToken(
+                self._names[token.content],
+                special=False,
+                normalized=token.normalized,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                single_word=token.single_word,
+            )
+            for token in added.values()
+            if token.special
+        ]
+        self._twin.add_tokens(named)
+        names = ((self._names.get(token.content, token.content), token_id) for token_id, token in added.items())
+        self._ids = {self._twin.token_to_id(name): token_id for name, token_id in names}
+
+    def mark(
+        self,
+        text: str,
+        values: Sequence[Any],
+        sought: Iterable[str],
+        render: Callable[[Sequence[Any]], str],
+    ) -> str:
+        """Return a rendered text with stand-ins where special tokens may be of a client.
+
+        Args:
+            text: text that was rendered from the values.
+            values: messages and variables of a client.
+            sought: strings that the template may look for in them.
+            render: function from changed values to a text.
+
+        Raises:
+            RequestError: the text depends on special tokens in the values.
+        """
+        if not any(map(self._may_have_special, values)):
+            return text
+        stand_ins = self._stand_ins(text)
+        back = {ord(stand_in): char for char, stand_in in stand_ins.items()}
+        for kept in ((), tuple(filter(self._is_harmless, sought))):
+            marks = _Marks(stand_ins, self._chars, self._words, _any_of(kept))
+            with suppress(RequestError):  # of a template that looks at the special tokens
+                marked = render([marks.on(value) for value in values])
+                if marked.translate(back) == text:
+                    return marked
+        raise RequestError(
+            "special tokens in messages must be text with special_tokens_as_text, and the chat template reads them "
+            "itself; leave them out"
+        )
+
+    def encode(self, text: str, marked: str, add_special_tokens: bool) -> TokenIds:
+        """Return the token ids of a text; special tokens are where `marked` has them."""
+        pieces, end = [], 0
+        for match in self._added.finditer(marked):
+            if name := self._names.get(match[0]):
+                pieces += [text[end : match.start()], name]
+                end = match.end()
+        ids = self._twin.encode("".join([*pieces, text[end:]]), add_special_tokens=add_special_tokens).ids
+        return [self._ids.get(token_id, token_id) for token_id in ids]
+
+    def _may_have_special(self, value: Any) -> bool:
+        return any(set(self._chars) & set(string) or self._words.search(string) for string in _strings(value))
+
+    def _stand_ins(self, text: str) -> dict[str, str]:
+        """Return another character for each of `_chars` and of those that begin words, none of which is in the text."""
+        free = (chr(code) for code in range(_FIRST_STAND_IN, _LAST_STAND_IN) if chr(code) not in text)
+        first = {token[0] for token in self._special if not set(token) & set(self._chars)}
+        return dict(zip([*self._chars, *sorted(first - set(self._chars))], free, strict=False))
+
+    def _is_harmless(self, sought: str) -> bool:
+        """Return whether a string neither has, nor is, nor meets any part of a special token."""
+        cuts = range(1, len(sought) + 1)
+        return not any(
+            token in sought
+            or sought in token
+            or any(token.startswith(sought[-cut:]) or token.endswith(sought[:cut]) for cut in cuts)
+            for token in self._special
+        )
+
+
+class _Marks:
+    """Replacement of characters in values.
+
+    Args:
+        stand_ins: the stand-in of each character.
+        chars: characters that are replaced everywhere.
+        words: special tokens of which only the first character is replaced.
+        kept: strings that stay as they are.
+    """
+
+    def __init__(self, stand_ins: Mapping[str, str], chars: str, words: re.Pattern[str], kept: re.Pattern[str]) -> None:
+        self._words, self._kept, self._stand_ins = words, kept, stand_ins
+        self._table = {ord(char): stand_ins[char] for char in chars}
+
+    def on(self, value: Any, name: str = "") -> Any:
+        """Return a value with stand-ins in all its strings."""
+        if isinstance(value, str):
+            return value if name in _COMPARED and _WORD.fullmatch(value) else self._string(value)
+        if isinstance(value, Mapping):
+            return {self._key(key): self.on(each, str(key)) for key, each in value.items()}
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
+            return [self.on(each) for each in value]
+        return value
+
+    def _key(self, key: Any) -> Any:
+        return self._string(key) if isinstance(key, str) else key
+
+    def _string(self, text: str) -> str:
+        parts, end = [], 0
+        for match in self._kept.finditer(text):
+            parts += [self._part(text[end : match.start()]), match[0]]
+            end = match.end()
+        return "".join([*parts, self._part(text[end:])])
+
+    def _part(self, text: str) -> str:
+        with_words = self._words.sub(lambda match: self._stand_ins[match[0][0]] + match[0][1:], text)
+        return with_words.translate(self._table)
+
+
+def _without_special(backend: tokenizers.Tokenizer, special: set[str], key: str) -> tokenizers.Tokenizer:
+    """Return a copy of a tokenizer that finds no special token in a text, even if its vocabulary has the text."""
+    content = json.loads(backend.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+    model = content["model"]
+    hidden = special - {model.get("unk_token")}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {f"{key}{token}" if token in hidden else token: i for token, i in model["vocab"].items()}
+    else:
+        is_hidden = [token in hidden and i != model.get("unk_id") for i, (token, _) in enumerate(model["vocab"])]
+        pairs = zip(is_hidden, model["vocab"], strict=True)
+        model["vocab"] = [[f"{key}{token}" if hides else token, score] for hides, (token, score) in pairs]
+    if "merges" in model:
+        pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
+        model["merges"] = [pair for pair in pairs if not hidden & {*pair, "".join(pair)}]
+    twin = tokenizers.Tokenizer.from_str(json.dumps(content))
+    twin.no_truncation()
+    twin.no_padding()
+    return twin
+
+
+def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern of the longest of some strings; of nothing without any."""
+    longest_first = sorted({string for string in strings if string}, key=lambda string: (-len(string), string))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _characters_of_all(tokens: Iterable[str]) -> str:
+    """Return punctuation of which each token has a character, apart from tokens without any."""
+    chosen: list[str] = []
+    for token in sorted(tokens):
+        if not set(token) & set(chosen):
+            chosen += [char for char in token if not char.isalnum() and not char.isspace() and char not in "_-."][:1]
+    return "".join(chosen)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings in a value, keys among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _strings(key)
+            yield from _strings(each)
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
+        for each in value:
+            yield from _strings(each)
