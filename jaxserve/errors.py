@@ -26,6 +26,20 @@ class RequestError(ValueError):
     """Error of one request, which is refused; the engine and all other requests continue."""
 
 
+class PromptTooLongError(RequestError):
+    """Error of a prompt that has more tokens than the model takes.
+
+    Args:
+        message: text that says what must hold, what came, and what to change.
+        num_tokens: tokens of the prompt; of one that was not encoded, a number that it has at least.
+        max_tokens: the most tokens that a prompt may have.
+    """
+
+    def __init__(self, message: str, num_tokens: int, max_tokens: int) -> None:
+        super().__init__(message)
+        self.num_tokens, self.max_tokens = num_tokens, max_tokens
+
+
 class EngineDiedError(RequestError):
     """Error of a request that several engines died of, one after the other, each while serving it alone."""
 

@@ -1,10 +1,10 @@
 """Errors of OpenAI's interfaces: what is wrong with which field of a body."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any
 
-from jaxserve.errors import EngineDiedError, RequestError, brief
+from jaxserve.errors import EngineDiedError, PromptTooLongError, RequestError, brief
 
 Json = dict[str, Any]
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 4096, 256
@@ -12,12 +12,17 @@ MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 4096, 256
 
 @dataclass(eq=False)
 class BadRequestError(RequestError):
-    """Error of a body that cannot be served, with the fields of OpenAI's error object."""
+    """Error of a body that cannot be served, with the fields of OpenAI's error object.
+
+    Attributes:
+        too_long: tokens of a prompt that is too long, and the most that it may have; None for any other error.
+    """
 
     message: str
     param: str | None = None
     code: str = "invalid_request"
     status_code: int = 400
+    too_long: tuple[int, int] | None = field(default=None, kw_only=True)
 
     def __str__(self) -> str:
         return self.message
@@ -34,6 +39,9 @@ def as_bad_request(error: RequestError) -> BadRequestError:
     """Return an error with the fields of OpenAI's error object."""
     if isinstance(error, BadRequestError):
         return error
+    if isinstance(error, PromptTooLongError):
+        length = error.num_tokens, error.max_tokens
+        return BadRequestError(str(error), code="context_length_exceeded", too_long=length)
     if isinstance(error, EngineDiedError):
         return BadRequestError(str(error), code="engine_died", status_code=500)
     return BadRequestError(str(error))
@@ -43,6 +51,8 @@ def error_body(error: RequestError) -> Json:
     """Return OpenAI's error object."""
     known = as_bad_request(error)
     kind = "invalid_request_error" if known.status_code < 500 else "server_error"
+    if known.status_code == 429:
+        kind = "rate_limit_error"
     return {"error": {"message": shown_message(known), "type": kind, "param": shown_param(known), "code": known.code}}
 
 

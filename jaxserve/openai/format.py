@@ -14,10 +14,10 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from jaxserve.errors import RequestError, brief, did_you_mean
+from jaxserve.errors import PromptTooLongError, RequestError, brief, did_you_mean
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_chat
-from jaxserve.openai.errors import BadRequestError, Json, check_type
+from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, check_type
 from jaxserve.openai.tools import MessageForm
 from jaxserve.pooling import PoolingParams
 from jaxserve.request import TokenIds
@@ -279,6 +279,10 @@ def naming_fields(url: str) -> Iterator[None]:
         raise
     except RequestError as error:
         own = prompt_field(url)
+        if isinstance(error, PromptTooLongError):
+            known = as_bad_request(error)
+            known.param = own
+            raise known from error
         words = [own if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
         raise BadRequestError(str(error), next((word for word in words if word in _FIELDS[url]), None)) from error
 

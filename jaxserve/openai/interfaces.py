@@ -21,10 +21,12 @@ from jaxserve.openai.translation import Translation, naming
 if TYPE_CHECKING:
     from jaxserve.errors import RequestError
     from jaxserve.increments import Increment
+    from jaxserve.openai.errors import BadRequestError
     from jaxserve.outputs import RequestOutput
     from jaxserve.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+ANTHROPIC_OVERLOADED = 529  # status of Anthropic's service under load, by which its clients know it
 
 
 @runtime_checkable
@@ -132,6 +134,12 @@ INTERFACES = {
     MESSAGES: _OF_MESSAGES,
     COUNT_TOKENS: replace(_OF_MESSAGES, translate=chat_of_count),
 }
+
+
+def error_status_at(path: str, error: BadRequestError) -> int:
+    """Return the status of the reply with an error at a path."""
+    is_overload = path.startswith(MESSAGES) and error.status_code == 503
+    return ANTHROPIC_OVERLOADED if is_overload else error.status_code
 
 
 def error_body_at(path: str, error: RequestError) -> Json:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING
 
@@ -214,5 +215,8 @@ def _event(content: Json) -> bytes:
 def message_error_body(error: RequestError) -> Json:
     """Return Anthropic's error object."""
     known = as_bad_request(error)
+    if known.too_long is not None:  # Anthropic's clients look for these words
+        num_tokens, most = known.too_long
+        known = replace(known, message=f"prompt is too long: {num_tokens} tokens > {most} maximum. {known.message}")
     kind = _ERRORS.get(known.status_code, "invalid_request_error" if known.status_code < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": shown_message(known)}}

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 from jaxserve.errors import RequestError, brief
 from jaxserve.openai.errors import BadRequestError, as_bad_request
 from jaxserve.openai.format import CHAT, COMPLETIONS
-from jaxserve.openai.interfaces import error_body_at
+from jaxserve.openai.interfaces import error_body_at, error_status_at
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.pooling import TASKS
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES
 from jaxserve.server import http
 from jaxserve.server.admission import RefusedError
+from jaxserve.server.auth import given_key
 from jaxserve.server.call import Call
 from jaxserve.server.connection import MAX_HEAD_BYTES, MAX_HEADERS
 from jaxserve.server.cors import Origins
@@ -128,12 +129,7 @@ class App:
         if self._keys and not is_open:  # checked first, so that paths cannot be told apart
             tenant = self._keys.tenant(call.headers)
             if tenant is None:
-                raise BadRequestError(
-                    "an API key must be given, as Authorization: Bearer KEY; ask the operator for one",
-                    None,
-                    "invalid_api_key",
-                    401,
-                )
+                raise self._unauthorized(call)
             call.tenant = tenant
         if any(name == REQUEST_HEADER for name, _ in call.headers):
             call.header_makers.append(partial(self._load_header, call))
@@ -148,6 +144,16 @@ class App:
             why = "; responses are not stored" if call.path.startswith(f"{RESPONSES}/") else ""
             raise BadRequestError(f"there is no {brief(call.path)} here{why}", None, "not_found", 404)
         await handler(call)
+
+    def _unauthorized(self, call: Call) -> BadRequestError:
+        """Return the error of a request without a known key, in the terms of its client."""
+        is_anthropic = call.path.startswith(MESSAGES) or any(name == b"anthropic-version" for name, _ in call.headers)
+        where = "x-api-key: KEY" if is_anthropic else "Authorization: Bearer KEY"
+        if given_key(call.headers):
+            message = f"incorrect API key provided, as {where}: the server knows no such key; ask the operator for one"
+        else:
+            message = f"an API key must be given, as {where}, and none was; ask the operator for one"
+        return BadRequestError(message, None, "invalid_api_key", 401)
 
     def _load_header(self, call: Call) -> http.Headers:
         service = self.service
@@ -164,7 +170,8 @@ class App:
                     headers.append((b"www-authenticate", b"Bearer"))
                 elif error.status_code == 405:
                     headers.append((b"allow", ", ".join(self._methods(call.path)).encode()))
-                await http.send_json(call.send, error_body_at(call.path, error), error.status_code, headers)
+                status = error_status_at(call.path, error)
+                await http.send_json(call.send, error_body_at(call.path, error), status, headers)
                 return
             if call.error_events is None:  # a whole reply that cannot be finished
                 call.abort()

@@ -60,17 +60,22 @@ class Keys:
 
     def tenant(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
         """Return the tenant of a request; None if it has no key that is known. The time does not depend on which."""
-        given = b""
-        for name, value in headers:
-            if name == b"authorization" and value[:7].lower() == b"bearer ":
-                given = value[7:]
-            elif name == b"x-api-key":
-                given = value
-        digest, found = hashlib.sha256(given.strip()).digest(), None
+        digest, found = hashlib.sha256(given_key(headers)).digest(), None
         for known, tenant in self._tenants:
             if hmac.compare_digest(known, digest):
                 found = tenant
         return found
+
+
+def given_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Return the key that a request brings; empty if none."""
+    given = b""
+    for name, value in headers:
+        if name == b"authorization" and value[:7].lower() == b"bearer ":
+            given = value[7:]
+        elif name == b"x-api-key":
+            given = value
+    return given.strip()
 
 
 def _limits(options: Sequence[str]) -> Limits:

@@ -71,7 +71,7 @@ def test_vllms_path(server: Running, embedder: LLM) -> None:
         ("/v1/embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format", "must be one of"),
         ("/v1/embeddings", {"input": "a", "temperature": 0}, "temperature", "unsupported fields"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, "model", "model must be one of"),
-        ("/v1/embeddings", {"input": [5] * 65}, "input", "at most max_model_len tokens"),
+        ("/v1/embeddings", {"input": [5] * 65}, "input", "maximum context length is 64 tokens"),
         ("/v1/embeddings", {"input": ["a"] * 5}, "input", "input must be at most 4 prompts, got 5"),
         (
             "/v1/embeddings",
