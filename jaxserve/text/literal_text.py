@@ -173,8 +173,8 @@ def _without_special(backend: tokenizers.Tokenizer, special: set[str], key: str)
         pairs = zip(is_hidden, model["vocab"], strict=True)
         model["vocab"] = [[f"{key}{token}" if hides else token, score] for hides, (token, score) in pairs]
     if "merges" in model:
-        pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"])
-        model["merges"] = [pair for pair in pairs if not hidden & {*pair, "".join(pair)}]
+        merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model["merges"]]
+        model["merges"] = [merge for merge in merges if not hidden & {*merge, "".join(merge)}]
     twin = tokenizers.Tokenizer.from_str(json.dumps(content))
     twin.no_truncation()
     twin.no_padding()
