@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxserve.errors import ConfigError
 
+RUN_KEY = "JAXSERVE_RUN_KEY"
 DEFAULT_GPU_MEMORY_FRACTION = 0.75  # default of XLA's client
 _MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
@@ -21,6 +22,16 @@ def user_cache_dir() -> Path:
 def openai_api_key() -> str | None:
     """Return the key for servers with OpenAI's interface; None without one."""
     return os.environ.get("OPENAI_API_KEY") or None
+
+
+def run_key() -> str | None:
+    """Return the key that the processes of a run share; None without one."""
+    return os.environ.get(RUN_KEY) or None
+
+
+def child_variables(**own: str) -> dict[str, str]:
+    """Return the variables of a process that this one starts."""
+    return os.environ | own
 
 
 def xla_flags() -> str:

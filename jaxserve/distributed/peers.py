@@ -12,47 +12,38 @@ ends within `GRACE_S`.
 import atexit
 import contextlib
 import os
-import pickle
 import queue
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, NoReturn
 
+from jaxserve.distributed.channel import Channel
 from jaxserve.errors import ConfigError, PeerLostError
 
 BEAT_S = 1.0  # interval of heartbeats
 SILENCE_S = 20.0
 GRACE_S = 5.0
 CONNECT_S = 300.0
+MAX_WELCOMED = 64  # connections that have not proved the key yet
 LOSS_SHOWS_S = 2.0  # time from the failure of a collective to the end of a connection
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed next time
 
-_BEAT = b""
 Address = tuple[str, int]
 
 
-@dataclass(frozen=True)
-class _Closed:
-    """Last message of the leader."""
+class _Kind:
+    """First elements of messages."""
 
-
-@dataclass(frozen=True)
-class _Left:
-    """Message of a follower that ends in order although the leader has not closed."""
-
-
-@dataclass(frozen=True)
-class _Lost:
-    """Notice that a process was lost or has failed."""
-
-    message: str
+    EVENT = "event"
+    VALUES = "values"  # those of all processes, from the leader
+    VALUE = "value"  # that of a follower
+    CLOSED = "closed"  # the leader has ended
+    LEFT = "left"  # a follower ends in order although the leader has not closed
+    LOST = "lost"  # a process was lost or has failed
 
 
 class _Link:
@@ -61,42 +52,32 @@ class _Link:
     Neither direction waits more than `SILENCE_S` within a message: a process that is silent for longer is lost.
     """
 
-    def __init__(self, connection: "Connection[Any, Any]", name: str) -> None:
+    def __init__(self, channel: Channel, name: str) -> None:
         self.name = name
-        self._connection = connection
-        self._sending = threading.Lock()
+        self._channel = channel
 
-    def send(self, message: bytes) -> None:
+    def send(self, kind: str, content: Any = None) -> None:
         """Send a message; OSError if the other process is gone or does not receive."""
-        with self._sending:
-            self._connection.send_bytes(message)
+        self._channel.send([kind, content])
 
     def beat(self) -> None:
         """Send heartbeats until the other process is gone; the listening thread reports the loss."""
         with contextlib.suppress(OSError):
             while True:
-                self.send(_BEAT)
+                self._channel.beat()
                 time.sleep(BEAT_S)
 
-    def listen(self) -> Iterator[Any]:
-        """Yield the other process's messages; if it ends, is silent or cannot be read, yield the reason as a _Lost."""
+    def listen(self) -> Iterator[tuple[str, Any]]:
+        """Yield kind and content of the other process's messages; LOST if it ends, is silent or cannot be read."""
         try:
-            while self._connection.poll(SILENCE_S):
-                if (message := self._connection.recv_bytes()) != _BEAT:
-                    yield pickle.loads(message)
+            while self._channel.poll(SILENCE_S):
+                if (message := self._channel.receive()) is not None:
+                    kind, content = message
+                    yield kind, content
             reason = f"it was silent for {SILENCE_S:.0f} s"
         except Exception as error:  # any error, for example in a message of another version
             reason = f"its connection ended{f' ({error})' if str(error) else ''}"
-        yield _Lost(f"lost {self.name}: {reason}")
-
-
-def _connection(endpoint: socket.socket) -> "Connection[Any, Any]":
-    endpoint.setblocking(True)
-    wait = struct.pack("ll", int(SILENCE_S), 0)
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        endpoint.setsockopt(socket.SOL_SOCKET, option, wait)
-    endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return Connection(endpoint.detach())
+        yield _Kind.LOST, f"lost {self.name}: {reason}"
 
 
 def _in_background(function: Any, *args: Any) -> threading.Thread:
@@ -136,6 +117,7 @@ class Leader:
         self._loss_reported = threading.Event()  # set when a process is lost
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._links: list[_Link] = []
+        self._num_welcomed = threading.Semaphore(MAX_WELCOMED)
         joined: queue.SimpleQueue[_Link] = queue.SimpleQueue()
         _in_background(self._accept, listener, key, joined)
         deadline = time.monotonic() + CONNECT_S
@@ -157,13 +139,19 @@ class Leader:
     def _accept(self, listener: socket.socket, key: bytes, joined: "queue.SimpleQueue[_Link]") -> None:
         with contextlib.suppress(OSError):  # the listener is closed when all have connected
             while True:
-                _in_background(self._welcome, _connection(listener.accept()[0]), key, joined)
+                endpoint, places = listener.accept()[0], self._num_welcomed
+                if places.acquire(blocking=False):
+                    _in_background(self._welcome, endpoint, key, joined)
+                else:
+                    endpoint.close()
 
-    def _welcome(self, connection: "Connection[Any, Any]", key: bytes, joined: "queue.SimpleQueue[_Link]") -> None:
-        with contextlib.suppress(OSError, EOFError, AuthenticationError):  # not a process of this run
-            deliver_challenge(connection, key)
-            answer_challenge(connection, key)
-            joined.put(_Link(connection, connection.recv()))
+    def _welcome(self, endpoint: socket.socket, key: bytes, joined: "queue.SimpleQueue[_Link]") -> None:
+        with contextlib.suppress(OSError, EOFError, ValueError, AuthenticationError):  # not a process of this run
+            try:
+                channel = Channel(endpoint, key, is_leader=True, timeout_s=SILENCE_S)
+                joined.put(_Link(channel, str(channel.receive())))
+            finally:
+                self._num_welcomed.release()
 
     def claim(self) -> None:
         """Reserve the followers for an engine; ConfigError if another engine has them."""
@@ -171,15 +159,16 @@ class Leader:
             raise ConfigError("a run over many processes has one LLM; start another run for another one")
         self._is_claimed = True
 
-    def tell(self, event: object) -> None:
-        """Send an event to all followers, in the order of calls."""
+    def tell(self, event: Any) -> None:
+        """Send an event, a value of JSON, to all followers, in the order of calls."""
         self.check()
-        self._send(pickle.dumps(event))
+        self._send(_Kind.EVENT, event)
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all processes, the leader first; every process must call this at the same point."""
         values = [value, *(self._answers.get() for _ in self._links)]
-        self.tell(values)
+        self.check()
+        self._send(_Kind.VALUES, values)
         return values
 
     def check(self) -> None:
@@ -197,24 +186,24 @@ class Leader:
         """Let the followers end; has no effect the second time."""
         if not self._closing and self._lost is None:
             self._closing = True
-            self._send(pickle.dumps(_Closed()))
+            self._send(_Kind.CLOSED)
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, kind: str, content: Any = None) -> None:
         for link in self._links:
             try:
-                link.send(message)
+                link.send(kind, content)
             except OSError as error:
                 self._lose(f"lost {link.name}: it takes nothing any more ({error})")
 
     def _listen(self, link: _Link) -> None:
-        for message in link.listen():
-            if isinstance(message, _Lost):
-                self._lose(message.message)
+        for kind, content in link.listen():
+            if kind == _Kind.LOST:
+                self._lose(str(content))
                 return
-            if isinstance(message, _Left):
+            if kind == _Kind.LEFT:
                 _in_background(self._lose_after_grace, f"lost {link.name}: it has ended; see what it said")
             else:
-                self._answers.put(message)
+                self._answers.put(content)
 
     def _lose_after_grace(self, message: str) -> None:
         time.sleep(GRACE_S)
@@ -232,7 +221,7 @@ class Leader:
 
     def _report_loss(self, link: _Link, message: str) -> None:
         with contextlib.suppress(OSError):
-            link.send(pickle.dumps(_Lost(message)))
+            link.send(_Kind.LOST, message)
 
     def _exit_when_reported(self) -> NoReturn:
         """Exit after all followers are notified; else they would take the end of this process for the loss."""
@@ -256,13 +245,12 @@ class Follower:
     """
 
     def __init__(self, address: Address, key: bytes, process_id: int, host: str) -> None:
-        connection = _connection(socket.create_connection(address, timeout=CONNECT_S))
-        answer_challenge(connection, key)
-        deliver_challenge(connection, key)
-        connection.send(f"process {process_id} on {host}")
+        endpoint = socket.create_connection(address, timeout=CONNECT_S)
+        channel = Channel(endpoint, key, is_leader=False, timeout_s=SILENCE_S)
         self._name = f"process {process_id} on {host}"
-        self._link = _Link(connection, f"process 0 at {address[0]}")
-        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        channel.send(self._name)
+        self._link = _Link(channel, f"process 0 at {address[0]}")
+        self._events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         _in_background(self._listen)
         _in_background(self._link.beat)
@@ -271,19 +259,19 @@ class Follower:
     def claim(self) -> None:
         """Do nothing: the leader has one engine, and so has this process."""
 
-    def tell(self, event: object) -> None:
+    def tell(self, event: Any) -> None:
         """Do nothing: only the leader sends events."""
 
     def events(self) -> Iterator[Any]:
         """Yield the leader's events until it closes."""
-        while not isinstance(event := self._events.get(), _Closed):
-            yield event
+        while (message := self._events.get())[0] != _Kind.CLOSED:
+            yield message[1]
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the values of all processes, the leader first; every process must call this at the same point."""
-        self._link.send(pickle.dumps(value))
-        values = self._events.get()
-        if isinstance(values, _Closed):  # the leader could not start
+        self._link.send(_Kind.VALUE, value)
+        kind, values = self._events.get()
+        if kind == _Kind.CLOSED:  # the leader could not start
             sys.exit(0)
         return list(values)
 
@@ -292,29 +280,28 @@ class Follower:
         time.sleep(LOSS_SHOWS_S)
         message = f"{self._name} failed: {reason}"
         with contextlib.suppress(OSError):
-            self._link.send(pickle.dumps(_Lost(message)))
+            self._link.send(_Kind.LOST, message)
         _exit(message)
 
     def _listen(self) -> None:
-        for message in self._link.listen():
-            if isinstance(message, _Lost):
+        for kind, content in self._link.listen():
+            if kind == _Kind.LOST:
                 if not self._is_closed.is_set():
-                    _exit(message.message)
+                    _exit(str(content))
                 return
-            if isinstance(message, _Closed):
+            if kind == _Kind.CLOSED:
                 self._is_closed.set()
-            self._events.put(message)
+            self._events.put((kind, content))
 
     def _leave(self) -> None:
         """Leave the run at exit; jax itself would wait for the other processes and crash if they do not come."""
         if not self._is_closed.is_set():
             with contextlib.suppress(OSError):
-                self._link.send(pickle.dumps(_Left()))
+                self._link.send(_Kind.LEFT)
             self._is_closed.wait()  # unless the listening thread ends this process
 
 
-def listen() -> socket.socket:
-    """Open the listener for followers on a free port of this host, over IPv4 and, if available, IPv6."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
-    return socket.create_server(("", 0), backlog=128)
+def listen(host: str) -> socket.socket:
+    """Open the listener for followers on a free port of an address of this host, and of no other address."""
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, backlog=128)

@@ -14,7 +14,7 @@ from jaxserve.engine.build import build_runners, check_sizes, naming_exhaustion
 from jaxserve.engine.checkpoint import build_arch, build_sampling_params, output_limits, resolve_quantization
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.devices import Devices
-from jaxserve.engine.event_log import EventLog
+from jaxserve.engine.event_log import EventLog, event_to_json
 from jaxserve.engine.events import CacheReset, Record, ReplicaEvent, WeightsRead
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.lock_step import fail_others, require_same_options
@@ -230,7 +230,7 @@ class Engine:
         self.frontend.restart()
         self.core.take_events()
         if self.peers is not None and path is not None:
-            self.peers.tell(WeightsRead(path))
+            self.peers.tell(event_to_json(WeightsRead(path)))
         try:
             self.devices.replace(make)
         except BaseException as error:
@@ -320,7 +320,7 @@ def _open_logs(path: str, schedule: ScheduleConfig, num_replicas: int) -> list[E
 
 def _recorder(peers: Leader | Follower | None, logs: Sequence[EventLog]) -> Record | None:
     """Return a function to call with the events of a replica; None where nobody wants them."""
-    sinks: list[Record] = [] if peers is None else [peers.tell]
+    sinks: list[Record] = [] if peers is None else [lambda event: peers.tell(event_to_json(event))]
     sinks += [log.record for log in logs]
 
     def record(event: ReplicaEvent) -> None:

@@ -82,8 +82,7 @@ class EventLog:
 
     def record(self, event: ReplicaEvent) -> None:
         """Append an event."""
-        fields = [_to_json(field) for field in event]
-        self._write([type(event).__name__, *fields])
+        self._write(event_to_json(event))
 
     def close(self) -> None:
         """Write what is left to write; nothing is recorded any more."""
@@ -114,13 +113,23 @@ def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
     for name in ("windows", "tenant_weights", "targets"):
         sizes[name] = tuple(tuple(each) if isinstance(each, list) else each for each in sizes[name])
     schedule = ScheduleConfig(**sizes)
-    return schedule, (_from_json(*json.loads(line)) for line in lines[1:] if line.endswith("\n"))
+    return schedule, (event_from_json(json.loads(line)) for line in lines[1:] if line.endswith("\n"))
 
 
 def replay_log(path: str | Path) -> int:
     """Make the plans of a log again, and return their number; RuntimeError where one is another."""
     schedule, events = read_log(path)
     return replay(events, new_scheduler(schedule))
+
+
+def event_to_json(event: ReplicaEvent) -> list[Any]:
+    """Return an event as a value of JSON."""
+    return [type(event).__name__, *map(_to_json, event)]
+
+
+def event_from_json(content: list[Any]) -> ReplicaEvent:
+    """Return the event of a value from `event_to_json`."""
+    return _from_json(*content)
 
 
 def _to_json(field: Any) -> Any:

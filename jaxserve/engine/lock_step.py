@@ -7,6 +7,7 @@ from importlib.metadata import version
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.engine.devices import Devices
+from jaxserve.engine.event_log import event_from_json
 from jaxserve.engine.events import replay
 from jaxserve.errors import ConfigError
 from jaxserve.execution.executor import Executor
@@ -19,15 +20,15 @@ _OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options t
 
 def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None:
     """Raise ConfigError, in all processes, unless they have the same options and versions."""
-    own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _OWN}
-    own["versions of jaxserve and jax"] = version("jaxserve"), version("jax")
+    own = {f.name: repr(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in _OWN}
+    own["versions of jaxserve and jax"] = f"{version('jaxserve')}, {version('jax')}"
     own["files of jaxserve"] = source_digest("py", "json")
     first, *others = peers.exchange(own)
     for index, other in enumerate(others, start=1):
         for name, value in first.items():
             if other[name] != value:
                 raise ConfigError(
-                    f"all processes must have the same {name}, got {value!r} in process 0 and {other[name]!r} in "
+                    f"all processes must have the same {name}, got {value} in process 0 and {other[name]} in "
                     f"another ({index} of those that came)"
                 )
 
@@ -40,7 +41,9 @@ def follow(peers: Follower, scheduler: AnyScheduler, executor: Executor, devices
         executor.launch(plan, bucket)
 
     try:
-        replay(peers.events(), scheduler, launch, lambda path: devices.replace(devices.prepare(path)))
+        replay(
+            map(event_from_json, peers.events()), scheduler, launch, lambda path: devices.replace(devices.prepare(path))
+        )
     except Exception as error:
         traceback.print_exc()
         peers.fail(repr(error))

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxserve.environment import child_variables
 from jaxserve.errors import RequestError
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Child:
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
-    def _read(self, timeout_s: float) -> dict[str, Any] | None:
+    def _read(self, timeout_s: int | float) -> dict[str, Any] | None:
         """Return the next answer; None if it does not come in time, or if the process has ended."""
         assert self._process is not None, "it was started"
         assert self._process.stdout is not None, "it has pipes"
@@ -222,14 +223,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _new_process() -> subprocess.Popen[bytes]:
     # Not from the directory of the script, whose modules are no others' business; the packages are where they are here.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAYON_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, sys.path))
     try:
         return subprocess.Popen(
             [sys.executable, "-P", str(_SCRIPT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=environment,
+            env=child_variables(PYTHONPATH=path, RAYON_NUM_THREADS="1"),
         )
     except OSError as error:
         raise BusyError(f"structured_outputs need a process of their own to compile, but: {error}") from error

@@ -15,7 +15,7 @@ def main() -> None:
     if index:
         for event in peers.Follower(("127.0.0.1", port), KEY, index, "this host").events():
             raise AssertionError(event)
-    listener = peers.listen()
+    listener = peers.listen("127.0.0.1")
     print(listener.getsockname()[1], flush=True)
     _leader = peers.Leader(listener, KEY, count - 1)
     print("all have connected", flush=True)
