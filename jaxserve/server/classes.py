@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, brief
+from jaxserve.openai.errors import BadRequestError
 
 if TYPE_CHECKING:
     from jaxserve.openai.format import ParsedRequest
     from jaxserve.server.http import Headers
+    from jaxserve.server.rate_limits import Limits
 
 # llm-d's names, and those of the Gateway API extension that it comes from.
 OBJECTIVE = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
@@ -53,6 +55,21 @@ def in_class(request: ParsedRequest, headers: Headers, tenant: str, objectives: 
     if named not in objectives:
         return replace(request, ignored=(*request.ignored, OBJECTIVE[0].decode()))
     return replace(request, priority=objectives[named])
+
+
+def allowed_priority(priority: int | None, limits: Limits) -> int | None:
+    """Return the priority of a request whose key has limits: the one of its range next to 0 if it gives none.
+
+    Raises:
+        BadRequestError: it gives one that its key may not have. Whoever chooses any goes before all others.
+    """
+    least, largest = limits.min_priority, limits.max_priority
+    if priority is None:
+        return min(max(0, least), largest) or None
+    if not least <= priority <= largest:
+        message = f"priority must be in [{least}, {largest}] for this key, got {brief(priority)}; the operator sets "
+        raise BadRequestError(message + "the range in the key file", "priority", "priority_not_allowed", 403)
+    return priority
 
 
 def early_priority(body: Mapping[str, object], headers: Headers, objectives: Mapping[str, int]) -> int:

@@ -17,7 +17,7 @@ from jaxserve.openai.format import ParsedRequest, naming_fields, prompt_field
 from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface
 from jaxserve.openai.translation import naming
 from jaxserve.server import http
-from jaxserve.server.classes import early_priority, in_class, read_objectives
+from jaxserve.server.classes import allowed_priority, early_priority, in_class, read_objectives
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.json_pieces import MAX_VALUES, json_pieces, num_new_values, num_values
 from jaxserve.server.streams import BrokenStepError, Stream
@@ -142,6 +142,9 @@ class Generation:
             salt = json.dumps([call.tenant, request.cache_salt])
             request = replace(request, cache_salt=salt)
         request = in_class(request, call.headers, call.tenant, self._objectives)
+        if service.keys:
+            limits = service.admission.limits.of(call.tenant)
+            request = replace(request, priority=allowed_priority(request.priority, limits))
         return request, self._prepare_all(interface, request)
 
     def _prepare_all(self, interface: Interface, request: ParsedRequest) -> list[RequestGroup]:

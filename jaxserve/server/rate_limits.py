@@ -61,11 +61,15 @@ class Limits:
         requests_per_minute: requests that may begin in a minute.
         tokens_per_minute: tokens of prompts and outputs in a minute.
         max_open_requests: unfinished requests.
+        min_priority: least `priority` of a request, which is the most urgent one.
+        max_priority: largest `priority` of a request.
     """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     max_open_requests: int | None = None
+    min_priority: int = 0
+    max_priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,8 @@ class RateLimits:
             own.requests_per_minute or common.requests_per_minute,
             own.tokens_per_minute or common.tokens_per_minute,
             own.max_open_requests or common.max_open_requests,
+            own.min_priority,
+            own.max_priority,
         )
 
     def excess(self, tenant: str, num_tokens: int, now_s: int | float) -> Excess | None:

@@ -12,6 +12,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.server.admission import is_over_share
 from jaxserve.server.auth import Keys
+from jaxserve.server.classes import allowed_priority
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.degradation import BAND, DWELL_S, RUNGS, Ladder, threshold
 from jaxserve.server.rate_limits import Limits, RateLimits, TokenBucket
@@ -144,3 +145,21 @@ def test_shares_of_tenants() -> None:
     assert is_over_share({"a": 9, "b": 1}, "a")
     assert not is_over_share({"a": 9, "b": 1}, "b")
     assert not is_over_share({"a": 9}, "new")
+
+
+def test_priorities_are_a_range_of_the_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("plain:k1\nurgent:k2 min_priority=-2 max_priority=3\nbatch:k3 min_priority=5 max_priority=9\n")
+    limits = RateLimits(Limits(), Keys.of((), file).limits)
+    allowed = {"plain": [0], "urgent": [-2, 0, 3], "batch": [5, 9]}
+    refused = {"plain": [-1, 1, -(10**6)], "urgent": [-3, 4], "batch": [0, 4, 10]}
+    for tenant, priorities in allowed.items():
+        assert [allowed_priority(each, limits.of(tenant)) for each in priorities] == priorities
+        for priority in refused[tenant]:
+            with pytest.raises(BadRequestError, match="priority must be in"):
+                allowed_priority(priority, limits.of(tenant))
+    assert [allowed_priority(None, limits.of(tenant)) for tenant in allowed] == [None, None, 5]
+    for text in ("min_priority=1", "max_priority=-1", "min_priority=x", "min_priority=--1", f"max_priority={10**12}"):
+        file.write_text(f"a:k1 {text}\n")
+        with pytest.raises(ConfigError):
+            Keys.of((), file)

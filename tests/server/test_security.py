@@ -436,3 +436,23 @@ def test_other_origins_need_the_option(guarded: Running, hashed: Engine) -> None
             assert reply.status_code == code
         assert "access-control-allow-origin" not in server.client.get("/health", headers=other).headers
         assert server.client.options("/v1/completions", headers=asked | other).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_no_key_goes_before_others(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, path: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text("acme:alpha\nother:beta min_priority=-1 max_priority=1\n")
+    engine = hashed_engine(write_model(tmp_path_factory.mktemp("model")), scheduling_policy="priority")
+    messages = [{"role": "user", "content": "a"}]
+    body = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}.get(path, {"messages": messages})
+    body |= {"max_output_tokens" if path == "/v1/responses" else "max_tokens": 1}
+    with running(engine, api_key_file=file, objectives=["critical=-5"]) as server:
+
+        def status(key: str, priority: int | None = None, objective: str | None = None) -> int:
+            headers = {"x-api-key": key} | ({"x-llm-d-inference-objective": objective} if objective else {})
+            own = {} if priority is None else {"priority": priority}
+            return server.client.post(path, json=body | own, headers=headers).status_code
+
+        assert [status("alpha", priority) for priority in (None, 0, -1, 1, -1_000_000)] == [200, 200, 403, 403, 403]
+        assert [status("beta", priority) for priority in (None, -1, 1, -2)] == [200, 200, 200, 403]
+        assert status("alpha", objective="critical") == 403, "headers are the client's as well"
