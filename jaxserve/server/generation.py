@@ -115,9 +115,9 @@ class Generation:
                     self._check_whole(stream)
                 with self._service.streams.opened(stream):
                     if request.stream:
-                        await self._stream(call, stream, reply, headers)
+                        await self._stream(call, stream, reply, headers, has_echo=request.echo)
                     else:
-                        await self._reply(call, stream, reply, headers)
+                        await self._reply(call, stream, reply, headers, has_echo=request.echo)
         finally:
             if self._service.traces is not None:
                 self._service.traces.note(call.headers, groups)
@@ -163,17 +163,21 @@ class Generation:
                 )
         return groups
 
-    async def _reply(self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers) -> None:
+    async def _reply(
+        self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers, *, has_echo: bool
+    ) -> None:
         """Send a whole reply."""
         await stream.run()
         self._check_whole(stream)
         outputs = [group.output for group in stream.groups]
-        if sum(map(num_values, outputs)) <= MAX_VALUES:
+        if sum(num_values(each, has_echo=has_echo) for each in outputs) <= MAX_VALUES:
             await call.send_json(reply.body(outputs), headers=headers)
         else:
             await call.send_pieces(_pieces(reply, outputs), 200, http.JSON_TYPE, headers)
 
-    async def _stream(self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers) -> None:
+    async def _stream(
+        self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers, *, has_echo: bool
+    ) -> None:
         """Send increments as they come."""
         own = [(b"content-type", http.EVENTS_TYPE), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await call.send({"type": "http.response.start", "status": 200, "headers": [*own, *headers]})
@@ -192,7 +196,7 @@ class Generation:
             nonlocal long_events, resume
             output = stream.groups[number].output
             make = partial(reply.events, number, output, increments)
-            if repeats_body or num_new_values(output, increments) > MAX_VALUES:
+            if repeats_body or num_new_values(output, increments, has_echo=has_echo) > MAX_VALUES:
                 resume = _do_nothing
                 long_events = asyncio.ensure_future(send_long(make))
                 return False
@@ -212,7 +216,7 @@ class Generation:
                     long_events.cancel()
         self._check_whole(stream)
         outputs = [group.output for group in stream.groups]
-        is_short = not repeats_body and sum(map(num_values, outputs)) <= MAX_VALUES
+        is_short = not repeats_body and sum(num_values(each, has_echo=has_echo) for each in outputs) <= MAX_VALUES
         await self._send_events(call, partial(reply.last_events, outputs), is_short=is_short)
         await call.send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -37,23 +37,16 @@ def is_short(content: object) -> bool:
     return _left(content, MAX_VALUES) >= 0
 
 
-def num_values(output: RequestOutput) -> int:
+def num_values(output: RequestOutput, *, has_echo: bool) -> int:
     """Return an estimate of the values in the reply of one output, and in what its reply is made of."""
-    prompt_width = 1 if output.prompt_tables is None else _width(output.prompt_tables[1:2])
-    num_prompt = len(output.prompt_token_ids) * prompt_width if prompt_width > 1 or output.prompt is None else 0
-    vector = 0 if output.pooled is None else output.pooled.size
-    return (
-        num_prompt
-        + vector
-        + sum(
-            len(each.text) // VALUE_CHARS
-            + len(each.token_ids) * (1 if (first := each.logprobs_since(0, 1)) is None else _width(first))
-            for each in output.outputs
-        )
-    )
+    num = _num_prompt_values(output, has_echo=has_echo) + (0 if output.pooled is None else output.pooled.size)
+    for each in output.outputs:
+        first = each.logprobs_since(0, 1)
+        num += len(each.text) // VALUE_CHARS + len(each.token_ids) * (1 if first is None else _width(first))
+    return num
 
 
-def num_new_values(output: RequestOutput, increments: Sequence[Increment]) -> int:
+def num_new_values(output: RequestOutput, increments: Sequence[Increment], *, has_echo: bool) -> int:
     """Return the same estimate for the events of some increments; the first of a completion may echo the prompt."""
     num = 0
     for increment in increments:
@@ -61,8 +54,15 @@ def num_new_values(output: RequestOutput, increments: Sequence[Increment]) -> in
         width = 1 if increment.logprobs is None else _width(increment.logprobs[:1])
         num += len(increment.text) // VALUE_CHARS + num_tokens * width
         if num_tokens == len(increment.completion.token_ids):
-            num += len(output.prompt_token_ids) * (1 if output.prompt_tables is None else width)
+            num += _num_prompt_values(output, has_echo=has_echo)
     return num
+
+
+def _num_prompt_values(output: RequestOutput, *, has_echo: bool) -> int:
+    tables = output.prompt_tables
+    if tables is None and not has_echo:
+        return 0
+    return len(output.prompt_token_ids) * (1 if tables is None else _width(tables[1:2]))
 
 
 def _width(tables: Sequence[Mapping[int, Logprob] | None]) -> int:
