@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from jaxserve.errors import RequestError
 from jaxserve.openai.chat_formats import CallSyntax, ChatFormat, MessageSyntax
 from jaxserve.openai.tools import Function, Tools
 from jaxserve.structured_output.lark import WHITESPACE, form_rules, quoted, schema_rules, whitespace_options
@@ -40,10 +41,13 @@ def message_grammar(
         if tools.choice == "none" or not is_bound:
             return None
     grammar = _Grammar(chat_format.marks, token_id)
-    if chat_format.messages is not None:
-        grammar.headed(chat_format.messages, tools, form)
-    else:
-        grammar.marked(chat_format, tools, form, in_thought=in_thought)
+    try:
+        if chat_format.messages is not None:
+            grammar.headed(chat_format.messages, tools, form)
+        else:
+            grammar.marked(chat_format, tools, form, in_thought=in_thought)
+    except RecursionError:
+        raise RequestError("JSON schemas of tools and forms must be nested less deeply") from None
     return grammar.text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections import OrderedDict
@@ -13,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.errors import RequestError, install_extra
-from jaxserve.structured_output.lark import whitespace_options
+from jaxserve.structured_output.exact_schema import dumps, has_inexact_numbers
+from jaxserve.structured_output.lark import schema_rules, whitespace_options
 from jaxserve.structured_output.params import StructuredOutputsParams
 from jaxserve.structured_output.trial import Trials, refused
 
@@ -240,7 +240,12 @@ class GrammarCompiler:
             return make.grammar_from_lark(form.grammar)
         if form.choice is not None:
             return make.grammar_from_regex("|".join(f"({_escaped(text)})" for text in form.choice))
-        return make.grammar_from_json_schema(json.dumps(form.schema), None, whitespace_options(form))
+        options = whitespace_options(form)
+        if has_inexact_numbers(form.schema):
+            return make.grammar_from_lark(
+                "\n".join(["%llguidance {}", *schema_rules("start", form.schema, options), ""])
+            )
+        return make.grammar_from_json_schema(dumps(form.schema), None, options)
 
 
 def _escaped(text: str) -> str:

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+from jaxserve.errors import RequestError
+from jaxserve.structured_output.exact_schema import ExactSchema, dumps, has_inexact_numbers
 from jaxserve.structured_output.params import StructuredOutputsParams
 
 WHITESPACE = r"[ \t\n\r]{1,32}"  # space between tokens of JSON: without a limit, a weak model may sample nothing else
@@ -32,7 +34,12 @@ def form_rules(name: str, form: StructuredOutputsParams) -> list[str]:
 
 def schema_rules(name: str, schema: dict[str, Any], options: dict[str, Any]) -> list[str]:
     """Return the rules of a JSON schema, the first of which has the name."""
-    return [f"{name}: %json {json.dumps(schema | {'x-guidance': options})}"]
+    try:
+        if has_inexact_numbers(schema):
+            return ExactSchema(name, schema, options).rules
+        return [f"{name}: %json {dumps(schema | {'x-guidance': options})}"]
+    except RecursionError:
+        raise RequestError("JSON schemas must be nested less deeply") from None
 
 
 def quoted(text: str) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, no_type_check
 
 from jaxserve.errors import RequestError, brief, did_you_mean
@@ -47,7 +48,7 @@ class StructuredOutputsParams:
     append_forced_tokens: bool = False
 
     def __post_init__(self) -> None:
-        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
+        given = [name for name in _FORMS if self._is_given(name)]
         if len(given) != 1:
             raise RequestError(f"structured_outputs must have exactly one of {list(_FORMS)}, got {given}")
         if self.json_object not in (None, False, True):
@@ -69,17 +70,23 @@ class StructuredOutputsParams:
                 "shorten it"
             )
 
+    def _is_given(self, name: str) -> bool:
+        value = getattr(self, name)
+        return value is not None and (name != "json_object" or value is not False)
+
     def _read_json(self) -> None:
-        schema = self.json
+        schema: Any = self.json
         try:
             if isinstance(schema, str) and len(schema) <= MAX_GRAMMAR_CHARS:
                 schema = json.loads(schema)
-            is_schema = isinstance(schema, dict | bool)
+            is_schema = isinstance(schema, dict | bool) or (isinstance(schema, str) and schema is self.json)  # too long
             json.dumps(schema)
         except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(f"json must be a JSON schema, got {brief(self.json)}: {error}") from None
         if not is_schema:
             raise RequestError(f"json must be a JSON schema, an object or its text, got {brief(self.json)}")
+        if schema is False:
+            raise RequestError("json must be a schema that some value obeys, got false, which allows none")
 
     @property
     def is_json(self) -> bool:
@@ -88,16 +95,10 @@ class StructuredOutputsParams:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """JSON schema of the form, if it has one.
-
-        Raises:
-            RequestError: nothing obeys it.
-        """
+        """JSON schema of the form, if it has one."""
         schema = self.json if self.json is not None else {"type": "object"}
         if isinstance(schema, str):
-            schema = json.loads(schema)
-        if schema is False:
-            raise RequestError("json must be a schema that some value obeys, got false, which allows none")
+            schema = json.loads(schema, parse_float=_exact_float)
         return {} if schema is True else schema
 
     @property
@@ -112,7 +113,7 @@ class StructuredOutputsParams:
     @property
     def key(self) -> str:
         """Text of all that a compiled grammar depends on."""
-        kind = next(name for name in _FORMS if getattr(self, name) not in (None, False))
+        kind = next(name for name in _FORMS if self._is_given(name))
         return "\0".join((kind, self.text, str(self.disable_any_whitespace), self.whitespace_pattern or ""))
 
     @classmethod
@@ -127,6 +128,12 @@ class StructuredOutputsParams:
             hint = did_you_mean(unknown, names)
             raise RequestError(f"unsupported fields of structured_outputs {unknown}{hint}; supported are {names}")
         return cls(**value)
+
+
+def _exact_float(text: str) -> float | Decimal:
+    """Return a number that is written with a point or an exponent; a decimal if no float says the same."""
+    number = float(text)
+    return number if Decimal(repr(number)) == Decimal(text) else Decimal(text)
 
 
 @no_type_check

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -38,6 +39,7 @@ MAX_REFUSED = 1024  # grammars whose refusal is remembered
 REFUSED_S = 60.0  # time for which it is remembered, if another attempt may go better
 NICENESS = 5
 
+_UNKNOWN, _UNSATISFIABLE = re.compile(r"Unimplemented keys: (\[[^\n]*\])"), "Unsatisfiable schema"
 _SCRIPT = Path(__file__).with_name("child.py")
 
 
@@ -58,6 +60,14 @@ class BusyError(RequestError):
 
 def refused(reason: str) -> RequestError:
     """Return the error of a grammar that llguidance refuses."""
+    if unknown := _UNKNOWN.search(reason):
+        return RequestError(f"JSON schemas in structured_outputs must do without the keywords {unknown[1][:500]}")
+    if _UNSATISFIABLE in reason:
+        _, _, why = reason.partition(_UNSATISFIABLE)
+        return RequestError(
+            "JSON schemas in structured_outputs must be such that some value obeys them, but this is not so: "
+            f"{why.strip(': ').partition(chr(10))[0][:500]}"
+        )
     return RequestError(f"structured_outputs must be what llguidance accepts, but it said: {reason[:2000]}")
 
 

@@ -255,3 +255,15 @@ def test_the_same_form_and_tools_of_every_interface() -> None:
             )
             grammars.add(request.params.structured_outputs.grammar)
     assert len(grammars) == 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_large_integers_of_arguments_and_forms_are_exact(name: str) -> None:
+    number = {"type": "object", "properties": {"a": {"const": 2**53 + 1}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": number}}]
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": number | {"additionalProperties": False}}}
+    request = request_of(name, True, tools=tools, response_format=form)
+    for value in (2**53, 2**53 + 1):
+        for message in (Message(calls=[Call("f", {"a": value})]), Message(json.dumps({"a": value}))):
+            text = written(name, message).removesuffix("<|end|>").replace("[CALL_ID]abcdefghi", "")
+            assert ends(request, text, True) == (value > 2**53), text

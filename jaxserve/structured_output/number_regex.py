@@ -1,0 +1,92 @@
+"""Regular expressions of the decimal numbers on one side of a bound, which may have any number of digits."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+_ANY, _FRACTION = "(0|[1-9][0-9]*)", r"(\.[0-9]+)?"
+
+
+def bounded(keyword: str, bound: Decimal, *, is_integer: bool) -> list[str]:
+    """Return expressions, of which the numbers that obey a keyword of JSON schemas match one.
+
+    Args:
+        keyword: "minimum", "exclusiveMinimum", "maximum" or "exclusiveMaximum".
+        bound: its value.
+        is_integer: True for integers only.
+    """
+    is_strict, size = keyword.startswith("exclusive"), bound.copy_abs()  # `abs` would round it
+    free = _ANY if is_integer else _ANY + _FRACTION
+    if keyword.endswith("inimum"):
+        if bound >= 0:
+            return _at_least(size, is_strict=is_strict, is_integer=is_integer)
+        return [f"-{each}" for each in _at_most(size, is_strict=is_strict, is_integer=is_integer)] + [free]
+    if bound < 0 or (bound == 0 and is_strict):
+        return [f"-{each}" for each in _at_least(size, is_strict=is_strict, is_integer=is_integer)]
+    return [*_at_most(size, is_strict=is_strict, is_integer=is_integer), f"-{free}"]
+
+
+def _parts(bound: Decimal) -> tuple[int, str]:
+    """Return the whole part of a bound, and the digits of its fraction."""
+    whole, _, digits = format(bound, "f").partition(".")
+    return int(whole), digits.rstrip("0")
+
+
+def _at_least(bound: Decimal, *, is_strict: bool, is_integer: bool) -> list[str]:
+    whole, digits = _parts(bound)
+    if is_integer:
+        return [_whole_at_least(str(whole + bool(digits or is_strict)))]
+    same = _FRACTION if not digits and not is_strict else rf"\.{_digits_at_least(digits, is_strict=is_strict)}"
+    return [_whole_at_least(str(whole + 1)) + _FRACTION, f"{whole}{same}"]
+
+
+def _at_most(bound: Decimal, *, is_strict: bool, is_integer: bool) -> list[str]:
+    whole, digits = _parts(bound)
+    if is_integer:
+        whole -= is_strict and not digits
+        return [_whole_at_most(str(whole))] if whole >= 0 else []
+    found = [_whole_at_most(str(whole - 1)) + _FRACTION] if whole else []
+    if digits:
+        found.append(rf"{whole}(\.{_digits_at_most(digits, is_strict=is_strict)})?")
+    elif not is_strict:
+        found.append(rf"{whole}(\.0+)?")
+    return found
+
+
+def _whole_at_least(number: str) -> str:
+    if number == "0":
+        return _ANY
+    found = [number, f"[1-9][0-9]{{{len(number)},}}"]
+    for index, digit in enumerate(number):
+        if digit != "9":
+            found.append(f"{number[:index]}[{int(digit) + 1}-9][0-9]{{{len(number) - index - 1}}}")
+    return f"({'|'.join(found)})"
+
+
+def _whole_at_most(number: str) -> str:
+    found = [number] if len(number) == 1 else [number, "0", f"[1-9][0-9]{{0,{len(number) - 2}}}"]
+    for index, digit in enumerate(number):
+        least = int(index == 0 and len(number) > 1)
+        if int(digit) > least:
+            found.append(f"{number[:index]}[{least}-{int(digit) - 1}][0-9]{{{len(number) - index - 1}}}")
+    return f"({'|'.join(found)})"
+
+
+def _digits_at_least(digits: str, *, is_strict: bool) -> str:
+    """Return the expression of the digits of fractions that are not below others."""
+    if not digits:
+        return "[0-9]*[1-9][0-9]*" if is_strict else "[0-9]*"
+    found = [digits[0] + _digits_at_least(digits[1:], is_strict=is_strict)]
+    if digits[0] != "9":
+        found.append(f"[{int(digits[0]) + 1}-9][0-9]*")
+    return f"({'|'.join(found)})"
+
+
+def _digits_at_most(digits: str, *, is_strict: bool) -> str:
+    """Return the expression of the digits of fractions that are not above others, the last of which is not 0."""
+    found = [f"[0-{int(digits[0]) - 1}][0-9]*"] if digits[0] != "0" else []
+    if len(digits) > 1:
+        found.append(f"{digits[0]}({_digits_at_most(digits[1:], is_strict=is_strict)})?")
+    elif not is_strict:
+        found.append(f"{digits}0*")
+    return f"({'|'.join(found)})"
