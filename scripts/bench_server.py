@@ -31,7 +31,8 @@ from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.app import App
 from jaxserve.server.config import ServerConfig
-from jaxserve.server.serve import listen, new_server
+from jaxserve.server.serve import new_server
+from jaxserve.server.sockets import listen
 
 WAYS = ("generate", "whole", "streamed")
 

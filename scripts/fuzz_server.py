@@ -37,7 +37,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.server.app import App
 from jaxserve.server.config import ServerConfig
-from jaxserve.server.serve import listen, new_server
+from jaxserve.server.serve import new_server
+from jaxserve.server.sockets import listen
 
 PARTS = 10
 HEALTHY: dict[str, Any] = {

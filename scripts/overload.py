@@ -31,7 +31,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.server.app import App
 from jaxserve.server.config import ServerConfig
-from jaxserve.server.serve import listen, new_server
+from jaxserve.server.serve import new_server
+from jaxserve.server.sockets import listen
 
 LOOK_S = 0.05
 CAPACITY_S = 20  # length of the measurements of what the server sustains

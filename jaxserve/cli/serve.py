@@ -18,6 +18,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, install_extra
 from jaxserve.server.auth import Keys
 from jaxserve.server.config import ServerConfig
+from jaxserve.server.sockets import listen
 from jaxserve.vllm_options import SERVER_OPTIONS, server_options
 
 
@@ -43,18 +44,17 @@ def _run(args: Namespace) -> int:
     config = ServerConfig(**server_options(config_options(args, "server")))
     engine_config = EngineConfig(model=model, **engine_options(args))
     require_model(vars(engine_config))
-    try:
-        from jaxserve.server.serve import listen, serve  # noqa: PLC0415 - needs an extra
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("jaxserve"):
-            raise
-        raise ConfigError(f"jaxserve serve needs {error.name}; {install_extra('server')}") from error
     Keys.of(config.api_key, config.api_key_file)  # wrong ones are told before the model is loaded, as is a taken port
     with listen(config) as sock:
+        try:
+            from jaxserve.server.serve import serve  # noqa: PLC0415 - needs an extra, and imports jax
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("jaxserve"):
+                raise
+            raise ConfigError(f"jaxserve serve needs {error.name}; {install_extra('server')}") from error
         from jaxserve.engine.engine import Engine  # noqa: PLC0415 - imports jax
 
-        engine = Engine(engine_config)
-        serve(engine, config, sock, on_start=_tell_url)
+        serve(Engine(engine_config), config, sock, on_start=_tell_url)
     return 0
 
 

@@ -61,7 +61,7 @@ class Diary:
             return
         if self._refused:
             counts = ", ".join(f"{count} with {reason}" for reason, count in self._refused.most_common())
-            logger.info("refused %d requests in %.0f s: %s", self._refused.total(), seconds, counts)
+            logger.info("requests refused in %.0f s: %d (%s)", seconds, self._refused.total(), counts)
         self._refused.clear()
         self._refused_since_s = now_s
 
@@ -75,10 +75,9 @@ class Diary:
 
     def note_stop(self, num_open: int, timeout_s: float) -> None:
         """Log that a signal has come."""
-        logger.info("stopping after a signal: %d requests are open, and have %g s to end", num_open, timeout_s)
+        logger.info("stopping after a signal; open requests: %d, with %g s to end", num_open, timeout_s)
 
     def note_end(self, num_cut: int) -> None:
         """Log that the server has ended."""
         self.tell_refusals(at_once=True)
-        cut = f", of which {num_cut} were cut off" if num_cut else ""
-        logger.info("stopped after %d requests%s", self._num_requests, cut)
+        logger.info("stopped; requests: %d, cut off at the end: %d", self._num_requests, num_cut)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import socket
-import stat
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -14,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 
-from jaxserve.errors import ConfigError
 from jaxserve.server.app import App
 from jaxserve.server.connection import Connection
+from jaxserve.server.sockets import url_of
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -66,53 +64,6 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def listen(config: ServerConfig) -> socket.socket:
-    """Return a socket at the address of the options; ConfigError if it is taken."""
-    if config.uds is not None:
-        return _listen_at_path(config.uds)
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((config.host, config.port))
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"the server must get the address {config.host} and port {config.port}, but: {error.strerror}; "
-            "choose another --port"
-        ) from error
-    sock.set_inheritable(False)
-    return sock
-
-
-def _listen_at_path(path: str) -> socket.socket:
-    """Return a Unix domain socket; a file that a server has left behind is replaced."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if _is_left_behind(path):
-            os.unlink(path)
-        sock.bind(path)
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"the server must get the Unix socket {path}, but: {error.strerror or error}; choose another --uds"
-        ) from error
-    sock.set_inheritable(False)
-    return sock
-
-
-def _is_left_behind(path: str) -> bool:
-    """Return whether there is a socket at a path at which nothing listens."""
-    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
-        return False
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            return True
-    return False
-
-
 def serve(
     engine: Engine, config: ServerConfig, sock: socket.socket, on_start: Callable[[str], None] = lambda url: None
 ) -> None:
@@ -121,7 +72,7 @@ def serve(
     Args:
         engine: engine that nothing else drives.
         config: options.
-        sock: socket from `listen`.
+        sock: socket from `sockets.listen`.
         on_start: called with the URL when requests are taken.
     """
     new_server(App(engine, config), config, sock, on_start).run(sockets=[sock])
@@ -129,7 +80,7 @@ def serve(
 
 def new_server(app: App, config: ServerConfig, sock: socket.socket, on_start: Callable[[str], None]) -> uvicorn.Server:
     """Return the server of an application, to be run on a thread; see `serve`."""
-    url = _url(sock)
+    url = url_of(sock)
     options = uvicorn.Config(
         app,
         http=Connection,
@@ -149,11 +100,3 @@ def new_server(app: App, config: ServerConfig, sock: socket.socket, on_start: Ca
         on_start(url)
 
     return _Server(options, app, tell)
-
-
-def _url(sock: socket.socket) -> str:
-    """Return the address of a socket."""
-    if sock.family == socket.AF_UNIX:
-        return f"unix:{sock.getsockname()}"
-    host, port = sock.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -254,7 +255,7 @@ def test_a_server_has_the_keys_of_all_flags(
 ) -> None:
     seen: list[object] = []
     monkeypatch.setattr(Keys, "of", lambda given, _: seen.append(given))
-    monkeypatch.setattr("jaxserve.server.serve.listen", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("jaxserve.cli.serve.listen", lambda _: contextlib.nullcontext())
     monkeypatch.setattr("jaxserve.server.serve.serve", lambda engine, *_, **__: seen.append(engine))
     monkeypatch.setitem(sys.modules, "jaxserve.engine.engine", SimpleNamespace(Engine=lambda config: config.model))
     assert cli.main(["serve", *flags]) == 0
@@ -379,3 +380,23 @@ def test_all_flags_that_help_shows_are_completed(shell: str, capsys: pytest.Capt
         assert not [flag for flag in shown if not any(flag.lstrip("-") in line for line in lines)]
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("fault", ["port", "model", "key", "option"])
+def test_faults_of_a_server_are_told_without_jax(fault: str, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        arguments = {
+            "port": ["--port", str(taken.getsockname()[1])],
+            "model": ["/no/such"],
+            "key": ["--api-key-file", str(tmp_path / "absent")],
+            "option": ["--enable-lora"],
+        }[fault]
+        code = (
+            f"import sys; from jaxserve import cli; assert cli.main({['serve', *arguments]}) == 2; print(*sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stderr.startswith("jaxserve: error: ")
+    assert done.stderr.count("\n") == 1
+    assert "jax" not in done.stdout.split()

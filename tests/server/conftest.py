@@ -16,7 +16,8 @@ from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
 from jaxserve.server.app import App
 from jaxserve.server.config import ServerConfig
-from jaxserve.server.serve import listen, new_server
+from jaxserve.server.serve import new_server
+from jaxserve.server.sockets import listen
 from tests.e2e.conftest import llama
 from tests.e2e.sizes import SIZES
 from tests.soon_compiled import as_shipped

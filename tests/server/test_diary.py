@@ -13,7 +13,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.server import diary
 from jaxserve.server.config import ServerConfig
-from jaxserve.server.serve import listen
+from jaxserve.server.sockets import listen
 from tests.server.conftest import running
 
 BODY = {"prompt": "Once", "max_tokens": 3, "temperature": 0}
@@ -32,10 +32,9 @@ def test_start_refusals_and_end_are_logged(engine: Engine, caplog: pytest.LogCap
         assert server.client.get("/nothing").status_code == 404
     start, stop, refused, end = said(caplog)
     assert f"({engine.arch.architecture}) as tiny, other at {server.url}: max_model_len" in start
-    assert refused.startswith("refused 4 requests in ")
-    assert refused.endswith(" s: 3 with 400 invalid_request, 1 with 404 not_found")
-    assert stop == "stopping after a signal: 0 requests are open, and have 0.5 s to end"
-    assert end == "stopped after 5 requests"
+    assert refused.endswith(" s: 4 (3 with 400 invalid_request, 1 with 404 not_found)")
+    assert stop == "stopping after a signal; open requests: 0, with 0.5 s to end"
+    assert end == "stopped; requests: 5, cut off at the end: 0"
 
 
 def test_refusals_are_counted_at_intervals(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +48,7 @@ def test_refusals_are_counted_at_intervals(caplog: pytest.LogCaptureFixture, mon
     monkeypatch.setattr(diary, "REFUSALS_INTERVAL_S", 0.0)
     own.tell_refusals()
     own.tell_refusals()
-    assert said(caplog) == ["refused 81 requests in 0 s: 80 with 503 queue_full, 1 with 401 invalid_api_key"]
+    assert said(caplog) == ["requests refused in 0 s: 81 (80 with 503 queue_full, 1 with 401 invalid_api_key)"]
 
 
 @pytest.mark.parametrize("access_log", [False, True])
@@ -100,3 +99,14 @@ def test_all_streams_have_usage_and_ids_for_tokens_if_the_server_says_so(engine:
     assert '"usage": null' not in streamed
     assert "token_id:" in streamed
     assert all(token.startswith("token_id:") for token in whole["choices"][0]["logprobs"]["tokens"])
+
+
+def test_open_streams_are_counted_when_a_signal_comes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jaxserve.server")
+    own = diary.Diary(logs_access=False)
+    own.note_stop(3, 30.0)
+    own.note_end(2)
+    assert said(caplog) == [
+        "stopping after a signal; open requests: 3, with 30 s to end",
+        "stopped; requests: 0, cut off at the end: 2",
+    ]
