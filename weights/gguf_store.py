@@ -54,7 +54,7 @@ _NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _AGAIN = "download or convert it again"
-_EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
 # Settings of all Llama 3 models; files have the factors that follow from them instead.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -128,7 +128,6 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         "architectures": [_ARCHITECTURES[file.architecture]],
         "model_type": file.architecture,
         "vocab_size": file.tensors[_EMBEDDING].shape[0],
-        "tie_word_embeddings": _HEAD not in file.tensors,
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         **{field: _number(file, key, int) for key, field in _NEEDED.items()},

@@ -19,7 +19,6 @@ from jaxserve.weights.progress import progress_bar
 from jaxserve.weights.quantized import QuantizedPart, Schemes, quantized_view
 from jaxserve.weights.rows import (
     FLOATS,
-    HEADS,
     TEXT_PART,
     Params,
     Shardings,
@@ -28,6 +27,7 @@ from jaxserve.weights.rows import (
     hf_shapes,
     sharding_at,
 )
+from jaxserve.weights.stored_head import HEAD_NAMES, dropped_heads, with_tied_leaves, with_tied_tensors
 from jaxserve.weights.stored_tensor import HeldTensor, Part, StoredTensor, Tensor, Tensors, host_rows
 from jaxserve.weights.stores import store_of
 from jaxserve.weights.tree import tensors_of
@@ -67,8 +67,8 @@ def load(
 
     Tensors are read one after the other, each in parallel pieces, so that the host holds little more than one of them
     besides the result. Names may lack their first part, as in files of a model without its head. Rotary inverse
-    frequencies and causal masks are ignored, as are the head's matrix if embeddings are tied, what `specs` name unread,
-    layers that draft tokens, and all but the text part of a multimodal model.
+    frequencies and causal masks are ignored, as are a head that equals embeddings that are tied, what `specs` name
+    unread, layers that draft tokens, and all but the text part of a multimodal model.
 
     Args:
         path: directory with `model.safetensors`, with `model.safetensors.index.json` and the files it names, or in the
@@ -141,9 +141,9 @@ def assemble(
     """
     advice = "give them under the names of the checkpoint, or as the tree that weights.load returns"
     if any(isinstance(value, Mapping | Sequence) for value in tree.values()):
-        tensors: Mapping[str, Tensor] = tensors_of(specs, dict(tree), advice)
+        tensors: Mapping[str, Tensor] = tensors_of(specs, with_tied_leaves(specs, dict(tree), advice), advice)
     else:
-        tensors = _with_full_names(specs, tree)
+        tensors = with_tied_tensors(specs, _with_full_names(specs, tree))
         tensors = quantized_view(schemes, tensors, specs, "the weights")
         _check("the weights", specs, tensors, advice)
 
@@ -220,7 +220,7 @@ def open_tensors(
     Quantised matrices come under the names that they have unquantised. Tensors are those whose names begin with
     `prefix`.
     """
-    stored = _with_full_names(specs, stored_tensors(directory))
+    stored = with_tied_tensors(specs, _with_full_names(specs, stored_tensors(directory)))
     wanted = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
     tensors = quantized_view(schemes, wanted, specs, directory)
     advice = "check that config.json belongs to these weights, and has their quantization_config if they are quantised"
@@ -282,6 +282,8 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
     shared = [name for name in expected if name in tensors]
     drafting = _draft_layers([name for name in tensors if name not in expected])
     unread = {name for row in specs for name in row.unread}
+    dropped = dropped_heads(specs, tensors)
+    ignored = {*expected, *unread, *(name for name in HEAD_NAMES if name not in dropped)}
     if drafting:
         logger.info("%s: layers that draft tokens are not part of the model: %s", where, ", ".join(drafting))
     if others := sorted({part for name in tensors if (part := _other_part(name)) is not None}):
@@ -289,7 +291,9 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
     Mismatch(
         missing=[name for name in expected if name not in tensors],
         unexpected=[
-            name for name in tensors if name not in {*expected, *unread} and not _is_ignored(name, (*drafting, *others))
+            f"{name}, which differs from the tied embeddings" if name in dropped else name
+            for name in tensors
+            if name not in ignored and not _is_ignored(name, (*drafting, *others))
         ],
         misshapen=[
             f"{name} {tensors[name].shape} instead of {expected[name]}"
@@ -317,8 +321,8 @@ def _other_part(name: str) -> str | None:
 
 
 def _is_ignored(name: str, prefixes: tuple[str, ...]) -> bool:
-    """Return whether a tensor is computed, replaced by tied embeddings or in a part with one of these prefixes."""
-    return name.removesuffix(".weight") in HEADS or name.endswith(_COMPUTED) or name.startswith(prefixes)
+    """Return whether a tensor is computed, or in a part with one of these prefixes."""
+    return name.endswith(_COMPUTED) or name.startswith(prefixes)
 
 
 def _dtype_of(parts: Sequence[Part], dtype: jax.typing.DTypeLike | None) -> np.dtype:

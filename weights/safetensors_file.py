@@ -74,13 +74,15 @@ def _header_len(data: NDArray[np.uint8]) -> int:
 def release(view: NDArray[Any]) -> None:
     """Drop the pages that were read through a view of `map_file`: until then they count as the process's memory.
 
-    Neighbouring bytes in the same pages are dropped too; other threads that read them fault them in again.
+    Neighbouring bytes in the same pages are dropped too; other threads that read them fault them in again. Views of
+    other memory stay as they are.
     """
     whole = view
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
     file_map = whole.base
-    assert isinstance(file_map, mmap.mmap), "a view of map_file"
+    if not isinstance(file_map, mmap.mmap):
+        return
     file_start, file_end = np.lib.array_utils.byte_bounds(whole)
     begin, end = np.lib.array_utils.byte_bounds(view)
     begin = max(file_start, begin - begin % _FAULT_BYTES)

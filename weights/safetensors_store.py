@@ -103,7 +103,12 @@ def open_tensors(directory: FilePath) -> Tensors:
     if absent := [f for f in files if not (directory / f).is_file()]:
         raise CheckpointError(f"{directory / _INDEX} must name files beside it, got {absent} absent; download them too")
     mapped = {f: map_file(directory / f) for f in files}
-    return {name: mapped[f][name] for name, f in weight_map.items() if name in mapped[f]}
+    if lost := [name for name, f in weight_map.items() if name not in mapped[f]]:
+        raise CheckpointError(
+            f"{directory / _INDEX} must name tensors that the files have, got {', '.join(lost[:8])} in none; download "
+            f"them again"
+        )
+    return {name: mapped[f][name] for name, f in weight_map.items()}
 
 
 def _require_directory(directory: FilePath) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path as FilePath
 from typing import Any, Protocol, runtime_checkable
 
 from jaxserve.weights import gguf_store, orbax_store, safetensors_store
+from jaxserve.weights.stored_head import with_stored_switch
+from jaxserve.weights.stored_sizes import check_sizes
 from jaxserve.weights.stored_tensor import Tensors
 
 
@@ -38,10 +40,18 @@ def is_gguf(path: FilePath) -> bool:
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the parsed config.json of a checkpoint, or what a GGUF file has in its place.
 
+    If weights are beside it, `tie_word_embeddings` is as they have it: see `with_stored_switch`.
+
     Raises:
-        CheckpointError: it is missing or malformed.
+        CheckpointError: it is missing or malformed, or claims larger sizes than the weights have.
     """
-    return (gguf_store if is_gguf(FilePath(path)) else safetensors_store).read_config(path)
+    store = store_of(FilePath(path))
+    config = (gguf_store if store is gguf_store else safetensors_store).read_config(path)
+    if not store.has_weights(FilePath(path)):
+        return config
+    tensors = store.open_tensors(FilePath(path))
+    check_sizes(config, tensors, path)
+    return with_stored_switch(config, tensors, path)
 
 
 def has_config(path: str | os.PathLike[str]) -> bool:

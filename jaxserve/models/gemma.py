@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import offset_norm
@@ -72,8 +71,6 @@ def _arch(config: Mapping[str, Any], period: int, **overrides: Any) -> ArchConfi
         logit_soft_cap=values["final_logit_softcapping"],
         **overrides,
     )
-    if not arch.tied_embeddings:
-        raise ConfigError("tie_word_embeddings must be true for Gemma, got false")
     return dataclasses.replace(arch, embed_scale=math.sqrt(arch.hidden_size))
 
 

@@ -64,9 +64,8 @@ def param_specs(
     if len(names.qkv) == 1:
         rows, heads = [sum(rows)], heads[:1]
     head = (f"{names.head}.weight", f"{names.head}.bias")
-    unread = () if arch.pooler is None else head
     specs = [
-        ParamSpec(("embed",), (V, D), ("vocab", "embed"), (f"{names.embed}.weight",), (V,), unread=unread),
+        ParamSpec(("embed",), (V, D), ("vocab", "embed"), (f"{names.embed}.weight",), (V,)),
         *_norm(("final_norm",), names.final_norm, D),
     ]
     if names.positions is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import ParamSpec
 from jaxserve.pooling import Activation, Pooler, PoolingKind
+from jaxserve.weights.rows import HEADS
 
 if TYPE_CHECKING:
     from jaxserve.models.arch import ArchConfig
@@ -97,12 +98,16 @@ def _cross_encoder_activation(config: Mapping[str, Any]) -> Activation | None:
 
 def pooling_arch(arch: ArchConfig, pooler: Pooler) -> ArchConfig:
     """Return the sizes of a decoder that pools: it has no matrix of logits."""
-    return dataclasses.replace(arch, pooler=pooler, tied_embeddings=True)
+    return replace(arch, pooler=pooler, tied_embeddings=True)
 
 
-def head_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return the row of the classification head, if there is one."""
-    if arch.pooler is None or not arch.pooler.num_labels:
-        return []
+def pooling_specs(arch: ArchConfig, specs: list[ParamSpec]) -> list[ParamSpec]:
+    """Return the rows of a model that pools: without a head of logits, with one for labels if there is one."""
+    if arch.pooler is None:
+        return specs
+    unread = tuple(f"{module}.{name}" for module in HEADS for name in ("weight", "bias"))
+    specs = [replace(spec, unread=unread) if spec.path == ("embed",) else spec for spec in specs]
+    if not arch.pooler.num_labels:
+        return specs
     size, hidden = arch.pooler.num_labels, arch.hidden_size
-    return [ParamSpec((HEAD,), (size, hidden), (None, "embed"), (f"{HEAD}.weight",), (size,), exact=True)]
+    return [*specs, ParamSpec((HEAD,), (size, hidden), (None, "embed"), (f"{HEAD}.weight",), (size,), exact=True)]

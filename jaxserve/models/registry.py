@@ -127,7 +127,7 @@ def family(arch: ArchConfig) -> ModelFamily:
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return one row per tensor of a model."""
-    return [*family(arch).param_specs(arch), *pooling.head_specs(arch)]
+    return pooling.pooling_specs(arch, family(arch).param_specs(arch))
 
 
 def num_params(arch: ArchConfig) -> int:

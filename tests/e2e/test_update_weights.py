@@ -201,13 +201,25 @@ def test_a_stream_that_begins_again_says_so(llm: LLM, llama: Path, other: Path) 
     llm.update_weights(llama)
 
 
+def test_without_a_head_the_embeddings_make_the_logits(start: Start, llama: Path, other: Path) -> None:
+    engine = start()
+    named = by_name(other, engine)
+    del named["lm_head.weight"]
+    engine.update_weights(named)
+    tied = generate(engine, PROMPTS, GREEDY)
+    engine.update_weights(named | {"lm_head.weight": named["model.embed_tokens.weight"]})
+    for output, wanted in zip(generate(engine, PROMPTS, GREEDY), tied, strict=True):
+        assert_same(output, wanted)
+    engine.update_weights(llama)
+
+
 def test_what_is_not_of_this_model_changes_nothing(start: Start, other: Path, tmp_path: Path) -> None:
     engine = start()
     expected = generate(engine, PROMPTS, GREEDY)
     output = engine.add_request("0", PROMPTS[0], GREEDY)
     busy_step(engine)
     named = by_name(other, engine)
-    name = next(iter(named))
+    name = "model.norm.weight"
     checkpoints.write_checkpoint(tmp_path, "llama", vocab_size=VOCAB_SIZE + 1)
     served = jax.tree.map(lambda leaf: leaf[..., :1], engine.devices.params)
     for wrong, message in [

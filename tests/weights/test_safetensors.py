@@ -108,20 +108,20 @@ def test_layers_that_draft_tokens_are_left_out_and_named(checkpoint, params, cap
 def test_computed_and_tied_tensors_are_ignored(checkpoint, params):
     tied = [spec for spec in SPECS if spec.path != ("lm_head",)]
     inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
-    rewrite(checkpoint, lambda t: t.update(inv_freq))
+    rewrite(checkpoint, lambda t: t.update(inv_freq, **{"lm_head.weight": t["model.embed_tokens.weight"]}))
     del params["lm_head"]
     assert_trees_equal(weights.load(checkpoint, tied), params)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_published_files_of_gpt_neox_are_read(tmp_path, tied):
-    """They hold causal masks, and some a head that tied embeddings replace."""
+    """They hold causal masks, and some a copy of the embeddings as the head."""
     write_checkpoint(tmp_path, "gpt_neox", tie_word_embeddings=tied)
     specs = registry.param_specs(registry.from_hf_config(weights.read_config(tmp_path)))
     expected = weights.load(tmp_path, specs)
     masks = {"bias": np.ones((1, 1, 4, 4), bool), "masked_bias": np.ones(1, np.float32)}
     more = {f"gpt_neox.layers.1.attention.{name}": mask for name, mask in masks.items()}
-    more |= {"embed_out.weight": np.ones((131, 64), np.float32)} if tied else {}
+    more |= {"embed_out.weight": read_all(tmp_path)["gpt_neox.embed_in.weight"]} if tied else {}
     rewrite(tmp_path, lambda tensors: tensors.update(more))
     assert_trees_equal(weights.load(tmp_path, specs), expected)
     rewrite(tmp_path, lambda tensors: tensors.pop("gpt_neox.layers.1.attention.dense.bias"))
@@ -357,10 +357,12 @@ def test_tensors_that_the_index_forgets_or_invents(tmp_path, params):
     weights.save(tmp_path, SPECS, params, CONFIG, max_shard_bytes=50_000)
     file = tmp_path / "model.safetensors.index.json"
     index = json.loads(file.read_text())
-    del index["weight_map"]["model.norm.weight"]
-    index["weight_map"]["lm_head.weight"] = min(index["weight_map"].values())
-    file.write_text(json.dumps(index))
-    assert "2 missing: model.norm.weight, lm_head.weight" in failure(tmp_path)
+    forgotten = {name: of for name, of in index["weight_map"].items() if name != "model.norm.weight"}
+    file.write_text(json.dumps(index | {"weight_map": forgotten}))
+    assert "1 missing: model.norm.weight" in failure(tmp_path)
+    last = {"lm_head.weight": min(name for name in forgotten.values() if name != forgotten["lm_head.weight"])}
+    file.write_text(json.dumps(index | {"weight_map": index["weight_map"] | last}))
+    assert "must name tensors that the files have, got lm_head.weight in none" in failure(tmp_path)
 
 
 def test_torch_weights_are_to_be_converted(tmp_path):
