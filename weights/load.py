@@ -254,7 +254,20 @@ def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT])
     tensors = {name.replace(TEXT_PART, "", 1): tensor for name, tensor in tensors.items()}
     tensors = _with_experts_apart({name for row in specs for name in row.hf_names}, tensors)
     names = {name.partition(".")[2]: name for row in specs for name in row.hf_names if name not in tensors}
-    return {names.get(name, name): tensor for name, tensor in tensors.items()}
+    return _with_own_axes(specs, {names.get(name, name): tensor for name, tensor in tensors.items()})
+
+
+def _with_own_axes(specs: Sequence[TensorRow], tensors: dict[str, TensorT]) -> dict[str, TensorT]:
+    """Return tensors with stacks of matrices as `specs` have them, where files have each matrix transposed.
+
+    Published checkpoints of some models have them so, and those that transformers writes of the same models not.
+    """
+    for row in specs:
+        for name, (count, *sides) in hf_shapes(row).items() if row.stacked else ():
+            tensor: Any = tensors.get(name)
+            if tensor is not None and tuple(tensor.shape) == (count, *sides[::-1]) and sides != sides[::-1]:
+                tensors[name] = tensor.swapaxes(1, 2)
+    return tensors
 
 
 def _with_experts_apart(expected: Set[str], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:

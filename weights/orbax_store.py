@@ -59,6 +59,12 @@ class ChunkedTensor:
         """Transpose, not read either."""
         return ChunkedTensor(self.store.T, self.source)
 
+    def swapaxes(self, axis1: int, axis2: int, /) -> "ChunkedTensor":
+        """Return the tensor with two axes exchanged, not read either."""
+        order = list(range(len(self.shape)))
+        order[axis1], order[axis2] = axis2, axis1
+        return ChunkedTensor(self.store.transpose(order), self.source)
+
     def __len__(self) -> int:
         return self.shape[0]
 

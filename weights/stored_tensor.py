@@ -80,6 +80,10 @@ class HeldTensor:
         """Transpose, a view of the same memory."""
         return HeldTensor(self.array.T)
 
+    def swapaxes(self, axis1: int, axis2: int, /) -> "HeldTensor":
+        """Return a view of the same memory with two axes exchanged."""
+        return HeldTensor(self.array.swapaxes(axis1, axis2))
+
     def __len__(self) -> int:
         return len(self.array)
 

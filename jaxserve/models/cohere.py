@@ -14,8 +14,9 @@ from jaxserve.layers.rope import pair_halves
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, SWITCH, layer_windows, read_fields
+from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, read_fields
 from jaxserve.models.layer_facts import LayerOptions
+from jaxserve.models.layer_kinds import full_every, read_windows
 from jaxserve.models.params import Params, ParamSpec
 
 _DEFAULTS = {
@@ -29,7 +30,6 @@ _DEFAULTS = {
 _FIELDS = {"num_hidden_layers": SIZE, "layer_norm_eps": POSITIVE, "logit_scale": POSITIVE}
 _FIELDS |= {"model_max_length": SIZE.or_null()}
 _COHERE2_DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4}
-_COHERE2_FIELDS = {"sliding_window": SIZE.or_null(), "sliding_window_pattern": SIZE, "layer_types": STRINGS.or_null()}
 
 
 def cohere_arch(config: Mapping[str, Any]) -> ArchConfig:
@@ -41,10 +41,9 @@ def cohere_arch(config: Mapping[str, Any]) -> ArchConfig:
 def cohere2_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse the config.json of Command R7B or A: layers with a window rotate, the others do not."""
     config = {**_COHERE2_DEFAULTS, **config}
-    values, arch = read_fields(config, _COHERE2_FIELDS), _arch(config)
-    period, layers = values["sliding_window_pattern"], range(arch.num_layers)
-    kinds = values["layer_types"] or [SLIDING if (layer + 1) % period else FULL for layer in layers]
-    windows = layer_windows(kinds, arch.num_layers, values["sliding_window"])
+    period = read_fields(config, {"sliding_window_pattern": SIZE})["sliding_window_pattern"]
+    arch = _arch(config)
+    windows = read_windows(config, arch.num_layers, full_every(period))
     ropes = tuple(rope if window is not None else None for rope, window in zip(arch.ropes, windows, strict=True))
     return dataclasses.replace(arch, windows=windows, ropes=ropes)
 

@@ -17,6 +17,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
 from jaxserve.models.layer_facts import LatentAttention, LayerOptions
+from jaxserve.models.layer_kinds import read_kinds
 from jaxserve.models.params import Params, ParamSpec
 
 _V2_DEFAULTS = {
@@ -114,11 +115,11 @@ def v3_arch(config: Mapping[str, Any], defaults: Mapping[str, Any] = _V3_DEFAULT
 def glm_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse a GLM-4.7-Flash config.json, which may name the kind of each layer; by default the first has no experts."""
     arch = v3_arch({"first_k_dense_replace": 1, **config}, _GLM_DEFAULTS)
-    kinds = config.get("mlp_layer_types")
-    if kinds is None:
-        return arch
-    if not isinstance(kinds, list) or len(kinds) != arch.num_layers or not {_DENSE, _SPARSE}.issuperset(kinds):
-        raise ConfigError(f"mlp_layer_types must be {arch.num_layers} of {_DENSE!r} and {_SPARSE!r}, got {kinds}")
+
+    def default(layer: int) -> str:
+        return _DENSE if layer in arch.dense_layers else _SPARSE
+
+    kinds = read_kinds(config, arch.num_layers, default, (_DENSE, _SPARSE), "mlp_layer_types")
     dense = frozenset(layer for layer, kind in enumerate(kinds) if kind == _DENSE)
     return dataclasses.replace(arch, dense_layers=dense)
 

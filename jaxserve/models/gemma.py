@@ -12,12 +12,12 @@ from jaxtyping import Array, Float
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import offset_norm
-from jaxserve.layers.rope import RopeConfig
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, layer_windows, one_of, read_fields
+from jaxserve.models.hf_config import POSITIVE, SIZE, Kind, one_of, read_fields, read_rope
 from jaxserve.models.layer_facts import LayerOptions
+from jaxserve.models.layer_kinds import by_kind, full_every, read_windows
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.post_normed import post_norm_specs
 
@@ -34,11 +34,8 @@ _FIELDS = {
     "num_hidden_layers": SIZE,
     "hidden_activation": one_of(["gelu_pytorch_tanh"]),
     "query_pre_attn_scalar": POSITIVE,
-    "sliding_window": SIZE,
     "attn_logit_softcapping": POSITIVE.or_null(),
     "final_logit_softcapping": POSITIVE.or_null(),
-    "layer_types": STRINGS.or_null(),
-    "sliding_window_pattern": SIZE.or_null(),
     "rope_local_base_freq": POSITIVE.or_null(),
 }
 
@@ -46,15 +43,21 @@ _FIELDS = {
 def gemma2_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Read a Gemma 2 config.json."""
     soft_caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    return _arch({**_DEFAULTS, **soft_caps, **config}, period=2)
+    config = {**_DEFAULTS, **soft_caps, **config}
+    period = Kind("2 or null", lambda value: value in (2, None))
+    read_fields(config, {"sliding_window_pattern": period})
+    return _arch(config, period=2)
 
 
 def gemma3_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Read the config.json of a Gemma 3 text model; those of text parts leave out most of what is the default."""
     sizes = {"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072}
     config = {**_DEFAULTS, **sizes, "rope_theta": 1e6, "rope_local_base_freq": 1e4, **config}
-    arch, local = _arch(config, period=6, qk_norm=True), _local_rope(config)
-    ropes = (rope if window is None else local for rope, window in zip(arch.ropes, arch.windows, strict=True))
+    fields = {"sliding_window_pattern": SIZE, "attn_logit_softcapping": Kind("null", lambda value: value is None)}
+    period = read_fields({"sliding_window_pattern": 6, **config}, fields)["sliding_window_pattern"]
+    full, local = by_kind(config, config["rope_local_base_freq"])
+    arch, local_rope = _arch(full, period, qk_norm=True), read_rope(local)
+    ropes = (rope if window is None else local_rope for rope, window in zip(arch.ropes, arch.windows, strict=True))
     # The length of checkpoints is the extended one, as in vLLM: the factor of their linear RoPE is not applied again.
     longest = min(arch.max_position, read_fields(config, {"max_position_embeddings": SIZE})["max_position_embeddings"])
     return dataclasses.replace(arch, ropes=tuple(ropes), max_position=longest)
@@ -64,7 +67,7 @@ def _arch(config: Mapping[str, Any], period: int, **overrides: Any) -> ArchConfi
     values = read_fields(config, _FIELDS)
     arch = llama.arch(
         {**config, "hidden_act": "silu"},  # the activation has another name and value here
-        windows=_windows(values, period),
+        windows=read_windows(config, values["num_hidden_layers"], full_every(period)),
         mlp_bias=False,
         query_scale=float(values["query_pre_attn_scalar"]) ** -0.5,
         soft_cap=values["attn_logit_softcapping"],
@@ -72,23 +75,6 @@ def _arch(config: Mapping[str, Any], period: int, **overrides: Any) -> ArchConfi
         **overrides,
     )
     return dataclasses.replace(arch, embed_scale=math.sqrt(arch.hidden_size))
-
-
-def _windows(values: Mapping[str, Any], period: int) -> tuple[int | None, ...]:
-    """Return the window of each layer: by `layer_types` where given, else all but the last of each period have one."""
-    layers, kinds = values["num_hidden_layers"], values["layer_types"]
-    if kinds is None:
-        period = values["sliding_window_pattern"] or period
-        kinds = [SLIDING if (layer + 1) % period else FULL for layer in range(layers)]
-    return layer_windows(kinds, layers, values["sliding_window"])
-
-
-def _local_rope(config: Mapping[str, Any]) -> RopeConfig:
-    """Return the rotation of layers with a window, in the new spelling (by kind of layer) or the old one."""
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    local = parameters.get(SLIDING) if isinstance(parameters, Mapping) else None
-    theta = (local or {}).get("rope_theta") or config["rope_local_base_freq"]
-    return RopeConfig(float(read_fields({"rope_theta": theta}, {"rope_theta": POSITIVE})["rope_theta"]))
 
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:

@@ -20,20 +20,17 @@ from jaxserve.models.family import ModelFamily
 from jaxserve.models.global_attention import read_global_attention
 from jaxserve.models.hf_config import (
     COUNT,
-    FULL,
     POSITIVE,
     SIZE,
-    SLIDING,
-    STRINGS,
     SWITCH,
     TABLE,
     Kind,
-    layer_windows,
     one_of,
     read_fields,
     read_rope,
 )
 from jaxserve.models.layer_facts import LayerInputs, LayerOptions
+from jaxserve.models.layer_kinds import FULL, SLIDING, full_every, layer_windows, read_kinds
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.post_normed import post_norm_specs
 
@@ -67,7 +64,6 @@ _FIELDS = {
     "num_global_key_value_heads": SIZE.or_null(),
     "per_layer_config": TABLE.or_null(),
     "hidden_activation": one_of(["gelu_pytorch_tanh"]),
-    "layer_types": STRINGS.or_null(),
     "rope_parameters": TABLE.or_null(),
     "final_logit_softcapping": POSITIVE.or_null(),
     "use_bidirectional_attention": Kind("vision or null: attention is causal", lambda v: v in ("vision", None)),
@@ -80,10 +76,10 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
     """Read the config.json of a Gemma 4 text model; those of text parts leave out most of what is the default."""
     config = {**_DEFAULTS, **config}
     values = read_fields(config, _FIELDS)
-    num_layers, kinds = values["num_hidden_layers"], values["layer_types"]
-    kinds = kinds or [SLIDING if (layer + 1) % 6 else FULL for layer in range(num_layers)]
+    num_layers = values["num_hidden_layers"]
+    kinds = read_kinds(config, num_layers, full_every(6))
     kinds = [*kinds[:-1], FULL]  # whatever it says, as in transformers
-    windows = layer_windows(kinds, num_layers, values["sliding_window"])
+    windows = layer_windows(kinds, values["sliding_window"])
     rope, both = values["rope_parameters"] or _ROPES, dict.fromkeys(_ROPES, TABLE)
     tables = read_fields(rope if {*_ROPES} & {*rope} else dict.fromkeys(_ROPES, rope), both)
     ropes = {kind: read_rope({**config, "rope_parameters": table}) for kind, table in tables.items()}

@@ -5,8 +5,9 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.kv_forms import HeadVectors
-from jaxserve.models.hf_config import FULL, SIZE, TABLE, read_fields
+from jaxserve.models.hf_config import SIZE, TABLE, read_fields
 from jaxserve.models.layer_facts import GlobalAttention
+from jaxserve.models.layer_kinds import FULL
 
 
 def read_global_attention(values: Mapping[str, Any], kinds: list[str]) -> GlobalAttention:

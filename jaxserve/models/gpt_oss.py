@@ -8,7 +8,8 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama, mixtures
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, layer_windows, read_fields
+from jaxserve.models.hf_config import POSITIVE, SIZE, read_fields
+from jaxserve.models.layer_kinds import full_every, read_windows
 from jaxserve.models.params import ParamSpec
 
 _DEFAULTS = {
@@ -34,8 +35,6 @@ _ROPE = {
 }
 _FIELDS = {
     "num_hidden_layers": SIZE,
-    "sliding_window": SIZE.or_null(),
-    "layer_types": STRINGS.or_null(),
     "swiglu_alpha": POSITIVE,
     "swiglu_limit": POSITIVE,
 }
@@ -48,7 +47,6 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
         config["rope_parameters"] = _ROPE
     values = read_fields(config, _FIELDS)
     num_layers = values["num_hidden_layers"]
-    kinds = values["layer_types"] or [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
     return llama.arch(
         config,
         experts=mixtures.read_experts(
@@ -56,7 +54,7 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
             softmax_of_chosen=True,
             activation=ClampedSwiglu(float(values["swiglu_limit"]), float(values["swiglu_alpha"])),
         ),
-        windows=layer_windows(kinds, num_layers, values["sliding_window"]),
+        windows=read_windows(config, num_layers, full_every(2)),
         mlp_bias=False,
     )
 

@@ -11,24 +11,20 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from jaxserve.errors import ConfigError
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.models import llama, mixtures
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import (
     COUNT,
-    FULL,
     POSITIVE,
     SIZE,
-    SLIDING,
-    STRINGS,
     Kind,
-    layer_windows,
     one_of,
     read_fields,
 )
 from jaxserve.models.layer_facts import LayerOptions
+from jaxserve.models.layer_kinds import FULL, SLIDING, read_kinds, read_windows
 from jaxserve.models.mamba import mamba, mamba_specs, read_mamba
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.state_layers import replace_attention
@@ -54,8 +50,6 @@ def _is_thetas(value: object) -> bool:
 
 _SWA_FIELDS = {
     "num_hidden_layers": SIZE,
-    "sliding_window": SIZE.or_null(),
-    "layer_types": STRINGS.or_null(),
     "layer_rope_theta": Kind("a list of numbers, 0 for a layer without rotation", _is_thetas).or_null(),
 }
 
@@ -68,7 +62,7 @@ _SHARED_DEFAULTS = {
     "layer_types": None,
 }
 _SHARED_FIELDS = {"num_hidden_layers": SIZE, "num_local_experts": COUNT, "shared_intermediate_size": COUNT}
-_HYBRID_FIELDS = {"layer_types": STRINGS.or_null(), "position_embedding_type": one_of(["rope", "nope"]).or_null()}
+_HYBRID_FIELDS = {"position_embedding_type": one_of(["rope", "nope"]).or_null()}
 _ATTENTION = ("attention", FULL)  # the first is the name in published checkpoints, the second transformers'
 _MAMBA = ("mamba", "linear_attention")  # likewise
 _TENSORS = {  # tensors of a layer in checkpoints, by the name of the row
@@ -99,8 +93,6 @@ def granite_swa_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse the config.json of a Granite model with sliding windows."""
     config = {**_SWA_DEFAULTS, **config}
     arch, values = granite_arch(config), read_fields(config, _SWA_FIELDS)
-    layers = range(arch.num_layers)
-    kinds = values["layer_types"] or [SLIDING if layer % 4 else FULL for layer in layers]
     ropes, thetas = arch.ropes, values["layer_rope_theta"]
     if thetas is not None:
         read_fields(
@@ -111,7 +103,7 @@ def granite_swa_arch(config: Mapping[str, Any]) -> ArchConfig:
             dataclasses.replace(rope, theta=float(theta)) if rope and theta else None
             for rope, theta in zip(ropes, thetas, strict=True)
         )
-    windows = layer_windows(kinds, arch.num_layers, values["sliding_window"])
+    windows = read_windows(config, arch.num_layers, lambda layer: SLIDING if layer % 4 else FULL)
     return dataclasses.replace(arch, windows=windows, ropes=ropes)
 
 
@@ -136,12 +128,7 @@ def hybrid_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse the config.json of a Granite 4 model, whose layers have attention or Mamba-2."""
     config = {**_SHARED_DEFAULTS, "shared_intermediate_size": 1024, **config}
     values, arch = read_fields(config, _HYBRID_FIELDS), shared_moe_arch(config)
-    kinds = values["layer_types"] or [_MAMBA[0]] * arch.num_layers
-    if len(kinds) != arch.num_layers or not {*_ATTENTION, *_MAMBA}.issuperset(kinds):
-        raise ConfigError(
-            f"layer_types must be {arch.num_layers} of {_ATTENTION[0]!r} and {_MAMBA[0]!r} (or {FULL!r} and "
-            f"{_MAMBA[1]!r}), got {kinds}"
-        )
+    kinds = read_kinds(config, arch.num_layers, lambda _: _MAMBA[0], (*_ATTENTION, *_MAMBA))
     states = frozenset(layer for layer, kind in enumerate(kinds) if kind in _MAMBA)
     has_rope = values["position_embedding_type"] == "rope"
     ropes = tuple(rope if has_rope and layer not in states else None for layer, rope in enumerate(arch.ropes))

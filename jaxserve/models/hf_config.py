@@ -4,7 +4,9 @@ Defaults that depend on the family are merged into the config by the family befo
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,13 +54,34 @@ NUMBERS = Kind(
 TABLE = Kind("an object", lambda value: isinstance(value, Mapping))
 
 
+_read: ContextVar[set[str] | None] = ContextVar("read", default=None)
+
+
+@contextmanager
+def noting_fields() -> Iterator[set[str]]:
+    """Collect the names of all fields that are read, in the set that this returns."""
+    names: set[str] = set()
+    token = _read.set(names)
+    try:
+        yield names
+    finally:
+        _read.reset(token)
+
+
 def read_fields(config: Mapping[str, Any], kinds: Mapping[str, Kind]) -> dict[str, Any]:
     """Return the values of the fields in `kinds`, None if absent; ConfigError names every field of a wrong kind."""
+    if (noted := _read.get()) is not None:
+        noted.update(kinds)
     values = {name: config.get(name) for name in kinds}
     bad = [f"{name} must be {kinds[name].words}, got {v!r}" for name, v in values.items() if not kinds[name].holds(v)]
     if bad:
         raise ConfigError(f"config.json: {'; '.join(bad)}")
     return values
+
+
+def read_num_layers(config: Mapping[str, Any]) -> int:
+    """Return the number of layers."""
+    return int(read_fields(config, {"num_hidden_layers": SIZE})["num_hidden_layers"])
 
 
 def read_dtype(config: Mapping[str, Any]) -> str:
@@ -99,6 +122,19 @@ _ROPE_FIELDS = {
 }
 
 
+def _same_for_all(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters of rotations, which newer files may give by the kind of layer."""
+    by_kind = {name: value for name, value in raw.items() if name.endswith("_attention")}
+    if not by_kind:
+        return raw
+    first, *others = read_fields(by_kind, dict.fromkeys(by_kind, TABLE)).values()
+    if any(other != first for other in others):
+        raise ConfigError(
+            f"config.json: the parameters of rotations must be the same for all kinds of layers, got {by_kind}"
+        )
+    return dict(first)
+
+
 def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) -> RopeConfig:
     """Read RoPE settings from the new field (`rope_parameters`) or the old ones (`rope_scaling`, `rope_theta`, `type`).
 
@@ -113,7 +149,7 @@ def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) 
     kinds = {"rope_scaling": TABLE.or_null(), "rope_parameters": TABLE.or_null()}
     spelled = read_fields(config, kinds)
     raw = spelled["rope_scaling"] or spelled["rope_parameters"] or {}
-    raw = read_fields({"full_attention": raw, **raw}, {"full_attention": TABLE})["full_attention"]
+    raw = _same_for_all(raw)
     shared = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
     kind = raw.get("rope_type") or raw.get("type") or "default"
     is_whole = kind == "proportional"  # its fraction is one of pairs, all of which have a place in the rotation
@@ -134,16 +170,6 @@ def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) 
     numbers = {k: tuple(map(float, v)) if isinstance(v, list) else float(v) for k, v in options.items()}
     fraction = 1.0 if is_whole else float(fields["partial_rotary_factor"] or 1.0)
     return RopeConfig(float(fields["rope_theta"]), kind, tuple(sorted(numbers.items())), fraction)
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-def layer_windows(kinds: Sequence[str], num_layers: int, window: int | None) -> tuple[int | None, ...]:
-    """Return the window of each layer from `layer_types`; ConfigError unless there is a known one for each layer."""
-    if len(kinds) != num_layers or not {FULL, SLIDING}.issuperset(kinds):
-        raise ConfigError(f"layer_types must be {num_layers} of {FULL!r} and {SLIDING!r}, got {list(kinds)}")
-    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def max_position(max_position_embeddings: int, rope: RopeConfig) -> int:

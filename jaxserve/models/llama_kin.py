@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import RmsNorm, rms_norm
@@ -15,16 +16,14 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block, Fold, ModelFamily
 from jaxserve.models.hf_config import (
     COUNT,
-    FULL,
     SIZE,
-    SLIDING,
     STRINGS,
     SWITCH,
     Kind,
-    layer_windows,
     one_of,
     read_fields,
 )
+from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows
 from jaxserve.models.params import Params, ParamSpec
 
 _SMOLLM3_DEFAULTS = {
@@ -41,9 +40,6 @@ _SMOLLM3_FIELDS = {
     "no_rope_layers": Kind(
         "a list of 0 and 1", lambda value: isinstance(value, list) and all(COUNT.holds(v) and v < 2 for v in value)
     ).or_null(),
-    "layer_types": STRINGS.or_null(),
-    "use_sliding_window": SWITCH,
-    "sliding_window": SIZE.or_null(),
 }
 _SEED_OSS_DEFAULTS = {
     "num_key_value_heads": 8,
@@ -63,10 +59,15 @@ def smollm3_arch(config: Mapping[str, Any]) -> ArchConfig:
     rotated = values["no_rope_layers"] or [int((layer + 1) % interval != 0) for layer in layers]
     if len(rotated) < len(layers):  # longer lists are cut off, as in transformers
         read_fields({"no_rope_layers": rotated}, {"no_rope_layers": Kind(f"a list of {len(layers)}", lambda _: False)})
-    window = values["sliding_window"] if values["use_sliding_window"] else None
-    kinds = values["layer_types"] or [FULL if rotated[layer] else SLIDING for layer in layers]
+    given = read_fields(config, {"layer_types": STRINGS.or_null(), "use_sliding_window": SWITCH})
+    if SLIDING in (given["layer_types"] or ()) and not given["use_sliding_window"] and config.get("sliding_window"):
+        raise ConfigError(
+            f"config.json: use_sliding_window must be true if layer_types has {SLIDING!r}, got false; remove "
+            f"sliding_window if the model has none"
+        )
+    windows = read_windows(config, arch.num_layers, lambda layer: FULL if rotated[layer] else SLIDING, has_switch=True)
     ropes = tuple(rope if rotated[layer] else None for layer, rope in enumerate(arch.ropes))
-    return dataclasses.replace(arch, ropes=ropes, windows=layer_windows(kinds, arch.num_layers, window))
+    return dataclasses.replace(arch, ropes=ropes, windows=windows)
 
 
 def seed_oss_arch(config: Mapping[str, Any]) -> ArchConfig:

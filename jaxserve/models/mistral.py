@@ -11,10 +11,12 @@ from jaxserve.layers.rope import GrowingRotation
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import NUMBER, SIZE, read_fields
+from jaxserve.models.hf_config import NUMBER, POSITIVE, SIZE, read_fields, read_num_layers
 from jaxserve.models.layer_facts import LayerOptions
+from jaxserve.models.layer_kinds import SLIDING, read_windows, same_windows
 from jaxserve.models.params import Params
 
+_ORIGINAL = "original_max_position_embeddings"
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
 _MINISTRAL3_DEFAULTS = {
     "max_position_embeddings": 262144,
@@ -34,14 +36,16 @@ _MINISTRAL3_ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-_FIELDS = {"num_hidden_layers": SIZE, "sliding_window": SIZE.or_null()}
 
 
 def arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Parse a Mistral config.json."""
+    """Parse a Mistral or Ministral config.json: all layers have the window, or those of `layer_types`."""
     config = {**_DEFAULTS, **config}
-    values = read_fields(config, _FIELDS)
-    windows = (values["sliding_window"],) * values["num_hidden_layers"]
+    windows = read_windows(config, read_num_layers(config), lambda _: SLIDING)
+    return _arch(config, windows)
+
+
+def _arch(config: Mapping[str, Any], windows: tuple[int | None, ...]) -> ArchConfig:
     return llama.arch(config, windows=windows, qkv_bias=False, o_bias=False, mlp_bias=False)
 
 
@@ -49,14 +53,15 @@ def ministral3_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse the config.json of a Ministral 3 text model."""
     config = {**_MINISTRAL3_DEFAULTS, **config}
     if not (config.get("rope_parameters") or config.get("rope_scaling")):
-        shared = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
-        config["rope_parameters"] = {**_MINISTRAL3_ROPE, **shared}
-    parsed = arch(config)
+        read_fields(config, {"rope_theta": POSITIVE.or_null()})  # the default parameters have one, which counts
+        config["rope_parameters"] = _MINISTRAL3_ROPE
+    parsed = _arch(config, same_windows(config))
     parameters = config.get("rope_scaling") or config["rope_parameters"]
     growth = read_fields(parameters, {"llama_4_scaling_beta": NUMBER.or_null()})["llama_4_scaling_beta"]
     if growth is None:
         return parsed
-    trained = read_fields(parameters, {"original_max_position_embeddings": SIZE})["original_max_position_embeddings"]
+    lengths = {**parameters, **(config if _ORIGINAL in config else {})}
+    trained = read_fields(lengths, {_ORIGINAL: SIZE})[_ORIGINAL]
     pair = (float(growth), float(trained))
     ropes = tuple(rope and dataclasses.replace(rope, query_growth=pair) for rope in parsed.ropes)
     return dataclasses.replace(parsed, ropes=ropes)

@@ -8,8 +8,9 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block, ModelFamily
-from jaxserve.models.hf_config import COUNT, SIZE, SWITCH, Kind, read_fields
-from jaxserve.models.mixtures import block, param_specs, read_experts
+from jaxserve.models.hf_config import COUNT, SIZE, SWITCH, Kind, read_fields, read_num_layers
+from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows, same_windows
+from jaxserve.models.mixtures import block, param_specs, read_experts, stacked
 from jaxserve.models.params import ParamSpec
 from jaxserve.models.post_normed import project_normed_whole, whole_norm_specs
 
@@ -41,12 +42,7 @@ def _is_layers(value: object) -> bool:
     return isinstance(value, list) and all(COUNT.holds(layer) for layer in value)
 
 
-_QWEN3_FIELDS = {
-    "num_hidden_layers": SIZE,
-    "moe_intermediate_size": SIZE,
-    "norm_topk_prob": SWITCH,
-    "use_sliding_window": SWITCH,
-}
+_QWEN_FIELDS = {"moe_intermediate_size": SIZE, "norm_topk_prob": SWITCH}
 _SPARSE_FIELDS = {
     "num_hidden_layers": SIZE,
     "decoder_sparse_step": SIZE,
@@ -60,11 +56,22 @@ _QWEN2_DEFAULTS = {
     "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632,
     "qkv_bias": True,
+    "max_window_layers": 28,
 }
 _QWEN2_FIELDS = {
     "shared_expert_intermediate_size": SIZE,
     "qkv_bias": SWITCH,
-    "use_sliding_window": Kind("false: windows of Qwen2-MoE are not supported", lambda value: value is False),
+    "max_window_layers": COUNT,
+}
+_QWEN3_VL_DEFAULTS = {
+    "max_position_embeddings": 128000,
+    "num_key_value_heads": 16,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "intermediate_size": 5632,
+    "moe_intermediate_size": 1408,
+    "rope_theta": 5e5,
+    "tie_word_embeddings": True,
 }
 _OLMOE_DEFAULTS = {
     "max_position_embeddings": 4096,
@@ -84,32 +91,41 @@ _OLMOE_FIELDS = {
 def mixtral_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse a Mixtral config.json."""
     config = {**_MIXTRAL_DEFAULTS, **config}
-    values = read_fields(config, {"num_hidden_layers": SIZE, "sliding_window": SIZE.or_null()})
-    windows = (values["sliding_window"],) * values["num_hidden_layers"]
     experts = read_experts(config)
-    return llama.arch(config, experts=experts, windows=windows, qkv_bias=False, o_bias=False, mlp_bias=False)
+    return llama.arch(
+        config, experts=experts, windows=same_windows(config), qkv_bias=False, o_bias=False, mlp_bias=False
+    )
 
 
 def qwen2_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse a Qwen2-MoE config.json."""
     config = {**_QWEN3_DEFAULTS, **_QWEN2_DEFAULTS, **config}
-    values = read_fields(config, {**_QWEN3_FIELDS, **_QWEN2_FIELDS})
+    values = read_fields(config, _QWEN2_FIELDS)
+
+    def default(layer: int) -> str:
+        return FULL if layer % 2 or layer >= values["max_window_layers"] else SLIDING
+
+    windows = read_windows(config, read_num_layers(config), default, has_switch=True)
     shared = values["shared_expert_intermediate_size"]
-    return _qwen_arch(config, values, shared_ffn_size=shared, qkv_bias=values["qkv_bias"], o_bias=False)
+    return _qwen_arch(config, shared_ffn_size=shared, windows=windows, qkv_bias=values["qkv_bias"], o_bias=False)
 
 
 def qwen3_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse a Qwen3-MoE config.json."""
     config = {**_QWEN3_DEFAULTS, **config}
-    return _qwen_arch(config, read_fields(config, _QWEN3_FIELDS), qk_norm=True)
+    is_wide = not read_fields(config, {"use_sliding_window": SWITCH})["use_sliding_window"]
+    windows = same_windows({**config, "sliding_window": None} if is_wide else config)
+    return _qwen_arch(config, windows=windows, qk_norm=True)
 
 
-def _qwen_arch(
-    config: Mapping[str, Any], values: Mapping[str, Any], *, shared_ffn_size: int = 0, **facts: Any
-) -> ArchConfig:
-    window = None
-    if values["use_sliding_window"]:
-        window = read_fields(config, {"sliding_window": SIZE.or_null()})["sliding_window"]
+def qwen3_vl_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse the text part of a Qwen3-VL model with experts, whose weights sum to one."""
+    config = {**_QWEN3_DEFAULTS, **_QWEN3_VL_DEFAULTS, **config, "norm_topk_prob": True}
+    return _qwen_arch(config, qk_norm=True)
+
+
+def _qwen_arch(config: Mapping[str, Any], *, shared_ffn_size: int = 0, **facts: Any) -> ArchConfig:
+    values = read_fields(config, _QWEN_FIELDS)
     return llama.arch(
         config,
         experts=read_experts(
@@ -119,7 +135,6 @@ def _qwen_arch(
             shared_ffn_size=shared_ffn_size,
         ),
         dense_layers=dense_layers(config),
-        windows=(window,) * values["num_hidden_layers"],
         mlp_bias=False,
         **facts,
     )
@@ -144,6 +159,17 @@ def olmoe_param_specs(arch: ArchConfig) -> list[ParamSpec]:
     return param_specs(arch) + whole_norm_specs(arch)
 
 
+def qwen3_vl_param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return the rows of `param_specs`, with the experts of a layer as two tensors unless they are quantised."""
+
+    def as_stored(spec: ParamSpec) -> ParamSpec:
+        if spec.path[-1] not in ("experts_gate_up", "experts_down"):
+            return spec
+        return stacked(arch, spec, f"model.layers.{spec.path[1]}.mlp.experts")
+
+    return [as_stored(spec) for spec in param_specs(arch)]
+
+
 _FOLDS = llama.FOLDS[:2]  # the norm before the experts feeds the router too
 _olmoe_block: Block = partial(block, project=project_normed_whole)
 _qwen2_specs = partial(param_specs, shared="shared_expert", shared_gate=True)
@@ -151,4 +177,5 @@ _mixtral_specs = partial(param_specs, module="block_sparse_moe", parts=("w1", "w
 MIXTRAL = ModelFamily(mixtral_arch, _mixtral_specs, block, rms_norm, _FOLDS)
 QWEN2_MOE = ModelFamily(qwen2_arch, _qwen2_specs, block, rms_norm, _FOLDS)
 QWEN3_MOE = ModelFamily(qwen3_arch, param_specs, block, rms_norm, _FOLDS)
+QWEN3_VL_MOE = ModelFamily(qwen3_vl_arch, qwen3_vl_param_specs, block, rms_norm, _FOLDS)
 OLMOE = ModelFamily(olmoe_arch, olmoe_param_specs, _olmoe_block, rms_norm, _FOLDS)

@@ -15,7 +15,8 @@ from jaxserve.layers.rope import pair_halves
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block, Fold, ModelFamily
-from jaxserve.models.hf_config import FRACTION, POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
+from jaxserve.models.hf_config import FRACTION, POSITIVE, SWITCH, Kind, one_of, read_fields
+from jaxserve.models.layer_kinds import same_windows
 from jaxserve.models.layer_normed import FOLDS, Names, block, param_specs
 from jaxserve.models.params import Params
 
@@ -38,7 +39,7 @@ _STARCODER2_DEFAULTS = {
     "use_bias": True,
     "tie_word_embeddings": True,
 }
-_STARCODER2_FIELDS = {"use_bias": SWITCH, "sliding_window": SIZE.or_null(), "num_hidden_layers": SIZE}
+_STARCODER2_FIELDS = {"use_bias": SWITCH}
 
 
 def neox_arch(config: Mapping[str, Any]) -> ArchConfig:
@@ -70,7 +71,7 @@ def starcoder2_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse a StarCoder2 config.json."""
     config = {**_STARCODER2_DEFAULTS, **config}
     values = read_fields(config, _STARCODER2_FIELDS)
-    bias, windows = values["use_bias"], (values["sliding_window"],) * values["num_hidden_layers"]
+    bias, windows = values["use_bias"], same_windows(config)
     return _arch(config, "norm_epsilon", windows=windows, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 
 

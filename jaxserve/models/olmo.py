@@ -9,13 +9,13 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block, ModelFamily
-from jaxserve.models.hf_config import FULL, SIZE, SLIDING, STRINGS, TABLE, layer_windows, read_fields, read_rope
+from jaxserve.models.hf_config import read_rope
+from jaxserve.models.layer_kinds import SLIDING, by_kind, full_every, read_kinds, read_windows
 from jaxserve.models.params import ParamSpec
 from jaxserve.models.post_normed import block, post_norm_specs, project_normed_whole, whole_norm_specs
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "head_dim": None}
 _OLMO3_DEFAULTS = {**_DEFAULTS, "rope_theta": 5e5, "sliding_window": 4096}
-_OLMO3_FIELDS = {"num_hidden_layers": SIZE, "sliding_window": SIZE.or_null(), "layer_types": STRINGS.or_null()}
 
 
 def olmo2_arch(config: Mapping[str, Any]) -> ArchConfig:
@@ -26,14 +26,12 @@ def olmo2_arch(config: Mapping[str, Any]) -> ArchConfig:
 def olmo3_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse an OLMo 3 config.json: scaled rotations, if any, are those of layers without a window."""
     config = {**_OLMO3_DEFAULTS, **config}
-    values, arch = read_fields(config, _OLMO3_FIELDS), olmo2_arch(config)
+    full, local = by_kind(config, _OLMO3_DEFAULTS["rope_theta"])
+    arch, local_rope = olmo2_arch(full), read_rope(local)
     num_layers, whole = arch.num_layers, arch.ropes[0]
-    kinds = values["layer_types"] or [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(num_layers)]
-    assert whole is not None, "every layer rotates"
-    given = read_fields({SLIDING: {}, **(config.get("rope_parameters") or {})}, {SLIDING: TABLE.or_null()})[SLIDING]
-    local = read_rope({**config, "rope_scaling": None, "rope_parameters": {"rope_theta": whole.theta, **(given or {})}})
-    ropes = tuple(local if kind == SLIDING else whole for kind in kinds)
-    windows = layer_windows(kinds, num_layers, values["sliding_window"])
+    kinds = read_kinds(config, num_layers, full_every(4))
+    ropes = tuple(local_rope if kind == SLIDING else whole for kind in kinds)
+    windows = read_windows(config, num_layers, full_every(4))
     return dataclasses.replace(arch, windows=windows, ropes=ropes)
 
 

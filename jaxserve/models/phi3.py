@@ -8,13 +8,12 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import SIZE, TABLE, read_fields
+from jaxserve.models.hf_config import TABLE, read_fields
+from jaxserve.models.layer_kinds import same_windows
 
 _ORIGINAL = "original_max_position_embeddings"
 _DEFAULTS = {"max_position_embeddings": 4096, _ORIGINAL: 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
 _FIELDS = {
-    "num_hidden_layers": SIZE,
-    "sliding_window": SIZE.or_null(),
     "rope_scaling": TABLE.or_null(),
     "rope_parameters": TABLE.or_null(),
 }
@@ -30,8 +29,9 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
         rope = values[name] or {}
         if rope.get("rope_type", rope.get("type")) in _OLD_NAMES:
             config[name] = {**rope, "rope_type": "longrope"}
-    windows = (values["sliding_window"],) * values["num_hidden_layers"]
-    return llama.arch(config, rope_fraction=1.0, windows=windows, qkv_bias=False, o_bias=False, mlp_bias=False)
+    return llama.arch(
+        config, rope_fraction=1.0, windows=same_windows(config), qkv_bias=False, o_bias=False, mlp_bias=False
+    )
 
 
 PHI3 = ModelFamily(arch, partial(llama.fused_param_specs, names=_FUSED), llama.block, rms_norm, llama.FOLDS)

@@ -7,7 +7,8 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import COUNT, FULL, SIZE, SLIDING, STRINGS, SWITCH, layer_windows, read_fields
+from jaxserve.models.hf_config import COUNT, SIZE, read_fields, read_num_layers
+from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows
 
 _DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -15,12 +16,6 @@ _DEFAULTS = {
     "use_sliding_window": False,
     "sliding_window": 4096,
     "max_window_layers": 28,
-}
-_FIELDS = {
-    "num_hidden_layers": SIZE,
-    "use_sliding_window": SWITCH,
-    "max_window_layers": COUNT,
-    "layer_types": STRINGS.or_null(),
 }
 
 
@@ -39,15 +34,10 @@ def qwen3_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Return the window of each layer: by `layer_types` if given, else in layers from `max_window_layers` on."""
-    values = read_fields(config, _FIELDS)
-    window = None
-    if values["use_sliding_window"]:
-        window = read_fields(config, {"sliding_window": SIZE.or_null()})["sliding_window"]
-    layers, num_full = values["num_hidden_layers"], values["max_window_layers"]
-    kinds = values["layer_types"]
-    if kinds is None:
-        kinds = [FULL if layer < num_full else SLIDING for layer in range(layers)]
-    return layer_windows(kinds, layers, window)
+    num_full = read_fields(config, {"max_window_layers": COUNT})["max_window_layers"]
+    return read_windows(
+        config, read_num_layers(config), lambda layer: FULL if layer < num_full else SLIDING, has_switch=True
+    )
 
 
 QWEN2 = ModelFamily(qwen2_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)

@@ -18,8 +18,9 @@ from jaxserve.layers.rope import pair_halves
 from jaxserve.models import delta, llama, mixtures, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import FULL, SIZE, STRINGS, SWITCH, Kind, read_fields
+from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
 from jaxserve.models.layer_facts import LayerOptions
+from jaxserve.models.layer_kinds import FULL, read_kinds
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.state_layers import replace_attention
 
@@ -38,7 +39,6 @@ _DEFAULTS = {
 }
 _FIELDS = {
     "num_hidden_layers": SIZE,
-    "layer_types": STRINGS.or_null(),
     "full_attention_interval": SIZE,
     "linear_conv_kernel_dim": SIZE,
     "linear_key_head_dim": SIZE,
@@ -94,12 +94,13 @@ def _experts(config: Mapping[str, Any]) -> Experts:
 def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
     config = {**_DEFAULTS, **config}
     values = read_fields(config, _FIELDS)
-    num_layers, kinds = values["num_hidden_layers"], values["layer_types"]
-    if kinds is None:
-        interval = values["full_attention_interval"]
-        kinds = [_LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
-    if len(kinds) != num_layers or not {FULL, _LINEAR}.issuperset(kinds):
-        raise ConfigError(f"layer_types must be {num_layers} of {FULL!r} and {_LINEAR!r}, got {kinds}")
+    interval = values["full_attention_interval"]
+    kinds = read_kinds(
+        config,
+        values["num_hidden_layers"],
+        lambda layer: _LINEAR if (layer + 1) % interval else FULL,
+        (FULL, _LINEAR),
+    )
     sizes = GatedDelta(
         num_key_heads=values["linear_num_key_heads"],
         num_value_heads=values["linear_num_value_heads"],

@@ -29,7 +29,8 @@ from jaxserve.models import (
 )
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
-from jaxserve.models.hf_config import STRINGS, TABLE, one_of, read_fields
+from jaxserve.models.hf_config import STRINGS, TABLE, noting_fields, one_of, read_fields
+from jaxserve.models.layer_kinds import check_unread
 from jaxserve.models.params import ParamSpec
 from jaxserve.weights import CheckpointError, read_schemes
 
@@ -38,6 +39,7 @@ _OF_WHOLE = ("dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
 FAMILIES: Mapping[str, ModelFamily] = {
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": mistral.MISTRAL,
+    "MinistralForCausalLM": mistral.MISTRAL,
     "Qwen2ForCausalLM": qwen.QWEN2,
     "Qwen3ForCausalLM": qwen.QWEN3,
     "Gemma2ForCausalLM": gemma.GEMMA2,
@@ -75,6 +77,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "Qwen3NextForCausalLM": qwen_hybrid.QWEN3_NEXT,
     "Qwen3_5ForCausalLM": qwen_hybrid.QWEN3_5,
     "Qwen3_5MoeForCausalLM": qwen_hybrid.QWEN3_5_MOE,
+    "Qwen3VLMoeForConditionalGeneration": moe.QWEN3_VL_MOE,
 }
 
 
@@ -85,7 +88,19 @@ TEXT_PARTS: Mapping[str, str | Mapping[str, str]] = {
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+    "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3VLMoeForConditionalGeneration": "Qwen3VLMoeForConditionalGeneration",
 }
+# Defaults of text parts that differ from those of the family.
+_QWEN2_VL = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
+_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "Qwen2VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
+    "Qwen3VLForConditionalGeneration": {"rope_theta": 5e5, "max_position_embeddings": 128000},
+}
+_FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")  # published without a text_config
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -93,13 +108,26 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     names = config.get("architectures")
     if not STRINGS.holds(names) or not names or names[0] not in TEXT_PARTS:
         return config
-    text = read_fields(config, {"text_config": TABLE})["text_config"]
+    text = read_fields(config if names[0] not in _FLAT else {"text_config": config, **config}, {"text_config": TABLE})
+    text = _with_text_positions(text["text_config"])
     whole = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
     part = TEXT_PARTS[names[0]]
     if not isinstance(part, str):
         kind = {"model_type": text.get("model_type", next(iter(part)))}
         part = part[read_fields(kind, {"model_type": one_of(part)})["model_type"]]
-    return {**whole, **text, "architectures": [part]}
+    return {**_TEXT_DEFAULTS.get(names[0], {}), **whole, **text, "architectures": [part]}
+
+
+def _with_text_positions(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a text part's config whose rotations in sections are plain ones: a text's positions are all the same."""
+    kinds = {"rope_scaling": TABLE.or_null(), "rope_parameters": TABLE.or_null()}
+    given = {name: table for name, table in read_fields(text, kinds).items() if table is not None}
+    plain = {
+        name: {**table, "rope_type": "default"}
+        for name, table in given.items()
+        if table.get("rope_type", table.get("type")) == "mrope"
+    }
+    return {**text, **plain}
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
@@ -117,7 +145,10 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
         schemes = read_schemes(whole)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    return dataclasses.replace(FAMILIES[names[0]].read_arch(config), schemes=schemes)
+    with noting_fields() as read:
+        arch = FAMILIES[names[0]].read_arch(config)
+    check_unread(config, read, arch.windows, names[0])
+    return dataclasses.replace(arch, schemes=schemes)
 
 
 def family(arch: ArchConfig) -> ModelFamily:

@@ -1,5 +1,6 @@
 """Multimodal checkpoints, whose text part is served, against transformers in float32."""
 
+import json
 import logging
 from pathlib import Path
 
@@ -30,7 +31,8 @@ NAMES = {
     "mistral": "Mistral3",
     "ministral3": "Mistral3",
 }
-NAMES |= {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
+NAMES |= {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3": "Qwen3VL", "qwen3_moe": "Qwen3VLMoe"}
+DEEP = VISION | {"deepstack_visual_indexes": [0]}
 OTHERS = {
     "Gemma3": "multi_modal_projector., vision_tower.",
     "Gemma4": "model.embed_vision., model.vision_tower.",
@@ -46,7 +48,12 @@ def write_multimodal(path: Path, family: str, *, tied: bool) -> transformers.Pre
         "Gemma3": {"vision_config": SIGLIP, "mm_tokens_per_image": 1},
         "Gemma4": {"vision_config": GEMMA4_VISION, "audio_config": None},
         "Mistral3": {"vision_config": PIXTRAL},
+        "Qwen3VL": {"vision_config": DEEP, **TOKENS},
+        "Qwen3VLMoe": {"vision_config": DEEP, **TOKENS},
     }.get(name, {"vision_config": VISION, **TOKENS})
+    if name.startswith("Qwen3VL"):
+        text |= {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 2, 2], "mrope_interleaved": True}}
+        del text["model_type"]
     config = getattr(transformers, f"{name}Config")(text_config=text, tie_word_embeddings=tied, **own)
     model = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(config, dtype=torch.float32).eval()
     if family in checkpoints.MIXTURES:
@@ -71,8 +78,15 @@ def with_fused_experts(file: Path) -> None:
     safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
 
 
+def with_transposed_experts(file: Path) -> None:
+    """Write each expert's matrices as [in, out], as Qwen3-VL's published checkpoints have them."""
+    tensors = safetensors.numpy.load_file(file)
+    stacks = {name: t.swapaxes(1, 2).copy() for name, t in tensors.items() if ".experts." in name}
+    safetensors.numpy.save_file(tensors | stacks, file, metadata={"format": "pt"})
+
+
 CASES = [("qwen3_5", True), ("qwen3_5_moe", False), ("gemma3", True), ("gemma4", True), ("gemma4_moe", True)]
-CASES += [("mistral", False), ("ministral3", False)]
+CASES += [("mistral", False), ("ministral3", False), ("qwen3", True), ("qwen3_moe", False)]
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
@@ -80,6 +94,8 @@ def test_the_text_part_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     model = write_multimodal(tmp_path, family, tied=tied)
     if family == "qwen3_5_moe":
         with_fused_experts(tmp_path / "model.safetensors")
+    if family == "qwen3_moe":
+        with_transposed_experts(tmp_path / "model.safetensors")
     with caplog.at_level(logging.INFO):
         arch, token_ids, logits, _ = load_logits(tmp_path)
     others = OTHERS.get(NAMES[family], "model.visual.")
@@ -90,7 +106,30 @@ def test_the_text_part_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert_close(logits, expected)
 
 
-@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
+@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL"])
+def test_flat_configs_have_a_text_part_too(tmp_path: Path, name: str) -> None:
+    """Published files have the text part's fields beside `vision_config`, and its tensors without `language_model`."""
+    text = {**checkpoints.SIZES, "rope_parameters": {"rope_type": "mrope", "mrope_section": [4, 2, 2]}}
+    text |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "patch_size": 4}
+    if name == "Qwen2_5_VL":
+        vision = VISION | {"out_hidden_size": 64, "fullatt_block_indexes": [0]}
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision, **TOKENS)
+    model = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(config, dtype=torch.float32).eval()
+    checkpoints.randomize(model)
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    flat = {**saved.pop("text_config"), **saved}
+    scaling = {"type": "mrope", "mrope_section": [4, 2, 2]}
+    flat |= {"rope_scaling": scaling, "rope_theta": flat.pop("rope_parameters")["rope_theta"]}
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    _, token_ids, logits, _ = load_logits(tmp_path)
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor(token_ids.astype(np.int64))[None]).logits[0].numpy()
+    assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen2AudioForConditionalGeneration"])
 def test_others_are_refused_by_name(name: str) -> None:
     text = checkpoints.build_config("llama").to_dict()
     with pytest.raises(ConfigError, match=f"Gemma3ForConditionalGeneration.* text parts, got .*{name}.*; convert"):
