@@ -17,6 +17,7 @@ from jaxserve.weights.stored_tensor import Tensor, Tensors
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _MODELOPT_CONFIG = "hf_quant_config.json"  # holds the quantisation of ModelOpt where config.json lacks it
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_ADAPTER, _PIPELINE = "adapter_config.json", "model_index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -24,6 +25,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the parsed config.json of a checkpoint directory; CheckpointError if it is missing or malformed."""
     directory = FilePath(path)
     _require_directory(directory)
+    _require_model(directory)
     if not (directory / _CONFIG).is_file():
         raise CheckpointError(
             f"{directory} must contain {_CONFIG} or exactly one .gguf file, got {_listing(directory)}"
@@ -120,14 +122,37 @@ def _require_directory(directory: FilePath) -> None:
         )
 
 
+def _require_model(directory: FilePath) -> None:
+    """Raise a CheckpointError that names what the directory holds if that is not a model of language."""
+    if (directory / _ADAPTER).is_file() and not has_weights(directory):
+        base = _read_json(directory / _ADAPTER).get("base_model_name_or_path") or "its base model"
+        raise CheckpointError(
+            f"{directory} must hold a whole model, got a PEFT adapter of {base}, which has the changes of its weights "
+            f"alone; merge both with PEFT: AutoPeftModelForCausalLM.from_pretrained({str(directory)!r})"
+            f".merge_and_unload().save_pretrained(NEW), save the tokenizer there too, and serve NEW"
+        )
+    if (directory / _PIPELINE).is_file():
+        raise CheckpointError(
+            f"{directory} must hold a language model, got a diffusers pipeline ({_PIPELINE}), which makes pictures; "
+            f"take another model"
+        )
+
+
 def _no_weights(directory: FilePath) -> str:
-    message = (
+    if torch_files := sorted(f.name for f in directory.iterdir() if f.suffix in {".bin", ".pt", ".pth"}):
+        return _torch_weights(directory, torch_files)
+    return (
         f"{directory} must contain {_SINGLE}, {_INDEX}, the folder `orbax` or exactly one .gguf file, "
         f"got {_listing(directory)}"
     )
-    if any(f.suffix in {".bin", ".pt", ".pth"} for f in directory.iterdir()):
-        message += "; convert the torch weights to safetensors: load them with transformers and save_pretrained them"
-    return message
+
+
+def _torch_weights(directory: FilePath, names: list[str]) -> str:
+    return (
+        f"{directory} must contain weights as safetensors ({_SINGLE}), Orbax or GGUF, got pickled torch weights "
+        f"({', '.join(names[:4])}), which may run code when they are read; convert them with transformers: "
+        f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW)"
+    )
 
 
 def _listing(directory: FilePath) -> str:

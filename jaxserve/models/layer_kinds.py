@@ -100,7 +100,7 @@ def _only(*values: Any) -> Kind:
 
 
 _ALL_ROTATED = Kind("null or a list of 1", lambda value: not value or (isinstance(value, list) and set(value) == {1}))
-_NOT_READ: dict[str, Kind] = {
+NOT_READ: dict[str, Kind] = {
     **dict.fromkeys(("sliding_window_pattern", "no_rope_layer_interval", "full_attention_interval"), _only(None, 1)),
     **dict.fromkeys(("attn_types", "attention_types", "layers_block_type", "layer_rope_theta"), _only(None)),
     **dict.fromkeys(("mlp_layer_types", "attention_chunk_size", "attn_type_list"), _only(None)),
@@ -132,7 +132,7 @@ def check_unread(
     """
     wrong = [
         f"{name} must be {kind.words}, got {config[name]!r}"
-        for name, kind in _NOT_READ.items()
+        for name, kind in NOT_READ.items()
         if name in config and name not in read and not kind.holds(config[name])
     ]
     kinds = config.get("layer_types")

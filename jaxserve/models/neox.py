@@ -46,9 +46,16 @@ def neox_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse a GPT-NeoX config.json."""
     config = {**_NEOX_DEFAULTS, **config}
     values = read_fields(config, _NEOX_FIELDS)
-    shared = {"num_key_value_heads": None, "head_dim": None}
-    if "rotary_emb_base" in config:
-        shared["rope_theta"] = config["rotary_emb_base"]
+    values |= read_fields(
+        {"rotary_emb_base": 1e4, **config}, {"rotary_emb_base": POSITIVE, "rope_theta": POSITIVE.or_null()}
+    )
+    size = Kind("null, as hidden_size / num_attention_heads is the size of heads", lambda value: value is None)
+    read_fields(config, {"head_dim": size})
+    shared = {
+        "num_key_value_heads": None,
+        "rope_theta": values["rotary_emb_base"],
+        "partial_rotary_factor": values["rotary_pct"],
+    }
     bias = values["attention_bias"]
     return _arch(
         {**config, **shared},

@@ -15,7 +15,8 @@ from jaxserve.models.params import ParamSpec
 from jaxserve.models.post_normed import block, post_norm_specs, project_normed_whole, whole_norm_specs
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "head_dim": None}
-_OLMO3_DEFAULTS = {**_DEFAULTS, "rope_theta": 5e5, "sliding_window": 4096}
+_OLMO3_THETA = 5e5
+_OLMO3_DEFAULTS = {**_DEFAULTS, "rope_theta": _OLMO3_THETA, "sliding_window": 4096}
 
 
 def olmo2_arch(config: Mapping[str, Any]) -> ArchConfig:
@@ -26,7 +27,7 @@ def olmo2_arch(config: Mapping[str, Any]) -> ArchConfig:
 def olmo3_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse an OLMo 3 config.json: scaled rotations, if any, are those of layers without a window."""
     config = {**_OLMO3_DEFAULTS, **config}
-    full, local = by_kind(config, _OLMO3_DEFAULTS["rope_theta"])
+    full, local = by_kind(config, _OLMO3_THETA)
     arch, local_rope = olmo2_arch(full), read_rope(local)
     num_layers, whole = arch.num_layers, arch.ropes[0]
     kinds = read_kinds(config, num_layers, full_every(4))

@@ -100,6 +100,10 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Qwen2_5_VLForConditionalGeneration": _QWEN2_VL,
     "Qwen3VLForConditionalGeneration": {"rope_theta": 5e5, "max_position_embeddings": 128000},
 }
+_NO_TEXT = {  # parts of names of models without a text part that is served
+    "vision": ("vit", "clip", "imageclassification", "objectdetection", "image", "visual", "vision"),
+    "audio": ("whisper", "wav2vec", "audio", "speech", "hubert"),
+}
 _FLAT = ("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")  # published without a text_config
 
 
@@ -140,7 +144,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
     if not STRINGS.holds(names) or not names or names[0] not in FAMILIES:
         known = f"architectures must name one of {sorted(FAMILIES)}, or of {sorted(TEXT_PARTS)} for their text parts"
         advice = "; convert the text part to a checkpoint of its own" if "text_config" in whole else ""
-        raise ConfigError(f"{known}, got {names}{advice}")
+        raise ConfigError(f"{_described(whole)}{known}, got {names}{advice}")
     try:
         schemes = read_schemes(whole)
     except CheckpointError as error:
@@ -149,6 +153,18 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
         arch = FAMILIES[names[0]].read_arch(config)
     check_unread(config, read, arch.windows, names[0])
     return dataclasses.replace(arch, schemes=schemes)
+
+
+def _described(config: Mapping[str, Any]) -> str:
+    """Return what a model that is not served is, if a config.json tells."""
+    names = config.get("architectures")
+    name = names[0] if STRINGS.holds(names) and names else config.get("model_type")
+    inputs = [kind for kind in ("vision", "audio") if f"{kind}_config" in config]
+    if isinstance(name, str) and not inputs:
+        inputs = [kind for kind, words in _NO_TEXT.items() if any(word in name.lower() for word in words)]
+    if not inputs:
+        return ""
+    return f"{name} is a {' and '.join(inputs)} model, none of whose parts are served; take a language model: "
 
 
 def family(arch: ArchConfig) -> ModelFamily:

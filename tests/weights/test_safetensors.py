@@ -365,6 +365,17 @@ def test_tensors_that_the_index_forgets_or_invents(tmp_path, params):
     assert "must name tensors that the files have, got lm_head.weight in none" in failure(tmp_path)
 
 
+def test_an_adapter_is_named_as_one(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(weights.CheckpointError, match=r"a PEFT adapter of org/base.*merge_and_unload"):
+        weights.read_config(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(weights.CheckpointError, match="a diffusers pipeline"):
+        weights.read_config(tmp_path)
+
+
 def test_torch_weights_are_to_be_converted(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     message = failure(tmp_path)
