@@ -17,7 +17,7 @@ class ChatOptions:
     """Options of chats.
 
     Attributes:
-        template: Jinja source or name of the template of all chats; None leaves the choice to the tokenizer.
+        template: Jinja source of the template of all chats; None leaves the choice to the tokenizer.
         content_format: form in which templates get contents, one of CONTENT_FORMATS.
         special_tokens_as_text: True to encode special tokens in messages as text.
 

@@ -65,8 +65,7 @@ class EngineConfig:
         hf_overrides: fields of config.json to replace, as a dict or as JSON; an object in the place of a nested
             configuration, such as text_config, replaces some of its fields. Or a function from transformers'
             configuration of the model to the one that counts.
-        chat_template: template of all chats in place of the tokenizer's: a file, the text of a Jinja template, or the
-            name of one of the tokenizer's templates that no file has.
+        chat_template: template of all chats in place of the tokenizer's: a file, or the text of a Jinja template.
         chat_template_content_format: form in which the template gets the contents of messages. "auto" keeps lists of
             parts if the template reads lists, and joins their texts by newlines otherwise; "string" always joins them;
             "openai" makes a list of every content.

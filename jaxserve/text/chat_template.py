@@ -104,13 +104,23 @@ class ChatTemplate:
         strings = not lists or (content_format == "auto" and self.reads_strings)
         thinking = lists and "thinking" in self._source
         plain = plain_messages(messages, lists=lists, strings=strings, thinking=thinking)
-        given = self._defaults | dict(variables) | {"messages": plain}
+        given = self._defaults | dict(variables)
         if not continue_final_message:
-            return self.render(given)
+            return self._render_messages(plain, given)
         if given.get("add_generation_prompt"):
             raise RequestError("continue_final_message needs add_generation_prompt to be False, got True")
         final = _mark_end(plain[-1])
-        return _up_to_the_end(self.render(given), final)
+        return _up_to_the_end(self._render_messages(plain, given), final)
+
+    def _render_messages(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
+        try:
+            return self.render(variables | {"messages": messages})
+        except RequestError:
+            if all("content" in message for message in messages):
+                raise
+        # Some templates need to see that a message of calls has no content; most would print None.
+        whole = [{"content": None, **message} for message in messages]
+        return self.render(variables | {"messages": whole})
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Return what the template makes of its variables; RequestError if it fails on them."""

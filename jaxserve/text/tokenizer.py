@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from jaxserve.chat_options import CONTENT_FORMATS, DEFAULT_CHAT_OPTIONS, ChatOptions
-from jaxserve.errors import RequestError
+from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import TokenIds
 from jaxserve.text.chat_template import ChatTemplate, RenderedChat
 from jaxserve.text.literal_text import LiteralText
@@ -66,9 +66,14 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         given = chat_options.template
         self.chat_options, self._literal = chat_options, literal
-        self.chat_template = chat_template if given is None else {"default": chat_template.get(given, given)}
+        self.chat_template = chat_template if given is None else {"default": given}
         self.byte_table = byte_table
         self._compiled: dict[str, ChatTemplate] = {}
+        if given is not None:
+            try:
+                self._template(given)
+            except RequestError as error:
+                raise ConfigError(str(error)) from error
         self.token_text: Callable[[int], str] = _TokenTexts(decode).__getitem__
 
     @functools.cached_property

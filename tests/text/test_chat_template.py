@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import tiny_tokenizers
 
-from jaxserve.errors import RequestError
+from jaxserve.chat_options import ChatOptions
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text.loading import load_tokenizer
 
 
@@ -98,6 +100,22 @@ def test_what_a_template_cannot_do_is_a_request_error(
 def test_malformed_messages_are_refused(tmp_path: Path, messages: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         chat("x", tmp_path, messages)
+
+
+def test_template_of_all_chats_is_checked_at_the_start(tmp_path: Path) -> None:
+    directory = tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level(), chat_template="its own")
+    file = tmp_path / "other.jinja"
+    file.write_text("of a file")
+    for given, text in ((None, "its own"), (str(file), "of a file"), (file, "of a file"), ("{{ 1 }}", "1")):
+        options = EngineConfig(chat_template=given).chat_options
+        assert load_tokenizer(directory, options).apply_chat_template([{"role": "user", "content": "a"}]) == text
+    for wrong in ("no.jinja", str(tmp_path), 5):
+        with pytest.raises(ConfigError, match="chat_template must be a"):
+            EngineConfig(chat_template=wrong)
+    with pytest.raises(ConfigError, match="chat_template_content_format must be one of"):
+        EngineConfig(chat_template_content_format="text")
+    with pytest.raises(ConfigError, match="must be valid Jinja"):
+        load_tokenizer(directory, ChatOptions("{% if %}"))
 
 
 def test_an_assistant_that_calls_tools_needs_no_content(tmp_path: Path) -> None:

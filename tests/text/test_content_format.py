@@ -148,6 +148,21 @@ def test_parts_are_text_where_a_template_prints_a_content() -> None:
     assert rendered(source, conversation(parts("be ", "kind"))).startswith("SYS be \nkind/be \nkindbe \nkiNd<|system|>")
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("{% if message['content'] is none %}-{% else %}{{ 'said ' + message['content'] }}{% endif %}", "-"),
+        ("{{ message['content'] | tojson }}", "null"),
+        ("{{ message['content'] }}", ""),  # transformers prints None
+    ],
+)
+def test_message_of_calls_without_content(said: str, expected: str) -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]
+    assert rendered(over_messages(said), messages) == f"<|assistant|>{expected}</s>"
+    if expected:
+        both(over_messages(said), messages, messages)
+
+
 def test_other_parts_of_text() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": ["a", {"type": "input_text", "text": "b", "cache_control": None}]},
