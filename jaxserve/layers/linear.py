@@ -12,7 +12,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.norm import RmsNorm
+from jaxserve.layers.stored_rows import StoredRows, multiply_by_slabs
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
+from jaxserve.pallas_kernels.narrow_floats import is_narrow
 
 _LEAST_TILE, _LARGEST_TILE = 8, 512  # rows; larger tiles make floats of a matrix less often, and pad more
 
@@ -149,8 +151,11 @@ class FloatMatrix(Matrix):
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
         """Multiply; one token from the other side, as XLA:CPU reads a row-major matrix up to eight times faster as W·x.
 
-        Products of float32 are exact float32, not the TF32 or bfloat16 that accelerators use by default.
+        Products of float32 are exact float32, not the TF32 or bfloat16 that accelerators use by default. On a CPU those
+        of narrower floats are too, by slabs: XLA would convert the whole matrix.
         """
+        if is_narrow(self.array.dtype):
+            return multiply_by_slabs(lambda rows: rows, [StoredRows(self.array)], x)
         precision = lax.Precision.HIGHEST if x.dtype == self.array.dtype == jnp.float32 else None
         dot = partial(
             lax.dot_general,
@@ -162,12 +167,14 @@ class FloatMatrix(Matrix):
 
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
-        return self.array.at[ids].get(mode="clip")
+        return StoredRows(self.array).take(ids)
 
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
-        """Multiply by one ragged product."""
+        """Multiply by one ragged product, or on a CPU the narrower floats of one matrix after the other."""
+        if is_narrow(self.array.dtype):
+            return super().multiply_groups(x, group_sizes, context)
         matrices = self.array.reshape(group_sizes.size, -1, x.shape[1])
         dtype, num_shards = context.dtype or jnp.float32, context.num_shards
         return grouped_matmul(x, matrices, group_sizes, dtype=dtype, num_shards=num_shards)

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float32, Int8, Shaped
 from numpy.typing import NDArray
 
+from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.pallas_kernels.quantized_matmul import INT4_ZERO, Quantized, packed, unpacked
 from jaxserve.quant.int8 import num_blocks, quantize
 from jaxserve.quant.products import ScaledMatrix
@@ -44,9 +45,9 @@ class Int4Matrix(ScaledMatrix):
         """Return what kernels multiply, if this holds the matrices of all layers."""
         return Quantized(self.q, self.scale, None, "int4" if self.q.dtype == _PAIRS else "int8")
 
-    def rows_arrays(self) -> tuple[Array, ...]:
+    def rows_arrays(self) -> tuple[StoredRows, ...]:
         """Return elements and scales."""
-        return self.q, self.scale.T
+        return StoredRows(self.q), StoredRows(self.scale, axis=1)
 
     def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
         """Return rows of the matrix."""

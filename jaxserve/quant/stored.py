@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Float32, Int, Shaped
 from numpy.typing import NDArray
 
 from jaxserve.layers.linear import LinearContext
+from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
 from jaxserve.pallas_kernels.quantized_matmul import (
     FLOAT16_BITS,
@@ -107,10 +108,11 @@ class StoredMatrix(ScaledMatrix):
         stored = activations.Scales(self.input_scale, self.input_zero)
         return activations.quantize(x, self.scheme.activation, stored, context.axis)
 
-    def rows_arrays(self) -> tuple[Array, ...]:
+    def rows_arrays(self) -> tuple[StoredRows, ...]:
         """Return elements, scales, and what else there is of each row."""
-        zero, minimum = (None if grid is None else grid.T for grid in (self.zero, self.minimum))
-        return (self.elements, self.scale.T, *(x for x in (self.row_scale, zero, minimum) if x is not None))
+        row_scale = () if self.row_scale is None else (StoredRows(self.row_scale),)
+        grids = (StoredRows(grid, axis=1) for grid in (self.zero, self.minimum) if grid is not None)
+        return StoredRows(self.elements), StoredRows(self.scale, axis=1), *row_scale, *grids
 
     def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
         """Return rows of the matrix that multiplies what `quantize_inputs` returns."""

@@ -5,15 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.norm import RmsNorm
-from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels import narrow_floats, packed_linear
 from jaxserve.quant.packed import NativeMatrix
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize(("dtype", "exact"), [("float32", True), ("bfloat16", False)])
-def test_float32_products_are_exact(num_tokens, dtype, exact):
+def test_float32_products_are_exact(monkeypatch, num_tokens, dtype, exact):
+    monkeypatch.setattr(narrow_floats, "target_platform", lambda: "gpu")
     weight, x = jnp.ones((5, 4), dtype), jnp.ones((num_tokens, 4), dtype)
     with jax.default_matmul_precision("default"):
         (dot,) = [e for e in jax.make_jaxpr(linear)(x, weight).eqns if e.primitive.name == "dot_general"]
@@ -29,3 +30,29 @@ def test_packed_matrices_take_activations_that_their_kernel_does_not_have():
     packed = NativeMatrix(packed_linear.pack(weight))
     y, expected = (linear(x, w, LinearContext(activation=jax.nn.gelu), norm=norm, **arrays) for w in (packed, weight))
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 17])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cpu_converts_no_whole_matrix_of_16_bits(dtype, num_tokens):
+    """XLA would do so before the product and before the look-up, and in front of a loop around them."""
+
+    def rounds(ids, weight):
+        return jax.lax.fori_loop(0, 3, lambda _, ids: linear(embed(ids, weight), weight).argmax(axis=1), ids)
+
+    shapes = jax.ShapeDtypeStruct((num_tokens,), jnp.int32), jax.ShapeDtypeStruct((32768, 1024), dtype)
+    memory = jax.jit(rounds).lower(*shapes).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 32768 * 1024 * 2 // 8
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 17])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_products_and_rows_on_a_cpu(dtype, num_tokens):
+    rng = np.random.default_rng(num_tokens)
+    weight, x = (jnp.asarray(rng.normal(size=(rows, 300)), dtype) for rows in (1000, num_tokens))
+    y = linear(x, weight, LinearContext(dtype=jnp.float32))
+    np.testing.assert_allclose(y, np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T, rtol=0, atol=2e-4)
+    ids = jnp.asarray(rng.integers(-3, 1003, num_tokens), jnp.int32)
+    rows = embed(ids, weight)
+    assert rows.dtype == dtype
+    np.testing.assert_array_equal(rows, np.asarray(weight)[np.clip(ids, 0, 999)])

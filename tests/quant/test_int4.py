@@ -10,13 +10,14 @@ import pytest
 
 from jaxserve import EngineConfig, weights
 from jaxserve.layers.linear import LinearContext, embed, linear
+from jaxserve.layers.stored_rows import multiply_by_slabs, multiply_whole
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes, matrix_transform
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.planner.plan import make_plan
 from jaxserve.planner.program import abstract_params
 from jaxserve.planner.targets import parse_target
-from jaxserve.quant import products, weight_format
+from jaxserve.quant import weight_format
 from jaxserve.quant.int4 import Int4Matrix, paired
 from jaxserve.quant.int8 import block_size, quantize
 from tests.checkpoints import write_checkpoint
@@ -51,11 +52,11 @@ def test_every_number_is_within_half_a_scale(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_tokens", [1, 17])
-@pytest.mark.parametrize("form", ["by_slabs", "whole"])
+@pytest.mark.parametrize("form", [multiply_by_slabs, multiply_whole])
 def test_products(shape, num_tokens, form):
     weight, x = quantized(random_matrix(*shape)), random_matrix(num_tokens, shape[1], seed=1)
     expected = x.astype(np.float64) @ dequantized(random_matrix(*shape)).T
-    y = jax.jit(partial(getattr(products, form), weight.dequantize))(weight.rows_arrays(), x)
+    y = jax.jit(partial(form, weight.dequantize))(weight.rows_arrays(), x)
     assert weight.shape == shape
     np.testing.assert_allclose(y, expected, rtol=0, atol=3e-6 * shape[1] ** 0.5 * np.abs(x).max())
     np.testing.assert_array_equal(linear(jnp.asarray(x), weight), jax.jit(linear)(x, weight))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.layers.linear import LinearContext, embed, linear
-from jaxserve.quant import products
+from jaxserve.layers.stored_rows import multiply_by_slabs, multiply_whole
 from jaxserve.quant.int8 import QuantizedMatrix, block_size, quantize
 from tests.parameters import mainly
 
@@ -84,11 +84,11 @@ CPU_SHAPES = [(1, 8), (7, 131), (200, 1536), (300, 1536), (512, 256), (3, 120_00
 
 @pytest.mark.parametrize("shape", CPU_SHAPES)
 @pytest.mark.parametrize("num_tokens", mainly([1, 16, 17], 2, 40))
-@pytest.mark.parametrize("form", ["by_slabs", "whole"])
+@pytest.mark.parametrize("form", [multiply_by_slabs, multiply_whole])
 def test_products(shape, num_tokens, form):
     weight, x = quantized(random_matrix(*shape)), random_matrix(num_tokens, shape[1], seed=1)
     expected = x.astype(np.float64) @ dequantized(weight).T
-    y = jax.jit(partial(getattr(products, form), weight.dequantize))(weight.rows_arrays(), x)
+    y = jax.jit(partial(form, weight.dequantize))(weight.rows_arrays(), x)
     assert y.dtype == "float32"
     np.testing.assert_allclose(y, expected, rtol=0, atol=3e-6 * shape[1] ** 0.5 * np.abs(x).max())
 

@@ -28,7 +28,7 @@ def test_layers_of_a_stack_reach_the_kernel(name, monkeypatch):
             leaf.write(buffer[layer], 0, rows)
     x = jnp.asarray(rng.normal(size=(3, 256)), jnp.bfloat16)
     own = form.weight(*(jnp.asarray(buffer[1]) for buffer in buffers))
-    matrix = own.dequantize(*own.rows_arrays()).astype(jnp.bfloat16)
+    matrix = own.dequantize(*(rows.whole() for rows in own.rows_arrays())).astype(jnp.bfloat16)
     expected = np.asarray(x, np.float32) @ np.asarray(matrix, np.float32).T
     stack = form.weight(*map(jnp.asarray, buffers))
     monkeypatch.delitem(BACKENDS, "mosaic_gpu")  # TPU kernels alone run in this interpreter

@@ -1,0 +1,106 @@
+"""Rows of stored matrices, and products that read some of them after others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import no_type_check
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int, Shaped
+
+from jaxserve.pallas_kernels.narrow_floats import kept_beside
+
+# Elements upcast at once on a CPU. For few tokens they stay in the L2 cache, below the size at which XLA:CPU hands a
+# product to its thread pool; for many tokens the product is threaded, and large enough for that to pay.
+_SMALL_SLAB, _LARGE_SLAB = 96 << 10, 512 << 10
+_FEW_TOKENS = 16  # up to this many tokens XLA:CPU computes W·x faster than x·W
+
+Dequantize = Callable[..., Array]  # function of some rows of each array that returns these rows in floats
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StoredRows:
+    """An array with something of each row of a matrix.
+
+    Attributes:
+        array: the array.
+        axis: axis of the rows: the last one of grids of scales. A transposed grid would be a copy.
+    """
+
+    array: Shaped[Array, "..."]
+    axis: int = field(default=0, metadata={"static": True})
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.array.shape[self.axis]
+
+    def take(self, ids: Int[Array, " T"]) -> Shaped[Array, "T columns"]:
+        """Return the rows `ids`, clipped to valid ones."""
+        array, ids = kept_beside(self.array, ids)
+        place = (*(slice(None),) * self.axis, ids)
+        return jnp.moveaxis(array.at[place].get(mode="clip"), self.axis, 0)
+
+    def block(self, start: Int[Array, ""], num_rows: int) -> Shaped[Array, "rows columns"]:
+        """Return consecutive rows; a slice takes a TPU less memory than a gather."""
+        array, start = kept_beside(self.array, start)
+        return jnp.moveaxis(lax.dynamic_slice_in_dim(array, start, num_rows, self.axis), self.axis, 0)
+
+    def whole(self) -> Shaped[Array, "rows columns"]:
+        """Return all rows."""
+        return jnp.moveaxis(self.array, self.axis, 0)
+
+
+def block(
+    dequantize: Dequantize, arrays: Sequence[StoredRows], start: Int[Array, ""], num_rows: int
+) -> Float[Array, "rows in"]:
+    """Return consecutive rows of a matrix in floats."""
+    return dequantize(*(array.block(start, num_rows) for array in arrays))
+
+
+def multiply_whole(
+    dequantize: Dequantize, arrays: Sequence[StoredRows], x: Float[Array, "T in"]
+) -> Float32[Array, "T out"]:
+    """Multiply on accelerators, where XLA may fuse upcast and scaling into the product's operand."""
+    return _dot(x, dequantize(*(array.whole() for array in arrays)).astype(x.dtype))
+
+
+def multiply_by_slabs(
+    dequantize: Dequantize, arrays: Sequence[StoredRows], x: Float[Array, "T in"]
+) -> Float32[Array, "T out"]:
+    """Multiply on a CPU, in slabs: a float copy of the whole matrix would be page-faulted in on every call.
+
+    The last slab overlaps the previous one if their size does not divide `out`.
+    """
+    num_out, in_size = arrays[0].num_rows, x.shape[1]
+    few, x = x.shape[0] <= _FEW_TOKENS, x.astype(jnp.float32)
+    rows = _slab_rows(num_out, in_size, _SMALL_SLAB if few else _LARGE_SLAB)
+
+    def add_slab(index: Array, y: Array) -> Array:
+        start = jnp.minimum(index * rows, num_out - rows)
+        w = block(dequantize, arrays, start, rows).astype(jnp.float32)
+        part = _dot(w, x) if few else _dot(x, w)
+        return lax.dynamic_update_slice_in_dim(y, part, start, axis=0 if few else 1)
+
+    shape = (num_out, x.shape[0]) if few else (x.shape[0], num_out)
+    y = lax.fori_loop(0, -(-num_out // rows), add_slab, jnp.zeros(shape, jnp.float32))
+    return y.T if few else y
+
+
+def _slab_rows(num_out: int, in_size: int, slab_size: int) -> int:
+    """Return the rows of a slab: the largest power of two that it holds, at least 8, or all rows if there are fewer."""
+    return min(num_out, 1 << max(8, slab_size // in_size).bit_length() - 1)
+
+
+_dot = partial(
+    lax.dot_general,
+    dimension_numbers=(((1,), (1,)), ((), ())),
+    precision=lax.Precision.HIGHEST,
+    preferred_element_type=jnp.float32,
+)
