@@ -63,7 +63,8 @@ class StepStatsWriter:
         self.stats = stats
         self.last_step: StepStats | None = None
         self.last_end_s = 0.0
-        self.costs = StepCosts()
+        flops = executor.step_flops
+        self.costs = StepCosts(row_factor=flops(1, 1, 0) / flops(1, 0, 0))
         self._arch, self._executor = arch, executor
         self._device_free_s = 0.0
         self._unwritten: list[_Ended] = []

@@ -10,8 +10,13 @@ from numpy.typing import NDArray
 _KEPT = 0.99  # weight of all earlier steps when another one comes: some hundred steps count
 _MIN_STEPS = 3.0  # sum of the weights below which nothing is foretold
 _MOST_OVER = 4.0  # a step counts as at most so many times longer than it was foretold: others may use the machine
-_RIDGE = 1e-6
 _AT_ONCE = 16  # measurements taken at once
+# Spread of what is expected before any step is measured, by which it weighs less than steps, relative to:
+_NOISE = 0.3  # the time of a step: that of measurements
+_TOKEN = 0.1  # the time of a step: a token, expected to take none
+_STEP = 0.3  # the time of a step without tokens: steps with prompt tokens and those without, expected to be the same
+_KIND = 0.5  # the time of a token: prompt tokens and rows, expected to differ as their FLOPs do
+_LEAST_TOKEN = 1 / 500  # the time of a step: the least time of a token to which `_KIND` is relative
 
 
 class Rates(NamedTuple):
@@ -23,6 +28,7 @@ class Rates(NamedTuple):
         prefill_token_s: time of a prompt token.
         decode_token_s: time of a row in decode.
         tokens_per_row: tokens that a row in decode gets in a step; more than one with accepted drafts.
+        drafting_rows: most rows in decode that lately got more than one: with more rows, drafts may not pay.
     """
 
     prefill_step_s: float
@@ -30,6 +36,11 @@ class Rates(NamedTuple):
     prefill_token_s: float
     decode_token_s: float
     tokens_per_row: float = 1.0
+    drafting_rows: float = 0.0
+
+    def row_tokens(self, num_rows: int | float) -> float:
+        """Return the tokens that each of so many rows in decode gets in a step."""
+        return self.tokens_per_row if num_rows <= self.drafting_rows else min(self.tokens_per_row, 1.0)
 
     def step_s(self, num_prefill_tokens: int | float, num_rows: int | float) -> float:
         """Return the time of a step of so many prompt tokens and rows in decode."""
@@ -54,13 +65,23 @@ class StepCosts:
 
     A step that is like the latest ones is foretold well, whatever the device: rates of a load that has passed fade.
     Steps are taken several at once, as a fit takes as long as planning a step.
+
+    What the steps so far do not tell apart is what they have in common. A step with prompt tokens and one without take
+    the same time before they compute any. The time of a prompt token tells that of a row, by the FLOPs of both: single
+    requests never show what a second row adds. Without prompts of several tokens all time is that of the step.
+
+    Args:
+        row_factor: FLOPs of a row in decode as a multiple of those of a prompt token.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, row_factor: float = 1.0) -> None:
+        self._row_factor = row_factor
         self._products = np.zeros((4, 4))  # products of the counts of a step with each other
         self._times = np.zeros(4)  # products of the counts of a step with its time
         self._weight = 0.0
         self._totals = np.zeros(4)  # prompt tokens, rows in decode, tokens these sampled, cached tokens
+        self._drafting_rows = 0.0
+        self._step_s = 0.0  # time of all steps, each like its latest ones
         self._rates: Rates | None = None
         self._untaken: list[_Measured] = []
 
@@ -87,6 +108,7 @@ class StepCosts:
         row_steps = num_rows * num_steps
         prefill_steps, decode_steps = (1, 0) if num_prefill_tokens else (0, num_steps)
         sampled = row_steps if num_sampled is None else num_sampled
+        self._drafting_rows = max(_KEPT * self._drafting_rows, num_rows if sampled > row_steps else 0)
         self._untaken.append(
             _Measured(wall_s, prefill_steps, decode_steps, num_prefill_tokens, row_steps, sampled, num_cached_tokens)
         )
@@ -108,14 +130,28 @@ class StepCosts:
         self._products = kept * self._products + weights.T @ counts
         self._times = kept * self._times + weights.T @ np.minimum(wall_s, _MOST_OVER * typical_s)
         self._weight = kept * self._weight + decay.sum()
+        num_steps = counts[:, :2].sum(axis=1)
+        self._step_s = kept * self._step_s + decay @ (np.minimum(wall_s, _MOST_OVER * typical_s) / num_steps)
         self._totals = kept * self._totals + decay @ measured[:, 3:]
         self._untaken.clear()
         if self._weight >= _MIN_STEPS:
-            times = _non_negative_fit(self._products, self._times)
+            prefill_step, decode_step, prefill_token, decode_token = self._fit().tolist()
             _, num_rows, num_sampled, _ = self._totals.tolist()
             per_row = num_sampled / num_rows if num_rows else 1.0
-            prefill_step, decode_step, prefill_token, decode_token = times.tolist()
-            self._rates = Rates(prefill_step, decode_step, prefill_token, decode_token, max(per_row, 1e-3))
+            times = prefill_step, decode_step, prefill_token, decode_token
+            self._rates = Rates(*times, max(per_row, 1e-3), self._drafting_rows)
+
+    def _fit(self) -> NDArray[np.float64]:
+        """Return the four times: of what all steps have in common, then moved as far as steps tell them apart."""
+        common = np.array([[1, 0], [1, 0], [0, 1], [0, self._row_factor]], np.float64)
+        mean_s = self._step_s / self._weight
+        few = np.diag([0.0, (_NOISE / (_TOKEN * mean_s)) ** 2])
+        step_s, token_s = _non_negative_fit(common.T @ self._products @ common + few, common.T @ self._times)
+        least_s = max(token_s, _LEAST_TOKEN * step_s)
+        expected = common @ np.array([step_s, token_s])
+        spread = common @ np.array([_STEP * max(step_s, mean_s / 10), _KIND * least_s])
+        weights = (_NOISE / spread) ** 2
+        return _non_negative_fit(self._products + np.diag(weights), self._times + weights * expected)
 
     def rates(self) -> Rates | None:
         """Return the times by the latest steps; None as long as there were too few. From any thread."""
@@ -134,10 +170,9 @@ def _non_negative_fit(products: NDArray[np.float64], times: NDArray[np.float64])
     left = [index for index in range(len(times)) if size[index] > 0]
     solution = np.zeros(len(times))
     while left:
-        # Scaled to a diagonal of ones, so that the ridge means the same for every count.
+        # Scaled to a diagonal of ones, so that rounding is the same for every count.
         scale = size[left]
-        matrix = products[np.ix_(left, left)] / np.outer(scale, scale) + _RIDGE * np.eye(len(left))
-        part = np.linalg.solve(matrix, times[left] / scale) / scale
+        part = np.linalg.solve(products[np.ix_(left, left)] / np.outer(scale, scale), times[left] / scale) / scale
         if part.min() >= 0:
             solution[left] = part
             break

@@ -339,7 +339,8 @@ class _Course:
         tokens = max(most, 1e-9)
         if self._waiting:
             tokens = min(tokens, max(self._num_free_tokens, 0.0) / self._num_decoding + 1.0)
-        self._now_s += tokens / self._rates.tokens_per_row * self._rates.step_s(0, self._num_decoding)
+        num_steps = tokens / self._rates.row_tokens(self._num_decoding)
+        self._now_s += num_steps * self._rates.step_s(0, self._num_decoding)
         self._decoded += tokens
         self._end_rows()
 
