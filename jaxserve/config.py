@@ -135,9 +135,10 @@ class EngineConfig:
             whether several are faster, and limits a dispatch to about 10 ms, of which a new request may have to wait
             for two; it is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" compiles the smallest and the
-            largest first and the others while serving; "minimal" compiles only those two. A request uses the next
-            larger bucket that is ready and never waits for a compilation. On accelerators, where compilation is slow,
-            buckets are few: 16, 64 and 256 tokens, then two per doubling.
+            largest first and the others while serving, from 5 s on or as soon as 8 steps lacked one, so that a short
+            run compiles nothing beside; "minimal" compiles only those two. A request uses the next larger bucket that
+            is ready and never waits for a compilation. On accelerators, where compilation is slow, buckets are few:
+            16, 64 and 256 tokens, then two per doubling.
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
         compilation_cache_dir: directory of cached executables; "auto" is jaxserve/compiled in the user's cache
             directory, None is off. Executables take at most 1 GiB there, and each start trims XLA's own cache files to

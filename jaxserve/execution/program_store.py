@@ -58,9 +58,9 @@ class ProgramStore:
 
     def get(self, name: str, compile_program: Callable[[], Compiled]) -> Compiled:
         """The program called `name`: from disk, else compiled now and kept."""
-        if self._directory is None:
+        path = self._path(name)
+        if path is None:
             return compile_program()
-        path = self._directory / f"{hashlib.sha256(f'{self._facts} {name}'.encode()).hexdigest()[:40]}.program"
         program = _read(path, self._devices)
         if program is None:
             compiles, hits = compile_counter.count, _cache_hits.count
@@ -70,6 +70,16 @@ class ProgramStore:
             if compile_counter.count > compiles and _cache_hits.count == hits:
                 _write(path, program)
         return program
+
+    def has(self, name: str) -> bool:
+        """Return whether the program called `name` is on disk."""
+        path = self._path(name)
+        return path is not None and path.exists()
+
+    def _path(self, name: str) -> Path | None:
+        if self._directory is None:
+            return None
+        return self._directory / f"{hashlib.sha256(f'{self._facts} {name}'.encode()).hexdigest()[:40]}.program"
 
 
 def _read(path: Path, devices: Sequence[jax.Device]) -> Compiled | None:

@@ -4,6 +4,7 @@ import atexit
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,9 @@ class Buckets(NamedTuple):
 
 _POLL_S = 0.01
 _REPORT_S = 5.0  # time between lines of the log while the caller waits
+# A short run compiles nothing in the background: nobody would use it, and the exit waits for what was begun.
+_SHORT_RUN_S = 5.0  # time that a run lasts at least in which some program is compiled in the background
+_SHORT_RUN_STEPS = 8  # or steps with more padding than needed, for want of a program
 COMPILE_THREADS = 2  # threads while the caller waits: Python traces, and XLA mostly uses one core
 
 
@@ -67,6 +71,8 @@ class Programs:
         self.copy_pages: Compiled = None
         self._make_state: Compiled = None
         self._closing = threading.Event()
+        self._is_long = threading.Event()  # the run is not a short one, or somebody waits for programs
+        self._num_padded = 0  # steps for which a program was missing
         # Not the thread: in Python 3.11 and 3.12 a join that is interrupted takes it for ended (cpython issue 90882).
         self._compiled = threading.Event()
         self._compiled.set()
@@ -86,6 +92,7 @@ class Programs:
     def warm_up(self, compile_ahead: str, after: "Programs | None" = None) -> None:
         """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead).
 
+        Of the rest, what is stored is loaded at once; the other programs are compiled unless the run is a short one.
         The rest waits until `after` has compiled all of its own: what it left in XLA's cache may serve here too.
 
         A thread of its own compiles: an interrupt of a caller that compiles would leave XLA working with nobody waiting
@@ -126,8 +133,13 @@ class Programs:
             ready.set()
             while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
                 pass
-            for rest in later:
-                self._compile(rest)
+            were_stored = [self._compile(rest, stored_only=True) for rest in later]
+            if not all(were_stored):
+                deadline_s = time.monotonic() + _SHORT_RUN_S
+                while not (self._closing.is_set() or self._is_long.wait(_POLL_S) or time.monotonic() > deadline_s):
+                    pass
+                for rest in later:
+                    self._compile(rest)
         except Exception as error:
             if ready.is_set():
                 logger.exception("compiling in the background failed; steps go on with the programs that are ready")
@@ -137,23 +149,29 @@ class Programs:
             self._compiled.set()
             ready.set()
 
-    def _compile(self, wanted: Buckets, num_threads: int = 1) -> None:
-        """Compile what is missing of some buckets, in order, several at a time."""
+    def _compile(self, wanted: Buckets, num_threads: int = 1, *, stored_only: bool = False) -> bool:
+        """Compile what is missing of some buckets, in order, several at a time.
+
+        With `stored_only` only load what is stored; return whether that was all.
+        """
         single = self._schedule.step_buckets(self._max_steps)
         steps = dict.fromkeys(wanted.steps)  # the smallest bucket may be the largest: two threads would compile it
         shared = [bucket for bucket in steps if bucket not in single]
-        jobs = [partial(self._compile_step, bucket) for bucket in steps if bucket in single]
-        jobs += [partial(self._compile_multi_step, bucket) for bucket in dict.fromkeys([*shared, *wanted.multi_steps])]
-        jobs += [partial(self._compile_speculative, bucket) for bucket in wanted.speculative]
-        jobs += [partial(self._compile_split, bucket) for bucket in wanted.split]
-        num_done, self._progress = itertools.count(1), (0, len(jobs))
+        jobs = [(f"step {bucket}", partial(self._compile_step, bucket)) for bucket in steps if bucket in single]
+        for bucket in dict.fromkeys([*shared, *wanted.multi_steps]):
+            jobs.append((f"multi-step {bucket}", partial(self._compile_multi_step, bucket)))
+        jobs += [(f"speculative {bucket}", partial(self._compile_speculative, bucket)) for bucket in wanted.speculative]
+        jobs += [(f"sample {bucket}", partial(self._compile_split, bucket)) for bucket in wanted.split]
+        chosen = [job for name, job in jobs if not stored_only or self._store.has(name)]
+        num_done, self._progress = itertools.count(1), (0, len(chosen))
 
         def counted(job: Callable[[], None]) -> None:
             job()
-            self._progress = next(num_done), len(jobs)
+            self._progress = next(num_done), len(chosen)
 
-        run_all([partial(counted, job) for job in jobs], num_threads, self._closing)
+        run_all([partial(counted, job) for job in chosen], num_threads, self._closing)
         logger.debug("compiled steps of %s tokens, of several rounds %s", sorted(self.steps), sorted(self.multi_steps))
+        return len(chosen) == len(jobs)
 
     def _compile_step(self, bucket: int) -> None:
         if bucket not in self.steps:
@@ -191,7 +209,12 @@ class Programs:
 
     def bucket_for(self, num_tokens: int) -> int:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
-        return min(b for b in tuple(self.steps) if b >= num_tokens)
+        bucket = min(b for b in tuple(self.steps) if b >= num_tokens)
+        if not self._is_long.is_set() and bucket > min(b for b in self._schedule.buckets() if b >= num_tokens):
+            self._num_padded += 1
+            if self._num_padded >= _SHORT_RUN_STEPS:
+                self._is_long.set()
+        return bucket
 
     def decode_bucket_for(self, kind: PlanKind, num_rows: int) -> int | None:
         """Return the smallest compiled bucket of a kind for `num_rows` rows in decode; None if there is none."""
@@ -212,6 +235,7 @@ class Programs:
     def wait_for(self, bucket: int, kind: PlanKind) -> None:
         """Block until one bucket is compiled; RuntimeError if it never will be."""
         programs = self.of_kind(kind)
+        self._is_long.set()
         while bucket not in programs:
             if self._compiled.wait(_POLL_S) and bucket not in programs:
                 raise self._compile_error or RuntimeError(f"there is no program for {bucket} tokens here")
@@ -223,6 +247,7 @@ class Programs:
 
     def wait_until_warm(self) -> None:
         """Block until every bucket is compiled."""
+        self._is_long.set()
         self._compiled.wait()
         if self._compile_error is not None:
             raise self._compile_error

@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.execution import lowering
 from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.programs import Programs
 from jaxserve.models import registry
 from jaxserve.planner.program import abstract_params
@@ -32,14 +33,20 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def compiled(compile_ahead: str, num_seqs: int, budget: int, **sizes: Any) -> Programs:
-    """Return the programs of these sizes of steps."""
+    """Return the programs of these sizes of steps, all of them compiled."""
+    programs = begun(compile_ahead, num_seqs, budget, **sizes)
+    programs.wait_until_warm()
+    return programs
+
+
+def begun(compile_ahead: str, num_seqs: int, budget: int, **sizes: Any) -> Programs:
+    """Return the programs of these sizes of steps, of which those for the first request are compiled."""
     arch = registry.from_hf_config(hf_dict("llama"))
     schedule = ScheduleConfig(num_seqs, budget, max_model_len=64, page_size=4, num_pages=24, **sizes)
     params = abstract_params(arch, jnp.dtype("float32"))
     own = Lowering(arch, params, schedule, jnp.dtype("float32"), backend="xla", linear_backend="xla", max_steps=5)
     programs = Programs(own, directory=None, cache_scope=contextlib.nullcontext)
     programs.warm_up(compile_ahead)
-    programs.wait_until_warm()
     return programs
 
 
@@ -71,3 +78,38 @@ def test_engines_of_other_policies_share_their_programs(monkeypatch: pytest.Monk
     assert compiled("minimal", 4, 16, max_logprobs=7)._store._facts != plain
     monkeypatch.setattr(lowering, "step_options", lambda _: {"xla_backend_optimization_level": "3"})
     assert compiled("minimal", 4, 16)._store._facts != plain, "machine code of other compiler options"
+
+
+def test_a_short_run_compiles_nothing_in_the_background(names: list[str]) -> None:
+    """Nor does its exit wait: what was begun would have to be finished."""
+    for _ in range(3):
+        programs = begun("background", 4, 40)
+        num_needed = len(names)
+        assert [programs.bucket_for(9) for _ in range(3)] == [40] * 3
+        time.sleep(0.1)
+        began_s = time.monotonic()
+        programs.close()
+        programs._stop()
+        assert time.monotonic() - began_s < 1
+        assert len(names) == num_needed
+        names.clear()
+
+
+def test_a_short_run_loads_what_is_stored(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProgramStore, "has", lambda _, name: name == "step 8")
+    programs = begun("background", 4, 40)
+    while 8 not in programs.steps:
+        time.sleep(0.01)
+    assert programs.bucket_for(7) == 8
+    assert "step 7" not in names
+    programs.close()
+
+
+def test_steps_that_lack_a_program_end_the_short_run(names: list[str]) -> None:
+    programs = begun("background", 4, 40)
+    num_needed = len(names)
+    for _ in range(8):
+        assert len(names) == num_needed
+        programs.bucket_for(9)
+    programs._compiled.wait()
+    assert programs.bucket_for(9) < 40
