@@ -20,7 +20,7 @@ SWITCHES = frozenset(
         *("fully_sharded_loras", "specialize_active_lora", "scheduler_reserve_full_isl", "kv_cache_metrics"),
         *("cudagraph_metrics", "jit_monitor_verbose", "monokernel", "sleep_mode_offload_cudagraph", "use_replayssm"),
         *("kv_sharing_fast_prefill", "swa_bounded_replay", "tokens_only", "fail_on_environ_validation"),
-        *("trust_request_chat_template", "trust_request_mm_kwargs", "exclude_tools_when_tool_choice_none", "headless"),
+        *("trust_request_mm_kwargs", "exclude_tools_when_tool_choice_none", "headless"),
         *("cohere_is_reasoning_model", "log_error_stack", "allow_credentials"),
     )
 )
@@ -200,12 +200,9 @@ UNSUPPORTED: Sequence[tuple[str, Sequence[Any], Sequence[str]]] = (
 SERVER: Sequence[tuple[str, Sequence[Any] | None, Sequence[str]]] = (
     ("there are no LoRA adapters", UNSET, ("lora_modules",)),
     (
-        "requests bring chat_template_kwargs, and templates are the operator's",
+        "requests bring chat_template_kwargs",
         (*OFF, {}),
-        (
-            *("trust_request_chat_template", "trust_request_mm_kwargs", "default_chat_template_kwargs"),
-            "reasoning_effort_map",
-        ),
+        (*("trust_request_mm_kwargs", "default_chat_template_kwargs", "reasoning_effort_map"),),
     ),
     ("tools are part of the prompt unless tool_choice is none", _SWITCH, ("exclude_tools_when_tool_choice_none",)),
     ("there are no plug-ins", UNSET, ("tool_parser_plugin", "tool_server", "middleware")),

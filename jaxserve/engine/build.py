@@ -54,7 +54,8 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
         raise ConfigError(
             f"count_expert_tokens must be False, as {arch.architecture} has no experts, got True; drop it"
         )
-    local_arch, devices = arch.local(config.tensor_parallel_size), _devices(meshes_of(config))
+    devices = _devices(meshes_of(config))
+    local_arch = arch.local(config.tensor_parallel_size)
     kv_dtype = pool_dtype(config, compute_dtype(config, arch))
     backend = select_backend(config, local_arch, kv_dtype)
     page_size = choose_page_size(config, local_arch, kv_dtype, backend)
