@@ -96,7 +96,7 @@ def _from_backend(
 
 
 def _spans(backend: tokenizers.Tokenizer, text: str) -> tuple[TokenIds, list[tuple[int, int]]]:
-    encoding = backend.encode(text)
+    encoding = backend.encode(text) if len(text) < LONG_TEXT_CHARS else backend.encode_batch([text])[0]
     return encoding.ids, encoding.offsets
 
 
@@ -104,7 +104,8 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) 
     """Return the token ids of a text. Those of a long one are found while other threads run Python."""
     if len(text) < LONG_TEXT_CHARS:
         return backend.encode(text, add_special_tokens=add_special_tokens).ids
-    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+    # Without offsets, whose memory would take tens of milliseconds to free, in which no other thread runs.
+    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def _decode(backend: tokenizers.Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
