@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ GROUPED_LINEAR = "jaxserve_grouped_linear"
 ABI = 12  # version of the calls' signatures and of packed weights; ffi.cc has the same number
 
 _DIRECTORY = Path(__file__).parent
-_LIBRARY = _DIRECTORY / f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
+_LIBRARY = _DIRECTORY / "_kernels.so"
 _BUILD_FAILURE = _DIRECTORY / "build_failure.txt"  # written by build.py
 
 

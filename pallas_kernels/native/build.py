@@ -1,14 +1,31 @@
-"""Build the native kernels when the package is installed; without them, installation goes on and XLA's code serves."""
+"""Build the native kernels when the package is installed; without them, installation goes on and XLA's code serves.
+
+Instruction sets are compiled side by side. Objects are kept in the user's cache by the content of all that goes into
+them, so that a second installation, or one for another Python, compiles nothing. The library is not Python's: it has no
+symbol of CPython, so that one wheel serves every version.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
+import os
 import platform
+import shutil
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from setuptools import Extension
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.sdist import sdist
 from setuptools.errors import BaseError, CCompilerError, ExecError
 
 # -g0, as interpreters pass on the -g that they were built with: tables for debuggers are nine tenths of the library.
@@ -38,11 +55,31 @@ if platform.machine() in ARM and sys.platform == "linux":  # compilers for macOS
     INSTRUCTION_SETS["neondot"] = (4, ["-march=armv8.2-a+dotprod"])
 
 
+SOURCES = Path("jaxserve/pallas_kernels/native")
+MAX_KEPT = 60  # objects in the cache: those of some ten builds
+
+
+class Unit(NamedTuple):
+    """A source and its own flags, of which `includes` are folders of headers that others made."""
+
+    source: str
+    flags: list[str]
+    includes: tuple[str, ...] = ()
+
+
 class BuildKernels(build_ext):
     """Compile `isa.cc` once per instruction set and `ffi.cc` against the headers that come with jaxlib.
 
     An instruction set that the compiler does not know is left out, with those that need it.
     """
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return a name without the version of Python, on which the library does not depend."""
+        return f"{os.path.join(*fullname.split('.'))}.so"
+
+    def get_source_files(self) -> list[str]:
+        """Return all that a build from the source archive needs."""
+        return [str(path) for path in sorted(SOURCES.iterdir()) if path.suffix in (".cc", ".h", ".py")]
 
     def build_extension(self, ext: Extension) -> None:
         """Build the library, or leave a note with the reason why it could not be built."""
@@ -69,31 +106,89 @@ class BuildKernels(build_ext):
                     self.copy_file(str(built / name), str(target.parent / name))
 
     def _compile_all(self) -> list[str]:
-        objects = self._compile_set("generic", *BASELINE)
-        built = ["generic"]
-        for name, (width, flags) in INSTRUCTION_SETS.items():
-            if (plain := PLAIN.get(name, "generic")) not in built:
-                self.warn(f"the native kernels are built without {name}, whose attention would be that of {plain}")
-                continue
-            try:
-                objects += self._compile_set(name, width, flags)
-            except CCompilerError as error:
-                self.warn(f"the native kernels are built without {name}: {error}")
-            else:
-                built.append(name)
-        has = [f"-DNATIVE_HAS_{name}" for name in built[1:]]
-        # The linker takes the first copy of an inline function that several objects have: that of every processor.
-        return self._compile("ffi.cc", "ffi", ["-isystem", _xla_headers(), *has]) + objects
+        units = {"generic": Unit("isa.cc", _defines("generic", *BASELINE))}
+        units |= {name: Unit("isa.cc", _defines(name, *of_set)) for name, of_set in INSTRUCTION_SETS.items()}
+        with ThreadPoolExecutor(num_cores := os.cpu_count() or 1) as pool:
+            started = time.monotonic()
+            _say(f"{len(units) + 1} native kernels, compiled on {num_cores} cores, some minutes on one")
+            # Those with the widest vectors take longest: they must not be the last to begin.
+            compiled = {name: pool.submit(self._compile, name, unit) for name, unit in reversed(units.items())}
+            handlers = pool.submit(self._compile, "ffi", _handlers(INSTRUCTION_SETS))
+            objects = {"generic": compiled["generic"].result()}
+            for name in INSTRUCTION_SETS:
+                if path := self._built(name, compiled[name], objects):
+                    objects[name] = path
+            if len(objects) < len(units):
+                handlers = pool.submit(self._compile, "ffi", _handlers(list(objects)[1:]))
+            # The linker takes the first copy of an inline function that several objects have: that of every processor.
+            result = [handlers.result(), *objects.values()]
+        _say(f"native kernels are there after {time.monotonic() - started:.0f} s: {', '.join(objects)}")
+        _forget_oldest()
+        return result
 
-    def _compile_set(self, name: str, width: int, flags: list[str]) -> list[str]:
-        plain = [f"-DNATIVE_PLAIN={PLAIN[name]}"] if name in PLAIN else []
-        return self._compile("isa.cc", name, [f"-DNATIVE_ISA={name}", f"-DNATIVE_WIDTH={width}", *plain, *flags])
+    def _built(self, name: str, compiled: Future[str], objects: Iterable[str]) -> str | None:
+        if (plain := PLAIN.get(name, "generic")) not in objects:
+            self.warn(f"the native kernels are built without {name}, whose attention would be that of {plain}")
+            return None
+        try:
+            return compiled.result()
+        except CCompilerError as error:
+            self.warn(f"the native kernels are built without {name}: {error}")
+            return None
 
-    def _compile(self, source: str, name: str, flags: list[str]) -> list[str]:
-        path = Path("pallas_kernels/native") / source
+    def _compile(self, name: str, unit: Unit) -> str:
+        """Return the object of a unit, from the cache if it has been compiled before."""
+        kept = _cache() / f"{self._key(unit)}.o"
         directory = Path(self.build_temp) / name
-        objects: list[str] = self.compiler.compile([str(path)], output_dir=str(directory), extra_postargs=FLAGS + flags)
-        return objects
+        directory.mkdir(parents=True, exist_ok=True)
+        if kept.exists():
+            _say(f"  {name}: compiled before")
+            with contextlib.suppress(OSError):
+                kept.touch()  # `_forget_oldest` goes by time
+            return str(shutil.copy(kept, directory / f"{unit.source}.o"))
+        started = time.monotonic()
+        flags = [*FLAGS, *unit.flags, *(f"-isystem{path}" for path in unit.includes)]
+        (path,) = self.compiler.compile([str(SOURCES / unit.source)], output_dir=str(directory), extra_postargs=flags)
+        with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=_cache()) as there:
+            os.replace(shutil.copy(path, there), kept)
+        _say(f"  {name}: {time.monotonic() - started:.0f} s")
+        return str(path)
+
+    def _key(self, unit: Unit) -> str:
+        """Return a digest of the compiler, its flags, the source and every header of ours or of XLA's calls."""
+        command = getattr(self.compiler, "compiler_so_cxx", ["c++"])
+        version = subprocess.run([command[0], "--version"], check=False, capture_output=True).stdout
+        digest = hashlib.sha256(repr([command, FLAGS, unit.source, unit.flags, platform.machine(), version]).encode())
+        headers = [path for folder in unit.includes for path in sorted(Path(folder, "xla/ffi/api").rglob("*.h"))]
+        for path in (SOURCES / unit.source, *sorted(SOURCES.glob("*.h")), *headers):
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
+        return digest.hexdigest()
+
+
+class TagWheel(bdist_wheel):
+    """Tag the wheel for every Python: its library is loaded by ctypes and called by XLA."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tag of the platform alone."""
+        return "py3", "none", super().get_tag()[2]
+
+
+class ArchiveSources(sdist):
+    """Leave the tests out of the source archive, of which setuptools adds some by their names."""
+
+    def make_distribution(self) -> None:
+        """Write the archive."""
+        self.filelist.exclude_pattern(None, prefix="tests")
+        super().make_distribution()
+
+
+def _defines(name: str, width: int, flags: list[str]) -> list[str]:
+    plain = [f"-DNATIVE_PLAIN={PLAIN[name]}"] if name in PLAIN else []
+    return [f"-DNATIVE_ISA={name}", f"-DNATIVE_WIDTH={width}", *plain, *flags]
+
+
+def _handlers(sets: Iterable[str]) -> Unit:
+    return Unit("ffi.cc", [f"-DNATIVE_HAS_{name}" for name in sets], (_xla_headers(),))
 
 
 def _xla_headers() -> str:
@@ -101,3 +196,27 @@ def _xla_headers() -> str:
     if spec is None or spec.origin is None:
         raise OSError("jaxlib, whose headers are needed, is not installed in the build environment")
     return str(Path(spec.origin).parent / "include")
+
+
+def _cache() -> Path:
+    """Return the folder of objects, beside that of compiled programs; builds run without jaxserve's `environment`."""
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "objects"
+    with contextlib.suppress(OSError):
+        path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _forget_oldest() -> None:
+    with contextlib.suppress(OSError):
+        for path in sorted(_cache().glob("*.o"), key=lambda path: path.stat().st_mtime)[:-MAX_KEPT]:
+            path.unlink(missing_ok=True)
+
+
+def _say(text: str) -> None:
+    """Write to standard output, and to the terminal if pip, which takes the output for itself, runs in one."""
+    print(text, flush=True)
+    if sys.stdout.isatty():
+        return
+    with contextlib.suppress(OSError), open("/dev/tty", "w") as terminal:
+        if os.tcgetpgrp(terminal.fileno()) == os.getpgrp():  # not from the background
+            terminal.write(f"\r{text}\n")

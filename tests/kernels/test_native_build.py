@@ -1,3 +1,4 @@
+import ctypes
 import os
 import platform
 import re
@@ -59,7 +60,9 @@ def test_a_build_without_a_compiler_leaves_a_note(is_editable, tmp_path, monkeyp
     package = Path("jaxserve/pallas_kernels/native")
     package.mkdir(parents=True)
     (package / native._LIBRARY.name).write_text("built before")
-    extension = setuptools.Extension("jaxserve.pallas_kernels.native._kernels", ["pallas_kernels/native/ffi.cc"])
+    extension = setuptools.Extension(
+        "jaxserve.pallas_kernels.native._kernels", ["jaxserve/pallas_kernels/native/ffi.cc"]
+    )
     command = BuildKernels(setuptools.Distribution({"name": "x", "ext_modules": [extension]}))
     command.build_lib, command.build_temp, command.inplace = str(tmp_path / "lib"), str(tmp_path / "temp"), is_editable
     command.ensure_finalized()
@@ -81,11 +84,11 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(monkeypa
 
     compiled = []
 
-    def compile_one(_, source, name, flags):
-        if "-munknown" in flags:
+    def compile_one(_, name, unit):
+        if "-munknown" in unit.flags:
             raise CompileError("unrecognized option -munknown")
-        compiled.append((source, name, flags))
-        return [f"{name}.o"]
+        compiled.append((name, unit.flags))
+        return f"{name}.o"
 
     sets = {"old": (8, ["-mold"]), "new": (8, ["-munknown"]), "old_bytes": (8, ["-mbytes"]), "new_bytes": (8, [])}
     monkeypatch.setattr(build, "INSTRUCTION_SETS", sets)
@@ -93,13 +96,69 @@ def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(monkeypa
     monkeypatch.setattr(build.BuildKernels, "_compile", compile_one)
     objects = build.BuildKernels(setuptools.Distribution({"name": "x"}))._compile_all()
     assert objects == ["ffi.o", "generic.o", "old.o", "old_bytes.o"]  # what every processor runs comes first
-    flags_of = {name: flags for _, name, flags in compiled}
+    flags_of = dict(compiled)  # of the handlers those of the second time, without what was left out
     assert [flag for flag in flags_of["ffi"] if "NATIVE_HAS" in flag] == ["-DNATIVE_HAS_old", "-DNATIVE_HAS_old_bytes"]
     assert "-DNATIVE_PLAIN=old" in flags_of["old_bytes"]
 
     monkeypatch.setattr(build, "BASELINE", (4, ["-munknown"]))  # without it there is no library
     with pytest.raises(CompileError):
         build.BuildKernels(setuptools.Distribution({"name": "x"}))._compile_all()
+
+
+@pytest.mark.skipif(not CAN_BUILD, reason="needs Linux and a C++ compiler")
+def test_what_was_compiled_before_is_not_compiled_again(tmp_path, monkeypatch, capsys):
+    """Build a library of one function twice, for two versions of Python; then a header changes."""
+    setuptools = pytest.importorskip("setuptools")
+    from jaxserve.pallas_kernels.native import build
+
+    compiled = []
+
+    class Build(build.BuildKernels):
+        def build_extensions(self):
+            compile_one = self.compiler.compile
+
+            def counted(*args, **kwargs):
+                compiled.append(args)
+                return compile_one(*args, **kwargs)
+
+            self.compiler.compile = counted
+            super().build_extensions()
+
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    (sources / "ffi.cc").write_text('#include "kernels.h"\nextern "C" int answer() { return ANSWER; }\n')
+    (sources / "isa.cc").write_text('#include "kernels.h"\nint NATIVE_ISA() { return NATIVE_WIDTH; }\n')
+    (sources / "kernels.h").write_text("#define ANSWER 42\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "SOURCES", Path("sources"))
+    monkeypatch.setattr(build, "INSTRUCTION_SETS", {"wide": (8, [])})
+    monkeypatch.setattr(build, "PLAIN", {})
+
+    def answer(folder):
+        extension = setuptools.Extension("native._kernels", ["sources/ffi.cc"])
+        command = Build(setuptools.Distribution({"name": "x", "ext_modules": [extension]}))
+        command.build_lib, command.build_temp = str(tmp_path / folder / "lib"), str(tmp_path / folder / "temp")
+        command.ensure_finalized()
+        command.run()
+        return ctypes.CDLL(str(tmp_path / folder / "lib/native/_kernels.so")).answer()  # a name without the version
+
+    assert answer("first") == 42
+    assert len(compiled) == 3
+    shown = capsys.readouterr().out
+    assert all(f"  {name}: " in shown for name in ("generic", "wide", "ffi"))
+    assert answer("second") == 42
+    assert len(compiled) == 3
+    assert "  wide: compiled before" in capsys.readouterr().out
+    (sources / "kernels.h").write_text("#define ANSWER 43\n")
+    assert answer("third") == 43
+    assert len(compiled) == 6
+
+    monkeypatch.setattr(build, "MAX_KEPT", 2)
+    monkeypatch.setenv("CXXFLAGS", "-DOTHER")
+    assert answer("fourth") == 43
+    assert len(compiled) == 9
+    assert len(list((tmp_path / "cache/jaxserve/objects").iterdir())) == 2
 
 
 @pytest.mark.full
