@@ -1,17 +1,26 @@
 """Random tiny checkpoints of every family, written by transformers, with the model that wrote them as oracle."""
 
+import os
 import random
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+import ml_dtypes
 import numpy as np
-import torch
 import transformers
 from numpy.typing import NDArray
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from jaxserve.models import registry
+from jaxserve.weights import safetensors_store
+from jaxserve.weights.rows import hf_shapes
+from tests.oracles import Missing, has_torch, torch
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-torch.set_num_threads(1)  # more threads than free cores make tiny models a hundred times slower
+if has_torch:
+    torch.set_num_threads(1)  # more threads than free cores make tiny models a hundred times slower
 CONFIGS = {
     "llama": transformers.LlamaConfig,
     "mistral": transformers.MistralConfig,
@@ -303,8 +312,7 @@ def renamed(family: str, fields: dict[str, Any]) -> dict[str, Any]:
 def hf_dict(family: str, **overrides: Any) -> dict[str, Any]:
     """Return `build_config` as the content of a config.json."""
     config = build_config(family, **overrides)
-    name = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
-    return {**config.to_dict(), "architectures": [name]}
+    return {**config.to_dict(), "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
 
 
 def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
@@ -335,6 +343,9 @@ def write_checkpoint(
     path: Path, family: str, seed: int = 0, *, dtype: str = "float32", max_shard_size: str = "1GB", **overrides: Any
 ) -> transformers.PreTrainedModel:
     """Write a random checkpoint in `dtype` to `path`; return the model in float32, with the values as written."""
+    if not has_torch:
+        write_plain_checkpoint(path, family, seed, dtype=dtype, max_shard_size=max_shard_size, **overrides)
+        return Missing()
     model = build_model(family, seed, **overrides)
     scalars = [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
     for tensor in (*model.parameters(), *scalars):  # rotary buffers stay float32 in the oracle
@@ -344,6 +355,26 @@ def write_checkpoint(
     for tensor in (*model.parameters(), *scalars):
         tensor.data = tensor.data.float()
     return model
+
+
+def write_plain_checkpoint(
+    path: Path, family: str, seed: int = 0, *, dtype: str = "float32", max_shard_size: str = "1GB", **overrides: Any
+) -> None:
+    """Write a random checkpoint, with other values than `write_checkpoint`, without torch.
+
+    Names and shapes of tensors are those that jaxserve reads, so that it is no oracle by itself.
+    """
+    config = hf_dict(family, **overrides) | {"dtype": dtype}
+    rng = np.random.default_rng(seed)
+    tensors: dict[str, Any] = {}
+    for row in registry.param_specs(registry.from_hf_config(config)):
+        for name, shape in hf_shapes(row).items():
+            noise = rng.standard_normal(shape, np.float32) * np.float32(_WEIGHT_STD)
+            tensors[name] = (noise + (row.init == "ones")).astype(getattr(ml_dtypes, dtype, dtype))
+    path.mkdir(parents=True, exist_ok=True)
+    max_bytes = int(max_shard_size[:-2]) * {"KB": 10**3, "MB": 10**6, "GB": 10**9}[max_shard_size[-2:]]
+    safetensors_store.write_tensors(path, tensors, max_shard_bytes=max_bytes)
+    safetensors_store.write_config(path, config)
 
 
 def reference_logits(model: transformers.PreTrainedModel, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:

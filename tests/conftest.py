@@ -33,7 +33,7 @@ import mappings
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from tests import random_runs, type_checks
+from tests import oracles, random_runs, type_checks
 from tests.cost_report import CostReport
 
 type_checks.install()  # must precede the import of jaxserve
@@ -69,12 +69,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the report of costs."""
+    """Add the report of costs, and the list of tests that need torch."""
     parser.addoption("--costs", type=Path, metavar="FILE", help="write seconds and compiled programs by test file")
+    parser.addoption("--torch-tests", type=Path, metavar="FILE", help="write the tests that skip as torch is missing")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Use many random examples if full tests are selected."""
+    config.pluginmanager.register(oracles.SkippedTests())
     if costs := config.getoption("costs"):
         config.pluginmanager.register(CostReport(costs))
     expression = config.option.markexpr

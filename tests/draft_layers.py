@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+
+from tests.oracles import torch
 
 NOISE = 0.3  # spread of weights around those that repeat the model's last prediction, so that some drafts are right
 

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 from tqdm import tqdm
 
@@ -19,6 +18,7 @@ from jaxserve.execution.state import copy_pages
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import tokens
+from tests.oracles import torch
 from tests.parameters import some_by_default
 
 PROMPTS = [tokens(n, f"beam {n}") for n in (1, 6, 30)]

@@ -11,7 +11,6 @@ import draft_layers
 import jax
 import numpy as np
 import pytest
-import torch
 import transformers
 from draft_layers import Head
 from safetensors.numpy import load_file, save_file
@@ -25,6 +24,7 @@ from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.sizes import EOS, VOCAB_SIZE
 from tests.e2e.workloads import assert_same, generate, tokens
+from tests.oracles import torch
 from tests.parameters import some_by_default
 
 Start = Callable[..., Engine]

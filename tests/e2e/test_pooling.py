@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_tokenizers
-import torch
 import transformers
 from numpy.typing import NDArray
 
@@ -23,6 +22,7 @@ from jaxserve.sampling_params import SamplingParams
 from tests.checkpoints import FAMILIES, build_config, randomize, write_checkpoint
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.workloads import tokens
+from tests.oracles import torch
 from tests.parameters import some_by_default
 
 TOLERANCE = 1e-5

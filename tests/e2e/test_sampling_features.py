@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from checkpoints import reference_logits
 from scipy.special import log_softmax
@@ -17,6 +16,7 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import EOS, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, generate, run, tokens
+from tests.oracles import torch
 
 Start = Callable[..., Engine]
 

@@ -34,6 +34,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
 from tests.kernels.attention_runs import OTHER_SETS
+from tests.oracles import torch
 from tests.parameters import some_by_default
 
 PLAIN = Problem(4, 32, 16, 16, jnp.dtype("float32"), jax.default_backend())
@@ -105,7 +106,6 @@ def test_matches_reference(name, backend):
 
 def test_reference_is_multi_head_attention_over_expanded_latents():
     """Queries times the keys' matrix, and outputs times the values', are torch's attention over every head's own."""
-    torch = pytest.importorskip("torch")
     case, rng = BY_NAME["ragged"], np.random.default_rng(1)
     (inputs, kv_pages, layer), Q, rank, nope, value = case.arguments(), case.rows.num_query_heads, case.rank, 24, 20
     w_k, w_v = rng.normal(size=(Q, nope, rank)), rng.normal(size=(Q, value, rank))

@@ -24,6 +24,7 @@ from tests.kernels.attention_runs import (
     live,
     run,
 )
+from tests.oracles import torch
 
 
 def test_case_names_are_unique():
@@ -104,7 +105,6 @@ def test_stale_numbers_of_a_pool_must_stay():
 
 @pytest.mark.parametrize("name", ["mixed", "all_decode_ragged", "shared_prefix", "group_of_4", "window_across_pages"])
 def test_reference_matches_torch(name):
-    torch = pytest.importorskip("torch")
     case = BY_NAME[name]
     inputs, kv_pages, layer = case.arguments()
     out, _ = expected_of(name)

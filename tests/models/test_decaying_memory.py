@@ -1,5 +1,7 @@
 """Gated delta nets and Mamba-2 over ragged rows against transformers' recurrences in float32, token by token."""
 
+from __future__ import annotations
+
 import re
 from dataclasses import replace
 from functools import partial
@@ -9,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba_oracle
 from transformers.models.qwen3_next import modeling_qwen3_next as delta_oracle
 
@@ -19,6 +20,7 @@ from jaxserve.layers.decaying_memory import CHUNK, MemoryPool
 from jaxserve.layers.delta_net import DeltaInputs, GatedDelta
 from jaxserve.layers.mamba import Mamba, MambaInputs
 from jaxserve.layers.state_forms import StateRows
+from tests.oracles import torch
 
 DELTA = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5, width=4)
 MAMBA = Mamba(num_groups=2, num_heads=6, state_dim=7, head_dim=5, width=4)

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 import transformers
 
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
 from tests import checkpoints
 from tests.models.test_parity import assert_close, load_logits
+from tests.oracles import torch
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
 VISION |= {"num_position_embeddings": 16, "patch_size": 4}

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-import torch
 
 from jaxserve.models.hf_config import read_rope
 from tests.checkpoints import ROPES, build_config
+from tests.oracles import torch
 
 YARN = ROPES["yarn"]
 VARIANTS = {

@@ -1,10 +1,13 @@
 """Emulated quantisation of activations, by torch: each returns the values that the products of a module see."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 
 import ml_dtypes
 import numpy as np
-import torch
+
+from tests.oracles import torch
 
 Fake = Callable[[torch.Tensor, Mapping[str, np.ndarray]], torch.Tensor]
 

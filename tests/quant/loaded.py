@@ -1,18 +1,20 @@
 """Parameters and tensors of checkpoints that tests write."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 
 from jaxserve import weights
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform
 from jaxserve.quant import weight_format
 from jaxserve.weights.safetensors_file import map_file, write_file
+from tests.oracles import torch
 
 ONE_LAYER = {"num_hidden_layers": 1}
 

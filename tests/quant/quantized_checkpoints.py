@@ -1,5 +1,7 @@
 """Tiny quantised checkpoints, and the models in transformers that they stand for."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,11 +10,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import torch
 import transformers
 
 from jaxserve.weights.safetensors_file import write_file
 from tests.checkpoints import build_model
+from tests.oracles import torch
 from tests.quant.fake_activations import (
     Fake,
     fake_fp4,

@@ -1,5 +1,7 @@
 """Checkpoints of compressed-tensors, as that library itself decompresses and transformers runs them."""
 
+from __future__ import annotations
+
 from functools import partial
 from pathlib import Path
 
@@ -7,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 
 from jaxserve import weights
@@ -17,6 +18,7 @@ from jaxserve.weights.quantized import Activation
 from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import reference_logits
 from tests.models.test_parity import run
+from tests.oracles import torch
 from tests.parameters import some_by_default
 from tests.quant.fake_activations import FAKE_INT8
 from tests.quant.loaded import ONE_LAYER, loaded, safetensors_of

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from jaxserve.quant.fp8 import FORMAT, rounded, scales
 from jaxserve.quant.stored import StoredMatrix
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import SIZES
+from tests.oracles import torch
 from tests.random_runs import examples
 from tests.soon_compiled import few_programs
 

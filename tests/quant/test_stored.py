@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
 from jaxserve.layers.linear import LinearContext, linear
@@ -28,6 +27,7 @@ from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import reference_logits
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
+from tests.oracles import torch
 from tests.parameters import some_by_default
 from tests.quant.fake_activations import FAKE_INT8
 from tests.quant.loaded import ONE_LAYER, loaded, safetensors_of, torch_rows

@@ -1,5 +1,7 @@
 """Experts of quantised checkpoints: held as they are stored, and multiplied as the layouts define it."""
 
+from __future__ import annotations
+
 import json
 import logging
 from functools import partial
@@ -10,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 
 import jaxserve.planner
@@ -28,6 +29,7 @@ from jaxserve.weights.safetensors_file import write_file
 from tests.checkpoints import reference_logits
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
+from tests.oracles import torch
 from tests.parameters import some_by_default
 from tests.quant.loaded import loaded
 from tests.quant.quantized_checkpoints import CASES, write_gpt_oss, write_quantized

@@ -1,5 +1,7 @@
 """Quantised checkpoints against transformers with compressed-tensors, and the command that writes them."""
 
+from __future__ import annotations
+
 import json
 import warnings
 from pathlib import Path
@@ -9,7 +11,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-import torch
 import transformers
 
 from jaxserve import cli, weights
@@ -23,6 +24,7 @@ from jaxserve.quantize.scheme import SCHEMES, QuantizeOptions
 from jaxserve.weights.safetensors_store import open_tensors
 from quantization_quality import decode
 from tests.checkpoints import reference_logits, write_checkpoint
+from tests.oracles import torch
 from tests.parameters import some_by_default
 
 # Sizes of the default checkpoints are no multiples of a block.

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from jaxserve.quantize.grid import Grid
 from jaxserve.quantize.layout import pack
 from jaxserve.quantize.rounding import gptq, output_error, round_to_nearest, search_scales
+from tests.oracles import torch
 
 FLOAT32 = np.dtype(np.float32)
 

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-import torch
 from sampling_cases import make_rows
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from jaxserve.sampling.sampler import token_weights
+from tests.oracles import torch
 
 weigh = jax.jit(token_weights)
 

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from jaxserve.sampling import LogprobLayout, token_logprobs
 from jaxserve.sampling.by_token import top_one_by_one
+from tests.oracles import torch
 
 NUM_TOP = 20
 compute = jax.jit(token_logprobs, static_argnums=2)

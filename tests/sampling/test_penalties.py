@@ -3,12 +3,12 @@
 import jax
 import numpy as np
 import pytest
-import torch
 from sampling_cases import counts_of, make_rows, make_table
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from jaxserve.sampling import count_sampled, count_tokens
 from jaxserve.sampling.penalties import HISTORY_BLOCK, apply_penalties
+from tests.oracles import torch
 
 penalise = jax.jit(apply_penalties)
 count = jax.jit(count_tokens, static_argnums=3)

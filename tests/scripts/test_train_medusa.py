@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
@@ -27,6 +26,7 @@ from jaxserve.speculation_config import SpeculationConfig
 from jaxserve.weights import save
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import generate
+from tests.oracles import torch
 
 KINDS = ("medusa", "eagle3")
 CYCLE = 7

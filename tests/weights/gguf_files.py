@@ -6,11 +6,11 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 import transformers
 from gguf import GGMLQuantizationType as Type
 
 from tests.checkpoints import build_model
+from tests.oracles import torch
 
 # No width is a multiple of 256; on two devices, groups of 32 columns are cut.
 SIZES = {"hidden_size": 160, "intermediate_size": 224, "head_dim": 40, "num_attention_heads": 4}

@@ -1,5 +1,7 @@
 """GGUF files: weights are those of the gguf package, logits and configurations those of transformers."""
 
+from __future__ import annotations
+
 import json
 import logging
 import os
@@ -12,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 import transformers
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
@@ -36,6 +37,7 @@ from tests import tiny_tokenizers
 from tests.checkpoints import ROPES, reference_logits
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
+from tests.oracles import torch
 from tests.parameters import some_by_default
 from tests.weights.gguf_files import KINDS, add_vocabulary, write_gguf
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-import torch
 import transformers
 
 from jaxserve import weights
@@ -21,6 +20,7 @@ from jaxserve.models import registry
 from jaxserve.weights import safetensors_store, stored_tensor
 from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import FAMILIES, VARIED, build_config, write_checkpoint
+from tests.oracles import torch
 from tests.parameters import some_by_default
 
 CONFIG = {**build_config("llama").to_dict(), "architectures": ["LlamaForCausalLM"]}
