@@ -14,6 +14,7 @@ import pytest
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba_oracle
 from transformers.models.qwen3_next import modeling_qwen3_next as delta_oracle
 
+from jaxserve.execution.lowering import _known
 from jaxserve.execution.step import step_options
 from jaxserve.layers import decaying_memory
 from jaxserve.layers.decaying_memory import CHUNK, MemoryPool
@@ -203,7 +204,9 @@ def test_the_pool_is_changed_in_place(num_tokens: int, form: Form) -> None:
         fields = {name: x[:1] for name, x in rows._asdict().items()}
         rows = StateRows(**fields | {"cu_q_lens": rows.cu_q_lens[:2]})
     inputs, pool = random_inputs(form, num_tokens), form.new(NUM_LAYERS, NUM_ENTRIES)
-    program = jax.jit(type(form).advance, static_argnums=0, donate_argnums=3, compiler_options=step_options("cpu"))
+    program = jax.jit(
+        type(form).advance, static_argnums=0, donate_argnums=3, compiler_options=_known(step_options("cpu"))
+    )
     compiled = program.lower(form, inputs, rows, pool, jnp.int32(LAYER)).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= sum(x.nbytes for x in pool)
