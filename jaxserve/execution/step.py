@@ -190,12 +190,11 @@ def step_options(device_kind: str) -> dict[str, str | bool]:
     For TPU7x, XLA would copy all weights in front of the loop over the layers, in every step: it expects tiles of twice
     as many rows to pay over the iterations of the loop, although each layer is read in only one of them. On a CPU most
     of a program's time is its compilation: XLA's newer code generator and the later passes of LLVM take twice as long,
-    and make no step faster, those of one row rather slower. XLA of jax 0.12 has
-    no older generator any more, and compiles 1.4 times as long. On GPUs a whole step is one CUDA graph: its branches and
-    loops are nodes of the graph, as else the host would wait at each of them until the device gets there, and the
-    device then for the host: on an H100, with four layers of 8B, twice the time of a step of 8 rows. Nodes follow each
-    other in the program's order: if they wait only for what they read, a step saves 0.3 ms, but buffers of all layers
-    are there at once.
+    and make no step faster, those of one row rather slower. XLA of jax 0.12 has no older generator any more, and
+    compiles 1.4 times as long. On GPUs a whole step is one CUDA graph: its branches and loops are nodes of the graph,
+    as else the host would wait at each of them until the device gets there, and the device then for the host: on an
+    H100, with four layers of 8B, twice the time of a step of 8 rows. Nodes follow each other in the program's order: if
+    they wait only for what they read, a step saves 0.3 ms, but buffers of all layers are there at once.
     """
     if device_kind == "cpu":
         return {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
