@@ -55,7 +55,8 @@ def gemma3_arch(config: Mapping[str, Any]) -> ArchConfig:
     config = {**_DEFAULTS, **sizes, "rope_theta": 1e6, "rope_local_base_freq": 1e4, **config}
     fields = {"sliding_window_pattern": SIZE, "attn_logit_softcapping": Kind("null", lambda value: value is None)}
     period = read_fields({"sliding_window_pattern": 6, **config}, fields)["sliding_window_pattern"]
-    full, local = by_kind(config, config["rope_local_base_freq"])
+    theta = read_fields(config, {"rope_local_base_freq": POSITIVE})["rope_local_base_freq"]
+    full, local = by_kind(config, float(theta))
     arch, local_rope = _arch(full, period, qk_norm=True), read_rope(local)
     ropes = (rope if window is None else local_rope for rope, window in zip(arch.ropes, arch.windows, strict=True))
     # The length of checkpoints is the extended one, as in vLLM: the factor of their linear RoPE is not applied again.
