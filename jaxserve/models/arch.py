@@ -324,9 +324,14 @@ class ArchConfig:
 
     @cached_property
     def num_first_layers(self) -> int:
-        """Number of layers before those whose kinds repeat: layers without experts, if only the first ones are."""
-        num_first = len(self.dense_layers)
-        return num_first if self.dense_layers == frozenset(range(num_first)) and num_first < self.num_layers else 0
+        """Number of layers before those whose kinds repeat: layers without experts, if only the first ones are.
+
+        They have to be like the others in all else, as pages are laid out by the period of the others.
+        """
+        num_first, layers = len(self.dense_layers), range(self.num_layers)
+        is_alike = len({(self.windows[layer], layer in self.state_layers) for layer in layers}) == 1
+        is_first = self.dense_layers == frozenset(range(num_first)) and num_first < self.num_layers
+        return num_first if is_first and is_alike else 0
 
     @cached_property
     def period(self) -> int:

@@ -140,6 +140,12 @@ def test_scanned_layers_of_quantised_matrices_match_unrolled(tmp_path):
     np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-5)
 
 
+def test_a_first_layer_without_experts_may_have_a_state(tmp_path):
+    model = write_checkpoint(tmp_path, "qwen3_next", mlp_only_layers=[0])
+    _, token_ids, logits, _ = load_logits(tmp_path)
+    assert_close(logits, reference_logits(model, token_ids))
+
+
 def test_windows_that_do_not_repeat_cannot_scan():
     arch = registry.from_hf_config(hf_dict("qwen2"))
     assert arch.windows == (None, 7)
