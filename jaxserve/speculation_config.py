@@ -25,7 +25,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {  # values of vLLM's other keys that 
     "draft_sample_method": ("probabilistic",),
     "draft_tensor_parallel_size": (1, None),
     "enable_adaptive_verification": (False,),
-    "enforce_eager": (None, False),
+    "enforce_eager": (None, False, True),
     "parallel_drafting": (False,),
     "rejection_sample_method": ("standard",),
     "revision": (None,),

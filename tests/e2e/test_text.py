@@ -332,7 +332,7 @@ sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
 
 # Create an LLM.
 llm = LLM(model=MODEL, max_model_len=128, max_num_seqs=1, max_num_batched_tokens=1, enable_prefix_caching=True,
-          trust_remote_code=False, enforce_eager=False, block_size=16, swap_space=0, load_format="auto", seed=None,
+          trust_remote_code=False, enforce_eager=True, block_size=16, swap_space=4, load_format="auto", seed=None,
           disable_log_stats=True, tokenizer_mode="auto", revision=None, max_logprobs=20, enable_chunked_prefill=True)
 # Generate texts from the prompts. The output is a list of RequestOutput objects
 # that contain the prompt, generated text, and other information.
@@ -388,8 +388,8 @@ def test_a_script_written_for_vllm_runs_with_its_import_changed(llama: Path) -> 
 def test_llm_takes_engine_options(llama: Path) -> None:
     with pytest.raises(RequestError, match="needs a tokenizer"):
         LLM(str(llama), **SIZES, skip_tokenizer_init=True).generate(PROMPT)
-    with pytest.raises(ConfigError, match="enforce_eager must be False or None, got True"):
-        LLM(str(llama), enforce_eager=True)
+    with pytest.raises(ConfigError, match="enable_lora must be False, got True"):
+        LLM(str(llama), enforce_eager=True, enable_lora=True)
 
 
 def test_default_sampling_params_are_the_checkpoints(llama: Path, tmp_path: Path) -> None:
