@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from jaxserve.calls import as_list, per_prompt, priorities
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import SamplingParams
+from tests.oracles import torch
 
 TEXTS = ["one", "two", "three"]
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-import torch
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig
@@ -22,6 +21,7 @@ from jaxserve.models import registry
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, busy_step, generate, run, tokens
+from tests.oracles import torch
 
 Start = Callable[..., Engine]
 

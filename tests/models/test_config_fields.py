@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
@@ -20,6 +19,7 @@ from jaxserve.models.hf_config import noting_fields
 from jaxserve.models.layer_kinds import NOT_READ
 from tests.checkpoints import CONFIGS, FAMILIES, MIXTURES, hf_dict, randomize, reference_logits
 from tests.models.test_parity import assert_close, load_logits
+from tests.oracles import torch
 from tests.parameters import some_by_default
 from tests.random_configs import random_configs
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 
 from jaxserve.weights import from_torch
+from tests.oracles import torch
 
 
 @pytest.mark.parametrize(
