@@ -24,6 +24,7 @@ import urllib.request
 import venv
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from check_docs import read_blocks
