@@ -16,6 +16,8 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.weights import stored_head
 from tests.checkpoints import FAMILIES, VARIED, write_checkpoint
 from tests.parameters import some_by_default
+from tests.quant.quantized_checkpoints import Case, compressed, ints, write_quantized
+from tests.quant.writers import write_ints
 
 FILE = "model.safetensors"
 HEADS, EMBEDDINGS = ("lm_head.weight", "embed_out.weight"), ("embed_tokens.weight", "wte.weight", "embed_in.weight")
@@ -108,6 +110,17 @@ def test_weights_with_another_head_do_not_fit_a_tied_model(tmp_path: Path) -> No
         weights.load(tmp_path, specs)
     equal = named | {"lm_head.weight": named["model.embed_tokens.weight"]}
     np.testing.assert_array_equal(weights.assemble(equal, specs)["embed"], named["model.embed_tokens.weight"])
+
+
+def test_a_quantised_head_counts(tmp_path: Path) -> None:
+    case = Case(
+        compressed("pack-quantized", ints(8, "channel"), ignore=[]), write_ints(8, -1), is_quantised=lambda _: True
+    )
+    model = write_quantized(tmp_path, case, tie_word_embeddings=False)
+    switch(tmp_path, tied=True)
+    arch, loaded = read(tmp_path)
+    assert not arch.tied_embeddings
+    np.testing.assert_allclose(loaded["lm_head"], model.lm_head.weight.detach().numpy(), rtol=1e-6)
 
 
 def test_conversion_keeps_a_head_that_counts(tmp_path: Path) -> None:
