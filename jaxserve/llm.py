@@ -313,7 +313,7 @@ class LLM:
         pairs = scoring.pairs(as_list(data_1), as_list(data_2))
         pooler = self.engine.arch.pooler
         if pooler is not None and pooler.num_labels:
-            prompts = scoring.joined(pairs, pooler, self.get_tokenizer)
+            prompts = scoring.joined(pairs, pooler, self._engine_tokenizer())
             return scoring.scores_of_head(self.encode(prompts, pooling_task=CLASSIFY, **options))
         both = self.encode([prompt for pair in pairs for prompt in pair], pooling_task=EMBED, **options)
         return scoring.scores_of_embeddings(both)

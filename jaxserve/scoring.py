@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,11 +11,12 @@ from jaxserve.errors import RequestError, brief
 from jaxserve.pooling_outputs import ScoringOutput, ScoringRequestOutput
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from numpy.typing import NDArray
 
     from jaxserve.engine.prompt import Prompt
     from jaxserve.pooling import Pooler
     from jaxserve.pooling_outputs import PoolingOutput, PoolingRequestOutput
+    from jaxserve.text.tokenizer import Tokenizer
 
 _SMALLEST_NORM = 1e-8  # torch's, of the product of two lengths
 
@@ -32,22 +33,24 @@ def pairs(first: Sequence[Prompt], second: Sequence[Prompt]) -> list[tuple[Promp
     return list(zip(first, second, strict=True))
 
 
-def joined(
-    texts: Sequence[tuple[Prompt, Prompt]], pooler: Pooler, get_tokenizer: Callable[[], PreTrainedTokenizerBase]
-) -> list[Prompt]:
+def check_head(pooler: Pooler) -> None:
+    """Raise RequestError unless a classification head can score pairs."""
+    if pooler.num_labels != 1:
+        raise RequestError(f"score needs a classification head of 1 label, got {pooler.num_labels}; use classify")
+
+
+def joined(texts: Sequence[tuple[Prompt, Prompt]], pooler: Pooler, tokenizer: Tokenizer) -> list[Prompt]:
     """Return each pair as one prompt of token ids.
 
     Raises:
         RequestError: the head has several labels, or a prompt is not text.
     """
-    if pooler.num_labels != 1:
-        raise RequestError(f"score needs a classification head of 1 label, got {pooler.num_labels}; use classify")
-    tokenizer = get_tokenizer()
+    check_head(pooler)
     prompts: list[Prompt] = []
-    for pair in texts:
-        if not all(isinstance(text, str) for text in pair):
-            raise RequestError(f"a pair for a classification head must be two texts, got {brief(pair)}")
-        prompts.append({"prompt_token_ids": tokenizer(*pair)["input_ids"]})
+    for first, second in texts:
+        if not isinstance(first, str) or not isinstance(second, str):
+            raise RequestError(f"a pair for a classification head must be two texts, got {brief((first, second))}")
+        prompts.append({"prompt_token_ids": tokenizer.encode_pair(first, second)})
     return prompts
 
 
@@ -56,16 +59,19 @@ def scores_of_head(outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> li
     return [output.converted(ScoringRequestOutput, ScoringOutput(float(output.outputs.data[0]))) for output in outputs]
 
 
+def cosine(x: NDArray[np.float32], y: NDArray[np.float32]) -> float:
+    """Return the cosine of two vectors."""
+    return float(np.dot(x, y) / max(float(np.linalg.norm(x) * np.linalg.norm(y)), _SMALLEST_NORM))
+
+
 def scores_of_embeddings(outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> list[ScoringRequestOutput]:
     """Return the cosines of the embeddings of pairs, which follow each other."""
     scores = []
     for a, b in zip(outputs[::2], outputs[1::2], strict=True):
-        x, y = a.outputs.data, b.outputs.data
-        cosine = float(np.dot(x, y) / max(float(np.linalg.norm(x) * np.linalg.norm(y)), _SMALLEST_NORM))
         scores.append(
             ScoringRequestOutput(
                 f"{a.request_id}_{b.request_id}",
-                ScoringOutput(cosine),
+                ScoringOutput(cosine(a.outputs.data, b.outputs.data)),
                 a.prompt_token_ids + b.prompt_token_ids,
                 a.num_cached_tokens + b.num_cached_tokens,
             )

@@ -26,6 +26,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EMBEDDINGS, POOLING, CLASSIFICATION = "/v1/embeddings", "/pooling", "/classify"
+SCORE_PATHS, RERANK_PATHS = ("/score", "/v1/score"), ("/rerank", "/v1/rerank", "/v2/rerank")
 Prompt = str | TokenIds
 _PART_LEN = 2**16
 _MAX_NAMED = 64  # unknown fields that an error looks at
@@ -65,6 +66,8 @@ _TYPES = {
     "stop_token_ids": list,
     "allowed_token_ids": list,
     "bad_words": list,
+    "top_n": int,
+    "return_documents": bool,
 }
 _NEUTRAL_SHARED = {"store": ["false"], "service_tier": ['"auto"', '"default"']}
 _NEUTRAL_SHARED |= {"detokenize": ["true"], "spaces_between_special_tokens": ["true"], "use_beam_search": ["false"]}
@@ -104,8 +107,18 @@ POOLING_PARAMETERS = {  # fields of requests for vectors that are parameters of 
 _INPUT_FIELDS = {"input", "model", "user", "priority", "request_id", "cache_salt"}
 _FIELDS |= {url: _INPUT_FIELDS | PROMPT_FIELDS | names for url, names in POOLING_PARAMETERS.items()}
 _FIELDS[EMBEDDINGS] |= {"encoding_format"}
+_SCORING_FIELDS = (_INPUT_FIELDS - {"input"}) | {
+    *("use_activation", "truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc"),
+}
+_PAIRS = {"queries", "documents", "items", "text_1", "text_2", "data_1", "data_2"}
+_FIELDS |= dict.fromkeys(SCORE_PATHS, _SCORING_FIELDS | _PAIRS)
+_FIELDS |= dict.fromkeys(RERANK_PATHS, _SCORING_FIELDS | {"query", "documents", "top_n", "return_documents"})
 _FIELDS[POOLING] |= {"encoding_format"}
-_PROMPT_FIELDS = {COMPLETIONS: "prompt", CHAT: "messages"}  # field of the prompt; "input" elsewhere
+_PROMPT_FIELDS = {
+    COMPLETIONS: "prompt",
+    CHAT: "messages",
+    **dict.fromkeys((*SCORE_PATHS, *RERANK_PATHS), "documents"),
+}  # field of the prompt; "input" elsewhere
 _IGNORED = _LABELS.keys() | _PREFERENCES.keys() | {"store", "service_tier"}
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}  # the last has no effect
 _SUCCESSORS = {  # names here of fields of earlier or other interfaces

@@ -16,6 +16,7 @@ from jaxserve.openai.pooling import TASKS, PoolingReply
 from jaxserve.openai.replies import Reply
 from jaxserve.openai.response_replies import ResponseReply
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES, chat_of_response
+from jaxserve.openai.scoring import SCORING_PATHS, ScoringReply
 from jaxserve.openai.translation import Translation, naming
 
 if TYPE_CHECKING:
@@ -123,12 +124,17 @@ def _pooling_reply(request: ParsedRequest, body: Json, reply: Reply, response_id
     return PoolingReply(request, response_id, created_s)
 
 
+def _scoring_reply(request: ParsedRequest, body: Json, reply: Reply, response_id: str, created_s: int) -> AnyReply:
+    return ScoringReply(request, body, response_id, created_s)
+
+
 _OF_RESPONSES = Interface(CHAT, "resp", chat_of_response, responses.NAMES, _response_reply)
 _OF_MESSAGES = Interface(CHAT, "msg", chat_of_message, messages.NAMES, _message_reply)
 INTERFACES = {
     COMPLETIONS: Interface(COMPLETIONS, "cmpl"),
     CHAT: Interface(CHAT, "chatcmpl"),
     **{path: Interface(path, "pool", reply=_pooling_reply) for path in TASKS},
+    **{path: Interface(path, "score", reply=_scoring_reply) for path in SCORING_PATHS},
     RESPONSES: _OF_RESPONSES,
     INPUT_TOKENS: _OF_RESPONSES,
     MESSAGES: _OF_MESSAGES,

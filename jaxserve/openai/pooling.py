@@ -125,8 +125,28 @@ def _tokenizer(tokenizer: Tokenizer | None, field: str) -> Tokenizer:
     return tokenizer
 
 
-class PoolingReply:
-    """Reply to one request, which is whole: there is nothing to stream.
+class WholeReply:
+    """Reply that is whole: there is nothing to stream."""
+
+    def first_events(self) -> Iterator[bytes]:
+        """Yield nothing."""
+        return iter(())
+
+    def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
+        """Yield nothing."""
+        return iter(())
+
+    def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield nothing."""
+        return iter(())
+
+    def error_events(self, error: RequestError) -> Iterator[bytes]:
+        """Yield nothing."""
+        return iter(())
+
+
+class PoolingReply(WholeReply):
+    """Reply to one request for vectors.
 
     Args:
         request: the request.
@@ -147,7 +167,7 @@ class PoolingReply:
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the same with an iterator in place of the list of vectors."""
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-        data = (self._entry(index, _vector(output)) for index, output in enumerate(outputs))
+        data = (self._entry(index, vector_of(output)) for index, output in enumerate(outputs))
         usage: Json = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         if self._request.url != EMBEDDINGS:
             usage["completion_tokens"] = 0
@@ -161,23 +181,8 @@ class PoolingReply:
         content = base64.b64encode(vector.astype("<f4").tobytes()).decode() if self._request.is_base64 else None
         return {"index": index, "object": kind, name: vector.tolist() if content is None else content}
 
-    def first_events(self) -> Iterator[bytes]:
-        """Yield nothing."""
-        return iter(())
 
-    def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
-        """Yield nothing."""
-        return iter(())
-
-    def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
-        """Yield nothing."""
-        return iter(())
-
-    def error_events(self, error: RequestError) -> Iterator[bytes]:
-        """Yield nothing."""
-        return iter(())
-
-
-def _vector(output: RequestOutput) -> NDArray[np.float32]:
+def vector_of(output: RequestOutput) -> NDArray[np.float32]:
+    """Return the vector of a request that has ended."""
     assert output.pooled is not None, "a request of an engine that pools ends with its vector"
     return output.pooled

@@ -18,6 +18,7 @@ from jaxserve.openai.interfaces import error_body_at, error_status_at
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.pooling import TASKS
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES
+from jaxserve.openai.scoring import SCORING_PATHS
 from jaxserve.server import http
 from jaxserve.server.admission import RefusedError
 from jaxserve.server.auth import given_key
@@ -75,7 +76,7 @@ class App:
             ("POST", "/tokenize"): info.tokenize,
             ("POST", "/detokenize"): info.detokenize,
             **{("POST", path): info.pool for path in POOLING},
-            **{("POST", path): generation.serve for path in TASKS if engine.arch.pooler is not None},
+            **{("POST", path): generation.serve for path in (*TASKS, *SCORING_PATHS) if engine.arch.pooler is not None},
             ("GET", "/"): info.page,
             ("GET", "/v1/models"): info.models,
             ("GET", "/health"): info.health,

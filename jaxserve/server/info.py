@@ -13,7 +13,9 @@ from jaxserve.openai.chats import PROMPT_FIELDS, read_prompt
 from jaxserve.openai.errors import BadRequestError, check_type
 from jaxserve.openai.format import refuse_unknown
 from jaxserve.openai.interfaces import INTERFACES
+from jaxserve.openai.pooling import TASKS
 from jaxserve.openai.responses import INPUT_TOKENS
+from jaxserve.openai.scoring import SCORING_PATHS
 from jaxserve.openai.tools import read_tools
 from jaxserve.server import http
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
 
 PAGE = Path(__file__).parent / "page.html"
-POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/rerank", "/score", "/pooling", "/classify")
+POOLING = (*TASKS, *SCORING_PATHS)
 
 
 class Info:
@@ -61,10 +63,7 @@ class Info:
         await call.send_json(kind | {"input_tokens": len(prompt)})
 
     async def pool(self, call: Call) -> None:
-        """Refuse what only a model that pools could answer, or what there is no answer to yet."""
-        if self._engine.arch.pooler is not None or call.path.endswith(("score", "rerank")):
-            message = f"{call.path} is not supported; pairs are scored by LLM.score, or by the cosine of embeddings"
-            raise BadRequestError(message, None, "not_supported")
+        """Refuse what only a model that pools can answer."""
         message = f"{call.path} needs a model that pools, and {self._service.model_names[0]} generates text"
         raise BadRequestError(message, "model", "model_does_not_pool")
 

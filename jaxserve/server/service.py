@@ -13,6 +13,7 @@ from jaxserve.openai.chats import allow_any
 from jaxserve.openai.format import parse_body
 from jaxserve.openai.pooling import TASKS, parse_pooling
 from jaxserve.openai.replies import system_fingerprint
+from jaxserve.openai.scoring import SCORING_PATHS, parse_scoring
 from jaxserve.server.admission import Admission
 from jaxserve.server.auth import Keys
 from jaxserve.server.health import Health
@@ -96,6 +97,19 @@ class Service:
         names, defaults = self.model_names, self.engine.default_sampling_params
         tokenizer, form = self.engine.tokenizer, self.chat_format
         trusts = self.config.trust_request_chat_template
+        if url in SCORING_PATHS:
+            engine, scorer = self.engine, self.engine.arch.pooler
+            assert scorer is not None, "the server has these paths for models that pool"
+            return parse_scoring(
+                url,
+                body,
+                names[0],
+                names,
+                pooler=scorer,
+                tokenizer=engine.tokenizer,
+                max_model_len=engine.schedule.max_model_len,
+                check_text=engine.reader.check_text,
+            )
         if url in TASKS:
             pooler = self.engine.arch.pooler
             return parse_pooling(

@@ -81,7 +81,6 @@ def test_vllms_path(server: Running, embedder: LLM) -> None:
         ),
         ("/classify", {"input": "a", "encoding_format": "base64"}, "encoding_format", "unsupported fields"),
         ("/classify", {"input": "a"}, "model", "the task must be 'embed' with this model"),
-        ("/score", {"text_1": "a", "text_2": "b"}, None, "/score is not supported"),
         ("/v1/completions", {"prompt": "a"}, "model", "this engine pools"),
     ],
 )

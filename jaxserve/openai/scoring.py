@@ -1,0 +1,216 @@
+"""Scores of pairs of texts, and documents in the order of their scores: vLLM's, Jina's and Cohere's interfaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxserve import scoring
+from jaxserve.errors import brief
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.format import RERANK_PATHS, SCORE_PATHS, ParsedRequest, check_fields, naming_fields
+from jaxserve.openai.pooling import WholeReply, vector_of
+from jaxserve.pooling import CLASSIFY, EMBED, Pooler, PoolingParams
+
+if TYPE_CHECKING:
+    from jaxserve.openai.errors import Json
+    from jaxserve.outputs import RequestOutput
+    from jaxserve.text.tokenizer import Tokenizer
+
+SCORING_PATHS = (*SCORE_PATHS, *RERANK_PATHS)
+_NAMES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))  # vLLM's
+
+
+@dataclass(frozen=True, slots=True)
+class _Texts:
+    """Texts of a request.
+
+    Attributes:
+        first: one text for all of `second`, or one for each.
+        second: the other texts.
+        names: fields that they came in.
+    """
+
+    first: list[str]
+    second: list[str]
+    names: tuple[str, str]
+
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Yield the indices of the two texts of each pair."""
+        for index in range(len(self.second)):
+            yield (0 if len(self.first) == 1 else index), index
+
+
+def parse_scoring(
+    url: str,
+    body: object,
+    own_name: str,
+    model_names: Sequence[str],
+    *,
+    pooler: Pooler,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+    check_text: Callable[[str], None],
+) -> ParsedRequest:
+    """Check a request body and convert it to prompts: both texts of each pair, or the pairs where a head reads them.
+
+    Args:
+        url: one of `SCORING_PATHS`.
+        body: request body, parsed from JSON.
+        own_name: name of the model if a request gives none.
+        model_names: accepted values of `model`; if empty, any name is accepted.
+        pooler: pooling of the model.
+        tokenizer: tokenizer of the model.
+        max_model_len: the most tokens of a prompt.
+        check_text: function that raises RequestError for a text that is too long to be encoded.
+
+    Raises:
+        RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
+    """
+    given = check_fields(url, body, own_name, model_names, may_stream=True)
+    texts = _read_texts(url, given)
+    if given.get("top_n", 0) < 0:
+        raise BadRequestError(f"top_n must be at least 0, which is all, got {given['top_n']}", "top_n")
+    limits = [_limit(given, name) for name in ("max_tokens_per_query", "max_tokens_per_doc")]
+    if tokenizer is None:
+        raise BadRequestError("scores need a tokenizer, and the engine runs with skip_tokenizer_init", texts.names[0])
+    first, second = (
+        [text if limit is None else shortened(tokenizer, text, limit) for text in each]
+        for each, limit in zip((texts.first, texts.second), limits, strict=True)
+    )
+    has_head = bool(pooler.num_labels)
+    with naming_fields(url):
+        options = {name: given[name] for name in ("use_activation", "truncate_prompt_tokens") if name in given}
+        params = PoolingParams(**options, task=CLASSIFY if has_head else EMBED)
+        prompts: list[Any] = [*first, *second]
+        if has_head:
+            scoring.check_head(pooler)
+            wanted = params.truncate_prompt_tokens
+            most = None if wanted is None else min(max_model_len if wanted < 0 else wanted, max_model_len)
+            prompts = []
+            for one, other in texts.pairs():
+                if most is None:
+                    check_text(first[one])
+                    check_text(second[other])
+                prompts.append(_pair(tokenizer, first[one], second[other], most))
+    return ParsedRequest(
+        url,
+        given["model"],
+        prompts,
+        params.sampling_params(),
+        given.get("cache_salt"),
+        request_id=given.get("request_id", ""),
+        priority=given.get("priority"),
+        pooling=params,
+        ignored=("user",) if "user" in given else (),
+    )
+
+
+def _pair(tokenizer: Tokenizer, first: str, second: str, most: int | None) -> list[int]:
+    """Return two texts as one prompt, of which the second is shortened to fit."""
+    token_ids = tokenizer.encode_pair(first, second)
+    while most is not None and len(token_ids) > most and second:
+        num_left = len(tokenizer.encode(second, add_special_tokens=False)) - (len(token_ids) - most)
+        second = shortened(tokenizer, second, num_left) if num_left > 0 else ""
+        token_ids = tokenizer.encode_pair(first, second)
+    return token_ids
+
+
+def shortened(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
+    """Return the beginning of a text."""
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return text if len(token_ids) <= num_tokens else tokenizer.decode(token_ids[:num_tokens])
+
+
+def _limit(given: Json, name: str) -> int | None:
+    value = given.get(name, 0)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise BadRequestError(f"{name} must be a non-negative integer, where 0 is no limit, got {brief(value)}", name)
+    return value or None
+
+
+def _read_texts(url: str, given: Json) -> _Texts:
+    names = ("query", "documents")
+    if url in SCORE_PATHS:
+        found = [pair for pair in _NAMES if all(name in given for name in pair)]
+        if not found:
+            raise BadRequestError(f"one of {[list(pair) for pair in _NAMES]} must be given", "queries")
+        names = found[0]
+    first, second = (_texts(given.get(name), name) for name in names)
+    if len(first) not in (1, len(second)) or (url in RERANK_PATHS and len(first) != 1):
+        message = f"{names[0]} must be one text, or as many as {names[1]}, got {len(first)} and {len(second)}"
+        raise BadRequestError(message, names[0])
+    return _Texts(first, second, names)
+
+
+def _texts(content: Any, name: str) -> list[str]:
+    items = content if isinstance(content, list) else [content]
+    if content is None or not items:
+        raise BadRequestError(f"{name} must be a text or a list of texts, got {brief(content)}", name)
+    return [_text(item, name) for item in items]
+
+
+def _text(item: Any, name: str) -> str:
+    """Return a text: a string, Jina's object with `text`, or vLLM's with parts of text as its `content`."""
+    if isinstance(item, dict) and isinstance(item.get("content"), list):
+        parts = item["content"]
+        if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+            return "".join(part["text"] for part in parts)
+    elif isinstance(item, dict) and isinstance(item.get("text"), str):
+        return str(item["text"])
+    if not isinstance(item, str):
+        message = f'{name} must be texts, or objects {{"text": ...}}, as only texts are supported, got {brief(item)}'
+        raise BadRequestError(message, name)
+    return item
+
+
+class ScoringReply(WholeReply):
+    """Reply to one request for scores.
+
+    Args:
+        request: the request.
+        body: its body.
+        response_id: name of the reply.
+        created_s: time of the request, in seconds since 1970.
+    """
+
+    def __init__(self, request: ParsedRequest, body: Json, response_id: str, created_s: int) -> None:
+        self._request, self._body, self._id, self._created_s = request, body, response_id, created_s
+        self._texts = _read_texts(request.url, {name: value for name, value in body.items() if value is not None})
+
+    def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply, which is short."""
+        return self.body(outputs)
+
+    def body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply."""
+        scores = self._scores(outputs)
+        num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        head = {"object": "list", "created": self._created_s, "model": self._request.model}
+        if self._request.url in SCORE_PATHS:
+            data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+            return {"id": f"score-{self._id}", **head, "data": data, "usage": usage | {"completion_tokens": 0}}
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])
+        results = [self._result(index, scores[index]) for index in order[: self._body.get("top_n") or None]]
+        meta = {  # Cohere's
+            "api_version": {"version": "2"},
+            "billed_units": {"search_units": 1},
+            "tokens": {"input_tokens": num_tokens, "output_tokens": 0},
+        }
+        return {"id": f"rerank-{self._id}", **head, "usage": usage, "results": results, "meta": meta}
+
+    def _scores(self, outputs: Sequence[RequestOutput]) -> list[float]:
+        vectors = [vector_of(output) for output in outputs]
+        assert self._request.pooling is not None, "a request for scores pools"
+        if self._request.pooling.task == CLASSIFY:
+            return [float(vector[0]) for vector in vectors]
+        num_first = len(self._texts.first)
+        return [scoring.cosine(vectors[one], vectors[num_first + other]) for one, other in self._texts.pairs()]
+
+    def _result(self, index: int, score: float) -> Json:
+        result: Json = {"index": index, "relevance_score": score}
+        if self._body.get("return_documents") is not False:
+            result["document"] = {"text": self._texts.second[index], "multi_modal": None}
+        return result
