@@ -131,11 +131,17 @@ def _tool(fields: Fields) -> Json:
 def _tool_choice(choice: Any) -> Any:
     if isinstance(choice, str):
         return choice
-    return by_type(choice, {"function": _named}, "tool_choice", "tool_choice")
+    return by_type(choice, {"function": _named, "allowed_tools": _allowed}, "tool_choice", "tool_choice")
 
 
 def _named(fields: Fields) -> Json:
     return {"type": "function", "function": {"name": fields.need("name", str)}}
+
+
+def _allowed(fields: Fields) -> Json:
+    where = "a tool of tool_choice"
+    tools = [by_type(tool, {"function": _named}, where, "tool_choice") for tool in fields.need("tools", list)]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": fields.need("mode", str), "tools": tools}}
 
 
 def _messages(instructions: str | None, given: Any) -> list[Json]:

@@ -73,6 +73,9 @@ def read_tools(body: Mapping[str, Any]) -> Tools:
         raise RequestError(f"parallel_tool_calls must be a bool, got {brief(is_parallel)}")
     if choice is None:
         choice = "auto" if functions else "none"
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed, choice = _allowed(choice, names)
+        functions = tuple(function for function in functions if function.name in allowed)
     if isinstance(choice, dict):
         named = choice.get("function")
         name = named.get("name") if isinstance(named, dict) else None
@@ -85,6 +88,22 @@ def read_tools(body: Mapping[str, Any]) -> Tools:
     if choice == "required" and not functions:
         raise RequestError('tool_choice "required" needs tools, got none')
     return Tools(tuple(given), functions, choice if functions else "none", is_parallel)
+
+
+def _allowed(choice: Json, names: Sequence[str]) -> tuple[set[str], str]:
+    """Return the names of the functions that may be called, and the choice among them."""
+    given = choice.get("allowed_tools")
+    tools, mode = (given.get("tools"), given.get("mode")) if isinstance(given, dict) else (None, None)
+    described = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    allowed = {
+        function["name"] for function in described if isinstance(function, dict) and function.get("name") in names
+    }
+    if mode not in ("auto", "required") or not allowed or len(allowed) != len(tools or ()):
+        raise RequestError(
+            f'tool_choice of type allowed_tools must have the mode "auto" or "required" and different tools of '
+            f"{brief(list(names))}, got {brief(choice)}"
+        )
+    return allowed, mode
 
 
 def _function(tool: Any) -> Function:
