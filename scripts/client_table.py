@@ -67,6 +67,9 @@ ALL = {
     "litellm": Client("with_litellm.py", ("litellm",)),
     "langchain-openai": Client("with_langchain.py", ("langchain-openai",)),
     "instructor": Client("with_instructor.py", ("instructor",)),
+    "openai-agents": Client("with_openai_agents.py", ("openai-agents",)),
+    "pydantic-ai": Client("with_pydantic_ai.py", ("pydantic-ai-slim[openai]",)),
+    "llama-index": Client("with_llama_index.py", ("llama-index-llms-openai-like",)),
     "lm-eval": Client("with_lm_eval.py", ("lm-eval[api]", "transformers")),
     "guidellm": Client("with_guidellm.py", ("torch==2.13.0", "guidellm")),
 }
