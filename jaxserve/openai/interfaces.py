@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxserve.openai import messages, responses
-from jaxserve.openai.errors import error_body
+from jaxserve.openai.errors import BadRequestError, error_body
 from jaxserve.openai.format import CHAT, COMPLETIONS, ParsedRequest, naming_fields
 from jaxserve.openai.message_replies import MessageReply, message_error_body
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES, chat_of_count, chat_of_message
@@ -22,7 +23,6 @@ from jaxserve.openai.translation import Translation, naming
 if TYPE_CHECKING:
     from jaxserve.errors import RequestError
     from jaxserve.increments import Increment
-    from jaxserve.openai.errors import BadRequestError
     from jaxserve.outputs import RequestOutput
     from jaxserve.text.tokenizer import Tokenizer
 
@@ -72,12 +72,16 @@ class Interface:
     names: Mapping[str, str] = field(default_factory=dict)
     reply: Callable[[ParsedRequest, Json, Reply, str, int], AnyReply] = lambda _request, _body, reply, _id, _s: reply
 
-    def read(self, body: Json, parse: Callable[[str, Json], ParsedRequest]) -> ParsedRequest:
+    def read(
+        self, body: Json, parse: Callable[[str, Json], ParsedRequest], max_model_len: int | None = None
+    ) -> ParsedRequest:
         """Return the request in a body.
 
         Args:
             body: the body, of this interface.
             parse: `parse_body` with all arguments but the endpoint and the body.
+            max_model_len: the most tokens of a prompt and its output, for requests that let old turns be left out;
+                None to leave none out.
 
         Raises:
             RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -86,7 +90,10 @@ class Interface:
             return parse(self.url, body)
         translation = self.translate(body)
         with self.naming():
-            request = parse(self.url, translation.chat)
+            if translation.drops_turns and max_model_len is not None:
+                request = _fitting(translation.chat, lambda chat: parse(self.url, chat), max_model_len)
+            else:
+                request = parse(self.url, translation.chat)
         names = {**self.names, **translation.names}
         own = {names.get(name, name) for name in request.ignored}
         return replace(request, ignored=tuple(sorted(own | translation.ignored)))
@@ -110,6 +117,35 @@ class Interface:
         """Return the reply to a request, to which nothing has been said yet."""
         reply = Reply(request, tokenizer, response_id=response_id, created_s=created_s, fingerprint=fingerprint)
         return self.reply(request, body, reply, response_id, created_s)
+
+
+def _fitting(chat: Json, parse: Callable[[Json], ParsedRequest], max_model_len: int) -> ParsedRequest:
+    """Return the request of a chat, without as many of its oldest turns as it takes to leave room for the output.
+
+    Instructions at the beginning stay, and so does the last turn, however long it is.
+    """
+    messages, wanted = chat["messages"], chat.get("max_tokens")
+    num_output = wanted if isinstance(wanted, int) and 0 < wanted < max_model_len else 1
+    head = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    starts = [head, *(i for i, message in enumerate(messages) if i > head and message["role"] == "user")]
+    fitting: dict[int, ParsedRequest] = {}
+
+    def is_too_long(start: int) -> bool:
+        try:
+            request = parse(chat | {"messages": messages[:head] + messages[start:]})
+        except BadRequestError as error:
+            if error.too_long is None:
+                raise
+            return True
+        (prompt,) = request.prompts
+        fitting[start] = request
+        return len(prompt) + num_output > max_model_len
+
+    if is_too_long(starts[0]):
+        first = bisect.bisect_left(starts, True, lo=min(1, len(starts) - 1), key=lambda start: not is_too_long(start))
+        start = starts[min(first, len(starts) - 1)]
+        return fitting[start] if start in fitting else parse(chat | {"messages": messages[:head] + messages[start:]})
+    return fitting[starts[0]]
 
 
 def _response_reply(request: ParsedRequest, body: Json, chat: Reply, response_id: str, created_s: int) -> AnyReply:

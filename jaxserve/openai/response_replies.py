@@ -276,7 +276,7 @@ def _response(request: ParsedRequest, body: Json) -> Json:
         "top_logprobs": request.top_logprobs or 0,
         "max_output_tokens": given("max_output_tokens"),
         "max_tool_calls": given("max_tool_calls"),
-        "truncation": "disabled",
+        "truncation": given("truncation", "disabled"),
         "service_tier": "default",
         "store": False,
         "background": False,

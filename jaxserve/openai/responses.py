@@ -50,7 +50,8 @@ def chat_of_response(body: Json) -> Translation:
     fields.demand("previous_response_id", why=_NOT_STORED)
     fields.demand("conversation", why=_NOT_STORED)
     fields.demand("background", False, why=_NOT_STORED)
-    fields.demand("truncation", "disabled", why="input is never shortened")
+    truncation = body.get("truncation")
+    fields.demand("truncation", "disabled", "auto")
     fields.demand("prompt", why="there are no stored prompts; send their text in input")
     chat: Json = {name: value for name in (*_SAME, *_SAMPLING) if (value := fields.any(name)) is not None}
     if (limit := fields.any("max_output_tokens")) is not None:
@@ -65,7 +66,7 @@ def chat_of_response(body: Json) -> Translation:
     _read_reasoning(chat, Fields(fields.take("reasoning", dict, {}), "reasoning", "reasoning"), ignored)
     _read_logprobs(chat, fields.take("include", list, []), fields.take("top_logprobs", int), ignored)
     fields.end()
-    return Translation(chat, frozenset(ignored))
+    return Translation(chat, frozenset(ignored), drops_turns=truncation == "auto")
 
 
 def _read_logprobs(chat: Json, include: Sequence[Any], num_top: int | None, ignored: set[str]) -> None:

@@ -20,11 +20,13 @@ class Translation(NamedTuple):
         chat: body of the chat, for `parse_body`.
         ignored: fields of the request that were accepted and change nothing.
         names: names in the request of fields of the chat, where they are others than the interface's.
+        drops_turns: True to leave out the oldest turns of a chat that is too long.
     """
 
     chat: Json
     ignored: frozenset[str]
     names: Mapping[str, str] = {}
+    drops_turns: bool = False
 
 
 class Fields:

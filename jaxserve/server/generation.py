@@ -127,7 +127,7 @@ class Generation:
     def _read(self, call: Call, interface: Interface, body: Json) -> tuple[ParsedRequest, list[RequestGroup]]:
         """Return a request and what the engine makes of it. On any thread."""
         service = self._service
-        request = interface.read(body, service.parse)
+        request = interface.read(body, service.parse, self._engine.schedule.max_model_len)
         field = prompt_field(request.url)
         if len(request.prompts) > service.config.max_prompts:
             message = f"{field} must be at most {service.config.max_prompts} prompts, got {len(request.prompts)}"

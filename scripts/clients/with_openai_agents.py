@@ -27,9 +27,9 @@ def switch(on: bool) -> str:
 
 
 def models(target: Target) -> Iterator[agents.Model]:
-    client = openai.AsyncOpenAI(base_url=f"{target.url}/v1", api_key="none", max_retries=0, timeout=120)
-    yield agents.OpenAIChatCompletionsModel(model=target.model, openai_client=client)
-    yield agents.OpenAIResponsesModel(model=target.model, openai_client=client)
+    for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
+        client = openai.AsyncOpenAI(base_url=f"{target.url}/v1", api_key="none", max_retries=0, timeout=120)
+        yield kind(model=target.model, openai_client=client)  # each has an event loop of its own
 
 
 def agent(model: agents.Model, *, max_tokens: int, tool_choice: str | None = None, **options: object) -> agents.Agent:

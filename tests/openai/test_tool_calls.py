@@ -21,7 +21,9 @@ from jaxserve.openai.chat_formats import CALLS, THOUGHTS, ChatFormat, Marks, cha
 from jaxserve.openai.deltas import Delta, whole_message
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
 from jaxserve.openai.replies import DONE, Reply
+from jaxserve.openai.responses import chat_of_response
 from jaxserve.openai.scanner import Scanner
+from jaxserve.openai.tools import read_tools
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import Detokenizer
@@ -385,3 +387,26 @@ def test_formats_are_found_in_templates() -> None:
     assert chat_format([TEMPLATES["hermes"]], "none", "none") == ChatFormat()
     with pytest.raises(ConfigError, match="tool_call_parser must be one of"):
         chat_format([], "hermez")
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools(mode: str) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [tools[2], tools[0]]}}
+    found = read_tools({"tools": tools, "tool_choice": choice})
+    assert (found.choice, [function.name for function in found.functions]) == (mode, ["f", "h"])
+    assert list(found.given) == tools, "the model is shown all of them"
+    body = {
+        "input": "x",
+        "tools": [{"type": "function", "name": name, "parameters": {}} for name in ("f", "g", "h")],
+        "tool_choice": {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "h"}]},
+    }
+    of_response = read_tools(chat_of_response(body).chat)
+    assert (of_response.choice, [function.name for function in of_response.functions]) == (mode, ["h"])
+    for wrong in (
+        {"mode": "none", "tools": tools},
+        {"mode": mode, "tools": []},
+        {"mode": mode, "tools": [{"type": "x"}]},
+    ):
+        with pytest.raises(RequestError, match="allowed_tools must have the mode"):
+            read_tools({"tools": tools, "tool_choice": {"type": "allowed_tools", "allowed_tools": wrong}})

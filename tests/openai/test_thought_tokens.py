@@ -1,0 +1,57 @@
+"""Counts of the tokens of thoughts, against the places of the marks among the tokens."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import tiny_tokenizers
+import tokenizers
+
+from jaxserve.openai.chat_formats import ChatFormat, Thought, chat_format
+from jaxserve.openai.thought_tokens import ThoughtTokens
+from jaxserve.text.loading import load_tokenizer
+from jaxserve.text.token_texts import new_stream
+
+MARKS = ["<think>", "</think>"]
+with tempfile.TemporaryDirectory() as directory:
+    backend = tiny_tokenizers.byte_level()
+    backend.add_tokens([tokenizers.AddedToken(mark) for mark in MARKS])
+    with_marks = load_tokenizer(tiny_tokenizers.write(Path(directory) / "marks", backend))
+    without = load_tokenizer(tiny_tokenizers.write(Path(directory) / "bytes", tiny_tokenizers.byte_level()))
+
+FORMAT = ChatFormat(thought=Thought(*MARKS))
+
+
+def count(
+    text: str, *, in_thought: bool = False, form: ChatFormat = FORMAT, has_marks: bool = True
+) -> tuple[int, list[int]]:
+    tokenizer = with_marks if has_marks else without
+    token_ids = tokenizer.encode(text)
+    counter, counts = ThoughtTokens(form, new_stream(tokenizer, frozenset()), in_thought=in_thought), []
+    for token_id in token_ids:
+        counter.push([token_id])
+        counts.append(counter.count)
+    return counter.count, counts
+
+
+@pytest.mark.parametrize("has_marks", [True, False])
+@pytest.mark.parametrize("thought", ["one", "日本 and 😀", " a < b </thin", ""])
+def test_tokens_between_the_marks(thought: str, has_marks: bool) -> None:
+    tokenizer = with_marks if has_marks else without
+    num_tokens = len(tokenizer.encode(thought))
+    assert count(f"<think>{thought}</think>two three", has_marks=has_marks)[0] == num_tokens
+    assert count(f"{thought}</think>two", in_thought=True, has_marks=has_marks)[0] == num_tokens
+    assert count(f"<think>{thought}", has_marks=has_marks)[0] == num_tokens
+    assert count(thought, has_marks=has_marks)[0] == 0
+
+
+def test_counts_grow_with_marks_that_are_tokens() -> None:
+    counts = count("<think>one two</think>three<think>four</think>")[1]
+    assert counts == sorted(counts)
+
+
+def test_thoughts_in_a_channel() -> None:
+    form = chat_format([], "openai")
+    thought = "why not"
+    text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>final<|message|>two three"
+    assert count(text, form=form)[0] == len(with_marks.encode(thought))

@@ -1,0 +1,101 @@
+"""Fields of replies beyond OpenAI's, counts of thoughts, and turns that are left out, over the server."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from tests.e2e.sizes import SIZES
+from tests.server.conftest import Running
+
+USER = [{"role": "user", "content": "x"}]
+
+
+def post(server: Running, path: str, **body: Any) -> Any:
+    reply = server.client.post(path, json=body)
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def chunks(server: Running, path: str, **body: Any) -> list[Any]:
+    lines = server.client.post(path, json=body | {"stream": True}).text.splitlines()
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_token_ids_of_prompts_and_replies(server: Running, is_wanted: bool) -> None:
+    options = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "return_token_ids": is_wanted}
+    prompt_ids = post(server, "/tokenize", messages=USER)["tokens"]
+    chat = post(server, "/v1/chat/completions", messages=USER, **options)
+    parts = chunks(server, "/v1/chat/completions", messages=USER, **options)
+    assert chat["prompt_token_ids"] == parts[0]["prompt_token_ids"] == (prompt_ids if is_wanted else None)
+    assert not any(part.get("prompt_token_ids") for part in parts[1:])
+    (choice,) = chat["choices"]
+    streamed = [i for part in parts for each in part["choices"] for i in each["token_ids"] or []]
+    assert streamed == (choice["token_ids"] or [])
+    assert len(streamed) == (3 if is_wanted else 0)
+    text = post(server, "/v1/completions", prompt=prompt_ids, **options)["choices"][0]
+    first = chunks(server, "/v1/completions", prompt=prompt_ids, **options)[0]["choices"][0]
+    assert text["prompt_token_ids"] == first["prompt_token_ids"] == (prompt_ids if is_wanted else None)
+    assert text["token_ids"] == choice["token_ids"]
+
+
+def test_fields_that_nobody_asked_for_are_null(server: Running) -> None:
+    chat = post(server, "/v1/chat/completions", messages=USER, max_tokens=2)
+    at_top = ("prompt_logprobs", "prompt_token_ids", "service_tier", "kv_transfer_params")
+    assert [chat[name] for name in at_top] == [None] * 4
+    assert [chat["choices"][0][name] for name in ("stop_reason", "token_ids", "logprobs")] == [None] * 3
+    assert chat["choices"][0]["message"]["reasoning"] is None
+    text = post(server, "/v1/completions", prompt="x", max_tokens=2)
+    names = ("stop_reason", "token_ids", "logprobs", "prompt_logprobs", "prompt_token_ids")
+    assert [text["choices"][0][name] for name in names] == [None] * 5
+    assert text["system_fingerprint"] == chat["system_fingerprint"]
+    assert isinstance(text["system_fingerprint"], str)
+
+
+def test_log_probabilities_of_a_chats_prompt_are_at_the_top(server: Running) -> None:
+    chat = post(server, "/v1/chat/completions", messages=USER, max_tokens=1, prompt_logprobs=1, return_token_ids=True)
+    tables, ids = chat["prompt_logprobs"], chat["prompt_token_ids"]
+    assert tables[0] is None
+    assert len(tables) == len(ids)
+    assert all(str(token_id) in table for token_id, table in zip(ids[1:], tables[1:], strict=True))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_in_streams(server: Running, path: str) -> None:
+    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": USER}
+    body |= {"max_tokens": 5, "ignore_eos": True}
+    assert not any("usage" in part for part in chunks(server, path, **body))
+    only = {"continuous_usage_stats": True}
+    assert not any(part.get("usage") for part in chunks(server, path, **body, stream_options=only))
+    last = chunks(server, path, **body, stream_options={"include_usage": True})
+    assert [bool(part["usage"]) for part in last] == [False] * (len(last) - 1) + [True]
+    parts = chunks(server, path, **body, stream_options=only | {"include_usage": True})
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts)
+    assert counts[-1] == counts[-2] == 5
+    for part, num_tokens in zip(parts, counts, strict=True):
+        assert part["usage"]["total_tokens"] == part["usage"]["prompt_tokens"] + num_tokens
+
+
+def test_old_turns_are_left_out(server: Running) -> None:
+    limit = SIZES["max_model_len"]
+    turns = [{"role": role, "content": f"{role} {index}"} for index in range(9) for role in ("user", "assistant")]
+    given = [*turns, {"role": "user", "content": "last"}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(model="tiny", input=given, max_output_tokens=4)
+        assert caught.value.code == "context_length_exceeded"
+        reply = client.responses.create(model="tiny", input=given, max_output_tokens=4, truncation="auto")
+        whole = client.responses.create(model="tiny", input="x", max_output_tokens=4, truncation="auto")
+    assert reply.truncation == "auto"
+    assert reply.usage is not None
+    assert whole.usage is not None
+    assert limit - 40 < reply.usage.input_tokens <= limit - 4
+    kept = next(
+        start
+        for start in range(0, len(given), 2)
+        if post(server, "/tokenize", messages=given[start:])["count"] + 4 <= limit
+    )
+    assert reply.usage.input_tokens == post(server, "/tokenize", messages=given[kept:])["count"]
