@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from killing import records_by_id
 
 from jaxserve.errors import PeerLostError
-from jaxserve.openai import batch_files
+from jaxserve.openai import batch_files, batch_output
 from jaxserve.openai import format as openai_format
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
@@ -219,3 +219,28 @@ def test_an_aborted_request_is_an_error(engine: FakeEngine, tmp_path: Path, monk
     record = run(engine, tmp_path, [completion("a")])["batch_req_1"]
     assert record["response"]["status_code"] == 500
     assert record["error"]["code"] == "aborted"
+
+
+@pytest.mark.parametrize("num_more", [-1, 0, 1, 5, 3 * 4096, 10**6])
+def test_a_line_that_is_too_long_fails_alone(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_more: int
+) -> None:
+    for module in (batch_files, batch_output):
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", 4096)
+    long = json.dumps(completion("long", metadata={"a": ""})).encode()
+    long = long.replace(b'"a": ""', b'"a": "' + b"x" * (4096 + num_more - len(long)) + b'"')
+    assert len(long) == 4096 + num_more
+    lines = [completion("a"), long, b"", long.replace(b'"long"', b'"last"'), completion("b")]
+    records = run(engine, tmp_path, lines)
+    codes = [records[f"batch_req_{number}"]["response"]["status_code"] for number in (1, 2, 4, 5)]
+    assert codes == ([200, 400, 400, 200] if num_more > 0 else [200] * 4)
+    summary = run_batch(engine, tmp_path / "in.jsonl", tmp_path / "out.jsonl", use_tqdm=False)
+    assert (summary.num_records, summary.num_resumed) == (4, 4), "a resumed run knows the lines again"
+    assert summary.num_errors == (2 if num_more > 0 else 0)
+
+
+def test_a_chat_that_is_too_long_is_not_encoded(engine: FakeEngine, tmp_path: Path) -> None:
+    text = "a" * (300 * engine.schedule.max_total_tokens)
+    records = run(engine, tmp_path, [chat("a", messages=[{"role": "user", "content": text}]), completion("b")])
+    assert "at least" in records["batch_req_1"]["error"]["message"]
+    assert records["batch_req_2"]["response"]["status_code"] == 200
