@@ -53,7 +53,7 @@ ATTACKS: dict[str, tuple[str, Any, int]] = {
     ),
     "many prompts": (COMPLETIONS, {"prompt": ["a"] * 1000, "max_tokens": 1}, 200),
     "many samples": (COMPLETIONS, {"prompt": "a", "n": 600, "max_tokens": 2, "stream": True}, 200),
-    "tokens of a long text": ("/tokenize", {"prompt": TEXT[:100_000], "return_token_strs": True}, 200),
+    "tokens of a long text": ("/tokenize", {"prompt": TEXT[:300_000], "return_token_strs": True}, 200),
     "tokens of a long chat": ("/tokenize", {"messages": [{"role": "user", "content": TEXT[:100_000]}]}, 200),
     "vectors of a long text": ("/v1/embeddings", {"input": TEXT}, 400),
     "scores of long texts": ("/score", {"text_1": TEXT, "text_2": [TEXT]}, 400),
