@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf, prod
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -211,7 +212,7 @@ def _number(file: _File, key: str, kind: Callable[[Any], Any], default: Any = No
     value = file.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
         raise file.fault(f"have a positive {file.architecture}.{key} in its metadata", value, _AGAIN)
     return kind(value)
 
@@ -295,8 +296,7 @@ def _parse(path: FilePath, mtime_ns: int, num_bytes: int) -> _File:
             reader = _header_reader(path)
             metadata = {name: field.contents() for name, field in reader.fields.items() if field.types}
             tensors = {
-                tensor.name: _Tensor(tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))), tensor.data)
-                for tensor in reader.tensors
+                tensor.name: _Tensor(tensor.tensor_type.name, _shape(tensor), tensor.data) for tensor in reader.tensors
             }
     except ImportError as error:
         raise CheckpointError(f"{path} needs the gguf package: pip install 'jaxserve[gguf]'") from error
@@ -318,13 +318,22 @@ def _header_reader(path: FilePath) -> Any:
     from gguf import GGUFReader, GGUFValueType  # noqa: PLC0415 - optional, and needed for such files alone
 
     class HeaderReader(GGUFReader):
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise ValueError(f"{count} values at byte {offset} are not in the file")
+            return super()._get(offset, dtype, count, override_order)
+
         def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
             if raw_type == GGUFValueType.ARRAY:
                 kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
+                if kind == GGUFValueType.ARRAY:
+                    raise ValueError("it has an array of arrays")
                 start = orig_offs + 12
                 item = self.gguf_scalar_to_np.get(kind)
                 if count > _MAX_ELEMENTS and (item is not None or kind == GGUFValueType.STRING):
                     size = _strings_size(self.data, start, count) if item is None else count * np.dtype(item).itemsize
+                    if start + size > len(self.data):
+                        raise ValueError(f"an array of {count} elements is longer than the file")
                     return 12 + size, [], [], [GGUFValueType.ARRAY]
             return super()._get_field_parts(orig_offs, raw_type)
 
@@ -332,6 +341,17 @@ def _header_reader(path: FilePath) -> Any:
     if reader.byte_order != "I":
         raise ValueError("its byte order is that of other machines")
     return reader
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of the package's tensor; ValueError if that is empty, or so large that its size overflows."""
+    from gguf import GGML_QUANT_SIZES  # noqa: PLC0415 - optional, and needed for such files alone
+
+    shape = tuple(map(int, reversed(tensor.shape)))
+    num_columns, num_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
+    if not shape or 0 in shape or prod(shape) * num_bytes != tensor.data.nbytes * num_columns:
+        raise ValueError(f"{tensor.name} of shape {list(shape)} has {tensor.data.nbytes} bytes")
+    return shape
 
 
 def _strings_size(data: Bytes, start: int, count: int) -> int:
@@ -345,7 +365,7 @@ def _strings_size(data: Bytes, start: int, count: int) -> int:
 
 
 def _check(file: _File) -> None:
-    if (shards := file.metadata.get("split.count") or 1) > 1:
+    if (shards := file.metadata.get("split.count") or 1) != 1:
         raise file.fault("be a model in one file", f"one of {shards}", "merge them with `llama-gguf-split --merge`")
     allowed = [*_FLOATS, *BLOCK_TYPES]
     if others := [f"{name} of {t.kind}" for name, t in file.tensors.items() if t.kind not in allowed]:

@@ -7,6 +7,7 @@ without torch, while the numpy front end of the safetensors package does not rea
 import json
 import mmap
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path as FilePath
@@ -52,14 +53,23 @@ def map_file(file: FilePath) -> dict[str, NDArray[Any]]:
     try:
         data = np.asarray(np.memmap(file, np.uint8, mode="r"))
         body_start = 8 + _header_len(data)
-        header = json.loads(data[8:body_start].tobytes())
+        header = json.loads(data[8:body_start].tobytes(), object_pairs_hook=_unique)
         header.pop("__metadata__", None)
         return {name: _view(data[body_start:], **entry) for name, entry in header.items()}
-    except (OSError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"{file} must be a complete safetensors file, got {file.stat().st_size} bytes with a fault: {error}; "
             f"download or write it again"
         ) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of the header; ValueError if a name is there twice, which the format forbids."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = Counter(name for name, _ in pairs)
+        raise ValueError(f"it names {[name for name, count in names.items() if count > 1][:8]} more than once")
+    return found
 
 
 def _header_len(data: NDArray[np.uint8]) -> int:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.json_file import leaves_directory, read_object
 from jaxserve.weights.safetensors_file import map_file, num_bytes, write_file
 from jaxserve.weights.stored_tensor import Tensor, Tensors
 
@@ -30,16 +31,16 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory} must contain {_CONFIG} or exactly one .gguf file, got {_listing(directory)}"
         )
-    config = _read_json(directory / _CONFIG)
+    config = read_object(directory / _CONFIG)
     if (directory / _MODELOPT_CONFIG).is_file() and not config.get("quantization_config"):
-        config["quantization_config"] = {"quant_method": "modelopt", **_read_json(directory / _MODELOPT_CONFIG)}
+        config["quantization_config"] = {"quant_method": "modelopt", **read_object(directory / _MODELOPT_CONFIG)}
     return config
 
 
 def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the parsed generation_config.json, {} if it is absent; CheckpointError if it is malformed."""
     file = FilePath(path) / _GENERATION_CONFIG
-    return _read_json(file) if file.is_file() else {}
+    return read_object(file) if file.is_file() else {}
 
 
 def has_config(directory: FilePath) -> bool:
@@ -98,12 +99,18 @@ def open_tensors(directory: FilePath) -> Tensors:
         return map_file(directory / _SINGLE)
     if not (directory / _INDEX).is_file():
         raise CheckpointError(_no_weights(directory))
-    weight_map = _read_json(directory / _INDEX).get("weight_map")
+    weight_map = read_object(directory / _INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{directory / _INDEX} must have a weight_map from tensor names to file names")
     files = sorted(set(weight_map.values()))
-    if absent := [f for f in files if not (directory / f).is_file()]:
-        raise CheckpointError(f"{directory / _INDEX} must name files beside it, got {absent} absent; download them too")
+    if outside := [f for f in files if leaves_directory(f)]:
+        raise CheckpointError(
+            f"{directory / _INDEX} must name files inside its directory, got {outside[:8]}; download it again"
+        )
+    if absent := [f for f in files if not os.path.isfile(directory / f)]:
+        raise CheckpointError(
+            f"{directory / _INDEX} must name files beside it, got {absent[:8]} absent; download them too"
+        )
     mapped = {f: map_file(directory / f) for f in files}
     if lost := [name for name, f in weight_map.items() if name not in mapped[f]]:
         raise CheckpointError(
@@ -125,7 +132,7 @@ def _require_directory(directory: FilePath) -> None:
 def _require_model(directory: FilePath) -> None:
     """Raise a CheckpointError that names what the directory holds if that is not a model of language."""
     if (directory / _ADAPTER).is_file() and not has_weights(directory):
-        base = _read_json(directory / _ADAPTER).get("base_model_name_or_path") or "its base model"
+        base = read_object(directory / _ADAPTER).get("base_model_name_or_path") or "its base model"
         raise CheckpointError(
             f"{directory} must hold a whole model, got a PEFT adapter of {base}, which has the changes of its weights "
             f"alone; merge both with PEFT: AutoPeftModelForCausalLM.from_pretrained({str(directory)!r})"
@@ -158,16 +165,6 @@ def _torch_weights(directory: FilePath, names: list[str]) -> str:
 def _listing(directory: FilePath) -> str:
     names = sorted(f.name for f in directory.iterdir())
     return ", ".join([*names[:12], *(["..."] if len(names) > 12 else [])]) or "an empty directory"
-
-
-def _read_json(file: FilePath) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} must be a readable JSON file, got a fault: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} must hold a JSON object, got a {type(value).__name__}")
-    return value
 
 
 # Writing

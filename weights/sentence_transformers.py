@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple
 
 from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.json_file import leaves_directory, read_json
 
 _MODULES = "modules.json"
 
@@ -40,11 +40,14 @@ def _modules(directory: FilePath) -> list[tuple[str, str]]:
     """Return the type and the folder of each module; none where sentence-transformers has left no file."""
     if not (directory / _MODULES).is_file():
         return []
-    entries = _read(directory / _MODULES)
+    entries = read_json(directory / _MODULES)
     try:
-        return [(entry["type"].rpartition(".")[2], str(entry["path"])) for entry in entries]
+        modules = [(entry["type"].rpartition(".")[2], str(entry["path"])) for entry in entries]
     except (TypeError, KeyError, AttributeError):
         raise CheckpointError(f"{directory / _MODULES} must be a list of modules with type and path") from None
+    if outside := [path for _, path in modules if leaves_directory(path)]:
+        raise CheckpointError(f"{directory / _MODULES} must name folders inside its directory, got {outside[:8]}")
+    return modules
 
 
 def read_embedding_modules(path: str | os.PathLike[str]) -> EmbeddingModules | None:
@@ -59,7 +62,7 @@ def read_embedding_modules(path: str | os.PathLike[str]) -> EmbeddingModules | N
     modules = _modules(directory)
     pooling = next((folder for name, folder in modules if name == "Pooling"), None)
     return EmbeddingModules(
-        pooling="" if pooling is None else _mode(_read(directory / pooling / "config.json")),
+        pooling="" if pooling is None else _mode(read_json(directory / pooling / "config.json")),
         normalize=any(name == "Normalize" for name, _ in modules),
         others=tuple(name for name, _ in modules if name not in ("Transformer", "Pooling", "Normalize")),
     )
@@ -74,10 +77,3 @@ def _mode(config: Any) -> str:
     prefix = "pooling_mode_"
     names = [name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True]
     return "+".join(name.removesuffix("_tokens") for name in names)
-
-
-def _read(file: FilePath) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} must be a readable JSON file, got a fault: {error}") from error

@@ -1,7 +1,6 @@
 """Plan of a model on a target: memory on each chip, and the fastest possible steps."""
 
 import dataclasses
-import json
 import math
 import time
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import DataSheet, Target
 from jaxserve.quant import weight_format
 from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
+from jaxserve.weights.json_file import read_object
 
 _CONFIGS = Path(__file__).parent / "configs"
 _ROWS = (1, 8, 32, 64, 128, 256)  # batch sizes of the predicted decode steps, as far as they fit
@@ -292,16 +292,11 @@ def read_model(name: str | None) -> tuple[str, ArchConfig]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    is_config = path.is_file() and path.suffix != ".gguf"
     try:
-        is_config = path.is_file() and path.suffix != ".gguf"
-        config = json.loads(path.read_text(encoding="utf-8")) if is_config else weights.read_config(path)
+        return read_object(path) if is_config else weights.read_config(path)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
-    except ValueError as error:
-        raise ConfigError(f"{path} must be JSON, but: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(config).__name__}")
-    return config
 
 
 def make_plan(

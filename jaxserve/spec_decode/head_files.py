@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from jaxserve.models.params import Params, ParamSpec
 from jaxserve.spec_decode.draft_layer import LayerHead
 from jaxserve.weights import assemble
 from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.json_file import read_object
 
 _LAYER = r"(?:model\.)?(?:midlayer|layers\.\d+|mtp_layers\.\d+)\."
 _RENAMED = (  # pattern of a published name, name under which it is read
@@ -47,12 +47,9 @@ _MEDUSA_BLOCK = re.compile(r"(?:blocks\.)?(\d+)\.(?:layers\.)?(\d+)\.(?:linear\.
 def read_config(directory: Path) -> dict[str, Any]:
     """Read the config.json of a head; ConfigError where there is none."""
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return read_object(directory / "config.json")
+    except CheckpointError as error:
         raise ConfigError(f"a draft head must be a directory with a config.json, got {directory}: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"the config.json of a draft head must be an object, got {brief(config)} in {directory}")
-    return config
 
 
 def read_tensors(directory: Path) -> dict[str, jax.Array]:

@@ -210,9 +210,12 @@ def _metadata(path: Path) -> dict[str, Any]:
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(f"it must begin with GGUF and the version 2 or 3, got {magic!r} and {version}")
         reader.scalar("Q")  # number of tensors
-        found = {}
+        found, names = {}, set[str]()
         for _ in range(reader.scalar("Q")):
             name = reader.string()
+            if name in names:
+                raise ValueError(f"each key must be there once, got {name!r} again")
+            names.add(name)
             value = reader.value(reader.scalar("I"))
             if name.startswith(_PREFIX):
                 found[name.removeprefix(_PREFIX)] = value
@@ -243,9 +246,11 @@ class _Reader:
         kind, count = self.scalar("I"), self.scalar("Q")
         if kind in _SCALARS:
             return self._scalars(_SCALARS[kind], count)
+        if kind != _STRING:
+            raise ValueError(f"arrays must be of scalars or strings, got the type {kind}")
         if count > len(self._data):
             raise ValueError(f"an array of {count} elements is longer than the file")
-        return [self.value(kind) for _ in range(count)]
+        return [self.string() for _ in range(count)]
 
     def _scalars(self, code: str, count: int, offset: int | None = None) -> tuple[Any, ...]:
         start = self._offset if offset is None else offset

@@ -40,12 +40,24 @@ def load_tokenizer(path: str | Path, chat_options: ChatOptions = DEFAULT_CHAT_OP
     Raises:
         ConfigError: there is no loadable tokenizer; the message names the expected files.
     """
-    directory = Path(path)
+    try:
+        return _load(Path(path), chat_options)
+    except ConfigError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"the JSON files beside the tokenizer in {path} (tokenizer_config.json, special_tokens_map.json, "
+            f"chat_template.json, generation_config.json) must have fields as transformers writes them, got a fault: "
+            f"{type(error).__name__} {_first_line(error)}"
+        ) from error
+
+
+def _load(directory: Path, chat_options: ChatOptions) -> Tokenizer:
     if (gguf := _gguf_file(directory)) is not None:
         backend, config, ends = _load_gguf(gguf)
         return _from_backend(backend, config, directory, chat_options, ends)
     if not directory.is_dir():
-        raise ConfigError(f"the tokenizer must be a local directory or a .gguf file, got {str(path)!r}")
+        raise ConfigError(f"the tokenizer must be a local directory or a .gguf file, got {str(directory)!r}")
     config = _read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:  # older checkpoints have them in special_tokens_map.json
         config |= _read_json(directory / "special_tokens_map.json")
@@ -233,6 +245,8 @@ def _eos_ids(tokenizer_eos: int | None, directory: Path, ends: Sequence[int] = (
         value = _read_json(directory / file).get("eos_token_id")
         if value is not None:
             listed += value if isinstance(value, list) else [value]
+            if wrong := [each for each in listed if not isinstance(each, int)]:
+                raise ConfigError(f"{directory / file}: eos_token_id must be ids, got {type(wrong[0]).__name__}")
             break
     return tuple(dict.fromkeys(listed))
 
@@ -255,7 +269,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} must hold JSON, but: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold a JSON object, got {type(content).__name__}")

@@ -118,7 +118,10 @@ def test_a_config_file_and_a_directory_are_the_same_model(tmp_path: Path) -> Non
     assert archs == [read_model(None)[1]] * 3
 
 
-@pytest.mark.parametrize(("content", "message"), [("[1]", "must hold a JSON object"), ("{", "must be JSON")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("[1]", "must hold a JSON object"), ("{", "must be a readable JSON file"), ("[" * 10**5, "must nest arrays")],
+)
 def test_a_file_that_is_no_config(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "bad.json").write_text(content)
     with pytest.raises(ConfigError, match=message):

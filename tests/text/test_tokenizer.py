@@ -177,6 +177,40 @@ def test_what_does_not_load_says_what_was_looked_for(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+ABSURD = {
+    "tokenizer.json": ["[" * 100_000, '{"model": ' * 5000, "[]", "{}"],
+    "tokenizer_config.json": [
+        "[" * 100_000,
+        '{"added_tokens_decoder": [1]}',
+        '{"added_tokens_decoder": {"x": {}}}',
+        '{"added_tokens_decoder": {"3": 5}}',
+        '{"additional_special_tokens": 3}',
+        '{"extra_special_tokens": [3]}',
+        '{"chat_template": 5}',
+        '{"chat_template": [1]}',
+    ],
+    "special_tokens_map.json": ["[" * 100_000, "[]"],
+    "chat_template.json": ['{"chat_template": 3}'],
+    "generation_config.json": [
+        "[" * 100_000,
+        '{"eos_token_id": {"a": 1}}',
+        '{"eos_token_id": [[1]]}',
+        '{"eos_token_id": 1e400}',
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "content"), [(name, text) for name, texts in ABSURD.items() for text in texts])
+def test_absurd_files_are_refused_in_a_line(tmp_path: Path, name: str, content: str) -> None:
+    tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level())
+    (tmp_path / name).write_text(content)
+    if name == "special_tokens_map.json":
+        (tmp_path / "tokenizer_config.json").unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match="must") as info:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(info.value)
+
+
 def test_loads_without_transformers_jax_and_torch(tmp_path: Path) -> None:
     directory = tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level(), chat_template="{{ messages[0].content }}")
     program = (

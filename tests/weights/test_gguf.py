@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import struct
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +342,56 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         except (weights.CheckpointError, ConfigError):
             num_refused += 1
     assert num_refused > 20
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def header(metadata: bytes = b"", tensors: bytes = b"", num_keys: int = 1, num_tensors: int = 0) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys) + metadata + tensors
+
+
+def tensor(shape: Sequence[int], offset: int = 0, kind: int = 0, name: bytes = b"token_embd.weight") -> bytes:
+    return string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def array(kind: int, count: int) -> bytes:
+    return struct.pack("<IIQ", 9, kind, count)
+
+
+ABSURD: dict[str, bytes] = {
+    "nested arrays": header(string(b"tokenizer.x") + array(9, 1) + struct.pack("<IQ", 9, 1) * 100_000),
+    "arrays of arrays": header(string(b"tokenizer.x") + array(9, 2**60) + bytes(2**16)),
+    "keys": header(num_keys=2**60) + bytes(2**16),
+    "length of a key": header(struct.pack("<Q", 2**62) + bytes(64)),
+    "length of a string": header(string(b"tokenizer.x") + struct.pack("<IQ", 8, 2**62)),
+    "length of a string, wrapped": header(string(b"tokenizer.x") + struct.pack("<IQ", 8, 2**64 - 8) + bytes(64)),
+    "strings": header(string(b"tokenizer.x") + array(8, 2**60) + bytes(2**16)),
+    "numbers": header(string(b"tokenizer.x") + array(10, 2**61) + bytes(64)),
+    "type": header(string(b"tokenizer.x") + struct.pack("<I", 99)),
+    "alignment": header(string(b"general.alignment") + struct.pack("<II", 4, 0)) + bytes(64),
+    "tensors": header(num_keys=0, num_tensors=2**60) + bytes(2**16),
+    "dimensions": header(num_keys=0, num_tensors=1, tensors=string(b"x") + struct.pack("<I", 2**31) + bytes(64)),
+    "shape": header(num_keys=0, num_tensors=1, tensors=tensor([2**32, 2**32])) + bytes(64),
+    "quantised shape": header(num_keys=0, num_tensors=1, tensors=tensor([2**63, 2**8], kind=8)) + bytes(64),
+    "no rows": header(num_keys=0, num_tensors=1, tensors=tensor([32, 0], kind=8)) + bytes(64),
+    "no dimensions": header(num_keys=0, num_tensors=1, tensors=tensor([])) + bytes(64),
+    "offset": header(num_keys=0, num_tensors=1, tensors=tensor([4], offset=2**40)) + bytes(64),
+    "wrapped offset": header(num_keys=0, num_tensors=1, tensors=tensor([4], offset=2**64 - 32)) + bytes(64),
+    "names": header(num_keys=0, num_tensors=2, tensors=tensor([4]) * 2) + bytes(64),
+}
+
+
+@pytest.mark.parametrize("name", ABSURD)
+def test_absurd_headers_are_refused_in_a_line(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(ABSURD[name])
+    with pytest.raises(weights.CheckpointError, match="must be a complete GGUF file") as info:
+        weights.read_config(path)
+    assert "\n" not in str(info.value)
+    with pytest.raises(ConfigError, match="must have a tokenizer"):
+        load_tokenizer(path)
 
 
 def test_the_package_is_named_if_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,6 +305,10 @@ def test_truncated_files(checkpoint, kept):
         b"\xff\xfe",
         b"[]",
         b"[" * 100_000,
+        b'{"a": %b}' % (b"[" * 900 + b"]" * 900),
+        b'{"a": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}, "a": {"dtype": "I8", "shape": [0]}}',
+        {"a": {"dtype": "F32", "shape": [2**70, 0], "data_offsets": [0, 0]}},
+        {"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}},
         {"a": 3},
         {"a": {"dtype": "F32", "shape": [2]}},
         {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
@@ -351,6 +355,53 @@ def test_index_names_absent_files(tmp_path, params):
 def test_malformed_index(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     assert "model.safetensors.index.json" in failure(tmp_path)
+
+
+OUTSIDE = ["../other/model.safetensors", "{outside}/model.safetensors", "down/../../other/model.safetensors"]
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, "x" * 5000, "x\0", ""])
+def test_an_index_opens_no_files_elsewhere(tmp_path, params, name):
+    """Names lead nowhere else, whatever is there; links, of which the cache of the hub is made, do."""
+    inside, outside = tmp_path / "model", tmp_path / "other"
+    inside.mkdir()
+    weights.save(outside, SPECS, params, CONFIG)
+    index, names = inside / "model.safetensors.index.json", [name for spec in SPECS for name in spec.hf_names]
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, name.format(outside=outside))}))
+    expected = "must name files inside its directory" if name in OUTSIDE else "must name files beside it"
+    message = failure(inside)
+    assert expected in message
+    assert "\n" not in message
+    (inside / "link.safetensors").symlink_to(outside / "model.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "link.safetensors")}))
+    assert_trees_equal(weights.load(inside, SPECS), params)
+
+
+JSON_FILES = {
+    "config.json": weights.read_config,
+    "hf_quant_config.json": weights.read_config,
+    "adapter_config.json": weights.read_config,
+    "model.safetensors.index.json": safetensors_store.open_tensors,
+    "generation_config.json": weights.read_generation_config,
+    "modules.json": weights.read_embedding_modules,
+}
+
+
+@pytest.mark.parametrize("depth", [65, 900, 100_000])
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_nested_files_are_refused_in_a_line(tmp_path, name, depth):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    content = "[" * (depth - 1) + "]" * (depth - 1)
+    (tmp_path / name).write_text(f'{{"eos_token_id": {content}}}')
+    with pytest.raises(weights.CheckpointError, match=rf"{name} must nest arrays and objects at most 64 times") as info:
+        JSON_FILES[name](tmp_path)
+    assert "\n" not in str(info.value)
+
+
+def test_modules_name_no_folders_elsewhere(tmp_path):
+    (tmp_path / "modules.json").write_text(json.dumps([{"type": "a.Pooling", "path": "../other"}]))
+    with pytest.raises(weights.CheckpointError, match="must name folders inside its directory"):
+        weights.read_embedding_modules(tmp_path)
 
 
 def test_tensors_that_the_index_forgets_or_invents(tmp_path, params):

@@ -1,0 +1,50 @@
+"""JSON files of a checkpoint, whose faults are CheckpointErrors, and the names of files in them."""
+
+import json
+from pathlib import Path as FilePath
+from typing import Any
+
+from jaxserve.weights.errors import CheckpointError
+
+_MAX_NESTING = 64  # far less than Python's recursion limit, which printing and copying the content meet too
+
+
+def read_json(file: FilePath) -> Any:
+    """Return the content of a file; CheckpointError if it is unreadable, not JSON, or nested more than 64 times."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} must be a readable JSON file, got a fault: {error}") from error
+    except RecursionError:
+        raise _too_deep(file) from None
+    if _is_deep(value):
+        raise _too_deep(file)
+    return value
+
+
+def read_object(file: FilePath) -> dict[str, Any]:
+    """Return the content of a file that must hold an object; CheckpointError as by `read_json`."""
+    value = read_json(file)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, got a {type(value).__name__}")
+    return value
+
+
+def leaves_directory(name: str) -> bool:
+    """Return whether a name in a file leads out of its directory by itself; links there may lead anywhere."""
+    path = FilePath(name)
+    return path.is_absolute() or ".." in path.parts
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_NESTING):
+        holders = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
+        level = [child for holder in holders for child in holder]
+    return any(isinstance(node, dict | list) for node in level)
+
+
+def _too_deep(file: FilePath) -> CheckpointError:
+    return CheckpointError(
+        f"{file} must nest arrays and objects at most {_MAX_NESTING} times, got more; download or write it again"
+    )
