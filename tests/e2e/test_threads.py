@@ -14,6 +14,7 @@ import jax
 import pytest
 import tqdm
 
+from jaxserve.execution import programs as programs_module
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.runner import RunningStep
 from jaxserve.llm import LLM
@@ -153,6 +154,7 @@ def test_what_ends_frees_its_arrays_at_once_though_programs_compile(
         return get(programs, name, lower)
 
     monkeypatch.setattr(Programs, "_get", get_slowly)
+    monkeypatch.setattr(programs_module, "_SHORT_RUN_S", 0.0)
     threads = set(threading.enumerate())
     llm = LLM(str(llama), **ONE_ROW | {"compile_ahead": "background", "multi_step": 3})
     # tqdm begins a thread of its own with the first bar of a process

@@ -1,0 +1,188 @@
+"""Decode steps of the same random checkpoint in bfloat16, float16 and float32, each served as it is by default.
+
+    python scripts/bench_dtypes.py [--shape qwen2.5-0.5b] [--rows 1 8] [--rounds 5] [--json FILE]
+    python scripts/bench_dtypes.py --before OTHER_CHECKOUT   # in turns with another version of jaxserve
+
+Each dtype and version has a process of its own, which is stopped while another is measured, so that whatever else the
+machine does meets all. A figure is the median over rounds of the time from one token of a row to its next; beside it
+stand the quickest round and the bytes of temporaries of the multi-step program. The file of `--json` has all of them.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+DTYPES = ("bfloat16", "float16", "float32")
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 151_936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 4096,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    },
+}
+NUM_PROMPT_TOKENS = 8
+MULTI_STEP = 8  # steps of a dispatch
+
+
+def write_checkpoint(directory: Path, shape: str, dtype: str) -> None:
+    import jax.numpy as jnp  # noqa: PLC0415 - only the process that writes
+
+    from jaxserve import weights  # noqa: PLC0415
+    from jaxserve.models.registry import from_hf_config, param_specs  # noqa: PLC0415
+
+    config = {**SHAPES[shape], "torch_dtype": dtype}
+    specs = param_specs(from_hf_config(config))
+    weights.save(directory, specs, weights.dummy(specs, 0, jnp.dtype(dtype)), config)
+
+
+def serve(model: Path, rows: int, num_steps: int) -> None:
+    """Measure a round for each line of standard input, and print the seconds of a step."""
+    from jaxserve import LLM, SamplingParams  # noqa: PLC0415 - of the version that is measured
+
+    sizes = {"max_num_seqs": rows, "max_num_batched_tokens": rows, "max_model_len": 1024, "num_pages": 600}
+    options: dict[str, Any] = {"multi_step": MULTI_STEP, "compile_ahead": "minimal", "enable_prefix_caching": False}
+    llm = LLM(str(model), skip_tokenizer_init=True, **sizes, **options)
+    (program,) = llm.engine.replicas[0].executor.programs.multi_steps.values()
+    memory = program.memory_analysis()
+    print(json.dumps({"temp_bytes": memory.temp_size_in_bytes}), flush=True)
+
+    def seconds(num_tokens: int) -> float:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        prompts = [{"prompt_token_ids": [row + 3] * NUM_PROMPT_TOKENS} for row in range(rows)]
+        began_s = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - began_s
+
+    seconds(MULTI_STEP)
+    for _ in sys.stdin:
+        few, many = MULTI_STEP, MULTI_STEP + num_steps
+        print(json.dumps({"step_s": (seconds(many) - seconds(few)) / num_steps}), flush=True)
+
+
+class Contestant:
+    """A process that serves one dtype by one version.
+
+    Args:
+        root: checkout of the version.
+        model: directory of the checkpoint.
+        rows: rows that decode at once.
+        num_steps: steps of a round.
+    """
+
+    def __init__(self, root: Path, model: Path, rows: int, num_steps: int) -> None:
+        command = [sys.executable, __file__, "--serve", str(model), "--rows", str(rows), "--steps", str(num_steps)]
+        environment = {**os.environ, "PYTHONPATH": str(root)}
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self.temp_bytes = self._read()["temp_bytes"]
+        self.steps_s: list[float] = []
+        self._process.send_signal(signal.SIGSTOP)
+
+    def measure(self) -> None:
+        """Measure a round while all others are stopped."""
+        self._process.send_signal(signal.SIGCONT)
+        assert self._process.stdin is not None, "it is a pipe"
+        print(file=self._process.stdin, flush=True)
+        self.steps_s.append(self._read()["step_s"])
+        self._process.send_signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None, "it is a pipe"
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("bench_dtypes.py: error: a process has ended; see its message above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def compare(args: argparse.Namespace, models: dict[str, Path], rows: int) -> list[dict[str, Any]]:
+    """Return a record for each dtype and version with this number of rows."""
+    versions = {"now": ROOT} | ({"before": args.before.resolve()} if args.before else {})
+    found: dict[tuple[str, str], Contestant] = {}
+    try:
+        for dtype, model in models.items():
+            for version, root in versions.items():
+                found[dtype, version] = Contestant(root, model, rows, args.steps)
+        for _ in range(args.rounds):
+            for contestant in found.values():
+                contestant.measure()
+    finally:
+        for contestant in found.values():
+            contestant.close()
+    return [
+        {
+            "rows": rows,
+            "dtype": dtype,
+            "version": version,
+            "step_ms": round(statistics.median(each.steps_s) * 1e3, 2),
+            "quickest_ms": round(min(each.steps_s) * 1e3, 2),
+            "temp_mib": round(each.temp_bytes / 2**20, 2),
+            "rounds_ms": [round(step_s * 1e3, 2) for step_s in each.steps_s],
+        }
+        for (dtype, version), each in found.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
+    parser.add_argument("--dtypes", choices=DTYPES, nargs="+", default=DTYPES)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=32, help="per round")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of another version, built in place")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, args.rows[0], args.steps)
+        return
+    records = []
+    with TemporaryDirectory() as scratch:
+        models = {dtype: Path(scratch) / dtype for dtype in args.dtypes}
+        for dtype, model in models.items():
+            write_checkpoint(model, args.shape, dtype)
+        for rows in args.rows:
+            records += compare(args, models, rows)
+            for record in records[-len(models) * (1 + bool(args.before)) :]:
+                print(json.dumps(record), flush=True)
+    if args.json:
+        report = {"shape": args.shape, "cores": os.cpu_count(), "load": os.getloadavg(), "records": records}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
