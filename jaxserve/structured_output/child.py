@@ -21,13 +21,13 @@ def main() -> None:
     limits = llguidance.LLParserLimits(**start["limits"])
     before_bytes = _pages(1)
     num_words = -(-start["vocab_size"] // 32)
-    resource.setrlimit(resource.RLIMIT_AS, (_pages(0) + start["max_bytes"], resource.RLIM_INFINITY))
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    if address_space := _pages(0):
+        _limit(resource.RLIMIT_AS, address_space + start["max_bytes"])
     os.nice(start["niceness"])
     _answer({"ready": True})
     for line in sys.stdin:
         begun_s, begun_bytes = _cpu_s(), _pages(1)  # what earlier grammars have left may be used again
-        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(begun_s + start["max_s"]), hard))
+        _limit(resource.RLIMIT_CPU, math.ceil(begun_s + start["max_s"]))
         reason = _compile(tokenizer, limits, num_words, json.loads(line))
         _answer(
             {
@@ -37,6 +37,12 @@ def main() -> None:
                 "kept_bytes": _pages(1) - before_bytes,
             }
         )
+
+
+def _limit(kind: int, value: int) -> None:
+    """Set a limit of this process, as far as the system allows as much."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _compile(tokenizer: Any, limits: Any, num_words: int, grammar: str) -> str:
