@@ -78,6 +78,34 @@ def _wide_scale(blocks: Bytes) -> NDArray[np.float32]:
     return blocks[..., :2].view(np.float16).astype(np.float32)
 
 
+def _quarters(packed: Bytes) -> Bytes:
+    """Return 128 values of two bits for each 32 bytes of the last axis, the lowest bits of all 32 first."""
+    groups = packed.reshape(*packed.shape[:2], -1, 1, 32)
+    values: Bytes = groups >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
+    return values.reshape(*packed.shape[:2], -1)
+
+
+def _q2_k_grid(blocks: Bytes, *, minima: bool) -> NDArray[np.float32]:
+    """Return the multiples of 4 bits, of the first or second float16 behind the elements, that are scales or minima."""
+    fours = blocks[..., :16] >> np.uint8(4) if minima else blocks[..., :16] & np.uint8(15)
+    unit = blocks[..., 82:84] if minima else blocks[..., 80:82]
+    return fours.astype(np.float32) * unit.view(np.float16).astype(np.float32)
+
+
+def _q3_k_elements(blocks: Bytes) -> Bytes:
+    """Return pairs of elements from -4 to 3, 8 more in four bits; 32 bytes hold a third bit for each group's column."""
+    third = blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    third = third.reshape(*blocks.shape[:2], 256) << np.uint8(2)
+    return _pairs(_quarters(blocks[..., 32:96]) + third + np.uint8(4))
+
+
+def _q3_k_scale(blocks: Bytes) -> NDArray[np.float32]:
+    """Return the multiples of 6 bits, less 32, of the last float16: the low four bits of all in front of the others."""
+    high = blocks[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & np.uint8(3)
+    sixes = _halves(blocks[..., 96:104]) | high.reshape(*blocks.shape[:2], 16) << np.uint8(4)
+    return (sixes.astype(np.float32) - np.float32(32)) * blocks[..., 108:110].view(np.float16).astype(np.float32)
+
+
 def _q4_k_elements(blocks: Bytes) -> Bytes:
     """Return pairs; each 32 bytes hold a group of 32 columns in their low bits and the next one in their high bits."""
     return _pairs(_halves(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32)))
@@ -146,6 +174,18 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
             "scale": Field(1, _FLOAT32, _wide_scale),
             "minimum": Field(1, _FLOAT32, _negative_minimum),
         },
+    ),
+    "Q2_K": BlockType(
+        256,
+        84,
+        {
+            "elements": Field(128, _UINT8, lambda blocks: _pairs(_quarters(blocks[..., 16:80]))),
+            "scale": Field(16, _FLOAT32, lambda blocks: _q2_k_grid(blocks, minima=False)),
+            "minimum": Field(16, _FLOAT32, lambda blocks: _q2_k_grid(blocks, minima=True)),
+        },
+    ),
+    "Q3_K": BlockType(
+        256, 110, {"elements": Field(128, _UINT8, _q3_k_elements), "scale": Field(16, _FLOAT32, _q3_k_scale)}
     ),
     "Q4_K": BlockType(
         256,

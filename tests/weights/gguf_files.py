@@ -18,8 +18,8 @@ SIZES |= {"num_key_value_heads": 2, "tie_word_embeddings": False}
 # All widths are multiples of 256; on two devices, blocks of 256 columns are cut.
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 768, "head_dim": 64}
 KINDS = {"F32": SIZES, "F16": SIZES, "BF16": SIZES, "Q8_0": SIZES, "Q4_0": SIZES, "Q5_0": SIZES, "Q4_K": WIDE}
-KINDS |= {"Q4_1": SIZES, "Q5_1": SIZES, "Q5_K": WIDE, "Q6_K": WIDE}
-K_BYTES = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes of a block
+KINDS |= {"Q4_1": SIZES, "Q5_1": SIZES, "Q5_K": WIDE, "Q6_K": WIDE, "Q2_K": WIDE, "Q3_K": WIDE}
+K_BYTES = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes of a block
 
 Choice = Callable[[str], str]  # function of the name of a matrix that returns its type
 
@@ -109,7 +109,13 @@ def encode(w: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[np.ndarr
 def quantize_k(w: np.ndarray, kind: str, rng: np.random.Generator) -> np.ndarray:
     """Return random blocks of a type that the package only reads; some groups with minima have the scale 0."""
     blocks = rng.integers(0, 256, (len(w), w.shape[1] // 256, K_BYTES[kind]), dtype=np.uint8)
-    if kind != "Q6_K":
+    if kind == "Q2_K":
+        blocks[..., 80:82] = halves(rng.uniform(3e-3, 6e-3, blocks.shape[:2]))
+        blocks[..., 82:84] = halves(rng.uniform(3e-3, 6e-3, blocks.shape[:2]))
+        blocks[:, 0, 0] &= 0xF0  # scale of the first group, whose minimum stays
+    elif kind == "Q3_K":
+        blocks[..., 108:] = halves(rng.uniform(5e-4, 1e-3, blocks.shape[:2]))
+    elif kind != "Q6_K":
         blocks[..., 0:2] = halves(rng.uniform(2e-4, 4e-4, blocks.shape[:2]))
         blocks[..., 2:4] = halves(rng.uniform(1e-3, 4e-3, blocks.shape[:2]))
         blocks[:, 0, 4] &= 0xC0  # scale of the first group, whose minimum stays

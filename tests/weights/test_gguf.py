@@ -81,7 +81,7 @@ def test_weights_are_those_of_the_package(tmp_path: Path, kind: str) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", some_by_default(NATIVE, "Q4_0", "Q4_K", "Q6_K"))
+@pytest.mark.parametrize("kind", some_by_default(NATIVE, "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K"))
 def test_native_kernels_multiply_what_is_stored(tmp_path: Path, kind: str) -> None:
     """Products are those of the encoded weights in float64; minima are zero points that are not whole."""
     model = write_gguf(tmp_path / "model.gguf", kind, **ONE_LAYER)

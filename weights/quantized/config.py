@@ -250,6 +250,8 @@ GGUF_SCHEMES: Mapping[str, Scheme] = {
     "Q5_0": Scheme("gguf Q5_0", "int8", "plain", PLAIN_SCALED, 32, scale_dtype="float16"),
     "Q4_1": Scheme("gguf Q4_1", "int4", "nibbles", (*PACKED_SCALED, *_MINIMUM), 32),
     "Q5_1": Scheme("gguf Q5_1", "int8", "plain", (*PLAIN_SCALED, *_MINIMUM), 32),
+    "Q2_K": Scheme("gguf Q2_K", "int4", "nibbles", (*PACKED_SCALED, *_MINIMUM), 16),
+    "Q3_K": Scheme("gguf Q3_K", "int4", "nibbles", PACKED_SCALED, 16),
     "Q4_K": Scheme("gguf Q4_K", "int4", "nibbles", (*PACKED_SCALED, *_MINIMUM), 32),
     "Q5_K": Scheme("gguf Q5_K", "int8", "plain", (*PLAIN_SCALED, *_MINIMUM), 32),
     "Q6_K": Scheme("gguf Q6_K", "int8", "plain", PLAIN_SCALED, 16),
