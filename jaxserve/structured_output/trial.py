@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import selectors
@@ -28,6 +29,8 @@ from jaxserve.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
 
 COMPILE_S = 5.0  # processor time that a grammar may take: that of a schema grows with the square of its properties
 PATIENCE = 4  # times as much that may pass by the clock, as the processors have other work too
@@ -87,12 +90,17 @@ class Child:
         """Return the cost of a grammar; RequestError if it is refused or exceeds a limit."""
         line = json.dumps(grammar).encode() + b"\n"
         if self._process is None or self._process.poll() is not None:
+            self.end()  # closes the pipes of one that has ended by itself
             self._process = _new_process()
             self._at_end = weakref.finalize(self, _end, self._process)
             self._write(self._start)
             if self._read(START_S) is None:
                 self.end()
-                raise RequestError("structured_outputs need a process of their own to compile; see the log")
+                logger.warning("%s has not started in %g s, or has ended; run it to see its error", _SCRIPT, START_S)
+                raise BusyError(
+                    "structured_outputs must be compiled by a process of their own, which does not start; try again, "
+                    "and see the log if it fails again"
+                )
         self._write(line)
         answer = self._read(PATIENCE * COMPILE_S)
         if answer is None:

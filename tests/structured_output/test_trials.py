@@ -68,6 +68,16 @@ def test_a_grammar_that_takes_all_memory_is_refused(tmp_path: Path, monkeypatch:
     compiler._trials._free[-1].end()
 
 
+def test_a_process_that_does_not_start_is_tried_again(
+    compiler: GrammarCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "_SCRIPT", tmp_path / "absent.py")
+        with pytest.raises(RequestError, match="which does not start; try again"):
+            compile_form(compiler, "", regex="a")
+    compile_form(compiler, "", regex="a")
+
+
 def test_processes_end_with_their_compiler() -> None:
     compiler = GrammarCompiler(tiny_tokenizers.byte_level(300).to_str(), 300, frozenset({0}))
     compile_form(compiler, "", regex="a")
