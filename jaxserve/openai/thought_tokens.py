@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from jaxserve.text.token_stream import ByteStream, WindowStream
 
 
+_MAX_KEPT_CHARS = 4096  # text that is kept; headers are shorter
+
+
 class ThoughtTokens:
     """Counter of the tokens between the marks of thoughts.
 
@@ -48,6 +51,8 @@ class ThoughtTokens:
             while (found := self._marks.search(self._text, seen)) is not None:
                 self._pass(found)
                 seen = 0
+            if len(self._text) > _MAX_KEPT_CHARS:
+                self._forget(len(self._text) - self._longest)
 
     @property
     def _marks(self) -> re.Pattern[str]:
@@ -55,11 +60,9 @@ class ThoughtTokens:
         return (self._ends if is_inside else self._begins).whole
 
     def _pass(self, found: re.Match[str]) -> None:
-        """Go on behind a mark."""
+        """Continue after a mark."""
         messages = self._format.messages
-        num_before = sum(start < found.start() for start in self._starts)
-        if self._in_thought and not self._in_header:
-            self._num_ended += num_before
+        self._count_before(found.start())
         end = found.end()
         if messages is None:
             self._in_thought = not self._in_thought
@@ -71,5 +74,17 @@ class ThoughtTokens:
         else:
             self._in_header, self._in_thought = True, False
             end = found.start()  # it may belong to the next header
-        self._text, starts = self._text[end:], self._starts
-        self._starts = [start - end for start in starts if start >= end]
+        self._drop(end)
+
+    def _forget(self, end: int) -> None:
+        """Drop the text up to an index before which no further mark can begin."""
+        self._count_before(end)
+        self._drop(end)
+
+    def _count_before(self, end: int) -> None:
+        if self._in_thought and not self._in_header:
+            self._num_ended += sum(start < end for start in self._starts)
+
+    def _drop(self, end: int) -> None:
+        self._text = self._text[end:]
+        self._starts = [start - end for start in self._starts if start >= end]

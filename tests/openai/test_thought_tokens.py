@@ -6,11 +6,15 @@ from pathlib import Path
 import pytest
 import tiny_tokenizers
 import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from jaxserve.openai import thought_tokens
 from jaxserve.openai.chat_formats import ChatFormat, Thought, chat_format
 from jaxserve.openai.thought_tokens import ThoughtTokens
 from jaxserve.text.loading import load_tokenizer
 from jaxserve.text.token_texts import new_stream
+from tests.random_runs import examples
 
 MARKS = ["<think>", "</think>"]
 with tempfile.TemporaryDirectory() as directory:
@@ -55,3 +59,43 @@ def test_thoughts_in_a_channel() -> None:
     thought = "why not"
     text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>final<|message|>two three"
     assert count(text, form=form)[0] == len(with_marks.encode(thought))
+
+
+PIECES = ["<think>", "</think>", "<th", "ink>", "</", "think", ">", "a", " bc", "", "x" * 7]
+
+
+class Pieces:
+    """Stream whose tokens are indices of PIECES."""
+
+    def push(self, token_id: int) -> str:
+        return PIECES[token_id]
+
+
+def num_in_thoughts(token_ids: list[int], *, in_thought: bool) -> int:
+    """Return the number of tokens that begin in a thought of the whole text."""
+    text, starts = "", []
+    for token_id in token_ids:
+        starts.append(len(text))
+        text += PIECES[token_id]
+    count, begin = 0, 0
+    while True:
+        mark = MARKS[in_thought]
+        found = text.find(mark, begin)
+        end = len(text) + 1 if found < 0 else found
+        count += in_thought * sum(begin <= start < end for start in starts)
+        if found < 0:
+            return count
+        begin, in_thought = found + len(mark), not in_thought
+
+
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.integers(0, len(PIECES) - 1), max_size=60), st.booleans())
+def test_counts_are_those_of_the_whole_text_though_little_of_it_is_kept(
+    monkeypatch: pytest.MonkeyPatch, token_ids: list[int], in_thought: bool
+) -> None:
+    monkeypatch.setattr(thought_tokens, "_MAX_KEPT_CHARS", 12)
+    counter = ThoughtTokens(FORMAT, Pieces(), in_thought=in_thought)  # type: ignore[arg-type]
+    for count, token_id in enumerate(token_ids, 1):
+        counter.push([token_id])
+        assert len(counter._text) <= 12 + max(map(len, PIECES))
+        assert counter.count == num_in_thoughts(token_ids[:count], in_thought=in_thought)
