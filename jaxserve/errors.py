@@ -39,6 +39,10 @@ class PromptTooLongError(RequestError):
         super().__init__(message)
         self.num_tokens, self.max_tokens = num_tokens, max_tokens
 
+    def __reduce__(self) -> tuple[type, tuple[str, int, int]]:
+        """Return what rebuilds the error in another process."""
+        return type(self), (str(self), self.num_tokens, self.max_tokens)
+
 
 class EngineDiedError(RequestError):
     """Error of a request that several engines died of, one after the other, each while serving it alone."""

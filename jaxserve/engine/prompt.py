@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 
-from jaxserve.errors import RequestError
+from jaxserve.errors import PromptTooLongError, RequestError
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -47,6 +48,35 @@ def read_prompt(
         return content, tokenizer.encode(content, max_tokens=max_tokens), salt
     token_ids = _read_token_ids(content)
     return text, token_ids if max_tokens is None else token_ids[-max_tokens:], salt
+
+
+def check_bound(text: str, tokenizer: Tokenizer, schedule: ScheduleConfig, advice: str = "") -> None:
+    """Raise PromptTooLongError for a text that has too many tokens, if that shows without encoding it."""
+    num_tokens = tokenizer.bound.num_tokens(text)
+    if num_tokens >= schedule.max_total_tokens:
+        raise prompt_too_long(schedule, num_tokens, is_bound=True, advice=advice)
+
+
+def prompt_too_long(
+    schedule: ScheduleConfig, num_tokens: int, *, is_bound: bool = False, advice: str = ""
+) -> PromptTooLongError:
+    """Return the error in the words that clients look for, to shorten their prompts or to choose another model.
+
+    Args:
+        schedule: sizes of the engine.
+        num_tokens: tokens of the prompt.
+        is_bound: True if it has at least this number.
+        advice: what to change besides the prompt.
+    """
+    most = schedule.max_total_tokens - 1  # of a prompt: the scheduler counts a token of output always
+    room = "" if schedule.pools else " and leave room for at least 1 output token"
+    return PromptTooLongError(
+        f"This model's maximum context length is {schedule.max_model_len} tokens. However, your prompt has "
+        f"{'at least ' if is_bound else ''}{num_tokens} input tokens, and must have at most {most}{room}. "
+        f"Please reduce the length of the input prompt{advice}.",
+        num_tokens,
+        most,
+    )
 
 
 def _read_token_ids(content: object) -> TokenIds:

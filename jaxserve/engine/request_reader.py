@@ -13,8 +13,8 @@ from functools import partial
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.prompt import Prompt, prompt_limit, read_prompt
-from jaxserve.errors import PromptTooLongError, RequestError, brief
+from jaxserve.engine.prompt import Prompt, check_bound, prompt_limit, prompt_too_long, read_prompt
+from jaxserve.errors import RequestError, brief
 from jaxserve.pooling import Pooler, PoolingParams
 from jaxserve.request import Request, TokenIds
 from jaxserve.sampling_params import SamplingParams
@@ -136,7 +136,7 @@ class RequestReader:
         if not token_ids:
             raise RequestError("a prompt must have at least 1 token, got 0; begin it with any text or token")
         if len(token_ids) >= longest:
-            raise self._too_long(len(token_ids))
+            raise prompt_too_long(self._schedule, len(token_ids), advice=self._advice_on_length())
         named = {
             "prompt": token_ids,
             "stop_token_ids": params.stop_token_ids or (),
@@ -155,21 +155,7 @@ class RequestReader:
     def check_text(self, prompt: object) -> None:
         """Raise RequestError for a text that has too many tokens for a prompt, if that shows without encoding it."""
         if self._tokenizer is not None and isinstance(prompt, str):
-            num_tokens = self._tokenizer.bound.num_tokens(prompt)
-            if num_tokens >= self._schedule.max_total_tokens:
-                raise self._too_long(num_tokens, "at least ")
-
-    def _too_long(self, num_tokens: int, bound: str = "") -> PromptTooLongError:
-        """Return the error in the words that clients look for, to shorten their prompts or to take another model."""
-        most = self._schedule.max_total_tokens - 1  # of a prompt: the scheduler counts a token of output always
-        room = " and leave room for at least 1 output token" if self._pooler is None else ""
-        return PromptTooLongError(
-            f"This model's maximum context length is {self._schedule.max_model_len} tokens. However, your prompt has "
-            f"{bound}{num_tokens} input tokens, and must have at most {most}{room}. Please reduce the length of the "
-            f"input prompt{self._advice_on_length()}.",
-            num_tokens,
-            most,
-        )
+            check_bound(prompt, self._tokenizer, self._schedule, self._advice_on_length())
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         most, vocab = self._config.max_logprobs, self._vocab_size

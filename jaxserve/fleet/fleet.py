@@ -23,7 +23,7 @@ from typing import Protocol, runtime_checkable
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.stepped import SteppedEngine
-from jaxserve.errors import ConfigError, EngineDiedError, RequestError
+from jaxserve.errors import ConfigError, EngineDiedError, PromptTooLongError, RequestError
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.pooling import PoolingParams
 from jaxserve.request import TokenIds
@@ -123,7 +123,9 @@ class Server:
             try:
                 self._add(request)
             except RequestError as error:
-                ended.append(RequestFailure(request.request_id, RequestError(str(error))))
+                is_length = isinstance(error, PromptTooLongError)  # clients tell it from others
+                known = error if is_length else RequestError(str(error))
+                ended.append(RequestFailure(request.request_id, known))
         until_s = time.monotonic() + CALL_S
         while self._engine.has_unfinished():
             for output in self._engine.step():

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.prompt import check_bound
 from jaxserve.engine.stepped import BatchEngine
 from jaxserve.errors import ConfigError, PeerLostError, RequestError, brief
 from jaxserve.openai.batch_output import (
@@ -256,14 +257,8 @@ class _BatchRun:
 
     def _check_prompt(self, text: str) -> None:
         """Raise RequestError for a chat that is too long, before it is encoded."""
-        tokenizer, schedule = self.engine.tokenizer, self.engine.schedule
-        num_tokens = 0 if tokenizer is None else tokenizer.bound.num_tokens(text)
-        if num_tokens >= schedule.max_total_tokens:
-            raise BadRequestError(
-                f"a prompt must have fewer than max_model_len tokens, got at least {num_tokens} with max_model_len "
-                f"{schedule.max_model_len}; shorten it",
-                "messages",
-            )
+        if self.engine.tokenizer is not None:
+            check_bound(text, self.engine.tokenizer, self.engine.schedule)
 
     def _has_room(self, num_sequences: int) -> bool:
         return not self.in_flight or self.num_sequences + num_sequences <= self.window

@@ -98,6 +98,7 @@ def read_chat(
         params: sampling parameters of the body.
         response_role: role of messages that are not continued.
         takes_templates: False to refuse a chat template in the body.
+        check_prompt: function that raises RequestError for a text that is too long, unless it is truncated.
 
     Raises:
         BadRequestError: the chat template cannot render them, or a field does not go with the template.
@@ -106,6 +107,8 @@ def read_chat(
         raise BadRequestError("chats need a tokenizer, and the engine runs with skip_tokenizer_init", "messages")
     chat_format = detected_format(tokenizer) if chat_format is None else chat_format
     tools = read_tools(given)
+    if params.truncate_prompt_tokens is not None:
+        check_prompt = allow_any
     prompt = read_prompt(
         given, tokenizer, chat_format, tools, takes_templates=takes_templates, check_prompt=check_prompt
     )

@@ -20,6 +20,8 @@ from jaxserve.text.loading import load_tokenizer
 from tests.openai.batches import chat, completion, run
 from tests.random_runs import examples
 
+TOO_LONG = {"role": "user", "content": "x" * 100_000}
+
 
 @pytest.mark.parametrize(
     ("line", "code", "message"),
@@ -80,6 +82,7 @@ from tests.random_runs import examples
         (chat("a", logprobs=3), "invalid_request", "logprobs must be a bool"),
         (chat("a", top_logprobs=3), "invalid_request", "top_logprobs needs"),
         (chat("a", max_completion_tokens=6), "invalid_request", "must agree"),
+        (chat("a", messages=[TOO_LONG]), "context_length_exceeded", "maximum context length is 1000 tokens"),
         (chat("a", chat_template_kwargs={"thinking": True}), "invalid_request", "got ['thinking']"),
         (chat("a", chat_template_kwargs={"messages": []}), "invalid_request", "cannot set"),
         (chat("a", chat_template_kwargs={"tokenize": True}), "invalid_request", "cannot set"),
@@ -93,6 +96,11 @@ def test_bad_lines_get_error_records(engine: FakeEngine, tmp_path: Path, line: o
     assert record["error"]["code"] == record["response"]["body"]["error"]["code"] == code
     assert message in record["error"]["message"] == record["response"]["body"]["error"]["message"]
     assert engine.num_added <= 3  # "fine" of the two-prompt line, and nothing else of bad lines
+
+
+def test_a_long_chat_that_is_truncated_is_served(engine: FakeEngine, tmp_path: Path) -> None:
+    line = chat("a", messages=[TOO_LONG], truncate_prompt_tokens=10)
+    assert run(engine, tmp_path, [line])["batch_req_1"]["error"] is None
 
 
 def test_without_template_or_tokenizer_chats_are_refused(tmp_path: Path) -> None:
