@@ -138,6 +138,7 @@ class ParsedRequest:
         echo: True if the text of a completion begins with its prompt.
         has_output: False if only the prompt is wanted, with its log probabilities.
         return_token_ids: True if token ids are wanted beside the text.
+        shows_prompt_logprobs: True if log probabilities of the prompt are wanted apart from those of an echo.
         tokens_as_ids: True if log probabilities name tokens by their ids.
         request_id: name that the reply is to have; empty if the body does not say.
         stream: True if increments are wanted as they come.
@@ -164,6 +165,7 @@ class ParsedRequest:
     echo: bool = False
     has_output: bool = True
     return_token_ids: bool = False
+    shows_prompt_logprobs: bool = False
     tokens_as_ids: bool = False
     request_id: str = ""
     stream: bool = False
@@ -235,6 +237,7 @@ def parse_body(
         echo=given.get("echo", False) and not is_chat,
         has_output=given.get("max_tokens") != 0,
         return_token_ids=given.get("return_token_ids", False),
+        shows_prompt_logprobs="prompt_logprobs" in given,
         tokens_as_ids=given.get("return_tokens_as_token_ids", False),
         request_id=given.get("request_id", ""),
         stream=given.get("stream", False),

@@ -308,7 +308,7 @@ class Reply:
     def _prompt_logprobs(self, output: RequestOutput) -> Any:
         """Return vLLM's extension: by position, log probability, rank and text by token id; null at the first one."""
         tables, tokenizer = output.prompt_tables, self._tokenizer
-        if tables is None or self._request.echo:  # an echo has them among the others
+        if tables is None or not self._request.shows_prompt_logprobs:  # an echo has them among the others
             return None
 
         def described(token_id: int, entry: Logprob) -> Json:
