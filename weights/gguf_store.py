@@ -1,35 +1,21 @@
-"""GGUF files of llama.cpp: metadata in the form of a config.json, tensors by the names that Hugging Face has for them.
-
-The gguf package reads the container; it is imported only where there is such a file.
-"""
+"""GGUF files of llama.cpp: metadata in the form of a config.json, and tensors by Hugging Face's names."""
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from math import inf, prod
+from collections.abc import Callable
+from math import inf
 from pathlib import Path as FilePath
 from typing import Any
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
-from jaxserve.weights.errors import CheckpointError
-from jaxserve.weights.gguf_blocks import BLOCK_TYPES, BlockTensor, Bytes, Field, alternating
+from jaxserve.weights.gguf_blocks import BLOCK_TYPES, BlockTensor, Field, alternating
+from jaxserve.weights.gguf_file import AGAIN, FLOATS, GgufFile, GgufTensor, file_of, open_file
 from jaxserve.weights.quantized.config import GGUF_SCHEMES
 from jaxserve.weights.stored_tensor import HeldTensor, Part, Tensors
 
-SUFFIX = ".gguf"
-_MAX_ELEMENTS = 4096  # longest array of metadata that is read: some have an element per layer
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _ALTERNATING = ("llama",)  # architectures whose rows of queries and keys the converter has reordered
-_FLOATS = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
 _NEEDED = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -54,57 +40,9 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_AGAIN = "download or convert it again"
 _EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
 # Settings of all Llama 3 models; files have the factors that follow from them instead.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor of a file: its type, its shape and a view of its bytes."""
-
-    kind: str
-    shape: tuple[int, ...]
-    data: NDArray[Any]
-
-    def floats(self) -> NDArray[Any]:
-        """Return the view as floats, if it is of a type of floats."""
-        return self.data.view(_FLOATS[self.kind]).reshape(self.shape)
-
-
-@dataclass(frozen=True)
-class _File:
-    """A file, its metadata without the vocabulary, and its tensors by their names in it."""
-
-    path: FilePath
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, _Tensor]
-
-    @property
-    def architecture(self) -> str:
-        return str(self.metadata.get("general.architecture"))
-
-    def get(self, key: str) -> Any:
-        """Return the value of a key of the architecture, None if it is absent; that of all layers if it is a list."""
-        value = self.metadata.get(f"{self.architecture}.{key}")
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise self.fault(f"have one {self.architecture}.{key} for all layers", value)
-            return value[0]
-        return value
-
-    def fault(self, must: str, got: object, advice: str = "use a file of such a model") -> CheckpointError:
-        return CheckpointError(f"{self.path} must {must}, got {got}; {advice}")
-
-
-def file_of(path: str | os.PathLike[str]) -> FilePath | None:
-    """Return the file that a path stands for: itself, or the only one of a directory; None if there is none."""
-    path = FilePath(path)
-    if path.suffix == SUFFIX and path.is_file():
-        return path
-    found = list(path.glob(f"*{SUFFIX}")) if path.is_dir() else []
-    return found[0] if len(found) == 1 else None
 
 
 def has_weights(path: FilePath) -> bool:
@@ -118,13 +56,13 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is damaged, or the model is not supported.
     """
-    file = _open(path)
+    file = open_file(path)
     if file.architecture not in _ARCHITECTURES:
         raise file.fault(f"be of an architecture in {sorted(_ARCHITECTURES)}", file.architecture)
     if file.get("expert_count"):
         raise file.fault("be of a model without experts", f"{file.get('expert_count')} of them")
     if _EMBEDDING not in file.tensors:
-        raise file.fault(f"hold {_EMBEDDING}", f"{len(file.tensors)} other tensors", _AGAIN)
+        raise file.fault(f"hold {_EMBEDDING}", f"{len(file.tensors)} other tensors", AGAIN)
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[file.architecture]],
         "model_type": file.architecture,
@@ -135,7 +73,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon", float),
     }
     if config["num_hidden_layers"] > len(file.tensors):
-        raise file.fault(f"hold {config['num_hidden_layers']} layers", f"{len(file.tensors)} tensors", _AGAIN)
+        raise file.fault(f"hold {config['num_hidden_layers']} layers", f"{len(file.tensors)} tensors", AGAIN)
     config["num_key_value_heads"] = _number(file, "attention.head_count_kv", int, config["num_attention_heads"])
     config["head_dim"] = head_size = _head_size(file)
     config["rope_parameters"] = _rope(file, head_size)
@@ -144,8 +82,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         ids = [file.metadata.get(f"tokenizer.ggml.{token}_token_id") for token in tokens]
         known = list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
         config[field] = known[0] if len(known) == 1 else known or None
-    kinds = [t.kind for t in file.tensors.values() if len(t.shape) == 2 and t.kind in _FLOATS]
-    stored = [_FLOATS[kind].name for kind in _FLOATS if kind in kinds]
+    kinds = [t.kind for t in file.tensors.values() if len(t.shape) == 2 and t.kind in FLOATS]
+    stored = [FLOATS[kind].name for kind in FLOATS if kind in kinds]
     config["dtype"] = stored[0] if stored else "bfloat16"  # activations of models whose matrices are all quantised
     if modules := _quantised(file):
         config["quantization_config"] = {"quant_method": "gguf", "types": modules}
@@ -154,7 +92,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def open_tensors(path: FilePath) -> Tensors:
     """Return every tensor by name, still unread: those of a quantised matrix by the suffixes of its scheme."""
-    file = _open(path)
+    file = open_file(path)
     head_size = _head_size(file) if file.architecture in _ALTERNATING else None
     tensors: dict[str, Part] = {}
     for name, tensor in file.tensors.items():
@@ -162,14 +100,14 @@ def open_tensors(path: FilePath) -> Tensors:
             is_rotated = re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name)
             own = head_size if is_rotated else None
             if own is not None and tensor.shape[0] % own:
-                raise file.fault(f"have heads of {own} rows in {name}", f"{tensor.shape[0]} rows", _AGAIN)
+                raise file.fault(f"have heads of {own} rows in {name}", f"{tensor.shape[0]} rows", AGAIN)
             tensors |= _parts(_hf_name(name), tensor, own)
     return tensors
 
 
-def _parts(name: str, tensor: _Tensor, head_size: int | None) -> dict[str, Part]:
+def _parts(name: str, tensor: GgufTensor, head_size: int | None) -> dict[str, Part]:
     """Return a tensor by its names: itself, or what its blocks hold."""
-    if tensor.kind in _FLOATS:
+    if tensor.kind in FLOATS:
         floats = tensor.floats()
         if head_size is None:
             return {name: floats}
@@ -196,11 +134,11 @@ def _hf_name(name: str) -> str:
     return f"{layer}{_NAMES[match[2]]}.{match[3]}"
 
 
-def _quantised(file: _File) -> dict[str, list[str]]:
+def _quantised(file: GgufFile) -> dict[str, list[str]]:
     """Return the names of the modules of each quantised type."""
     modules: dict[str, list[str]] = {}
     for name, tensor in sorted(file.tensors.items()):
-        if tensor.kind not in _FLOATS:
+        if tensor.kind not in FLOATS:
             modules.setdefault(tensor.kind, []).append(_hf_name(name).removesuffix(".weight"))
     return modules
 
@@ -208,16 +146,16 @@ def _quantised(file: _File) -> dict[str, list[str]]:
 # Metadata
 
 
-def _number(file: _File, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
+def _number(file: GgufFile, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
     value = file.get(key)
     if value is None and default is not None:
         return default
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < inf:
-        raise file.fault(f"have a positive {file.architecture}.{key} in its metadata", value, _AGAIN)
+        raise file.fault(f"have a positive {file.architecture}.{key} in its metadata", value, AGAIN)
     return kind(value)
 
 
-def _head_size(file: _File) -> int:
+def _head_size(file: GgufFile) -> int:
     sizes = _number(file, "embedding_length", int), _number(file, "attention.head_count", int)
     size = int(_number(file, "attention.key_length", int, sizes[0] // sizes[1]))
     if (other := file.get("attention.value_length")) not in (None, size):
@@ -227,7 +165,7 @@ def _head_size(file: _File) -> int:
     return size
 
 
-def _rope(file: _File, head_size: int) -> dict[str, Any]:
+def _rope(file: GgufFile, head_size: int) -> dict[str, Any]:
     theta = _number(file, "rope.freq_base", float, 10000.0)
     kind = file.get("rope.scaling.type") or "none"
     factor = _number(file, "rope.scaling.factor", float, file.get("rope.scale_linear") or 1.0)
@@ -256,7 +194,7 @@ def _rope(file: _File, head_size: int) -> dict[str, Any]:
     return {"rope_type": "yarn", **rope}
 
 
-def _llama3_rope(file: _File, head_size: int, theta: float) -> dict[str, Any]:
+def _llama3_rope(file: GgufFile, head_size: int, theta: float) -> dict[str, Any]:
     """Return the scaling of Llama 3, of which a file holds the factor of each frequency."""
     tensor = file.tensors[_ROPE_FACTORS]
     if tensor.kind != "F32" or tensor.shape != (head_size // 2,):
@@ -276,109 +214,3 @@ def _llama3_rope(file: _File, head_size: int, theta: float) -> dict[str, Any]:
         **_LLAMA3,
         "original_max_position_embeddings": original,
     }
-
-
-# The container
-
-
-def _open(path: str | os.PathLike[str]) -> _File:
-    file = file_of(path)
-    if file is None:
-        raise CheckpointError(f"{path} must be a {SUFFIX} file, or a directory with one, got neither")
-    stat = file.stat()
-    return _parse(file, stat.st_mtime_ns, stat.st_size)
-
-
-@lru_cache(maxsize=4)  # config, weights and their check each want the parsed header
-def _parse(path: FilePath, mtime_ns: int, num_bytes: int) -> _File:
-    try:
-        with np.errstate(all="raise"):
-            reader = _header_reader(path)
-            metadata = {name: field.contents() for name, field in reader.fields.items() if field.types}
-            tensors = {
-                tensor.name: _Tensor(tensor.tensor_type.name, _shape(tensor), tensor.data) for tensor in reader.tensors
-            }
-    except ImportError as error:
-        raise CheckpointError(f"{path} needs the gguf package: pip install 'jaxserve[gguf]'") from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError) as error:
-        raise CheckpointError(
-            f"{path} must be a complete GGUF file, got {num_bytes} bytes with a fault: {type(error).__name__} {error}; "
-            f"download or write it again"
-        ) from error
-    file = _File(path, metadata, tensors)
-    _check(file)
-    return file
-
-
-def _header_reader(path: FilePath) -> Any:
-    """Return the package's reader of a file, whose metadata lacks the elements of arrays as long as a vocabulary.
-
-    Those take the package several objects each: seconds, and a gigabyte, for a common vocabulary.
-    """
-    from gguf import GGUFReader, GGUFValueType  # noqa: PLC0415 - optional, and needed for such files alone
-
-    class HeaderReader(GGUFReader):
-        def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
-            if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
-                raise ValueError(f"{count} values at byte {offset} are not in the file")
-            return super()._get(offset, dtype, count, override_order)
-
-        def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
-            if raw_type == GGUFValueType.ARRAY:
-                kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
-                if kind == GGUFValueType.ARRAY:
-                    raise ValueError("it has an array of arrays")
-                start = orig_offs + 12
-                item = self.gguf_scalar_to_np.get(kind)
-                if count > _MAX_ELEMENTS and (item is not None or kind == GGUFValueType.STRING):
-                    size = _strings_size(self.data, start, count) if item is None else count * np.dtype(item).itemsize
-                    if start + size > len(self.data):
-                        raise ValueError(f"an array of {count} elements is longer than the file")
-                    return 12 + size, [], [], [GGUFValueType.ARRAY]
-            return super()._get_field_parts(orig_offs, raw_type)
-
-    reader = HeaderReader(path)
-    if reader.byte_order != "I":
-        raise ValueError("its byte order is that of other machines")
-    return reader
-
-
-def _shape(tensor: Any) -> tuple[int, ...]:
-    """Return the shape of the package's tensor; ValueError if that is empty, or so large that its size overflows."""
-    from gguf import GGML_QUANT_SIZES  # noqa: PLC0415 - optional, and needed for such files alone
-
-    shape = tuple(map(int, reversed(tensor.shape)))
-    num_columns, num_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
-    if not shape or 0 in shape or prod(shape) * num_bytes != tensor.data.nbytes * num_columns:
-        raise ValueError(f"{tensor.name} of shape {list(shape)} has {tensor.data.nbytes} bytes")
-    return shape
-
-
-def _strings_size(data: Bytes, start: int, count: int) -> int:
-    """Return the bytes of consecutive strings, each behind its length; ValueError if they do not end in the file."""
-    view, offset = data.data, start
-    for _ in range(count):
-        if offset + 8 > len(view):
-            raise ValueError(f"an array of {count} strings is longer than the file")
-        offset += 8 + int.from_bytes(view[offset : offset + 8], "little")
-    return offset - start
-
-
-def _check(file: _File) -> None:
-    if (shards := file.metadata.get("split.count") or 1) != 1:
-        raise file.fault("be a model in one file", f"one of {shards}", "merge them with `llama-gguf-split --merge`")
-    allowed = [*_FLOATS, *BLOCK_TYPES]
-    if others := [f"{name} of {t.kind}" for name, t in file.tensors.items() if t.kind not in allowed]:
-        raise file.fault(
-            f"have tensors of the types {', '.join(allowed)}", _listed(others), "quantise the model to one of these"
-        )
-    if vectors := [f"{name} {t.kind} {list(t.shape)}" for name, t in file.tensors.items() if _is_wrong(name, t)]:
-        raise file.fault("have quantised types for matrices alone", _listed(vectors), "quantise the model again")
-
-
-def _is_wrong(name: str, tensor: _Tensor) -> bool:
-    return tensor.kind not in _FLOATS and (len(tensor.shape) != 2 or not name.endswith(".weight"))
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -8,6 +8,7 @@ post-processor defines the tokens around a prompt; transformers does the same fr
 """
 
 import json
+import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from jaxserve.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 LONG_TEXT_CHARS = 8192  # texts from this length on are tokenised without Python's global lock
 
 
@@ -188,11 +190,16 @@ def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
 
 
 def _gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that has the tokenizer: the path itself, or the only one of a directory without another."""
+    """Return the GGUF file that has the tokenizer: the path itself, or the only one of a directory without another.
+
+    Of a model in shards it is the first one.
+    """
     if path.suffix == ".gguf" and path.is_file():
-        return path
-    found = list(path.glob("*.gguf")) if path.is_dir() and not any(path.glob("tokenizer*")) else []
-    return found[0] if len(found) == 1 else None
+        found = [path]
+    else:
+        found = list(path.glob("*.gguf")) if path.is_dir() and not any(path.glob("tokenizer*")) else []
+    firsts = {file.with_name(_SHARD.sub(r"-00001-of-\1.gguf", file.name)) for file in found}
+    return next((first if first.is_file() else found[0] for first in firsts), None) if len(firsts) == 1 else None
 
 
 def _load_gguf(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any], list[int]]:

@@ -32,6 +32,7 @@ def write_gguf(
     *,
     metadata: Callable[[gguf.GGUFWriter], object] = lambda _: None,
     change: Callable[[dict[str, Any]], object] = lambda _: None,
+    shard_tensors: int = 0,
     **overrides: Any,
 ) -> transformers.PreTrainedModel:
     """Write a file, and return the model in float32 with the weights that it encodes.
@@ -43,12 +44,13 @@ def write_gguf(
         family: family of the model.
         metadata: function that writes further metadata.
         change: function that changes the tensors, data and type by name, before they are written.
+        shard_tensors: number of tensors of each of several files; 0 for one file.
         overrides: sizes.
     """
     sizes = KINDS[kind] if isinstance(kind, str) else SIZES
     model = build_model(family, seed, **{**sizes, **overrides})
     config, rng = model.config, np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, family, split_max_tensors=shard_tensors)
     _add_sizes(writer, config)
     metadata(writer)
     architecture = {arch: key for key, arch in gguf.MODEL_ARCH_NAMES.items()}[family]

@@ -31,7 +31,7 @@ from jaxserve.quant import weight_format
 from jaxserve.quant.packed import NativeMatrix
 from jaxserve.quant.stored import SchemeFormat, StoredMatrix
 from jaxserve.text.loading import load_hf_tokenizer, load_tokenizer
-from jaxserve.weights import gguf_store
+from jaxserve.weights import gguf_file
 from jaxserve.weights.gguf_blocks import BLOCK_TYPES
 from jaxserve.weights.quantized.config import GGUF_SCHEMES
 from jaxserve.weights.rows import leaf_at
@@ -284,7 +284,8 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "rope": ({"change": other_rope}, r"the factors of Llama 3's RoPE in rope_freqs\.weight"),
     "scaling": ({"metadata": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)}, "got 'longrope'"),
     "experts": ({"metadata": lambda w: w.add_expert_count(4)}, "without experts, got 4"),
-    "shards": ({"metadata": lambda w: w.add_uint16("split.count", 3)}, "one of 3; merge them"),
+    "shards": ({"metadata": lambda w: w.add_uint16("split.count", 3)}, "must be the first of a model's files"),
+    "number of shards": ({"metadata": lambda w: w.add_string("split.count", "3")}, "must be the first of a model's"),
     "partial": (
         {"metadata": lambda w: replace(w, "llama.rope.dimension_count", 20)},
         "partial_rotary_factor must be 1",
@@ -335,7 +336,7 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
         changed = bytearray(content)
         changed[rng.integers(header_len)] ^= int(rng.integers(1, 256))
         path.write_bytes(changed)
-        gguf_store._parse.cache_clear()
+        gguf_file.parse.cache_clear()
         try:
             arch = registry.from_hf_config(weights.read_config(path))
             weights.check(path, registry.param_specs(arch), arch.schemes)
@@ -401,6 +402,37 @@ def test_the_package_is_named_if_it_is_missing(tmp_path: Path, monkeypatch: pyte
         LLM(str(tmp_path / "model.gguf"), skip_tokenizer_init=True)
 
 
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    """Any file of a model stands for all, and so does their directory; the tokenizer is that of the first."""
+    _, tokens, merges = vocabulary()
+    sizes = {**ONE_LAYER, "vocab_size": len(tokens), "metadata": lambda w: add_vocabulary(w, tokens, merges)}
+    whole, directory = tmp_path / "whole.gguf", tmp_path / "shards"
+    directory.mkdir()
+    for path, count in ((whole, 0), (directory / "model.gguf", 5)):
+        write_gguf(path, "Q8_0", shard_tensors=count, **sizes)
+    first, second, third = sorted(directory.iterdir())
+    assert first.name == "model-00001-of-00003.gguf"
+    _, _, expected = loaded(whole)
+    for path in (first, second, directory):
+        assert weights.read_config(path) == weights.read_config(whole)
+        assert load_tokenizer(path).encode("a 東京 engine") == load_tokenizer(whole).encode("a 東京 engine")
+    jax.tree.map(np.testing.assert_array_equal, loaded(directory)[2], expected)
+    content = third.read_bytes()
+    third.unlink()
+    with pytest.raises(weights.CheckpointError, match=r"all 3 files .* got model-00003-of-00003\.gguf absent"):
+        weights.read_config(first)
+    third.write_bytes(content[:-64])
+    with pytest.raises(weights.CheckpointError, match=r"00003-of-00003\.gguf must be a complete GGUF file"):
+        weights.read_config(directory)
+    third.write_bytes(second.read_bytes())
+    with pytest.raises(weights.CheckpointError, match=r"00003-of-00003\.gguf must be number 2 of 3 files, got 1"):
+        weights.read_config(first)
+    third.write_bytes(content)
+    first.unlink()
+    with pytest.raises(weights.CheckpointError, match="must be the first of a model's files"):
+        weights.read_config(second)
+
+
 def test_a_replaced_file_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     for kind in ("F16", "Q8_0"):
@@ -423,6 +455,6 @@ def test_vocabularies_are_skipped(tmp_path: Path) -> None:
     write_gguf(tmp_path / "long.gguf", "Q8_0", metadata=metadata, **ONE_LAYER)
     write_gguf(tmp_path / "short.gguf", "Q8_0", rope_parameters=rope, **ONE_LAYER)
     assert weights.read_config(tmp_path / "long.gguf") == weights.read_config(tmp_path / "short.gguf")
-    assert gguf_store._open(tmp_path / "long.gguf").metadata["short"] == [3, 4]
+    assert gguf_file.open_file(tmp_path / "long.gguf").metadata["short"] == [3, 4]
     (_, _, long), (_, _, short) = (loaded(tmp_path / f"{name}.gguf") for name in ("long", "short"))
     jax.tree.map(np.testing.assert_array_equal, long, short)
