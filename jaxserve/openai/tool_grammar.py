@@ -29,7 +29,8 @@ def message_grammar(
 
     Args:
         chat_format: format of the message.
-        tools: the tools. Those that are forced, and those that are strict, are bound by their schemas.
+        tools: the tools. Those that are forced, and those that are strict, are bound by their schemas; if only some of
+            the given ones may be called, no others can be.
         form: form of the answer, in whose place calls may come, or must if they are forced; None if it is free.
         in_thought: True if the message begins within a thought.
         token_id: function that returns the id of a mark that is a token, and None for other texts.
@@ -38,6 +39,7 @@ def message_grammar(
         form = None
     elif form is None:
         is_bound = any(function.is_strict for function in tools.functions) or not tools.is_parallel
+        is_bound |= len(tools.functions) < len(tools.given)  # the model sees tools that it may not call
         if tools.choice == "none" or not is_bound:
             return None
     grammar = _Grammar(chat_format.marks, token_id)

@@ -129,6 +129,19 @@ def test_only_what_must_be_bound_is_bound() -> None:
     assert request_of("hermes", True, tools=loose, parallel_tool_calls=False).params.structured_outputs is not None
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_tools_that_are_not_allowed_cannot_be_called(name: str) -> None:
+    loose = [{"type": "function", "function": {"name": name}} for name in "fg"]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": loose[1:]}}
+    request = request_of(name, True, tools=loose, tool_choice=choice)
+    content = "" if name == "llama3_json" else "well"
+    for called, is_allowed in (("f", False), ("g", True)):
+        (text, *_) = messages_of(name, content, [Call(called, {"x": 1})])
+        assert ends(request, text, True) == is_allowed
+    (text, *_) = messages_of(name, "well", [])
+    assert ends(request, text, True)
+
+
 FORM = {"type": "object", "properties": {"x": {"enum": [1, "<b>"]}}, "required": ["x"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": FORM}}
 ANSWER = '{"x":1}'
