@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING
@@ -111,7 +112,7 @@ class MessageReply:
         self._end = {"stop_reason": "end_turn", "stop_sequence": None}
         if reason == "length":
             self._end["stop_reason"] = "max_tokens"
-        elif reason == "tool_calls" or (self._blocks.has_calls and reader.has_calls):  # the latter of a named function
+        elif self._blocks.has_calls and reader.has_calls:
             self._end["stop_reason"] = "tool_use"
         elif isinstance(stop, str):
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": stop}
@@ -142,11 +143,12 @@ class _Blocks:
         self.blocks: list[Json] = []
         self._kind = ""  # type of the open block, empty if there is none
         self._texts: list[str] = []  # parts of its text or its input
+        self._has_invalid_input = False
 
     @property
     def has_calls(self) -> bool:
-        """True if there are calls, complete or not."""
-        return any(block["type"] == "tool_use" for block in self.blocks)
+        """True if there are calls, and the arguments of all are objects in JSON: no others can be an input."""
+        return any(block["type"] == "tool_use" for block in self.blocks) and not self._has_invalid_input
 
     def add(self, delta: Delta) -> Iterator[Json]:
         """Yield the events of a delta."""
@@ -176,7 +178,8 @@ class _Blocks:
             return
         block, text = self.blocks[-1], "".join(self._texts)
         if self._kind == "tool_use":
-            block["input"] = _input(text)
+            block["input"], is_valid = _input(text)
+            self._has_invalid_input |= not is_valid
         else:
             block[self._kind] = text  # the field of a text or a thought is named like its type
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
@@ -195,12 +198,15 @@ class _Blocks:
         return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
 
-def _input(text: str) -> object:
-    """Return the input of a call, which may have been cut off."""
-    try:
-        return read_partial_json(text) if text else {}
-    except ValueError:  # nothing to call with
-        return {}
+def _input(text: str) -> tuple[Json, bool]:
+    """Return the input of a call, which may have been cut off, and whether it is all that the arguments say."""
+    with suppress(ValueError):
+        if isinstance(value := json.loads(text), dict):
+            return value, True
+    with suppress(ValueError):
+        if isinstance(value := read_partial_json(text), dict):
+            return value, False
+    return {}, False
 
 
 def _event(content: Json) -> bytes:

@@ -206,3 +206,11 @@ def test_a_named_function_ends_as_a_call_of_messages() -> None:
         completion = CompletionOutput(0, text, [5], finish_reason="stop")
         output = RequestOutput("0", None, [1], [completion])
         assert new_reply(MESSAGES, request, body).body([output])["stop_reason"] == reason
+
+
+@pytest.mark.parametrize("arguments", ['"text"', '["x"]', '{"a": }', '{"a" 1, "b": 2}', '"{\\"a\\": 1"', "5"])
+def test_arguments_that_are_no_object_are_no_input_to_run(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    whole, events = reply_to(MESSAGES, "hermes", in_pieces(text), "stop", None)
+    anthropic.types.Message.model_validate(whole)
+    assert whole["stop_reason"] == events[-2]["delta"]["stop_reason"] == "end_turn"
