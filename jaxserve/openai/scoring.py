@@ -51,6 +51,7 @@ def parse_scoring(
     pooler: Pooler,
     tokenizer: Tokenizer | None,
     max_model_len: int,
+    max_prompts: int,
     check_text: Callable[[str], None],
 ) -> ParsedRequest:
     """Check a request body and convert it to prompts: both texts of each pair, or the pairs where a head reads them.
@@ -63,6 +64,7 @@ def parse_scoring(
         pooler: pooling of the model.
         tokenizer: tokenizer of the model.
         max_model_len: the most tokens of a prompt.
+        max_prompts: the most pairs, which are counted before any is encoded.
         check_text: function that raises RequestError for a text that is too long to be encoded.
 
     Raises:
@@ -70,6 +72,11 @@ def parse_scoring(
     """
     given = check_fields(url, body, own_name, model_names, may_stream=True)
     texts = _read_texts(url, given)
+    if len(texts.second) > max_prompts:
+        message = (
+            f"{texts.names[1]} must be at most {max_prompts} texts, got {len(texts.second)}; send several requests"
+        )
+        raise BadRequestError(message, texts.names[1])
     if given.get("top_n", 0) < 0:
         raise BadRequestError(f"top_n must be at least 0, which is all, got {given['top_n']}", "top_n")
     limits = [_limit(given, name) for name in ("max_tokens_per_query", "max_tokens_per_doc")]

@@ -108,6 +108,7 @@ class Service:
                 pooler=scorer,
                 tokenizer=engine.tokenizer,
                 max_model_len=engine.schedule.max_model_len,
+                max_prompts=self.config.max_prompts,
                 check_text=engine.reader.check_text,
             )
         if url in TASKS:

@@ -12,7 +12,10 @@ import transformers
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.errors import RequestError
 from jaxserve.llm import LLM
+from jaxserve.openai.scoring import parse_scoring
+from jaxserve.pooling import Pooler
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.test_pooling import write_classifier
 from tests.server.conftest import Running, running
@@ -146,3 +149,10 @@ def test_errors_of_scores(embedder: Running, path: str, body: dict[str, Any], pa
 def test_a_model_that_generates_scores_nothing(server: Running) -> None:
     reply = server.client.post("/rerank", json={"query": "a", "documents": ["b"]})
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "model_does_not_pool")
+
+
+def test_pairs_are_counted_before_they_are_encoded() -> None:
+    body = {"query": "a", "documents": ["b"] * 3}
+    options: dict[str, Any] = {"pooler": Pooler(num_labels=1), "tokenizer": None, "max_model_len": 8}
+    with pytest.raises(RequestError, match="documents must be at most 2 texts, got 3"):
+        parse_scoring("/rerank", body, "m", (), **options, max_prompts=2, check_text=lambda text: None)
