@@ -19,6 +19,7 @@ import tokenizers
 
 from jaxserve.errors import RequestError
 from jaxserve.request import TokenIds
+from jaxserve.text.encoding import encode_freely
 
 _FIRST_STAND_IN, _LAST_STAND_IN = 0xF0000, 0xFFFFD  # a plane of private use
 _EDGE = "\U0010fffe"  # no character, in no tokenizer
@@ -98,7 +99,8 @@ class LiteralText:
             if name := self._names.get(match[0]):
                 pieces += [text[end : match.start()], name]
                 end = match.end()
-        ids = self._twin.encode("".join([*pieces, text[end:]]), add_special_tokens=add_special_tokens).ids
+        named = "".join([*pieces, text[end:]])
+        ids = encode_freely(self._twin, named, len(named), add_special_tokens=add_special_tokens)
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _may_have_special(self, value: Any) -> bool:

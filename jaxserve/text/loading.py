@@ -20,6 +20,7 @@ from jaxserve.chat_options import DEFAULT_CHAT_OPTIONS, ChatOptions
 from jaxserve.errors import ConfigError
 from jaxserve.request import TokenIds
 from jaxserve.text import gguf_tokenizer
+from jaxserve.text.encoding import LONG_TEXT_CHARS, encode_freely
 from jaxserve.text.literal_text import LiteralText
 from jaxserve.text.token_bound import TokenBound
 from jaxserve.text.token_stream import ByteTable
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
-LONG_TEXT_CHARS = 8192  # texts from this length on are tokenised without Python's global lock
 
 
 def load_tokenizer(path: str | Path, chat_options: ChatOptions = DEFAULT_CHAT_OPTIONS) -> Tokenizer:
@@ -104,7 +104,7 @@ def _from_backend(
         vocabulary=backend.get_vocab,
         json_text=backend.to_str,
         new_bound=partial(TokenBound.from_backend, backend),
-        encode_pair=lambda a, b: backend.encode(a, b).ids,
+        encode_pair=partial(_encode_pair, backend),
         spans=partial(_spans, backend),
     )
 
@@ -115,11 +115,11 @@ def _spans(backend: tokenizers.Tokenizer, text: str) -> tuple[TokenIds, list[tup
 
 
 def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> TokenIds:
-    """Return the token ids of a text. Those of a long one are found while other threads run Python."""
-    if len(text) < LONG_TEXT_CHARS:
-        return backend.encode(text, add_special_tokens=add_special_tokens).ids
-    # Without offsets, whose memory would take tens of milliseconds to free, in which no other thread runs.
-    return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    return encode_freely(backend, text, len(text), add_special_tokens=add_special_tokens)
+
+
+def _encode_pair(backend: tokenizers.Tokenizer, first: str, second: str) -> TokenIds:
+    return encode_freely(backend, (first, second), len(first) + len(second), add_special_tokens=True)
 
 
 def _decode(backend: tokenizers.Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -230,6 +230,14 @@ def test_invalid_unicode_is_refused(family: Tokenizer) -> None:
 # Truncation
 
 
+def test_long_texts_and_pairs_are_encoded_like_short_ones(tmp_path: Path) -> None:
+    backend = tiny_tokenizers.byte_fallback()
+    tokenizer = load_tokenizer(tiny_tokenizers.write(tmp_path, backend))
+    for first, second in (("a b", "c"), ("a b" * 4096, "c" * 5000)):
+        assert tokenizer.encode(first) == backend.encode(first).ids
+        assert tokenizer.encode_pair(first, second) == backend.encode(first, second).ids
+
+
 @pytest.mark.parametrize("with_special", [True, False])
 def test_truncation_is_that_of_transformers(tmp_path: Path, with_special: bool) -> None:
     tokenizer = tiny_tokenizers.byte_fallback()

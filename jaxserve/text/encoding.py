@@ -1,0 +1,20 @@
+"""Encoding of texts of any length while other threads run Python."""
+
+from __future__ import annotations
+
+import tokenizers
+
+from jaxserve.request import TokenIds
+
+LONG_TEXT_CHARS = 8192  # texts from this length on are tokenised without Python's global lock
+
+
+def encode_freely(
+    backend: tokenizers.Tokenizer, text: str | tuple[str, str], num_chars: int, *, add_special_tokens: bool
+) -> TokenIds:
+    """Return the token ids of a text or of a pair of texts with `num_chars` characters."""
+    if num_chars >= LONG_TEXT_CHARS:
+        # Without offsets, whose memory would take tens of milliseconds to free, in which no other thread runs.
+        return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    first, second = (text, None) if isinstance(text, str) else text
+    return backend.encode(first, second, add_special_tokens=add_special_tokens).ids
