@@ -146,6 +146,7 @@ class Programs:
             self._compile_error = error
         finally:
             atexit.unregister(self._stop)
+            self._is_long.set()  # steps need not look for missing programs any more
             self._compiled.set()
             ready.set()
 
