@@ -215,7 +215,8 @@ def _check(file: GgufFile) -> None:
 
 
 def _is_wrong(name: str, tensor: GgufTensor) -> bool:
-    return tensor.kind not in FLOATS and (len(tensor.shape) != 2 or not name.endswith(".weight"))
+    num_dims = 3 if name.endswith("_exps.weight") else 2
+    return tensor.kind not in FLOATS and (len(tensor.shape) != num_dims or not name.endswith(".weight"))
 
 
 def _listed(names: Sequence[str]) -> str:

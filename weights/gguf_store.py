@@ -1,8 +1,9 @@
 """GGUF files of llama.cpp: metadata in the form of a config.json, and tensors by Hugging Face's names."""
 
+import dataclasses
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from pathlib import Path as FilePath
 from typing import Any
@@ -11,11 +12,10 @@ import numpy as np
 
 from jaxserve.weights.gguf_blocks import BLOCK_TYPES, BlockTensor, Field, alternating
 from jaxserve.weights.gguf_file import AGAIN, FLOATS, GgufFile, GgufTensor, file_of, open_file
+from jaxserve.weights.gguf_models import GgufModel, model_of
 from jaxserve.weights.quantized.config import GGUF_SCHEMES
 from jaxserve.weights.stored_tensor import HeldTensor, Part, Tensors
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_ALTERNATING = ("llama",)  # architectures whose rows of queries and keys the converter has reordered
 _NEEDED = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -24,23 +24,20 @@ _NEEDED = {
     "attention.head_count": "num_attention_heads",
 }
 _TOKENS = {"bos_token_id": ("bos",), "eos_token_id": ("eos", "eot")}  # field -> tokens of the metadata
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_ROPE_TENSORS = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
+_DEEP_GEMMAS = {"gemma2": 46, "gemma3": 62}  # layers of the models whose queries are scaled otherwise, as by llama.cpp
+_EXPERT_SIZES = {
+    "moe_intermediate_size": "blk.0.ffn_gate_exps.weight",
+    "shared_expert_intermediate_size": "blk.0.ffn_gate_shexp.weight",
+}
+_EXPERT_DEFAULTS = {  # values of keys that change results, as they are where a file lacks them
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "attention.clamp_kqv": (0.0,),
+}
 # Settings of all Llama 3 models; files have the factors that follow from them instead.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -57,15 +54,13 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: the file is damaged, or the model is not supported.
     """
     file = open_file(path)
-    if file.architecture not in _ARCHITECTURES:
-        raise file.fault(f"be of an architecture in {sorted(_ARCHITECTURES)}", file.architecture)
-    if file.get("expert_count"):
-        raise file.fault("be of a model without experts", f"{file.get('expert_count')} of them")
+    model = model_of(file)
     if _EMBEDDING not in file.tensors:
         raise file.fault(f"hold {_EMBEDDING}", f"{len(file.tensors)} other tensors", AGAIN)
     config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[file.architecture]],
-        "model_type": file.architecture,
+        "architectures": [model.architecture],
+        "model_type": model.model_type,
+        **model.facts,
         "vocab_size": file.tensors[_EMBEDDING].shape[0],
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
@@ -77,15 +72,19 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     config["num_key_value_heads"] = _number(file, "attention.head_count_kv", int, config["num_attention_heads"])
     config["head_dim"] = head_size = _head_size(file)
     config["rope_parameters"] = _rope(file, head_size)
+    config |= _gemma(file, config) if model.norm_offset else {}
+    config |= _phi(file, config) if model.model_type == "phi3" else {}
+    config |= _experts(file) if file.get("expert_count") else {}
     config["partial_rotary_factor"] = _number(file, "rope.dimension_count", int, head_size) / head_size
     for field, tokens in _TOKENS.items():
         ids = [file.metadata.get(f"tokenizer.ggml.{token}_token_id") for token in tokens]
         known = list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
         config[field] = known[0] if len(known) == 1 else known or None
-    kinds = [t.kind for t in file.tensors.values() if len(t.shape) == 2 and t.kind in FLOATS]
+    matrices = [tensor for name, tensor in file.tensors.items() if len(tensor.shape) > 1 and "ffn_gate_inp" not in name]
+    kinds = [tensor.kind for tensor in matrices]
     stored = [FLOATS[kind].name for kind in FLOATS if kind in kinds]
     config["dtype"] = stored[0] if stored else "bfloat16"  # activations of models whose matrices are all quantised
-    if modules := _quantised(file):
+    if modules := _quantised(file, model):
         config["quantization_config"] = {"quant_method": "gguf", "types": modules}
     return config
 
@@ -93,16 +92,32 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 def open_tensors(path: FilePath) -> Tensors:
     """Return every tensor by name, still unread: those of a quantised matrix by the suffixes of its scheme."""
     file = open_file(path)
-    head_size = _head_size(file) if file.architecture in _ALTERNATING else None
+    model = model_of(file)
+    head_size = _head_size(file) if model.is_alternating else None
     tensors: dict[str, Part] = {}
     for name, tensor in file.tensors.items():
-        if name != _ROPE_FACTORS:
+        if name not in _ROPE_TENSORS:
             is_rotated = re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name)
             own = head_size if is_rotated else None
             if own is not None and tensor.shape[0] % own:
                 raise file.fault(f"have heads of {own} rows in {name}", f"{tensor.shape[0]} rows", AGAIN)
-            tensors |= _parts(_hf_name(name), tensor, own)
+            for hf_name, each in _each_matrix(model.hf_name(name), tensor):
+                tensors |= _parts(hf_name, each, own)
+            if model.norm_offset and name.endswith("norm.weight") and tensor.kind in FLOATS:
+                tensors[model.hf_name(name)] = HeldTensor(tensor.floats().astype(np.float32) - model.norm_offset)
     return tensors
+
+
+def _each_matrix(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+    """Yield a tensor, or each of the matrices that one of experts has; the gate of shared experts as a matrix."""
+    if "*" in name and len(tensor.shape) == 3:
+        for expert in range(tensor.shape[0]):
+            matrix = dataclasses.replace(tensor, shape=tensor.shape[1:], data=tensor.data[expert])
+            yield name.replace("*", str(expert)), matrix
+    elif name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
+        yield name, dataclasses.replace(tensor, shape=(1, *tensor.shape))
+    else:
+        yield name, tensor
 
 
 def _parts(name: str, tensor: GgufTensor, head_size: int | None) -> dict[str, Part]:
@@ -125,21 +140,12 @@ def _parts(name: str, tensor: GgufTensor, head_size: int | None) -> dict[str, Pa
     }
 
 
-def _hf_name(name: str) -> str:
-    """Return the name of a tensor in Hugging Face's models; the same if it has none."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _NAMES:
-        return name
-    layer = "" if match[1] is None else f"model.layers.{match[1]}."
-    return f"{layer}{_NAMES[match[2]]}.{match[3]}"
-
-
-def _quantised(file: GgufFile) -> dict[str, list[str]]:
+def _quantised(file: GgufFile, model: GgufModel) -> dict[str, list[str]]:
     """Return the names of the modules of each quantised type."""
     modules: dict[str, list[str]] = {}
     for name, tensor in sorted(file.tensors.items()):
         if tensor.kind not in FLOATS:
-            modules.setdefault(tensor.kind, []).append(_hf_name(name).removesuffix(".weight"))
+            modules.setdefault(tensor.kind, []).append(model.hf_name(name).removesuffix(".weight"))
     return modules
 
 
@@ -163,6 +169,62 @@ def _head_size(file: GgufFile) -> int:
     if size <= 0 or size % 2:
         raise file.fault("have heads of an even size", size)
     return size
+
+
+def _gemma(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of Gemma 2 and 3, of which files leave out those that follow from the sizes."""
+    own, theta = file.architecture, _number(file, "rope.freq_base_swa", float, 10000.0)
+    is_deep = config["num_hidden_layers"] == _DEEP_GEMMAS[own]
+    scalar = config["hidden_size"] // config["num_attention_heads"] if is_deep else config["head_dim"]
+    fields: dict[str, Any] = {"query_pre_attn_scalar": scalar}
+    if own == "gemma2":
+        fields["attn_logit_softcapping"] = _number(file, "attn_logit_softcapping", float, 50.0)
+        fields["final_logit_softcapping"] = _number(file, "final_logit_softcapping", float, 30.0)
+    else:
+        local = {"rope_type": "default", "rope_theta": theta}
+        fields["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+        if file.get("final_logit_softcapping"):
+            fields["final_logit_softcapping"] = _number(file, "final_logit_softcapping", float)
+    fields["sliding_window"] = _number(file, "attention.sliding_window", int, 4096)
+    pattern = file.metadata.get(f"{own}.attention.sliding_window_pattern")
+    if isinstance(pattern, list):  # of each layer, whether it has a window
+        fields["layer_types"] = ["sliding_attention" if each else "full_attention" for each in pattern]
+    elif pattern is not None:
+        fields["sliding_window_pattern"] = _number(file, "attention.sliding_window_pattern", int)
+    return fields
+
+
+def _phi(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window of Phi-3, and its LongRoPE, of which a file holds the factors as tensors."""
+    window = file.get("attention.sliding_window") or None
+    original = _number(file, "rope.scaling.original_context_length", int, config["max_position_embeddings"])
+    fields: dict[str, Any] = {"sliding_window": window, "original_max_position_embeddings": original}
+    if _LONG_FACTORS in file.tensors or _SHORT_FACTORS in file.tensors:
+        rope = {"rope_type": "longrope", "rope_theta": config["rope_parameters"]["rope_theta"]}
+        for field, name in (("long_factor", _LONG_FACTORS), ("short_factor", _SHORT_FACTORS)):
+            tensor = file.tensors.get(name)
+            if tensor is None or tensor.kind != "F32" or len(tensor.shape) != 1:
+                raise file.fault(f"have a vector of float32 in {name}", tensor and f"{tensor.kind} {tensor.shape}")
+            rope[field] = tensor.floats().tolist()
+        if file.get("rope.scaling.attn_factor") is not None:
+            rope["attention_factor"] = _number(file, "rope.scaling.attn_factor", float)
+        fields["rope_parameters"] = {**rope, "original_max_position_embeddings": original}
+    return fields
+
+
+def _experts(file: GgufFile) -> dict[str, Any]:
+    """Return the fields of models with experts, whose sizes are those of the tensors: early files have no others."""
+    for key, allowed in _EXPERT_DEFAULTS.items():
+        if (value := file.get(key)) not in (None, *allowed):
+            raise file.fault(f"have {file.architecture}.{key} {' or '.join(map(str, allowed))}, or none", value)
+    fields = {
+        "num_experts": _number(file, "expert_count", int),
+        "num_experts_per_tok": _number(file, "expert_used_count", int),
+    }
+    for field, name in _EXPERT_SIZES.items():
+        if (tensor := file.tensors.get(name)) is not None and len(tensor.shape) > 1:
+            fields[field] = tensor.shape[-2]
+    return fields
 
 
 def _rope(file: GgufFile, head_size: int) -> dict[str, Any]:

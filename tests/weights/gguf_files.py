@@ -21,6 +21,8 @@ KINDS = {"F32": SIZES, "F16": SIZES, "BF16": SIZES, "Q8_0": SIZES, "Q4_0": SIZES
 KINDS |= {"Q4_1": SIZES, "Q5_1": SIZES, "Q5_K": WIDE, "Q6_K": WIDE, "Q2_K": WIDE, "Q3_K": WIDE}
 K_BYTES = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes of a block
 
+NAMES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}  # names of architectures, where others
+PERMUTED = ("llama", "mixtral")
 Choice = Callable[[str], str]  # function of the name of a matrix that returns its type
 
 
@@ -50,25 +52,37 @@ def write_gguf(
     sizes = KINDS[kind] if isinstance(kind, str) else SIZES
     model = build_model(family, seed, **{**sizes, **overrides})
     config, rng = model.config, np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, family, split_max_tensors=shard_tensors)
+    writer = gguf.GGUFWriter(path, NAMES.get(family, family), split_max_tensors=shard_tensors)
     _add_sizes(writer, config)
+    ADDED.get(family, lambda *_: None)(writer, config)
     metadata(writer)
-    architecture = {arch: key for key, arch in gguf.MODEL_ARCH_NAMES.items()}[family]
+    architecture = {arch: key for key, arch in gguf.MODEL_ARCH_NAMES.items()}[NAMES.get(family, family)]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     tensors: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
+        if "experts." in name and "shared" not in name:
+            tensors |= _experts(name, parameter, kind, rng)
+            continue
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None
         w = parameter.detach().numpy()
         kept = kind if isinstance(kind, str) else kind(name)
-        data, values = encode(w, kept if w.ndim > 1 else "F32", rng)
+        kept = "F32" if w.ndim == 1 or name.endswith(("mlp.gate.weight", "shared_expert_gate.weight")) else kept
+        data, values = encode(w, kept, rng)
         parameter.data = torch.tensor(values)
+        if name.endswith("shared_expert_gate.weight"):
+            data = data[0]
+        if family.startswith("gemma") and name.endswith("norm.weight"):
+            data = data + np.float32(1)
         for part, num_heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            data = permuted(data, num_heads) if part in name and family == "llama" else data
-        tensors[own] = data, Type[kept if w.ndim > 1 else "F32"]
+            data = permuted(data, num_heads) if part in name and family in PERMUTED else data
+        tensors[own] = data, Type[kept]
     rope = config.rope_parameters
-    if rope["rope_type"] == "llama3":
+    if rope.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = llama3_factors(rope, config.head_dim), Type.F32
+    if rope.get("rope_type") == "longrope":
+        for which in ("long", "short"):
+            tensors[f"rope_factors_{which}.weight"] = np.array(rope[f"{which}_factor"], np.float32), Type.F32
     change(tensors)
     for name, (data, data_kind) in tensors.items():
         writer.add_tensor(name, data, raw_dtype=data_kind)
@@ -89,17 +103,61 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1)))
+    if config.model_type != "phi3":
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
     writer.add_eos_token_id(config.eos_token_id)
     rope = config.rope_parameters
+    if "full_attention" in rope:
+        rope = rope["full_attention"]
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _add_gemma(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+
+
+def _add_phi(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_sliding_window(config.sliding_window or 0)
+    writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+
+
+def _add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if size := getattr(config, "moe_intermediate_size", None):
+        writer.add_expert_feed_forward_length(size)
+    if size := getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(size)
+
+
+ADDED: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
+    **dict.fromkeys(("gemma2", "gemma3"), _add_gemma),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), _add_experts),
+    "phi3": _add_phi,
+}
+
+
+def _experts(name: str, parameter: Any, kind: str | Choice, rng: np.random.Generator) -> dict[str, Any]:
+    """Return the tensors of all experts' gate and up, or down, projections, and set what they stand for."""
+    kept = kind if isinstance(kind, str) else kind(name)
+    matrices = parameter.detach().numpy()
+    parts = np.split(matrices, 2, axis=1) if name.endswith("gate_up_proj") else [matrices]
+    encoded = [encode(np.ascontiguousarray(part), kept, rng) for part in parts]
+    parameter.data = torch.tensor(np.concatenate([values for _, values in encoded], axis=1))
+    names, layer = ("gate", "up") if len(parts) == 2 else ("down",), name.split(".")[2]
+    return {
+        f"blk.{layer}.ffn_{own}_exps.weight": (data, Type[kept]) for own, (data, _) in zip(names, encoded, strict=True)
+    }
 
 
 def encode(w: np.ndarray, kind: str, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -101,6 +101,15 @@ def test_native_kernels_multiply_what_is_stored(tmp_path: Path, kind: str) -> No
         np.testing.assert_allclose(multiply(x, matrix, context), wanted, rtol=1e-5, atol=2e-5)
 
 
+GEMMA = {"query_pre_attn_scalar": 40, "tie_word_embeddings": True, "num_hidden_layers": 7, "layer_types": None}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+BY_DEFAULT = ("Q8_0", "Q4_K", "Q5_K", "qwen2", "llama3", "mixed", "gemma2", "gemma3 linear", "phi3 longrope")
+BY_DEFAULT += ("mixtral", "qwen2_moe", "qwen3_moe")
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+EXPERTS = {"moe_intermediate_size": 96, "decoder_sparse_step": 1, "mlp_only_layers": []}
 CASES: dict[str, dict[str, Any]] = {
     **{kind: {"kind": kind} for kind in KINDS},
     "tied": {"kind": "Q8_0", "tie_word_embeddings": True},
@@ -110,12 +119,22 @@ CASES: dict[str, dict[str, Any]] = {
     "linear": {"kind": "Q4_0", "rope_parameters": ROPES["linear"]},
     "yarn": {"kind": "Q4_0", "rope_parameters": ROPES["yarn"]},
     "llama3": {"kind": "Q4_0", "rope_parameters": {**ROPES["llama3"], "original_max_position_embeddings": 8192}},
+    "gemma2": {"kind": "Q4_0", "family": "gemma2", **GEMMA},
+    "gemma3": {"kind": "Q8_0", "family": "gemma3", **GEMMA},
+    "gemma3 linear": {"kind": "F16", "family": "gemma3", **GEMMA, "rope_parameters": GEMMA_ROPE},
+    "phi3": {"kind": "Q4_0", "family": "phi3", "sliding_window": None, "rope_parameters": PLAIN_ROPE},
+    "phi3 window": {"kind": "F16", "family": "phi3", "rope_parameters": PLAIN_ROPE},
+    "phi3 longrope": {"kind": "F16", "family": "phi3", "sliding_window": None, "num_hidden_layers": 1},
+    "mixtral": {"kind": "Q4_0", "family": "mixtral", "sliding_window": None, "head_dim": 40},
+    "qwen2_moe": {"kind": "Q8_0", "family": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {"kind": "Q4_0", "family": "qwen3_moe", **EXPERTS, "norm_topk_prob": True},
+    "olmoe": {"kind": "F16", "family": "olmoe", "norm_topk_prob": False},
     # As llama.cpp mixes types: of a product of several matrices, the value is of another one.
     "mixed": {"kind": lambda name: "Q5_0" if "v_proj" in name else "F16" if "lm_head" in name else "Q4_0"},
 }
 
 
-@pytest.mark.parametrize("name", some_by_default(list(CASES), "Q8_0", "Q4_K", "Q5_K", "qwen2", "llama3", "mixed"))
+@pytest.mark.parametrize("name", some_by_default(list(CASES), *BY_DEFAULT))
 def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     """Logits are those of the model that was written; transformers reads the same from the file."""
     case = CASES[name]
@@ -129,9 +148,22 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
         np.testing.assert_array_equal(reference_logits(again, ids), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+CONVERTED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"use_sliding_window": False},
+    "qwen3": {"use_sliding_window": False},
+    **dict.fromkeys(("gemma2", "gemma3"), GEMMA),
+    "phi3": {"sliding_window": 9, "rope_parameters": PLAIN_ROPE},
+    "mixtral": {"sliding_window": None},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": True},
+    "olmoe": {"norm_topk_prob": False},
+}
+
+
+@pytest.mark.parametrize("family", CONVERTED)
 def test_config_is_the_one_that_was_converted(tmp_path: Path, family: str) -> None:
-    model = write_gguf(tmp_path / "model.gguf", "F16", family=family, use_sliding_window=False)
+    model = write_gguf(tmp_path / "model.gguf", "F16", family=family, **CONVERTED[family])
     model.save_pretrained(tmp_path / "hf")
     converted, original = (
         registry.from_hf_config(weights.read_config(path)) for path in (tmp_path / "model.gguf", tmp_path / "hf")
@@ -139,6 +171,38 @@ def test_config_is_the_one_that_was_converted(tmp_path: Path, family: str) -> No
     fields = {"dtype": original.dtype, "norm_eps": original.norm_eps, "windows": original.windows}
     assert converted.__class__(**{**vars(converted), **fields}) == original
     assert converted.norm_eps == pytest.approx(original.norm_eps)
+
+
+def test_early_files_have_a_tensor_for_each_expert(tmp_path: Path) -> None:
+    def split(tensors: dict[str, Any]) -> None:
+        for name in [name for name in tensors if "_exps" in name]:
+            data, kind = tensors.pop(name)
+            for expert, matrix in enumerate(data):
+                tensors[name.replace("_exps", f".{expert}")] = matrix, kind
+
+    sizes = {**ONE_LAYER, "family": "mixtral", "sliding_window": None, "head_dim": 40}
+    write_gguf(tmp_path / "new.gguf", "Q4_0", **sizes)
+    write_gguf(tmp_path / "early.gguf", "Q4_0", change=split, **sizes)
+    (one, _, new), (other, _, early) = (loaded(tmp_path / f"{name}.gguf") for name in ("new", "early"))
+    assert {**vars(one), "schemes": None} == {**vars(other), "schemes": None}  # rules name each expert
+    jax.tree.map(np.testing.assert_array_equal, new, early)
+
+
+def test_fields_of_gemma(tmp_path: Path) -> None:
+    """Files leave out the factor of queries, which the largest models have otherwise, and may list local layers."""
+
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("gemma3.rope.freq_base_swa", 5e3)
+        writer.add_array("gemma3.attention.sliding_window_pattern", [True, False])
+
+    sizes = {**GEMMA, "num_hidden_layers": 2, "hidden_size": 96, "intermediate_size": 32}
+    write_gguf(tmp_path / "local.gguf", "F16", family="gemma3", metadata=metadata, **sizes)
+    config = weights.read_config(tmp_path / "local.gguf")
+    assert config["layer_types"] == ["sliding_attention", "full_attention"]
+    assert config["rope_parameters"]["sliding_attention"] == {"rope_type": "default", "rope_theta": 5e3}
+    assert config["query_pre_attn_scalar"] == 40
+    write_gguf(tmp_path / "deep.gguf", "F16", family="gemma2", **{**sizes, "num_hidden_layers": 46})
+    assert weights.read_config(tmp_path / "deep.gguf")["query_pre_attn_scalar"] == 96 // 4
 
 
 @pytest.mark.parametrize(("name", "wanted"), [("attn_factor", 0.5 * (0.1 * np.log(4) + 1)), ("yarn_attn_factor", 0.5)])
@@ -283,7 +347,11 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "rope": ({"change": other_rope}, r"the factors of Llama 3's RoPE in rope_freqs\.weight"),
     "scaling": ({"metadata": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)}, "got 'longrope'"),
-    "experts": ({"metadata": lambda w: w.add_expert_count(4)}, "without experts, got 4"),
+    "experts": ({"family": "qwen2", "metadata": lambda w: w.add_expert_count(4)}, "as qwen2 is, got 4"),
+    "experts' weights": (
+        {"family": "mixtral", "head_dim": 40, "metadata": lambda w: w.add_expert_weights_scale(2.5)},
+        r"have llama\.expert_weights_scale 0\.0 or 1\.0, or none, got 2\.5",
+    ),
     "shards": ({"metadata": lambda w: w.add_uint16("split.count", 3)}, "must be the first of a model's files"),
     "number of shards": ({"metadata": lambda w: w.add_string("split.count", "3")}, "must be the first of a model's"),
     "partial": (
@@ -301,7 +369,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "text": ({"metadata": lambda w: replace(w, "llama.block_count", "two")}, r"llama\.block_count .* got two"),
     "count": ({"metadata": lambda w: replace(w, "llama.block_count", 2**31)}, "must hold 2147483648 layers"),
-    "model": ({"metadata": lambda w: replace(w, "general.architecture", "mamba")}, r"'qwen3'\], got mamba"),
+    "model": ({"metadata": lambda w: replace(w, "general.architecture", "mamba")}, r"'qwen3moe'\], got mamba"),
 }
 
 

@@ -263,7 +263,8 @@ def _gguf(config: Mapping[str, Any]) -> Schemes:
     for kind, names in config["types"].items():
         if kind not in GGUF_SCHEMES:
             raise CheckpointError(f"the types of GGUF must be of {', '.join(GGUF_SCHEMES)}, got {kind!r}")
-        rules.append(Rule(f"(?:{'|'.join(map(re.escape, names))})$", GGUF_SCHEMES[kind]))
+        patterns = (re.escape(name).replace(r"\*", r"\d+") for name in names)  # * is the number of an expert
+        rules.append(Rule(f"(?:{'|'.join(patterns)})$", GGUF_SCHEMES[kind]))
     return Schemes("gguf", tuple(rules))
 
 
