@@ -112,7 +112,7 @@ class MessageReply:
         self._end = {"stop_reason": "end_turn", "stop_sequence": None}
         if reason == "length":
             self._end["stop_reason"] = "max_tokens"
-        elif self._blocks.has_calls and reader.has_calls:
+        elif self._blocks.has_calls and (reason == "tool_calls" or reader.has_calls):  # the latter of a named function
             self._end["stop_reason"] = "tool_use"
         elif isinstance(stop, str):
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": stop}
