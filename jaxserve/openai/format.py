@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -22,6 +22,7 @@ from jaxserve.openai.tools import MessageForm
 from jaxserve.pooling import PoolingParams
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured_output.params import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -120,6 +121,7 @@ _PROMPT_FIELDS = {
     **dict.fromkeys((*SCORE_PATHS, *RERANK_PATHS), "documents"),
 }  # field of the prompt; "input" elsewhere
 _IGNORED = _LABELS.keys() | _PREFERENCES.keys() | {"store", "service_tier"}
+_FORM_WORDS = frozenset(each.name for each in fields(StructuredOutputsParams))
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}  # the last has no effect
 _SUCCESSORS = {  # names here of fields of earlier or other interfaces
     "functions": "tools",
@@ -222,11 +224,14 @@ def parse_body(
     """
     given = check_fields(url, body, own_name, model_names, may_stream=may_stream)
     is_chat = url == CHAT
-    with naming_fields(url):
+    with naming_fields(url, _form_field(given)):
         params = _chat_params(given, defaults) if is_chat else _completion_params(given, defaults)
         read = partial(read_chat, response_role=response_role, takes_templates=takes_templates)
         chat = read(given, tokenizer, chat_format, params, check_prompt=check_prompt) if is_chat else None
     options = _stream_options(given, may_stream=may_stream)
+    if given.get("stream") and given.get("prompt_logprobs"):
+        message = "prompt_logprobs must be left out, or 0, with stream: true, as only whole replies have them, got "
+        raise BadRequestError(f"{message}{given['prompt_logprobs']}", "prompt_logprobs", "unsupported_value")
     return ParsedRequest(
         url,
         given["model"],
@@ -237,7 +242,7 @@ def parse_body(
         echo=given.get("echo", False) and not is_chat,
         has_output=given.get("max_tokens") != 0,
         return_token_ids=given.get("return_token_ids", False),
-        shows_prompt_logprobs="prompt_logprobs" in given,
+        shows_prompt_logprobs="prompt_logprobs" in given or (is_chat and given.get("echo", False)),
         tokens_as_ids=given.get("return_tokens_as_token_ids", False),
         request_id=given.get("request_id", ""),
         stream=given.get("stream", False),
@@ -287,8 +292,8 @@ def prompt_field(url: str) -> str:
 
 
 @contextlib.contextmanager
-def naming_fields(url: str) -> Iterator[None]:
-    """Add the field to errors of values: the first that the message names."""
+def naming_fields(url: str, form_field: str | None = None) -> Iterator[None]:
+    """Add the field to errors of values: the first that the message names, or `form_field` to those of forms."""
     try:
         yield
     except BadRequestError:
@@ -300,7 +305,10 @@ def naming_fields(url: str) -> Iterator[None]:
             known.param = own
             raise known from error
         words = [own if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
-        raise BadRequestError(str(error), next((word for word in words if word in _FIELDS[url]), None)) from error
+        named = next((word for word in words if word in _FIELDS[url]), None)
+        if named is None and any(word in _FORM_WORDS for word in words):
+            named = form_field
+        raise BadRequestError(str(error), named) from error
 
 
 def _form_field(given: Json) -> str:

@@ -62,6 +62,38 @@ def test_log_probabilities_of_a_chats_prompt_are_at_the_top(server: Running) -> 
     assert all(str(token_id) in table for token_id, table in zip(ids[1:], tables[1:], strict=True))
 
 
+def test_an_echoed_chat_has_log_probabilities_of_its_prompt(server: Running) -> None:
+    chat = post(server, "/v1/chat/completions", messages=USER, max_tokens=1, echo=True, return_token_ids=True)
+    assert len(chat["prompt_logprobs"]) == len(chat["prompt_token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ("/v1/chat/completions", {"messages": USER, "prompt_logprobs": -1, "stream": True}, "prompt_logprobs"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"json": False}}, "structured_outputs"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"choice": []}}, "structured_outputs"),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": USER,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": False}},
+            },
+            "response_format",
+        ),
+        (
+            "/v1/responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": 1}}},
+            "text",
+        ),
+    ],
+)
+def test_fields_of_errors(server: Running, path: str, fields: dict[str, Any], param: str) -> None:
+    reply = server.client.post(path, json=fields)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_usage_in_streams(server: Running, path: str) -> None:
     body = {"prompt": "x"} if path == "/v1/completions" else {"messages": USER}
