@@ -175,7 +175,7 @@ def per_prompt(params: P | Iterable[P], kind: type[P], name: str, count: int) ->
 
 
 def priorities(priority: int | Iterable[int] | None, count: int) -> list[int]:
-    """Return the class of each of so many prompts; RequestError unless there is one for all or one for each."""
+    """Return the class of each of `count` prompts; RequestError unless there is one for all or one for each."""
     if priority is None or (isinstance(priority, Integral) and not isinstance(priority, bool)):
         return [int(priority or 0)] * count
     many = listed(priority)

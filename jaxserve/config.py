@@ -136,7 +136,7 @@ class EngineConfig:
             for two; it is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" compiles the smallest and the
             largest first and the others while serving, from 5 s on or as soon as 8 steps lacked one, so that a short
-            run compiles nothing beside; "minimal" compiles only those two. A request uses the next larger bucket that
+            run compiles nothing else; "minimal" compiles only those two. A request uses the next larger bucket that
             is ready and never waits for a compilation. On accelerators, where compilation is slow, buckets are few:
             16, 64 and 256 tokens, then two per doubling.
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.

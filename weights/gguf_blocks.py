@@ -86,7 +86,7 @@ def _quarters(packed: Bytes) -> Bytes:
 
 
 def _q2_k_grid(blocks: Bytes, *, minima: bool) -> NDArray[np.float32]:
-    """Return the multiples of 4 bits, of the first or second float16 behind the elements, that are scales or minima."""
+    """Return the multiples of 4 bits, of the first or second float16 after the elements, that are scales or minima."""
     fours = blocks[..., :16] >> np.uint8(4) if minima else blocks[..., :16] & np.uint8(15)
     unit = blocks[..., 82:84] if minima else blocks[..., 80:82]
     return fours.astype(np.float32) * unit.view(np.float16).astype(np.float32)

@@ -40,7 +40,7 @@ def is_gguf(path: FilePath) -> bool:
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the parsed config.json of a checkpoint, or what a GGUF file has in its place.
 
-    If weights are beside it, `tie_word_embeddings` is as they have it: see `with_stored_switch`.
+    If it has weights, `tie_word_embeddings` is as they have it: see `with_stored_switch`.
 
     Raises:
         CheckpointError: it is missing or malformed, or claims larger sizes than the weights have.

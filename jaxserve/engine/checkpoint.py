@@ -165,15 +165,15 @@ class OutputLimits:
     """Limits of outputs by the generation configuration, on a server.
 
     Attributes:
-        default: most tokens of a chat that does not say; None for as many as the model has room for.
-        largest: most tokens of any output; None for no limit but the model's.
+        default: maximum of tokens of a chat that gives none; None for the limit of the model only.
+        largest: maximum of tokens of any output; None for the limit of the model only.
     """
 
     default: int | None = None
     largest: int | None = None
 
     def of(self, max_tokens: int | None) -> int | None:
-        """Return the limit of a request that asks for so many tokens."""
+        """Return the limit of a request that asks for `max_tokens`; None if it gives none and there is none."""
         wanted = self.default if max_tokens is None else max_tokens
         return min((each for each in (wanted, self.largest) if each is not None), default=None)
 

@@ -12,7 +12,7 @@ from jaxserve.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _ROTATION = ("rope_parameters", "rope_scaling")  # one object under its new and its old name
-_IN_ROTATION = ("rope_theta", "partial_rotary_factor")  # fields of it that older files have beside it
+_IN_ROTATION = ("rope_theta", "partial_rotary_factor")  # fields that older files have outside it
 _RENAMED = {"dtype": "torch_dtype", "torch_dtype": "dtype"} | dict(zip(_ROTATION, _ROTATION[::-1], strict=True))
 
 

@@ -156,7 +156,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def _described(config: Mapping[str, Any]) -> str:
-    """Return what a model that is not served is, if a config.json tells."""
+    """Return a description of a model that is not served, empty if its config.json does not show it."""
     names = config.get("architectures")
     name = names[0] if STRINGS.holds(names) and names else config.get("model_type")
     inputs = [kind for kind in ("vision", "audio") if f"{kind}_config" in config]

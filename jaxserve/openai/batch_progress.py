@@ -54,7 +54,7 @@ class BatchProgress:
             self._bar.update()
 
     def note(self, text: str) -> None:
-        """Set what is shown beside the number of records."""
+        """Set a text that is shown after the number of records."""
         self._note = text
 
     def left_s(self) -> float | None:
@@ -65,7 +65,7 @@ class BatchProgress:
         return (self._total - self._num_done) * (self._clock() - self._first_s) / num_timed
 
     def line(self) -> str:
-        """Return a line that says how far the batch is."""
+        """Return a line with the progress of the batch."""
         resumed = f" ({self._num_resumed} from before)" if self._num_resumed else ""
         return f"batch: {self._num_done} of {self._total} records{resumed}, {self._details()}"
 

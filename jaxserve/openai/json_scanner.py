@@ -45,13 +45,13 @@ class _Nesting:
     is_through: bool = False
 
     def read(self, text: str, position: int) -> int:
-        """Read on, and return the position behind the last bracket, or up to which all is known."""
+        """Continue, and return the position after the last bracket, or up to which all is known."""
         while (found := _STRUCTURE.search(text, position)) is not None:
             sign, position = found.group(), found.end()
             if self.in_string:
                 if sign == "\\":
                     if position == len(text):
-                        return position - 1  # only the next character tells
+                        return position - 1  # the next character decides
                     position += 1
                 elif sign == '"':
                     self.in_string = False

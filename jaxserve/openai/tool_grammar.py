@@ -77,8 +77,8 @@ class _Grammar:
         """Write the rules of a message with marks in its text."""
         thought, space = "", ""
         if chat_format.thought is not None:
-            behind, space = self._up_to("thought", chat_format.thought.end), "SPACE"
-            thought = behind if in_thought else f"({self._literal(chat_format.thought.begin)} {behind})?"
+            rest, space = self._up_to("thought", chat_format.thought.end), "SPACE"
+            thought = rest if in_thought else f"({self._literal(chat_format.thought.begin)} {rest})?"
         if form is not None and form.is_json and tools.choice != "none" and not chat_format.calls[0].begin:
             # both begin with a brace, after which only one grammar can tell them apart; so there is one call at most
             options = [_call_schema(function, chat_format.calls[0]) for function in tools.functions]

@@ -39,7 +39,7 @@ class Rates(NamedTuple):
     drafting_rows: float = 0.0
 
     def row_tokens(self, num_rows: int | float) -> float:
-        """Return the tokens that each of so many rows in decode gets in a step."""
+        """Return the tokens that each of `num_rows` decoding rows gets in a step."""
         return self.tokens_per_row if num_rows <= self.drafting_rows else min(self.tokens_per_row, 1.0)
 
     def step_s(self, num_prefill_tokens: int | float, num_rows: int | float) -> float:
@@ -67,8 +67,8 @@ class StepCosts:
     Steps are taken several at once, as a fit takes as long as planning a step.
 
     What the steps so far do not tell apart is what they have in common. A step with prompt tokens and one without take
-    the same time before they compute any. The time of a prompt token tells that of a row, by the FLOPs of both: single
-    requests never show what a second row adds. Without prompts of several tokens all time is that of the step.
+    the same time before they compute any. The time of a prompt token shows the time of a row, by the FLOPs of both, as
+    single requests never show the time of a second row. Without prompts of several tokens all time is that of the step.
 
     Args:
         row_factor: FLOPs of a row in decode as a multiple of those of a prompt token.

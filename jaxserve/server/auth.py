@@ -81,7 +81,7 @@ def given_key(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def _limits(options: Sequence[str]) -> Limits:
-    """Return the limits behind a key, such as requests_per_minute=60 and min_priority=-1."""
+    """Return the limits after a key, such as requests_per_minute=60 and min_priority=-1."""
     values: dict[str, int] = {}
     names = [field.name for field in fields(Limits)]
     for option in options:
@@ -89,12 +89,12 @@ def _limits(options: Sequence[str]) -> Limits:
         is_priority = name in ("min_priority", "max_priority")
         digits = value.removeprefix("-") if is_priority else value
         if name not in names or not digits.isdecimal() or not (is_priority or int(value)) or len(digits) > MAX_DIGITS:
-            raise ConfigError(f"behind a key there must be NAME=NUMBER with a name of {names}, got {option!r}")
+            raise ConfigError(f"after a key there must be NAME=NUMBER with a name of {names}, got {option!r}")
         values[name] = int(value)
     limits = Limits(**values)
     if limits.min_priority > limits.max_priority:
         raise ConfigError(
-            f"behind a key min_priority must be at most max_priority, which are 0 unless given, got "
+            f"after a key min_priority must be at most max_priority, which are 0 unless given, got "
             f"{limits.min_priority} and {limits.max_priority}"
         )
     return limits

@@ -53,7 +53,7 @@ class Diary:
         """Log how many requests were refused, if any were, once in a while.
 
         Args:
-            at_once: True to log what was not logged yet.
+            at_once: True to log counts that were not logged yet.
         """
         now_s = time.monotonic()
         seconds = now_s - self._refused_since_s

@@ -1,4 +1,4 @@
-"""Sockets of the server: taken before anything heavy is imported, so that a taken address is told at once."""
+"""Sockets of the server: taken before anything heavy is imported, so that a taken address is reported immediately."""
 
 from __future__ import annotations
 

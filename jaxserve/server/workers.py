@@ -32,7 +32,7 @@ _Waiting = tuple[float, int, "asyncio.Future[None]"]  # time at which it is due,
 
 
 class Workers:
-    """Threads beside one event loop, which all tenants use in fair shares. Methods are called on the loop."""
+    """Threads for the work of one event loop, which all tenants use in fair shares. Methods are called on the loop."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="jaxserve worker")

@@ -39,7 +39,7 @@ _NOTES = {
 
 
 def dumps(value: Any) -> str:
-    """Return the JSON of a value, in which decimals beside those that count are like other numbers."""
+    """Return the JSON of a value, in which decimals that no keyword compares are like other numbers."""
     return json.dumps(value, default=float)
 
 
@@ -93,7 +93,7 @@ class ExactSchema:
         rules: the rules.
 
     Raises:
-        RequestError: such numbers stand beside keywords that are not known here; it names the keyword.
+        RequestError: a schema with such numbers has keywords that are not known here; it names the keyword.
     """
 
     def __init__(self, name: str, schema: Json, options: Json) -> None:

@@ -1,4 +1,4 @@
-"""Special tokens in the content of chats as text, beside those that the chat template writes.
+"""Special tokens in the content of chats as text; those that the chat template writes stay special tokens.
 
 A chat is rendered twice: as it is, and with a stand-in for one character of every special token that a client may have
 written. The second text shows which special tokens are the template's. If the two differ in more than that, the
