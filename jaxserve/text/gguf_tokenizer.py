@@ -25,6 +25,7 @@ _SPECIAL = {
 # Files name one token that ends a sequence; generation_config.json of the same models lists these too, and llama.cpp
 # stops at them.
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>")
+_ENDS += ("<end_of_turn>", "<|end|>")
 
 
 class _Kind(IntEnum):
@@ -71,11 +72,17 @@ _TEKKEN = (  # words end before a capital too
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_END}"
 )
+_GPT4O = (  # contractions belong to the words before them
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_END}"
+)
 _SPLITS: Mapping[str, _Split] = {
     **dict.fromkeys(
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0"), _LLAMA3._replace(whole=True, bos=True)
     ),
-    "smaug-bpe": _LLAMA3,
+    **dict.fromkeys(("smaug-bpe", "dbrx"), _LLAMA3),
+    "gpt-4o": _Split(_GPT4O),
+    "olmo": _Split(nfc=True),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2._replace(nfc=True)),
     "megrez": _QWEN2,
     "tekken": _Split(_TEKKEN, whole=True, bos=True),

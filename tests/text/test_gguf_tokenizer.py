@@ -27,6 +27,12 @@ SPLITS = {
         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
         r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
+    "dbrx": rf"{WORDS}|\s+",
+    "gpt-4o": (
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+        r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
     "deepseek-r1-qwen": rf"{WORDS.replace('{1,3}', '')}|\s+",
 }
 WHOLE = ("llama-bpe", "tekken")  # models whose words need no merges that make them
@@ -64,7 +70,7 @@ def byte_level(pre: str) -> Tokenizer:
         steps.append(pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre not in SPLITS))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    if "qwen" in pre:
+    if "qwen" in pre or pre == "olmo":
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = tiny_tokenizers.decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
@@ -118,7 +124,7 @@ def check_equal(path: Path, original: Tokenizer, texts: Sequence[str] = TEXTS) -
         assert ours.decode(ids) == original.decode(ids)
 
 
-@pytest.mark.parametrize("pre", [*SPLITS, "smollm", "gpt-2"])
+@pytest.mark.parametrize("pre", [*SPLITS, "smollm", "gpt-2", "olmo"])
 def test_byte_level(tmp_path: Path, pre: str) -> None:
     """Splits, normalisation, words that no merges make, and special tokens of any characters are the original's."""
     original = beginning_with(byte_level(pre), SPECIAL[0])
@@ -137,7 +143,8 @@ def test_byte_level(tmp_path: Path, pre: str) -> None:
     tokenizer = load_tokenizer(path)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (ids[0], (ids[1], ids[3]))
     assert tokenizer.special_tokens == {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1]}
-    others = [byte_level(other) for other in {*SPLITS, "smollm", "gpt-2"} - {pre} if "qwen" not in other]
+    same = {pre, "gpt-2" if pre == "olmo" else pre}
+    others = [byte_level(other) for other in {*SPLITS, "smollm", "gpt-2"} - same if "qwen" not in other]
     for other in others:  # the texts tell all ways to split apart
         assert any(other.encode(text).ids != original.encode(text, add_special_tokens=False).ids for text in TEXTS)
 
@@ -171,6 +178,31 @@ def test_sentencepiece(tmp_path: Path, strip: bool) -> None:
         add_space_prefix=strip,
     )
     check_equal(path, original, [text for text in TEXTS if text] + ["  a out tin<s>a b</s> c"])
+
+
+def test_gemma(tmp_path: Path) -> None:
+    """Runs of spaces and newlines are tokens as they are, before any merge; turns end at `<end_of_turn>`."""
+    original = tiny_tokenizers.byte_fallback(strip=False)
+    merged = [merge.replace(" ", "") for merge in merges_of(original)]
+    original.add_special_tokens([AddedToken("<end_of_turn>", special=True, normalized=False)])
+    original.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("  ", "   ", "\n\n")])
+    original = beginning_with(original, "<s>")
+    ids = original.get_vocab()
+    scores = [-1000.0] * (len(ids) + 7)
+    for rank, token in enumerate(merged):
+        scores[ids[token]] = -float(rank)
+    path = write(
+        tmp_path / "model.gguf",
+        original,
+        "llama",
+        token_scores=scores,
+        bos_token_id=1,
+        eos_token_id=2,
+        add_bos_token=True,
+        add_space_prefix=False,
+    )
+    check_equal(path, original, [*TEXTS, "a   b  c\n\n\nd<end_of_turn> out  tin"])
+    assert load_tokenizer(path).eos_token_ids == (2, ids["<end_of_turn>"])
 
 
 def test_chat_templates(tmp_path: Path) -> None:
