@@ -28,6 +28,13 @@ _GEMMA = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _PHI3 = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_PHI2 = {
+    "output_norm": "model.final_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.dense",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
 _EXPERTS = {  # * is the number of an expert
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
@@ -57,6 +64,8 @@ class GgufModel(NamedTuple):
         facts: further fields of the config.json, which files do not have since llama.cpp does nothing else.
         is_alternating: True if the converter has reordered rows of queries and keys.
         norm_offset: number that the converter has added to the weights of norms.
+        splits_qkv: True if Hugging Face's model has queries, keys and values apart, which a file may have in one.
+        epsilon: key of the number that norms add, and its name in a config.json.
     """
 
     architecture: str
@@ -65,6 +74,8 @@ class GgufModel(NamedTuple):
     facts: Mapping[str, Any] = {}
     is_alternating: bool = False
     norm_offset: float = 0.0
+    splits_qkv: bool = False
+    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 
     def hf_name(self, name: str) -> str:
         """Return the name of a tensor in Hugging Face's model, with * for the number of experts; the same if unknown.
@@ -87,6 +98,9 @@ _MODELS = {
     "qwen3": GgufModel("Qwen3ForCausalLM", "qwen3"),
     "gemma2": GgufModel("Gemma2ForCausalLM", "gemma2", _GEMMA, norm_offset=1.0),
     "gemma3": GgufModel("Gemma3ForCausalLM", "gemma3_text", _GEMMA, norm_offset=1.0),
+    "phi2": GgufModel(
+        "PhiForCausalLM", "phi", _PHI2, splits_qkv=True, epsilon=("attention.layer_norm_epsilon", "layer_norm_eps")
+    ),
     "phi3": GgufModel("Phi3ForCausalLM", "phi3", _PHI3),
     "qwen2moe": GgufModel("Qwen2MoeForCausalLM", "qwen2_moe", _EXPERTS, {"norm_topk_prob": False}),
     "qwen3moe": GgufModel("Qwen3MoeForCausalLM", "qwen3_moe", _EXPERTS, {"norm_topk_prob": True}),

@@ -27,6 +27,7 @@ _TOKENS = {"bos_token_id": ("bos",), "eos_token_id": ("eos", "eot")}  # field ->
 _EMBEDDING, _ROPE_FACTORS = "token_embd.weight", "rope_freqs.weight"
 _LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 _ROPE_TENSORS = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
+_QKV = "qkv_proj"
 _DEEP_GEMMAS = {"gemma2": 46, "gemma3": 62}  # layers of the models whose queries are scaled otherwise, as by llama.cpp
 _EXPERT_SIZES = {
     "moe_intermediate_size": "blk.0.ffn_gate_exps.weight",
@@ -65,7 +66,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         **{field: _number(file, key, int) for key, field in _NEEDED.items()},
-        "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon", float),
+        model.epsilon[1]: _number(file, model.epsilon[0], float),
     }
     if config["num_hidden_layers"] > len(file.tensors):
         raise file.fault(f"hold {config['num_hidden_layers']} layers", f"{len(file.tensors)} tensors", AGAIN)
@@ -101,23 +102,31 @@ def open_tensors(path: FilePath) -> Tensors:
             own = head_size if is_rotated else None
             if own is not None and tensor.shape[0] % own:
                 raise file.fault(f"have heads of {own} rows in {name}", f"{tensor.shape[0]} rows", AGAIN)
-            for hf_name, each in _each_matrix(model.hf_name(name), tensor):
+            for hf_name, each in _each_matrix(file, model, name):
                 tensors |= _parts(hf_name, each, own)
             if model.norm_offset and name.endswith("norm.weight") and tensor.kind in FLOATS:
                 tensors[model.hf_name(name)] = HeldTensor(tensor.floats().astype(np.float32) - model.norm_offset)
     return tensors
 
 
-def _each_matrix(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """Yield a tensor, or each of the matrices that one of experts has; the gate of shared experts as a matrix."""
-    if "*" in name and len(tensor.shape) == 3:
+def _each_matrix(file: GgufFile, model: GgufModel, name: str) -> Iterator[tuple[str, GgufTensor]]:
+    """Yield a tensor by Hugging Face's name, or each of those that it has there; a gate of shared experts as matrix."""
+    tensor, hf_name = file.tensors[name], model.hf_name(name)
+    if "*" in hf_name and len(tensor.shape) == 3:
         for expert in range(tensor.shape[0]):
             matrix = dataclasses.replace(tensor, shape=tensor.shape[1:], data=tensor.data[expert])
-            yield name.replace("*", str(expert)), matrix
-    elif name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
-        yield name, dataclasses.replace(tensor, shape=(1, *tensor.shape))
+            yield hf_name.replace("*", str(expert)), matrix
+    elif model.splits_qkv and _QKV in hf_name:
+        size, num_heads = _head_size(file), _number(file, "attention.head_count", int)
+        num_kv_heads, start = _number(file, "attention.head_count_kv", int, num_heads), 0
+        for part, num_rows in zip("qkv", (size * n for n in (num_heads, num_kv_heads, num_kv_heads)), strict=True):
+            rows = tensor.data[start : start + num_rows]
+            shape, start = (len(rows), *tensor.shape[1:]), start + num_rows
+            yield hf_name.replace(_QKV, f"{part}_proj"), dataclasses.replace(tensor, shape=shape, data=rows)
+    elif hf_name.endswith("shared_expert_gate.weight") and len(tensor.shape) == 1:
+        yield hf_name, dataclasses.replace(tensor, shape=(1, *tensor.shape))
     else:
-        yield name, tensor
+        yield hf_name, tensor
 
 
 def _parts(name: str, tensor: GgufTensor, head_size: int | None) -> dict[str, Part]:
@@ -145,7 +154,10 @@ def _quantised(file: GgufFile, model: GgufModel) -> dict[str, list[str]]:
     modules: dict[str, list[str]] = {}
     for name, tensor in sorted(file.tensors.items()):
         if tensor.kind not in FLOATS:
-            modules.setdefault(tensor.kind, []).append(model.hf_name(name).removesuffix(".weight"))
+            module = model.hf_name(name).removesuffix(".weight")
+            parts = [f"{part}_proj" for part in "qkv"] if model.splits_qkv else [_QKV]
+            names = [module.replace(_QKV, part) for part in parts] if _QKV in module else [module]
+            modules.setdefault(tensor.kind, []).extend(names)
     return modules
 
 

@@ -21,7 +21,12 @@ KINDS = {"F32": SIZES, "F16": SIZES, "BF16": SIZES, "Q8_0": SIZES, "Q4_0": SIZES
 KINDS |= {"Q4_1": SIZES, "Q5_1": SIZES, "Q5_K": WIDE, "Q6_K": WIDE, "Q2_K": WIDE, "Q3_K": WIDE}
 K_BYTES = {"Q2_K": 84, "Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}  # bytes of a block
 
-NAMES = {"mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"}  # names of architectures, where others
+NAMES = {
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "phi": "phi2",
+}  # names of architectures, where others
 PERMUTED = ("llama", "mixtral")
 Choice = Callable[[str], str]  # function of the name of a matrix that returns its type
 
@@ -101,10 +106,13 @@ def _add_sizes(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.model_type == "phi":
+        writer.add_layer_norm_eps(config.layer_norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_rope_dimension_count(int(head_dim * (config.rope_parameters.get("partial_rotary_factor") or 1)))
-    if config.model_type != "phi3":
+    if config.model_type not in ("phi", "phi3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     writer.add_eos_token_id(config.eos_token_id)

@@ -106,8 +106,17 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+
+
+def fuse_qkv(tensors: dict[str, Any]) -> None:
+    """Make one tensor of queries, keys and values, as files of Phi-2's first release have it."""
+    for name in [name for name in tensors if ".attn_q." in name]:
+        parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate([data for data, _ in parts]), parts[0][1]
+
+
 BY_DEFAULT = ("Q8_0", "Q4_K", "Q5_K", "qwen2", "llama3", "mixed", "gemma2", "gemma3 linear", "phi3 longrope")
-BY_DEFAULT += ("mixtral", "qwen2_moe", "qwen3_moe")
+BY_DEFAULT += ("phi2 fused", "mixtral", "qwen2_moe", "qwen3_moe")
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 EXPERTS = {"moe_intermediate_size": 96, "decoder_sparse_step": 1, "mlp_only_layers": []}
 CASES: dict[str, dict[str, Any]] = {
@@ -122,6 +131,8 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2": {"kind": "Q4_0", "family": "gemma2", **GEMMA},
     "gemma3": {"kind": "Q8_0", "family": "gemma3", **GEMMA},
     "gemma3 linear": {"kind": "F16", "family": "gemma3", **GEMMA, "rope_parameters": GEMMA_ROPE},
+    "phi2": {"kind": "Q4_0", "family": "phi"},
+    "phi2 fused": {"kind": "Q4_0", "family": "phi", "change": fuse_qkv},
     "phi3": {"kind": "Q4_0", "family": "phi3", "sliding_window": None, "rope_parameters": PLAIN_ROPE},
     "phi3 window": {"kind": "F16", "family": "phi3", "rope_parameters": PLAIN_ROPE},
     "phi3 longrope": {"kind": "F16", "family": "phi3", "sliding_window": None, "num_hidden_layers": 1},
@@ -153,6 +164,7 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"use_sliding_window": False},
     **dict.fromkeys(("gemma2", "gemma3"), GEMMA),
+    "phi": {},
     "phi3": {"sliding_window": 9, "rope_parameters": PLAIN_ROPE},
     "mixtral": {"sliding_window": None},
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 64},
