@@ -24,8 +24,10 @@ _SPECIAL = {
 
 # Files name one token that ends a sequence; generation_config.json of the same models lists these too, and llama.cpp
 # stops at them.
-_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>")
-_ENDS += ("<end_of_turn>", "<|end|>")
+_ENDS = (
+    *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>"),
+    *("<end_of_turn>", "<|end|>"),
+)
 
 
 class _Kind(IntEnum):
