@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,7 +166,9 @@ class GrammarCompiler:
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._trials = Trials(tokenizer_json, vocab_size, sorted(eos_ids), _LIMITS)
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
-        self._lock = threading.Lock()  # guards the table and the copying of what is in it
+        self._turns: dict[tuple[str, str], threading.Lock] = {}  # of the tenants' forms that are being compiled
+        self._num_waiting: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()  # guards the tables and the copying of compiled grammars
 
     def constraint(
         self,
@@ -185,18 +188,10 @@ class GrammarCompiler:
             min_tokens: tokens before which none of them can be sampled.
             tenant: name of whoever has sent the form; tenants share the processes that compile.
         """
-        with self._lock:
-            found = self._compiled.get(form.key)
-            if found is not None:
-                self._compiled.move_to_end(form.key)
+        found = self._find(form)
         if found is None:
-            found = self._compile(form, tenant)
-            with self._lock:
-                self._compiled[form.key] = found
-                while len(self._compiled) > MAX_COMPILED or (
-                    len(self._compiled) > 1 and sum(c.num_bytes for c in self._compiled.values()) > MAX_COMPILED_BYTES
-                ):
-                    self._compiled.popitem(last=False)
+            with self._one_at_a_time((tenant, form.key)):  # others of the tenant may have it compiled meanwhile
+                found = self._find(form) or self._keep(form, self._compile(form, tenant))
         allowed = None
         if allowed_token_ids is not None:
             bits = np.zeros(self._num_words * _WORD_BITS, bool)
@@ -216,6 +211,38 @@ class GrammarCompiler:
                 f"structured_outputs must allow a first token: {constraint.error or 'the grammar is empty'}"
             )
         return constraint
+
+    def _find(self, form: StructuredOutputsParams) -> _Compiled | None:
+        with self._lock:
+            found = self._compiled.get(form.key)
+            if found is not None:
+                self._compiled.move_to_end(form.key)
+            return found
+
+    def _keep(self, form: StructuredOutputsParams, new: _Compiled) -> _Compiled:
+        """Return a compiled grammar, which is kept for further outputs."""
+        with self._lock:
+            self._compiled[form.key] = new
+            while len(self._compiled) > MAX_COMPILED or (
+                len(self._compiled) > 1 and sum(c.num_bytes for c in self._compiled.values()) > MAX_COMPILED_BYTES
+            ):
+                self._compiled.popitem(last=False)
+        return new
+
+    @contextmanager
+    def _one_at_a_time(self, key: tuple[str, str]) -> Iterator[None]:
+        """Hold other threads with the same key."""
+        with self._lock:
+            turn = self._turns.setdefault(key, threading.Lock())
+            self._num_waiting[key] += 1
+        try:
+            with turn:
+                yield
+        finally:
+            with self._lock:
+                self._num_waiting[key] -= 1
+                if not self._num_waiting[key]:
+                    del self._turns[key], self._num_waiting[key]
 
     def _compile(self, form: StructuredOutputsParams, tenant: str) -> _Compiled:
         """Compile; RequestError if llguidance refuses the form, or if a trial exceeds its limits."""

@@ -86,6 +86,29 @@ def test_processes_end_with_their_compiler() -> None:
     assert not child.is_running()
 
 
+def test_a_form_of_many_requests_is_compiled_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, begun = compiler._trials.run, []
+    everybody = threading.Barrier(5)
+
+    def counted(grammar: str, tenant: str) -> trial.Cost:
+        begun.append(tenant)
+        return run(grammar, tenant)
+
+    def ask() -> None:
+        everybody.wait(60)
+        compile_form(compiler, "a", regex="ab*")
+
+    monkeypatch.setattr(compiler._trials, "run", counted)
+    threads = [threading.Thread(target=ask) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert begun == ["a"]
+    assert not compiler._turns
+    assert not compiler._num_waiting
+
+
 def test_grammars_of_others_compile_beside_a_flood(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "COMPILE_S", 1.0)
     compile_form(compiler, "other", regex="a")
