@@ -3,6 +3,7 @@
 import dataclasses
 import traceback
 from importlib.metadata import version
+from types import FunctionType
 
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import Follower, Leader
@@ -20,7 +21,7 @@ _OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options t
 
 def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None:
     """Raise ConfigError, in all processes, unless they have the same options and versions."""
-    own = {f.name: repr(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in _OWN}
+    own = {f.name: _described(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in _OWN}
     own["versions of jaxserve and jax"] = f"{version('jaxserve')}, {version('jax')}"
     own["files of jaxserve"] = source_digest("py", "json")
     first, *others = peers.exchange(own)
@@ -31,6 +32,11 @@ def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None
                     f"all processes must have the same {name}, got {value} in process 0 and {other[name]} in "
                     f"another ({index} of those that came)"
                 )
+
+
+def _described(value: object) -> str:
+    """Return a text that is the same in every process: the address of a function, as `hf_overrides` may be, is not."""
+    return f"function {value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
 
 
 def follow(peers: Follower, scheduler: AnyScheduler, executor: Executor, devices: Devices) -> None:

@@ -4,7 +4,8 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import checkpoints
 import pytest
@@ -13,6 +14,7 @@ import transformers
 from jaxserve.config import EngineConfig
 from jaxserve.engine.checkpoint import build_arch, build_sampling_params, output_limits
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.lock_step import require_same_options
 from jaxserve.engine.overrides import fields_of, overridden
 from jaxserve.errors import ConfigError
 from jaxserve.models.hf_config import read_rope
@@ -103,6 +105,19 @@ def test_a_function_changes_transformers_configuration(model: Path) -> None:
     assert build_arch(EngineConfig(str(model), hf_overrides=change)).norm_eps == 0.25
     with pytest.raises(ConfigError, match="the function hf_overrides must return a configuration, got NoneType"):
         build_arch(EngineConfig(str(model), hf_overrides=lambda config: None))
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_processes_compare_functions_by_their_names(model: Path) -> None:
+    def config() -> EngineConfig:
+        return EngineConfig(str(model), hf_overrides=lambda each: each)  # another function each time
+
+    sent: list[dict[str, str]] = []
+    peers = SimpleNamespace(exchange=lambda own: [*sent, own])
+    require_same_options(config(), cast("Any", SimpleNamespace(exchange=lambda own: [sent.append(own) or own])))
+    require_same_options(config(), cast("Any", peers))
+    with pytest.raises(ConfigError, match="all processes must have the same hf_overrides, got function test"):
+        require_same_options(EngineConfig(str(model)), cast("Any", peers))
 
 
 def test_an_override_that_changes_nothing_is_named(model: Path, caplog: pytest.LogCaptureFixture) -> None:
