@@ -6,13 +6,20 @@ from typing import Any
 
 from jaxserve.weights.errors import CheckpointError
 
+_MAX_BYTES = 100_000_000  # as of the header of safetensors; an index of a large model has a tenth
 _MAX_NESTING = 64  # far less than Python's recursion limit, which printing and copying the content meet too
 
 
 def read_json(file: FilePath) -> Any:
-    """Return the content of a file; CheckpointError if it is unreadable, not JSON, or nested more than 64 times."""
+    """Return the content of a file; CheckpointError if it is unreadable, not JSON, too large or too deep."""
     try:
+        if (size := file.stat().st_size) > _MAX_BYTES:
+            raise CheckpointError(
+                f"{file} must have at most {_MAX_BYTES} bytes, got {size}; download or write it again"
+            )
         value = json.loads(file.read_text(encoding="utf-8"))
+    except CheckpointError:
+        raise
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} must be a readable JSON file, got a fault: {error}") from error
     except RecursionError:

@@ -398,6 +398,13 @@ def test_nested_files_are_refused_in_a_line(tmp_path, name, depth):
     assert "\n" not in str(info.value)
 
 
+def test_a_file_too_large_is_not_read(tmp_path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(200_000_000)  # sparse
+    with pytest.raises(weights.CheckpointError, match=r"config\.json must have at most 100000000 bytes, got 200000000"):
+        weights.read_config(tmp_path)
+
+
 def test_modules_name_no_folders_elsewhere(tmp_path):
     (tmp_path / "modules.json").write_text(json.dumps([{"type": "a.Pooling", "path": "../other"}]))
     with pytest.raises(weights.CheckpointError, match="must name folders inside its directory"):
