@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, brief
 
 
 def read_object(name: str, value: object) -> dict[str, Any]:
@@ -16,8 +16,8 @@ def read_object(name: str, value: object) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             given = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"{name} must be a JSON object, got {value!r}: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{name} must be a JSON object, got {brief(value)}: {error}") from None
     if given is None:
         return {}
     if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
@@ -57,8 +57,10 @@ def _read_target(name: str, value: Any) -> dict[int | None, float]:
         read = {
             None if priority is None else int(priority): float(time_ms) / 1e3 for priority, time_ms in times.items()
         }
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} must be milliseconds, or milliseconds by priority, got {value!r}: {error}") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{name} must be milliseconds, or milliseconds by priority, got {brief(value)}: {error}"
+        ) from None
     if not all(0 < time_s < math.inf for time_s in read.values()):
         raise ConfigError(f"{name} must be positive, got {value!r}")
     return read

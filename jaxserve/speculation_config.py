@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, brief
 from jaxserve.token_tree import MAX_NODES, TokenTree
 
 METHODS = ("draft_model", "ngram", "medusa", "eagle3", "mtp")
@@ -137,8 +137,8 @@ class SpeculationConfig:
         if isinstance(value, str):
             try:
                 value = json.loads(value)
-            except ValueError as error:
-                raise ConfigError(f"speculative_config must be JSON, got {value!r}: {error}") from error
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"speculative_config must be JSON, got {brief(value)}: {error}") from error
         if value is None or isinstance(value, SpeculationConfig):
             return value
         if not isinstance(value, Mapping):

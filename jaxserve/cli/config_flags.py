@@ -123,7 +123,7 @@ def _literal(text: str) -> Any:
     """Return the value of a JSON literal, and other text as it is."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -89,7 +89,7 @@ def _documents(file: Path) -> Iterator[Document]:
 def _document(line: str, where: str) -> Document:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} must be JSON, but: {error}; {_ADVICE}") from error
     found = record if isinstance(record, dict) else {}
     if isinstance(text := found.get("text"), str):
