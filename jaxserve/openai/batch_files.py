@@ -19,7 +19,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -94,6 +94,8 @@ def run_batch(
     seed: int | None = None,
     model_names: Sequence[str] = (),
     max_in_flight: int | None = None,
+    urls: Sequence[str] = (COMPLETIONS, CHAT, EMBEDDINGS),
+    on_record: Callable[[int, int], None] = lambda num_records, num_errors: None,
     use_tqdm: bool = True,
 ) -> BatchSummary:
     """Serve every line of `in_path` that has no record in `out_path` yet.
@@ -110,6 +112,8 @@ def run_batch(
         max_in_flight: limit of sequences in the engine; None is three times `max_num_seqs` over all replicas, enough to
             keep them full while some requests wait for the prefix of another. A request with more sequences runs
             alone.
+        urls: values that `url` may have in a line.
+        on_record: function that is called after each record with the number of all records and of those with errors.
         use_tqdm: True to show progress on stderr: a bar on a terminal, elsewhere a line every 30 s.
 
     Raises:
@@ -129,6 +133,8 @@ def run_batch(
             own_name=model_names[0] if model_names else config.model or config.model_path.name,
             model_names=tuple(model_names),
             window=3 * num_rows if max_in_flight is None else max_in_flight,
+            urls=tuple(urls),
+            on_record=on_record,
             progress=stack.enter_context(BatchProgress(done, is_wanted=use_tqdm)),
         )
         stack.callback(run.abort)
@@ -176,6 +182,8 @@ class _BatchRun:
     own_name: str
     model_names: tuple[str, ...]
     window: int
+    urls: tuple[str, ...]
+    on_record: Callable[[int, int], None]
     progress: BatchProgress
     in_flight: dict[str, _InFlight] = field(default_factory=dict)  # keys are request ids
     num_sequences: int = 0  # sequences in flight
@@ -237,8 +245,8 @@ class _BatchRun:
         method, url = content.get("method"), content.get("url")
         if method != "POST":
             raise BadRequestError(f'method must be "POST", got {brief(method)}', "method")
-        if url not in (COMPLETIONS, CHAT, EMBEDDINGS):
-            message = f"url must be {COMPLETIONS}, {CHAT} or {EMBEDDINGS}, got {brief(url)}"
+        if url not in self.urls:
+            message = f"url must be {' or '.join(self.urls)}, got {brief(url)}"
             raise BadRequestError(message, "url", "invalid_url")
         if url == EMBEDDINGS:
             names = self.own_name, self.model_names
@@ -350,6 +358,7 @@ class _BatchRun:
     def _write(self, record: Json) -> None:
         self.out.append(record)
         self.progress.update()
+        self.on_record(self.out.num_records, self.out.num_errors)
 
 
 def _open_input(path: Path) -> IO[bytes]:

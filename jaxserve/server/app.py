@@ -34,12 +34,19 @@ from jaxserve.server.service import Service
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
+    from jaxserve.server.batches.api import Batches
     from jaxserve.server.config import ServerConfig
     from jaxserve.server.http import Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
 
 _OPEN_PATHS = {"/", "/health", "/ready", "/ping"}  # the page shows nothing without a key
+
+_WHY_NOT = {
+    f"{RESPONSES}/": "responses are not stored",
+    "/v1/files": "files and batches need --batch-dir",
+    "/v1/batches": "files and batches need --batch-dir",
+}
 
 Handler = Callable[[Call], Awaitable[None]]
 
@@ -66,6 +73,7 @@ class App:
         self._watch: asyncio.Task[None] | None = None
         generation, info = Generation(self.service), Info(self.service)
         self._model = info.model
+        self._batches = _batches(self.service, config)
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", COMPLETIONS): generation.serve,
             ("POST", CHAT): generation.serve,
@@ -138,11 +146,13 @@ class App:
         handler = self._handlers.get((method, call.path))
         if handler is None and method == "GET" and call.path.startswith("/v1/models/"):
             handler = self._model
+        if handler is None and self._batches is not None:
+            handler = self._batches.handler(method, call.path)
         if handler is None:
             if methods := self._methods(call.path):
                 message = f"{call.path} must be called with {' or '.join(methods)}, got {call.method}"
                 raise BadRequestError(message, None, "method_not_allowed", 405)
-            why = "; responses are not stored" if call.path.startswith(f"{RESPONSES}/") else ""
+            why = next((f"; {why}" for path, why in _WHY_NOT.items() if call.path.startswith(path)), "")
             raise BadRequestError(f"there is no {brief(call.path)} here{why}", None, "not_found", 404)
         await handler(call)
 
@@ -182,7 +192,8 @@ class App:
 
     def _methods(self, path: str) -> list[str]:
         """Return the methods of a path."""
-        return sorted(method for method, known in self._handlers if known == path)
+        methods = [method for method, known in self._handlers if known == path]
+        return sorted([*methods, *(self._batches.methods(path) if self._batches is not None else ())])
 
     def _retry_after(self, error: BadRequestError) -> list[tuple[bytes, bytes]]:
         """Return headers that say when to come again: in whole seconds, and as exactly as OpenAI's clients read it."""
@@ -199,11 +210,15 @@ class App:
             message = await receive()
             if message["type"] == "lifespan.startup":
                 self.service.start()
+                if self._batches is not None:
+                    self._batches.start()
                 self._watch = asyncio.create_task(self._cut_off_stalled())
                 await send({"type": "lifespan.startup.complete"})
             else:
                 if self._watch is not None:
                     self._watch.cancel()
+                if self._batches is not None:
+                    await asyncio.to_thread(self._batches.stop)
                 self.service.close()
                 self.diary.note_end(self._num_cut)
                 await send({"type": "lifespan.shutdown.complete"})
@@ -232,3 +247,12 @@ class App:
         self.service.streams.end_all()
         while len(self.service.streams) and time.monotonic() < until_s + 5:
             await asyncio.sleep(0.02)
+
+
+def _batches(service: Service, config: ServerConfig) -> Batches | None:
+    """Return the handler of files and batches; None without a directory for them."""
+    if config.batch_dir is None:
+        return None
+    from jaxserve.server.batches.api import Batches  # noqa: PLC0415 - fcntl, which not every system has
+
+    return Batches(service, config.batch_dir)

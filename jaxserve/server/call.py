@@ -39,6 +39,8 @@ class Call:
 
     Attributes:
         path: path of the URL, without the prefix of a proxy.
+        query: query of the URL.
+        receive: function that returns the next part of the request.
         raw_path: path as it came, percent-encoded.
         client: address of the client.
         came_s: time when the request came.
@@ -54,6 +56,7 @@ class Call:
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig, workers: Workers) -> None:
         self.raw_path = scope["raw_path"].decode("ascii", "backslashreplace")
         self.path = _without_prefix(scope["path"], config.root_path)
+        self.query: str = scope["query_string"].decode("ascii", "replace")
         self.method: str = scope["method"]
         self.headers: http.Headers = scope["headers"]
         self.tenant = ""
@@ -69,12 +72,12 @@ class Call:
         self._num_body_bytes = 0
         self._host = (scope.get("client") or ("", 0))[0]
         self._connection = Connection.of(scope)
-        self._receive, self._send, self._config, self._workers = receive, send, config, workers
+        self.receive, self._send, self._config, self._workers = receive, send, config, workers
 
     async def json(self) -> Json:
         """Return the object in the body."""
         config = self._config
-        body = await http.read_body(self._receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+        body = await http.read_body(self.receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
         self._num_body_bytes = len(body)
         parse = partial(parse_json, body, config.max_json_depth)
         return await self.in_workers(parse) if len(body) > SHORT_BODY_BYTES else parse()
@@ -206,7 +209,7 @@ class Call:
 
     async def _wait_until_gone(self) -> None:
         """Wait for the client to go."""
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
 
     @contextmanager

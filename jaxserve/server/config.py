@@ -12,7 +12,7 @@ from jaxserve.server.degradation import RUNGS
 
 _POSITIVE = (
     *("max_queued_requests", "max_queued_tokens", "max_open_requests_per_key"),
-    *("max_body_bytes", "max_prompts", "max_json_depth"),
+    *("max_body_bytes", "max_prompts", "max_json_depth", "max_batch_file_bytes", "max_batch_storage_bytes"),
     *("body_timeout_s", "send_timeout_s", "stuck_after_s"),
 )
 
@@ -69,6 +69,10 @@ class ServerConfig:
         access_log: True to log every request: client, path, status and time.
         uvicorn_log_level: level from which on uvicorn logs: critical, error, warning, info, debug or trace.
         enable_force_include_usage: True to send the counts of tokens in all streams of completions and chats.
+        batch_dir: directory in which /v1/files and /v1/batches keep files and batches, from which a restarted server
+            resumes; without it there are neither.
+        max_batch_file_bytes: largest file of requests.
+        max_batch_storage_bytes: bytes that all files of a key may have.
         return_tokens_as_token_ids: True to name tokens by their ids, as token_id:7, in all log probabilities.
     """
 
@@ -105,6 +109,9 @@ class ServerConfig:
     access_log: bool = False
     uvicorn_log_level: str = "warning"
     enable_force_include_usage: bool = False
+    batch_dir: Path | None = None
+    max_batch_file_bytes: int = 200 * 2**20
+    max_batch_storage_bytes: int = 2**33
     return_tokens_as_token_ids: bool = False
 
     def __post_init__(self) -> None:

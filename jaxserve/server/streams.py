@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jaxserve.engine.engine import Engine
+    from jaxserve.engine.frontend import Listener
     from jaxserve.engine.outputs import RequestGroup
     from jaxserve.server.observer import Observer
 
@@ -201,6 +202,15 @@ class Streams:
                 del self._open[request_id]
                 self._engine.frontend.cancel(request_id)
 
+    def submit_quietly(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
+        """Serve requests of no client; the listener is called on the frontend's thread after they are counted."""
+
+        def listen(group: RequestGroup) -> None:
+            self._observe(group)
+            listener(group)
+
+        self._threads.submit(groups, listen)
+
     def end_all(self) -> None:
         """End all streams, whose replies say that the server stops."""
         for stream in set(self._open.values()):
@@ -212,10 +222,7 @@ class Streams:
 
     def _listen(self, group: RequestGroup) -> None:
         """Take the news of a request, on the frontend's thread."""
-        try:
-            self._observer.note(group)
-        except Exception:  # a defect in counting must not cost the client its reply
-            logger.exception("a request could not be counted")
+        self._observe(group)
         stream = self._open.get(group.request_id)
         if stream is None or (stream.is_whole and not group.output.finished):
             return
@@ -226,6 +233,12 @@ class Streams:
         if not self._is_woken and (is_urgent or not self._is_timed):
             self._is_woken = True
             self._loop.call_soon_threadsafe(self._wake)
+
+    def _observe(self, group: RequestGroup) -> None:
+        try:
+            self._observer.note(group)
+        except Exception:  # a defect in counting must not cost the client its reply
+            logger.exception("a request could not be counted")
 
     def _wake(self) -> None:
         self.num_wakes += 1

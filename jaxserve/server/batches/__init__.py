@@ -1,0 +1,1 @@
+"""OpenAI's files and batches: uploads on disk, served by the batch runner between other requests."""

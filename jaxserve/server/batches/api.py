@@ -1,0 +1,237 @@
+"""Handlers of OpenAI's files and batches."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+from jaxserve.errors import brief
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS
+from jaxserve.server.batches.jobs import WAITING, Jobs
+from jaxserve.server.batches.store import BATCH, Json, Store
+from jaxserve.server.batches.upload import receive_form
+
+if TYPE_CHECKING:
+    from jaxserve.server.call import Call
+    from jaxserve.server.service import Service
+
+FILES, BATCHES = "/v1/files", "/v1/batches"
+JSON_LINES_TYPE = b"application/octet-stream"
+
+_WINDOW_S = {"24h": 24 * 3600}
+_MAX_METADATA = 16
+_MAX_LISTED = {"file": 10_000, "batch": 100}
+_LISTED = {"file": 10_000, "batch": 20}  # objects of a list if the request has no limit
+_BLOCK_BYTES = 2**16
+_PATH = re.compile(rf"({FILES}|{BATCHES})/([^/]+)(/content|/cancel)?")
+
+Handler = Callable[["Call"], Awaitable[None]]
+
+
+class Batches:
+    """Files and batches of a server.
+
+    Args:
+        service: engine and state of the server.
+        folder: directory of files and batches.
+    """
+
+    def __init__(self, service: Service, folder: Path) -> None:
+        self._service, self._config = service, service.config
+        self._store = Store(folder)
+        self._endpoints = (COMPLETIONS, CHAT) if service.engine.arch.pooler is None else (EMBEDDINGS,)
+        num_slots = service.engine.schedule.max_num_seqs * service.engine.config.data_parallel_size
+        self._jobs = Jobs(self._store, service.engine, service.model_names, max(1, num_slots // 2))
+        self._handlers: dict[tuple[str, str], Handler] = {
+            ("POST", FILES): self._upload,
+            ("GET", FILES): self._list,
+            ("GET", f"{FILES}/ID"): self._retrieve,
+            ("GET", f"{FILES}/ID/content"): self._send_content,
+            ("DELETE", f"{FILES}/ID"): self._delete,
+            ("POST", BATCHES): self._create,
+            ("GET", BATCHES): self._list,
+            ("GET", f"{BATCHES}/ID"): self._retrieve,
+            ("POST", f"{BATCHES}/ID/cancel"): self._cancel,
+        }
+
+    def start(self) -> None:
+        """Resume batches; the loop runs."""
+        self._jobs.start(self._service.streams)
+
+    def stop(self) -> None:
+        """Leave unfinished batches to the next start."""
+        self._jobs.stop()
+
+    def handler(self, method: str, path: str) -> Handler | None:
+        """Return the handler of a request; None if there is none."""
+        return self._handlers.get((method, _pattern(path)))
+
+    def methods(self, path: str) -> list[str]:
+        """Return the methods of a path."""
+        return [method for method, known in self._handlers if known == _pattern(path)]
+
+    # Files
+
+    async def _upload(self, call: Call) -> None:
+        config, path = self._config, self._store.new_upload()
+        try:
+            form = await receive_form(
+                call.receive,
+                call.headers,
+                path,
+                max_bytes=config.max_batch_file_bytes,
+                timeout_s=config.body_timeout_s,
+            )
+            if (purpose := form.fields.get("purpose")) != BATCH:
+                raise BadRequestError(f'purpose must be "{BATCH}", got {brief(purpose)}', "purpose")
+            await self._check_quota(call.owner, path.stat().st_size)
+            added = await asyncio.to_thread(self._store.add_file, path, form.filename, purpose, call.owner)
+        finally:
+            path.unlink(missing_ok=True)
+        await call.send_json(added)
+
+    async def _check_quota(self, owner: str, num_bytes: int) -> None:
+        kept = sum(file["bytes"] for file in self._store.objects("file", owner))
+        if kept + num_bytes > self._config.max_batch_storage_bytes:
+            raise BadRequestError(
+                f"the files of a key must have at most {self._config.max_batch_storage_bytes} bytes in all, got "
+                f"{kept + num_bytes} with this one; delete files that are not needed",
+                "file",
+                "storage_exceeded",
+                413,
+            )
+
+    async def _send_content(self, call: Call) -> None:
+        file = self._find(call, "file")
+        path = self._store.content(file["id"])
+        headers = [(b"content-disposition", b"attachment")]
+        await call.send_pieces(_blocks(path), 200, JSON_LINES_TYPE, headers)
+
+    async def _delete(self, call: Call) -> None:
+        file = self._find(call, "file")
+        for batch in self._store.objects("batch", call.owner):
+            if batch["input_file_id"] == file["id"] and batch["status"] in WAITING:
+                raise BadRequestError(
+                    f"{file['id']} must not be the input of an unfinished batch, but {batch['id']} reads it; cancel "
+                    "that first",
+                    "file_id",
+                    "file_in_use",
+                    409,
+                )
+        await asyncio.to_thread(self._store.delete_file, file["id"])
+        await call.send_json({"id": file["id"], "object": "file", "deleted": True})
+
+    # Batches
+
+    async def _create(self, call: Call) -> None:
+        body = await call.json()
+        if unknown := body.keys() - {"input_file_id", "endpoint", "completion_window", "metadata"}:
+            raise BadRequestError(f"{min(unknown)} is not supported in batches; leave it out", min(unknown))
+        file_id, endpoint = body.get("input_file_id"), body.get("endpoint")
+        file = self._store.get(file_id, call.owner) if isinstance(file_id, str) else None
+        if file is None or file["purpose"] != BATCH:
+            raise BadRequestError(
+                f'input_file_id must be the id of a file with purpose "{BATCH}", got {brief(file_id)}', "input_file_id"
+            )
+        if endpoint not in self._endpoints:
+            message = f"endpoint must be {' or '.join(self._endpoints)}, got {brief(endpoint)}"
+            raise BadRequestError(message, "endpoint")
+        if (window := body.get("completion_window", "24h")) not in _WINDOW_S:
+            message = f"completion_window must be one of {list(_WINDOW_S)}, got {brief(window)}"
+            raise BadRequestError(message, "completion_window")
+        fields = {
+            "endpoint": endpoint,
+            "errors": None,
+            "input_file_id": file_id,
+            "completion_window": window,
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "expires_at": int(time.time()) + _WINDOW_S[window],
+            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "metadata": _metadata(body.get("metadata")),
+            "model": self._service.model_names[0],
+        }
+        batch = await asyncio.to_thread(self._store.add_batch, fields, call.owner)
+        self._jobs.wake()
+        await call.send_json(batch)
+
+    async def _cancel(self, call: Call) -> None:
+        batch = self._find(call, "batch")
+        if batch["status"] not in ("validating", "in_progress", "cancelling"):
+            message = f"a batch must be unfinished to be cancelled, and {batch['id']} is {batch['status']}"
+            raise BadRequestError(message, "batch_id", "batch_ended", 409)
+        if batch["status"] != "cancelling":
+            fields = {"status": "cancelling", "cancelling_at": int(time.time())}
+            await asyncio.to_thread(lambda: self._store.update(batch["id"], **fields))
+        self._jobs.wake()
+        await call.send_json(self._store.get(batch["id"]) or batch)
+
+    # Both
+
+    async def _retrieve(self, call: Call) -> None:
+        await call.send_json(self._find(call, _kind(call.path)))
+
+    async def _list(self, call: Call) -> None:
+        kind, query = _kind(call.path), parse_qs(call.query)
+        found = list(self._store.objects(kind, call.owner))
+        if purpose := query.get("purpose"):
+            found = [each for each in found if each.get("purpose") == purpose[-1]]
+        if query.get("order", ["desc"])[-1] == "asc":
+            found.reverse()
+        if after := query.get("after"):
+            ids = [each["id"] for each in found]
+            if after[-1] not in ids:
+                raise BadRequestError(f"after must be the id of a {kind}, got {brief(after[-1])}", "after")
+            found = found[ids.index(after[-1]) + 1 :]
+        limit = _limit(query.get("limit", [str(_LISTED[kind])])[-1], _MAX_LISTED[kind])
+        shown = found[:limit]
+        first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+        has_more = len(found) > limit
+        await call.send_json(
+            {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": has_more}
+        )
+
+    def _find(self, call: Call, kind: str) -> Json:
+        match = _PATH.fullmatch(call.path)
+        assert match is not None, "the handler was found by the path"
+        found = self._store.get(match[2], call.owner)
+        if found is None or found["object"] != kind:
+            raise BadRequestError(f"there is no {kind} {brief(match[2])}", f"{kind}_id", "not_found", 404)
+        return found
+
+
+def _pattern(path: str) -> str:
+    match = _PATH.fullmatch(path)
+    return path if match is None else f"{match[1]}/ID{match[3] or ''}"
+
+
+def _kind(path: str) -> str:
+    return "file" if path.startswith(FILES) else "batch"
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            yield block
+
+
+def _limit(text: str, largest: int) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= largest:
+        raise BadRequestError(f"limit must be an integer in [1, {largest}], got {brief(text)}", "limit")
+    return int(text)
+
+
+def _metadata(given: Any) -> dict[str, str] | None:
+    if given is None:
+        return None
+    is_text = isinstance(given, dict) and all(isinstance(value, str) for value in given.values())
+    if not is_text or len(given) > _MAX_METADATA:
+        raise BadRequestError(f"metadata must have at most {_MAX_METADATA} texts, got {brief(given)}", "metadata")
+    return dict(given)

@@ -1,0 +1,199 @@
+"""Batches of the server: a thread runs one after the other, the tenants in turn, and survives restarts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxserve.errors import ConfigError
+from jaxserve.openai.batch_files import BatchSummary, run_batch
+from jaxserve.openai.batch_output import numbered_lines
+from jaxserve.server.batches.served_engine import ServedEngine
+from jaxserve.server.batches.store import BATCH_OUTPUT, Json, Store
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
+    from jaxserve.server.streams import Streams
+
+logger = logging.getLogger(__name__)
+
+WAITING = ("validating", "in_progress", "finalizing", "cancelling")
+"""States of batches that have not ended."""
+
+_OK = b'"response": {"status_code": 200,'
+_OK_WITHIN_BYTES = 4096  # custom_ids may stand in front
+_SAVE_S = 1.0  # time between two notes of the progress
+
+
+class BatchEndedError(Exception):
+    """End of a batch before its last line."""
+
+
+class Jobs:
+    """Thread that runs the batches of a store.
+
+    Args:
+        store: files and batches.
+        engine: engine of the server.
+        model_names: names of the model.
+        max_in_flight: sequences of batches that are in the engine at the same time.
+    """
+
+    def __init__(self, store: Store, engine: Engine, model_names: Sequence[str], max_in_flight: int) -> None:
+        self._store, self._engine, self._model_names = store, engine, model_names
+        self._max_in_flight = max_in_flight
+        self._news = threading.Condition()
+        self._is_stopped = False
+        self._last_owner = ""
+        self._thread: threading.Thread | None = None
+
+    def start(self, streams: Streams) -> None:
+        """Resume the batches that have not ended, and run those that come."""
+        self._thread = threading.Thread(target=self._run, args=(streams,), name="jaxserve batches", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Leave unfinished batches to the next start."""
+        with self._news:
+            self._is_stopped = True
+            self._news.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def wake(self) -> None:
+        """Look for a new batch."""
+        with self._news:
+            self._news.notify_all()
+
+    def _run(self, streams: Streams) -> None:
+        while (batch := self._wait()) is not None:
+            try:
+                self._serve(batch, streams)
+            except Exception as error:
+                logger.exception("the batch %s has failed", batch["id"])
+                self._fail(batch["id"], "internal_error", f"the batch could not be run: {error!r}")
+
+    def _wait(self) -> Json | None:
+        """Wait for a batch; None once the jobs are stopped."""
+        with self._news:
+            while not self._is_stopped:
+                if (batch := self._next()) is not None:
+                    return batch
+                self._news.wait()
+        return None
+
+    def _next(self) -> Json | None:
+        """Return the oldest batch of the tenant after the one that was served last."""
+        waiting = [x for x in self._store.objects("batch") if x["status"] in WAITING][::-1]
+        owners = {x["id"]: self._store.owner(x["id"]) for x in waiting}
+        waiting.sort(key=lambda x: (owners[x["id"]] <= self._last_owner, owners[x["id"]]))
+        return waiting[0] if waiting else None
+
+    def _serve(self, batch: Json, streams: Streams) -> None:
+        batch_id, owner = batch["id"], self._store.owner(batch["id"])
+        self._last_owner = owner
+        source = self._store.content(batch["input_file_id"])
+        if (reason := _unusable(source)) is not None:
+            self._fail(batch_id, *reason)
+            return
+        if batch["status"] == "validating":
+            counts = {"total": _num_lines(source), "completed": 0, "failed": 0}
+            self._store.update(batch_id, status="in_progress", in_progress_at=_now(), request_counts=counts)
+        engine = ServedEngine(self._engine, streams, batch_id, owner, lambda: self._check(batch_id))
+        saved_s = 0.0
+
+        def on_record(num_records: int, num_errors: int) -> None:
+            nonlocal saved_s
+            if time.monotonic() - saved_s >= _SAVE_S:
+                saved_s = time.monotonic()
+                self._count(batch_id, num_records, num_errors)
+
+        try:
+            summary = run_batch(
+                engine,
+                source,
+                self._store.records(batch_id),
+                model_names=self._model_names,
+                max_in_flight=self._max_in_flight,
+                urls=(batch["endpoint"],),
+                on_record=on_record,
+                use_tqdm=False,
+            )
+        except BatchEndedError as end:
+            if not self._is_stopped:
+                self._finish(batch_id, owner, str(end))
+        except ConfigError as error:
+            self._fail(batch_id, "invalid_file", str(error))
+        else:
+            self._count_summary(batch_id, summary)
+            self._finish(batch_id, owner, "completed")
+
+    def _check(self, batch_id: str) -> None:
+        batch = self._store.get(batch_id)
+        if self._is_stopped or batch is None:
+            raise BatchEndedError("stopped")
+        if batch["status"] == "cancelling":
+            raise BatchEndedError("cancelled")
+        if time.time() >= batch["expires_at"]:
+            raise BatchEndedError("expired")
+
+    def _count(self, batch_id: str, num_records: int, num_errors: int) -> None:
+        batch = self._store.get(batch_id)
+        if batch is not None:
+            counts = {**batch["request_counts"], "completed": num_records - num_errors, "failed": num_errors}
+            self._store.update(batch_id, request_counts=counts)
+
+    def _count_summary(self, batch_id: str, summary: BatchSummary) -> None:
+        self._count(batch_id, summary.num_records, summary.num_errors)
+
+    def _finish(self, batch_id: str, owner: str, status: str) -> None:
+        """Divide the records into the files of results and of errors."""
+        self._store.update(
+            batch_id, finalizing_at=_now(), **({"status": "finalizing"} if status == "completed" else {})
+        )
+        records = self._store.records(batch_id)
+        uploads = {True: self._store.new_upload(), False: self._store.new_upload()}
+        num_lines = {True: 0, False: 0}
+        with uploads[True].open("wb") as good, uploads[False].open("wb") as bad, records.open("rb") as source:
+            for record in source:
+                is_good = _OK in record[:_OK_WITHIN_BYTES]
+                (good if is_good else bad).write(record)
+                num_lines[is_good] += 1
+        self._count(batch_id, sum(num_lines.values()), num_lines[False])
+        ids: dict[bool, str | None] = {}
+        for is_good, name in ((True, "output"), (False, "error")):
+            ids[is_good] = None
+            if num_lines[is_good]:
+                filename = f"{batch_id}_{name}.jsonl"
+                ids[is_good] = self._store.add_file(uploads[is_good], filename, BATCH_OUTPUT, owner)["id"]
+            else:
+                uploads[is_good].unlink()
+        files = {"output_file_id": ids[True], "error_file_id": ids[False]}
+        self._store.update(batch_id, status=status, **files, **{f"{status}_at": _now()})
+        records.unlink()
+
+    def _fail(self, batch_id: str, code: str, message: str) -> None:
+        error = {"code": code, "line": None, "message": message, "param": "input_file_id"}
+        errors = {"object": "list", "data": [error]}
+        self._store.update(batch_id, status="failed", failed_at=_now(), errors=errors)
+
+
+def _unusable(source: Path) -> tuple[str, str] | None:
+    if not source.exists():
+        return "invalid_file", "the input file was deleted before the batch began; upload it again"
+    return (
+        ("empty_file", "the input file must have a request in each line, got none") if not _num_lines(source) else None
+    )
+
+
+def _num_lines(source: Path) -> int:
+    with source.open("rb") as lines:
+        return sum(1 for _ in numbered_lines(lines))
+
+
+def _now() -> int:
+    return int(time.time())

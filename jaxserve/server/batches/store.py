@@ -1,0 +1,121 @@
+"""Files and batches on disk: the only state, from which a restarted server resumes.
+
+A folder holds, for each file, `file-ID.json` and `file-ID.content`; for each batch, `batch_ID.json` and, while it runs,
+`batch_ID.records`, the output of `run_batch`. Each JSON file is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from jaxserve.errors import ConfigError
+from jaxserve.whole_file import write_whole
+
+Json = dict[str, Any]
+
+BATCH, BATCH_OUTPUT = "batch", "batch_output"  # purposes of files
+_ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}")
+_OWNER = "owner"  # entry that replies do not have
+
+
+class Store:
+    """Files and batches of all tenants. Safe to use from several threads.
+
+    Args:
+        folder: directory, created if it does not exist.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._lock = folder, RLock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for left in folder.glob("*.upload"):
+                left.unlink()
+            self._objects = {path.stem: json.loads(path.read_bytes()) for path in folder.glob("*.json")}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"batch_dir must be a directory that the server can use, but: {error}") from error
+
+    def new_upload(self) -> Path:
+        """Return the path of a new file that is being received."""
+        return self._folder / f"{secrets.token_hex(12)}.upload"
+
+    def add_file(self, content: Path, filename: str, purpose: str, owner: str) -> Json:
+        """Take over a file whose content is on disk; return its object."""
+        size = content.stat().st_size
+        with content.open("rb") as file:
+            os.fsync(file.fileno())
+        file_id = f"file-{secrets.token_hex(12)}"
+        content.replace(self.content(file_id))
+        file_object = {
+            "id": file_id,
+            "object": "file",
+            "bytes": size,
+            "created_at": int(time.time()),
+            "filename": filename,
+            "purpose": purpose,
+            "status": "processed",
+        }
+        self._save({**file_object, _OWNER: owner})
+        return file_object
+
+    def add_batch(self, fields: Json, owner: str) -> Json:
+        """Add a batch to be run; return its object."""
+        batch = {"id": f"batch_{secrets.token_hex(12)}", "object": "batch", "created_at": int(time.time()), **fields}
+        self._save({**batch, _OWNER: owner})
+        return batch
+
+    def update(self, object_id: str, **fields: Any) -> None:
+        """Replace fields of a batch."""
+        with self._lock:
+            self._save({**self._objects[object_id], **fields})
+
+    def get(self, object_id: str, owner: str | None = None) -> Json | None:
+        """Return the object of a file or a batch; None if there is none, or another tenant owns it."""
+        found = self._objects.get(object_id) if _ID.fullmatch(object_id) else None
+        if found is None or (owner is not None and found[_OWNER] != owner):
+            return None
+        return _without_owner(found)
+
+    def owner(self, object_id: str) -> str:
+        """Return the tenant of a file or a batch."""
+        return str(self._objects[object_id][_OWNER])
+
+    def objects(self, kind: str, owner: str | None = None) -> Iterator[Json]:
+        """Yield all files ("file") or batches ("batch"), of one tenant or of all, the newest first."""
+        found = [x for x in list(self._objects.values()) if x["object"] == kind and owner in (None, x[_OWNER])]
+        return map(_without_owner, sorted(found, key=lambda x: (x["created_at"], x["id"]), reverse=True))
+
+    def delete_file(self, file_id: str) -> None:
+        """Delete a file."""
+        with self._lock:
+            self._objects.pop(file_id, None)
+            (self._folder / f"{file_id}.json").unlink(missing_ok=True)
+            self.content(file_id).unlink(missing_ok=True)
+
+    def content(self, file_id: str) -> Path:
+        """Return the path of a file's content."""
+        return self._folder / f"{file_id}.content"
+
+    def records(self, batch_id: str) -> Path:
+        """Return the path of the records of a batch that runs."""
+        return self._folder / f"{batch_id}.records"
+
+    def _save(self, content: Json) -> None:
+        with self._lock:
+            write_whole(self._folder / f"{content['id']}.json", json.dumps(content).encode())
+            self._objects[content["id"]] = content
+
+
+def _without_owner(content: Json) -> Json:
+    return {name: value for name, value in content.items() if name != _OWNER}

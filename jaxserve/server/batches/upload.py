@@ -1,0 +1,125 @@
+"""Uploads: bodies of multipart forms, written to disk as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from python_multipart import FormParser, create_form_parser
+from python_multipart.exceptions import FormParserError
+
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.server.http import ClientGoneError
+
+if TYPE_CHECKING:
+    from jaxserve.server.http import Headers, Receive
+
+_FILE = "file"
+_MAX_FIELD_BYTES = 4096
+_MAX_FORM_BYTES = 2**16  # of a body, apart from the file
+
+
+@dataclass(slots=True)
+class Upload:
+    """Form with a file.
+
+    Attributes:
+        path: path of the file's content.
+        filename: name that the client gave it.
+        fields: other fields of the form.
+    """
+
+    path: Path
+    filename: str = ""
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+async def receive_form(receive: Receive, headers: Headers, path: Path, *, max_bytes: int, timeout_s: float) -> Upload:
+    """Return a form whose part `file` has been written to `path`.
+
+    Args:
+        receive: function that returns the next part of the request.
+        headers: headers of the request.
+        path: file to write.
+        max_bytes: limit of the file.
+        timeout_s: limit of the time between two parts of the body.
+
+    Raises:
+        BadRequestError: the body is no such form, too large (413) or too slow (408).
+        ClientGoneError: the client has gone.
+    """
+    upload = Upload(path)
+    files: list[Any] = []
+
+    def on_field(field: Any) -> None:
+        upload.fields[field.field_name.decode(errors="replace")] = (field.value or b"").decode(errors="replace")
+
+    def on_file(file: Any) -> None:
+        files.append(file)
+
+    types = {name.lower(): value for name, value in headers}
+    config = {
+        "UPLOAD_DIR": str(path.parent),
+        "MAX_MEMORY_FILE_SIZE": 2**16,
+        "MAX_BODY_SIZE": max_bytes + 2 * _MAX_FORM_BYTES,
+    }
+    try:
+        parser: FormParser = create_form_parser(
+            {"Content-Type": types.get(b"content-type", b"")}, on_field, on_file, config=config
+        )
+        await _feed(parser, receive, max_bytes, timeout_s)
+        (file,) = [each for each in files if each.field_name == _FILE.encode()]
+    except BadRequestError:
+        raise
+    except (FormParserError, ValueError) as error:
+        raise BadRequestError(
+            f"a file must be uploaded as multipart/form-data with the parts `purpose` and `file`, but: {error}", "file"
+        ) from None
+    finally:
+        for each in files:
+            if each.field_name != _FILE.encode():
+                each.close()
+    if file.size > max_bytes:
+        file.close()
+        raise _too_large(max_bytes)
+    upload.filename = (file.file_name or b"file").decode(errors="replace")[:_MAX_FIELD_BYTES]
+    await asyncio.to_thread(_save, file, path)
+    return upload
+
+
+async def _feed(parser: FormParser, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+    num_bytes = 0
+    while True:
+        try:
+            async with asyncio.timeout(timeout_s):
+                message = await receive()
+        except TimeoutError:
+            raise BadRequestError(
+                f"a part of a body must arrive within {timeout_s:g} s", None, "timeout", 408
+            ) from None
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes > max_bytes + _MAX_FORM_BYTES:
+            raise _too_large(max_bytes)
+        parser.write(part)
+        if not message.get("more_body", False):
+            parser.finalize()
+            return
+
+
+def _too_large(max_bytes: int) -> BadRequestError:
+    message = f"a file must have at most {max_bytes} bytes; divide it into several"
+    return BadRequestError(message, "file", "too_large", 413)
+
+
+def _save(file: Any, path: Path) -> None:
+    source = file.file_object
+    source.seek(0)
+    with path.open("wb") as target:
+        while block := source.read(2**20):
+            target.write(block)
+    file.close()

@@ -1,0 +1,198 @@
+"""OpenAI's client uploads files and runs batches; a restarted server resumes them; tenants do not see each other."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from jaxserve.engine.engine import Engine
+from jaxserve.llm import LLM
+from jaxserve.openai.batch_files import run_batch
+from tests.server.conftest import Running, running
+
+ENDED = ("completed", "failed", "expired", "cancelled")
+
+
+def lines(count: int, max_tokens: int = 4) -> bytes:
+    def line(number: int) -> str:
+        body = {"prompt": [3 + number % 100, 5], "max_tokens": max_tokens, "temperature": 1, "ignore_eos": True}
+        return json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body})
+
+    return "\n".join(line(number) for number in range(count)).encode()
+
+
+def client_of(server: Running, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+
+
+def ended(client: openai.OpenAI, batch_id: str, timeout_s: float = 60) -> openai.types.Batch:
+    until_s = time.monotonic() + timeout_s
+    while (batch := client.batches.retrieve(batch_id)).status not in ENDED:
+        assert time.monotonic() < until_s, batch
+        time.sleep(0.05)
+    return batch
+
+
+def begin(client: openai.OpenAI, content: bytes, **options: Any) -> openai.types.Batch:
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    assert (file.bytes, file.filename, file.purpose) == (len(content), "in.jsonl", "batch")
+    options = {"endpoint": "/v1/completions", "completion_window": "24h"} | options
+    return client.batches.create(input_file_id=file.id, **options)
+
+
+def bodies(records: str) -> dict[str, Any]:
+    read = [json.loads(line) for line in records.splitlines()]
+    assert len({record["custom_id"] for record in read}) == len(read)
+    return {record["custom_id"]: record["response"]["body"] for record in read}
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(engine, batch_dir=tmp_path_factory.mktemp("batches"), served_model_name=["tiny"]) as server:
+        yield server
+
+
+def test_a_batch_has_the_records_of_the_batch_runner(server: Running, llm: LLM, tmp_path: Path) -> None:
+    client, content = client_of(server), lines(12)
+    batch = ended(client, begin(client, content, metadata={"job": "a"}).id)
+    assert batch.status == "completed"
+    assert batch.metadata == {"job": "a"}
+    assert batch.request_counts == openai.types.BatchRequestCounts(total=12, completed=12, failed=0)
+    assert batch.error_file_id is None
+    assert batch.output_file_id is not None
+    (tmp_path / "in.jsonl").write_bytes(content)
+    run_batch(llm, tmp_path / "in.jsonl", tmp_path / "out.jsonl", model_names=["tiny"], use_tqdm=False)
+    found, expected = (
+        {name: body["choices"] for name, body in bodies(text).items()}
+        for text in (client.files.content(batch.output_file_id).text, (tmp_path / "out.jsonl").read_text())
+    )
+    assert found == expected
+
+
+def test_failed_lines_are_in_a_file_of_their_own(server: Running) -> None:
+    client = client_of(server)
+    other = {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": []}}
+    batch = ended(client, begin(client, lines(2) + b"\nnonsense\n" + json.dumps(other).encode()).id)
+    assert batch.request_counts == openai.types.BatchRequestCounts(total=4, completed=2, failed=2)
+    assert batch.error_file_id is not None
+    codes = [json.loads(line)["error"]["code"] for line in client.files.content(batch.error_file_id).text.splitlines()]
+    assert sorted(codes) == ["invalid_json_line", "invalid_url"]
+
+
+def test_an_empty_file_fails_the_batch(server: Running) -> None:
+    client = client_of(server)
+    batch = ended(client, begin(client, b"\n").id)
+    assert batch.status == "failed"
+    assert batch.errors is not None
+    assert [error.code for error in batch.errors.data or ()] == ["empty_file"]
+
+
+def test_a_cancelled_batch_keeps_what_is_done(server: Running) -> None:
+    client = client_of(server)
+    batch = begin(client, lines(300, max_tokens=40))
+    while not (found := client.batches.retrieve(batch.id)).request_counts or not found.request_counts.completed:
+        time.sleep(0.02)
+    with pytest.raises(openai.ConflictError, match="cancel that first"):
+        client.files.delete(batch.input_file_id)
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    batch = ended(client, batch.id)
+    assert batch.status == "cancelled"
+    assert batch.output_file_id is not None
+    kept = bodies(client.files.content(batch.output_file_id).text)
+    assert 0 < len(kept) < 300
+    assert batch.request_counts.completed == len(kept)
+    with pytest.raises(openai.ConflictError, match="must be unfinished to be cancelled"):
+        client.batches.cancel(batch.id)
+
+
+def test_a_restarted_server_resumes(engine: Engine, tmp_path: Path) -> None:
+    with running(engine, batch_dir=tmp_path) as server:
+        client = client_of(server)
+        batch = begin(client, lines(150, max_tokens=30))
+        while not client.batches.retrieve(batch.id).request_counts.completed:
+            time.sleep(0.02)
+        server.app._batches.stop()  # as the end of the server does, which here waits for the engine first
+    (records,) = tmp_path.glob("*.records")
+    num_before = records.read_bytes().count(b"\n")
+    assert 0 < num_before < 150
+    with running(engine, batch_dir=tmp_path) as server:
+        client = client_of(server)
+        batch = ended(client, batch.id)
+        assert batch.request_counts.completed == 150
+        assert len(bodies(client.files.content(batch.output_file_id).text)) == 150
+    assert not list(tmp_path.glob("*.records"))
+
+
+def test_lists_have_pages(server: Running) -> None:
+    client = client_of(server)
+    files = [client.files.create(file=(f"{i}.jsonl", lines(1)), purpose="batch") for i in range(3)]
+    listed = [file.id for file in client.files.list(limit=2, purpose="batch")]  # the client asks for further pages
+    assert {file.id for file in files} <= set(listed)
+    assert len(listed) == len(set(listed))
+    begin(client, lines(1))
+    assert all(batch.object == "batch" for batch in client.batches.list(limit=1))
+    assert client.files.delete(files[0].id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.retrieve(files[0].id)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"input_file_id": "file-000000000000000000000000"}, "input_file_id"),
+        ({"input_file_id": "../../etc/passwd"}, "input_file_id"),
+        ({"metadata": {"a": 1}}, "metadata"),
+        ({"output_expires_after": {"seconds": 1}}, "output_expires_after"),
+    ],
+)
+def test_what_a_batch_cannot_be_is_refused(server: Running, body: dict[str, Any], param: str) -> None:
+    file = client_of(server).files.create(file=("a.jsonl", lines(1)), purpose="batch")
+    whole = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"} | body
+    reply = server.client.post("/v1/batches", json=whole)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_uploads_are_forms_within_limits(engine: Engine, tmp_path: Path) -> None:
+    with running(engine, batch_dir=tmp_path, max_batch_file_bytes=1000, max_batch_storage_bytes=1500) as server:
+        client = client_of(server)
+        with pytest.raises(openai.BadRequestError, match="purpose must be"):
+            client.files.create(file=("a", b"{}"), purpose="assistants")
+        with pytest.raises(openai.APIStatusError, match="at most 1000 bytes"):
+            client.files.create(file=("a", bytes(5000)), purpose="batch")
+        client.files.create(file=("a", bytes(800)), purpose="batch")
+        with pytest.raises(openai.APIStatusError, match="1500 bytes in all"):
+            client.files.create(file=("a", bytes(800)), purpose="batch")
+        reply = server.client.post("/v1/files", content=b"{}", headers={"content-type": "application/json"})
+        assert reply.status_code == 400
+        assert "multipart/form-data" in reply.json()["error"]["message"]
+    assert not list(tmp_path.glob("*.upload"))
+
+
+def test_tenants_do_not_see_each_other(engine: Engine, tmp_path: Path) -> None:
+    with running(engine, batch_dir=tmp_path, api_key=["one", "two"]) as server:
+        one, two = client_of(server, "one"), client_of(server, "two")
+        batch = ended(one, begin(one, lines(1)).id)
+        for call in (two.batches.retrieve, two.batches.cancel):
+            with pytest.raises(openai.NotFoundError):
+                call(batch.id)
+        for call in (two.files.retrieve, two.files.content, two.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                call(batch.output_file_id)
+        assert not list(two.files.list())
+        assert not list(two.batches.list())
+        with pytest.raises(openai.BadRequestError):
+            two.batches.create(input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h")
+
+
+def test_without_a_directory_there_are_none(engine: Engine) -> None:
+    with running(engine) as server:
+        reply = server.client.get("/v1/files")
+        assert (reply.status_code, "need --batch-dir" in reply.text) == (404, True)
+        assert isinstance(reply, httpx.Response)
