@@ -174,7 +174,7 @@ def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
     assert memory.weights == pytest.approx(2 * num_params, rel=0.001)
     told = build_report(small)
     assert (told["fits"], told["missing_bytes_per_chip"], told["limit_bytes_per_chip"]) == (False, memory.missing, 8e9)
-    assert f"does not fit: this machine lacks {memory.missing / 1e9:.2f} GB\n" in render(small)
+    assert f"does not fit: this machine lacks {memory.missing / 1e9:.2f} GB; " in render(small)
     enough = 8 * 10**9 + memory.missing
     assert on_a_machine_of(enough, name, max_model_len=1024, max_num_seqs=1).fits
     assert on_a_machine_of(enough - 1, name, max_model_len=1024, max_num_seqs=1).memory.missing == 1
@@ -198,7 +198,7 @@ def test_the_pool_of_a_machine_is_a_sixteenth_of_it_at_most(gigabytes: int, who:
     if who == "the pool":
         assert memory.missing == memory.request - memory.pool_limit
     if who is not None:
-        assert f"does not fit: {who} lacks {memory.missing / 1e9:.2f} GB\n" in render(plan)
+        assert f"does not fit: {who} lacks {memory.missing / 1e9:.2f} GB; " in render(plan)
 
 
 @given(
