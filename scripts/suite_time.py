@@ -4,9 +4,9 @@
     python scripts/suite_time.py check FILE         # exit status 1 if the tests took too long
     python scripts/suite_time.py calibrate          # seconds of a fixed load: REFERENCE_S on the machine of the limit
 
-Before and after the tests two processes compile small programs without a cache and run Python, as the tests do. A slower
-machine gets as much more time. If other processes used more than a tenth of the processor time meanwhile, there is
-no verdict.
+Before and after the tests two processes compile small programs without a cache and run Python, as the tests do. The
+limit grows with their time. If other processes used more than a tenth of the processor time meanwhile, there is no
+verdict.
 """
 
 import argparse
@@ -85,8 +85,9 @@ def check(path: Path) -> int:
     factor = max(1.0, *(seconds / REFERENCE_S for seconds in times["calibration_s"]))
     limit_s = LIMIT_S * TOLERANCE * factor
     print(
-        f"the tests took {times['wall_s']:.0f} s, {times['processor_s']:.0f} s of processor time; limit {limit_s:.0f} s "
-        f"on this machine, {factor:.2f} times as slow as the reference; other processes had {times['others']:.0%}"
+        f"the tests took {times['wall_s']:.0f} s, {times['processor_s']:.0f} s of processor time; limit "
+        f"{limit_s:.0f} s on this machine, {factor:.2f} times as slow as the reference; other processes had "
+        f"{times['others']:.0%}"
     )
     if times["wall_s"] <= limit_s:
         return 0
