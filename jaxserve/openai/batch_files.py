@@ -19,7 +19,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from jaxserve.openai.batch_output import (
     numbered_lines,
 )
 from jaxserve.openai.batch_progress import BatchProgress
+from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body, refuse_unknown
 from jaxserve.openai.pooling import PoolingReply, parse_pooling
@@ -96,6 +97,9 @@ def run_batch(
     max_in_flight: int | None = None,
     urls: Sequence[str] = (COMPLETIONS, CHAT, EMBEDDINGS),
     on_record: Callable[[int, int], None] = lambda num_records, num_errors: None,
+    chat_format: ChatFormat | None = None,
+    response_role: str = "assistant",
+    takes_templates: bool = True,
     use_tqdm: bool = True,
 ) -> BatchSummary:
     """Serve every line of `in_path` that has no record in `out_path` yet.
@@ -114,6 +118,9 @@ def run_batch(
             alone.
         urls: values that `url` may have in a line.
         on_record: function that is called after each record with the number of all records and of those with errors.
+        chat_format: the same as in `parse_body`.
+        response_role: the same as in `parse_body`.
+        takes_templates: the same as in `parse_body`.
         use_tqdm: True to show progress on stderr: a bar on a terminal, elsewhere a line every 30 s.
 
     Raises:
@@ -135,6 +142,8 @@ def run_batch(
             window=3 * num_rows if max_in_flight is None else max_in_flight,
             urls=tuple(urls),
             on_record=on_record,
+            chat_options={"chat_format": chat_format, "response_role": response_role},
+            takes_templates=takes_templates,
             progress=stack.enter_context(BatchProgress(done, is_wanted=use_tqdm)),
         )
         stack.callback(run.abort)
@@ -184,6 +193,8 @@ class _BatchRun:
     window: int
     urls: tuple[str, ...]
     on_record: Callable[[int, int], None]
+    chat_options: Mapping[str, Any]
+    takes_templates: bool
     progress: BatchProgress
     in_flight: dict[str, _InFlight] = field(default_factory=dict)  # keys are request ids
     num_sequences: int = 0  # sequences in flight
@@ -251,7 +262,12 @@ class _BatchRun:
         if url == EMBEDDINGS:
             names = self.own_name, self.model_names
             return parse_pooling(
-                url, content.get("body"), *names, tokenizer=self.engine.tokenizer, check_prompt=self._check_prompt
+                url,
+                content.get("body"),
+                *names,
+                tokenizer=self.engine.tokenizer,
+                takes_templates=self.takes_templates,
+                check_prompt=self._check_prompt,
             )
         return parse_body(
             url,
@@ -261,6 +277,8 @@ class _BatchRun:
             self.engine.tokenizer,
             self.engine.default_sampling_params,
             check_prompt=self._check_prompt,
+            takes_templates=self.takes_templates,
+            **self.chat_options,
         )
 
     def _check_prompt(self, text: str) -> None:

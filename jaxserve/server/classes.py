@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -55,6 +56,11 @@ def in_class(request: ParsedRequest, headers: Headers, tenant: str, objectives: 
     if named not in objectives:
         return replace(request, ignored=(*request.ignored, OBJECTIVE[0].decode()))
     return replace(request, priority=objectives[named])
+
+
+def tenant_salt(tenant: str, cache_salt: str | None) -> str:
+    """Return the salt of a tenant's prompts in the prefix cache: nobody finds out what others have asked."""
+    return json.dumps([tenant, cache_salt])
 
 
 def allowed_priority(priority: int | None, limits: Limits) -> int | None:

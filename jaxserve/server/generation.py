@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import random
 import time
@@ -17,7 +16,7 @@ from jaxserve.openai.format import ParsedRequest, naming_fields, prompt_field
 from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface
 from jaxserve.openai.translation import naming
 from jaxserve.server import http
-from jaxserve.server.classes import allowed_priority, early_priority, in_class, read_objectives
+from jaxserve.server.classes import allowed_priority, early_priority, in_class, read_objectives, tenant_salt
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.json_pieces import MAX_VALUES, json_pieces, num_new_values, num_values
 from jaxserve.server.streams import BrokenStepError, Stream
@@ -138,9 +137,8 @@ class Generation:
                 f"a request must have at most {service.most_at_once} samples of all its prompts, got {num_samples}"
             )
             raise BadRequestError(message, "n" if request.params.n > 1 else field)
-        if call.tenant:  # nobody finds out what others have asked
-            salt = json.dumps([call.tenant, request.cache_salt])
-            request = replace(request, cache_salt=salt)
+        if call.tenant:
+            request = replace(request, cache_salt=tenant_salt(call.tenant, request.cache_salt))
         request = in_class(request, call.headers, call.tenant, self._objectives)
         if service.keys:
             limits = service.admission.limits.of(call.tenant)

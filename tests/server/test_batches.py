@@ -13,6 +13,7 @@ import pytest
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
 from jaxserve.openai.batch_files import run_batch
+from jaxserve.server.batches import api, jobs
 from tests.server.conftest import Running, running
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -84,6 +85,41 @@ def test_failed_lines_are_in_a_file_of_their_own(server: Running) -> None:
     assert sorted(codes) == ["invalid_json_line", "invalid_url"]
 
 
+def test_a_long_name_does_not_make_a_record_an_error(server: Running) -> None:
+    client, line = client_of(server), json.loads(lines(1))
+    batch = ended(client, begin(client, json.dumps(line | {"custom_id": "x" * 9000}).encode()).id)
+    assert batch.request_counts == openai.types.BatchRequestCounts(total=1, completed=1, failed=0)
+    assert batch.error_file_id is None
+
+
+def test_lines_bring_no_template_that_requests_could_not(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ messages[0].content }}"}
+    line = {"custom_id": "x", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    client = client_of(server)
+    batch = ended(client, begin(client, json.dumps(line).encode(), endpoint="/v1/chat/completions").id)
+    assert batch.error_file_id is not None
+    assert "--trust-request-chat-template" in client.files.content(batch.error_file_id).text
+
+
+def test_a_failure_that_cannot_be_noted_ends_nothing(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    owned, failures = server.app._batches._jobs, [OSError("full"), OSError("full")]
+    serve, fail = owned._serve, owned._fail
+
+    def failing(action: Any, *args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        action(*args)
+
+    monkeypatch.setattr(jobs, "RETRY_S", 0.01)
+    monkeypatch.setattr(owned, "_serve", lambda *args: failing(serve, *args))
+    monkeypatch.setattr(owned, "_fail", lambda *args: failing(fail, *args))
+    client = client_of(server)
+    assert ended(client, begin(client, lines(1)).id).status == "completed"
+    assert "cannot be noted" in caplog.text
+
+
 def test_an_empty_file_fails_the_batch(server: Running) -> None:
     client = client_of(server)
     batch = ended(client, begin(client, b"\n").id)
@@ -149,6 +185,8 @@ def test_lists_have_pages(server: Running) -> None:
         ({"input_file_id": "file-000000000000000000000000"}, "input_file_id"),
         ({"input_file_id": "../../etc/passwd"}, "input_file_id"),
         ({"metadata": {"a": 1}}, "metadata"),
+        ({"metadata": {"a": "x" * 513}}, "metadata"),
+        ({"metadata": {"a" * 65: "x"}}, "metadata"),
         ({"output_expires_after": {"seconds": 1}}, "output_expires_after"),
     ],
 )
@@ -189,6 +227,32 @@ def test_tenants_do_not_see_each_other(engine: Engine, tmp_path: Path) -> None:
         assert not list(two.batches.list())
         with pytest.raises(openai.BadRequestError):
             two.batches.create(input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="24h")
+
+
+def test_tenants_share_no_cached_prompts(engine: Engine, tmp_path: Path) -> None:
+    body = {"prompt": [3 + index for index in range(40)], "max_tokens": 1}
+    line = json.dumps({"custom_id": "x", "method": "POST", "url": "/v1/completions", "body": body}).encode()
+    cached = []
+    with running(engine, batch_dir=tmp_path, api_key=["red", "blue"]) as server:
+        for key in ("red", "red", "blue"):
+            client = client_of(server, key)
+            batch = ended(client, begin(client, line).id)
+            assert batch.output_file_id is not None
+            usage = bodies(client.files.content(batch.output_file_id).text)["x"]["usage"]
+            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == cached[2] == 0 < cached[1]
+
+
+def test_a_tenant_has_few_unfinished_batches(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_MAX_UNFINISHED", 0)
+    client = client_of(server)
+    file = client.files.create(file=("a.jsonl", lines(1)), purpose="batch")
+    with pytest.raises(openai.RateLimitError, match="fewer than 0 unfinished batches"):
+        client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    with pytest.raises(openai.BadRequestError, match="expires_after"):
+        client.files.create(
+            file=("a.jsonl", lines(1)), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+        )
 
 
 def test_without_a_directory_there_are_none(engine: Engine) -> None:

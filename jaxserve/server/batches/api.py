@@ -25,7 +25,8 @@ FILES, BATCHES = "/v1/files", "/v1/batches"
 JSON_LINES_TYPE = b"application/octet-stream"
 
 _WINDOW_S = {"24h": 24 * 3600}
-_MAX_METADATA = 16
+_MAX_METADATA, _MAX_NAME_CHARS, _MAX_VALUE_CHARS = 16, 64, 512  # OpenAI's limits
+_MAX_UNFINISHED = 64  # batches of a tenant
 _MAX_LISTED = {"file": 10_000, "batch": 100}
 _LISTED = {"file": 10_000, "batch": 20}  # objects of a list if the request has no limit
 _BLOCK_BYTES = 2**16
@@ -47,7 +48,7 @@ class Batches:
         self._store = Store(folder)
         self._endpoints = (COMPLETIONS, CHAT) if service.engine.arch.pooler is None else (EMBEDDINGS,)
         num_slots = service.engine.schedule.max_num_seqs * service.engine.config.data_parallel_size
-        self._jobs = Jobs(self._store, service.engine, service.model_names, max(1, num_slots // 2))
+        self._jobs = Jobs(self._store, service, max(1, num_slots // 2))
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", FILES): self._upload,
             ("GET", FILES): self._list,
@@ -88,6 +89,8 @@ class Batches:
                 max_bytes=config.max_batch_file_bytes,
                 timeout_s=config.body_timeout_s,
             )
+            if unknown := form.fields.keys() - {"purpose"}:
+                raise BadRequestError(f"{min(unknown)} is not supported in files; leave it out", min(unknown))
             if (purpose := form.fields.get("purpose")) != BATCH:
                 raise BadRequestError(f'purpose must be "{BATCH}", got {brief(purpose)}', "purpose")
             await self._check_quota(call.owner, path.stat().st_size)
@@ -145,6 +148,10 @@ class Batches:
         if (window := body.get("completion_window", "24h")) not in _WINDOW_S:
             message = f"completion_window must be one of {list(_WINDOW_S)}, got {brief(window)}"
             raise BadRequestError(message, "completion_window")
+        unfinished = [each for each in self._store.objects("batch", call.owner) if each["status"] in WAITING]
+        if len(unfinished) >= _MAX_UNFINISHED:
+            message = f"a key must have fewer than {_MAX_UNFINISHED} unfinished batches, got one more; wait for an end"
+            raise BadRequestError(message, None, "too_many_batches", 429)
         fields = {
             "endpoint": endpoint,
             "errors": None,
@@ -231,7 +238,14 @@ def _limit(text: str, largest: int) -> int:
 def _metadata(given: Any) -> dict[str, str] | None:
     if given is None:
         return None
-    is_text = isinstance(given, dict) and all(isinstance(value, str) for value in given.values())
-    if not is_text or len(given) > _MAX_METADATA:
-        raise BadRequestError(f"metadata must have at most {_MAX_METADATA} texts, got {brief(given)}", "metadata")
+    are_texts = isinstance(given, dict) and all(
+        isinstance(value, str) and len(name) <= _MAX_NAME_CHARS and len(value) <= _MAX_VALUE_CHARS
+        for name, value in given.items()
+    )
+    if not are_texts or len(given) > _MAX_METADATA:
+        raise BadRequestError(
+            f"metadata must have at most {_MAX_METADATA} texts of at most {_MAX_VALUE_CHARS} characters, under names "
+            f"of at most {_MAX_NAME_CHARS}, got {brief(given)}",
+            "metadata",
+        )
     return dict(given)

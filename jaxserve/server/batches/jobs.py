@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from jaxserve.server.batches.served_engine import ServedEngine
 from jaxserve.server.batches.store import BATCH_OUTPUT, Json, Store
 
 if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine
+    from jaxserve.server.service import Service
     from jaxserve.server.streams import Streams
 
 logger = logging.getLogger(__name__)
@@ -25,8 +24,8 @@ WAITING = ("validating", "in_progress", "finalizing", "cancelling")
 """States of batches that have not ended."""
 
 _OK = b'"response": {"status_code": 200,'
-_OK_WITHIN_BYTES = 4096  # custom_ids may stand in front
 _SAVE_S = 1.0  # time between two notes of the progress
+RETRY_S = 10.0  # time until what failed is tried again
 
 
 class BatchEndedError(Exception):
@@ -38,14 +37,12 @@ class Jobs:
 
     Args:
         store: files and batches.
-        engine: engine of the server.
-        model_names: names of the model.
+        service: engine and state of the server.
         max_in_flight: sequences of batches that are in the engine at the same time.
     """
 
-    def __init__(self, store: Store, engine: Engine, model_names: Sequence[str], max_in_flight: int) -> None:
-        self._store, self._engine, self._model_names = store, engine, model_names
-        self._max_in_flight = max_in_flight
+    def __init__(self, store: Store, service: Service, max_in_flight: int) -> None:
+        self._store, self._service, self._max_in_flight = store, service, max_in_flight
         self._news = threading.Condition()
         self._is_stopped = False
         self._last_owner = ""
@@ -75,7 +72,7 @@ class Jobs:
                 self._serve(batch, streams)
             except Exception as error:
                 logger.exception("the batch %s has failed", batch["id"])
-                self._fail(batch["id"], "internal_error", f"the batch could not be run: {error!r}")
+                self._fail_later(batch["id"], "internal_error", f"the batch could not be run: {error!r}")
 
     def _wait(self) -> Json | None:
         """Wait for a batch; None once the jobs are stopped."""
@@ -103,7 +100,15 @@ class Jobs:
         if batch["status"] == "validating":
             counts = {"total": _num_lines(source), "completed": 0, "failed": 0}
             self._store.update(batch_id, status="in_progress", in_progress_at=_now(), request_counts=counts)
-        engine = ServedEngine(self._engine, streams, batch_id, owner, lambda: self._check(batch_id))
+        service = self._service
+        engine = ServedEngine(
+            service.engine,
+            streams,
+            batch_id,
+            owner,
+            lambda: self._check(batch_id),
+            has_own_cache=bool(service.keys),
+        )
         saved_s = 0.0
 
         def on_record(num_records: int, num_errors: int) -> None:
@@ -117,10 +122,13 @@ class Jobs:
                 engine,
                 source,
                 self._store.records(batch_id),
-                model_names=self._model_names,
+                model_names=service.model_names,
                 max_in_flight=self._max_in_flight,
                 urls=(batch["endpoint"],),
                 on_record=on_record,
+                chat_format=service.chat_format,
+                response_role=service.config.response_role,
+                takes_templates=service.config.trust_request_chat_template,
                 use_tqdm=False,
             )
         except BatchEndedError as end:
@@ -160,7 +168,7 @@ class Jobs:
         num_lines = {True: 0, False: 0}
         with uploads[True].open("wb") as good, uploads[False].open("wb") as bad, records.open("rb") as source:
             for record in source:
-                is_good = _OK in record[:_OK_WITHIN_BYTES]
+                is_good = _OK in record  # in texts of clients its quotes are escaped
                 (good if is_good else bad).write(record)
                 num_lines[is_good] += 1
         self._count(batch_id, sum(num_lines.values()), num_lines[False])
@@ -175,6 +183,15 @@ class Jobs:
         files = {"output_file_id": ids[True], "error_file_id": ids[False]}
         self._store.update(batch_id, status=status, **files, **{f"{status}_at": _now()})
         records.unlink()
+
+    def _fail_later(self, batch_id: str, code: str, message: str) -> None:
+        """Note a failure; if that fails too, as on a full disk, try all again after a while."""
+        try:
+            self._fail(batch_id, code, message)
+        except OSError:
+            logger.exception("the failure of %s cannot be noted", batch_id)
+            with self._news:
+                self._news.wait_for(lambda: self._is_stopped, RETRY_S)
 
     def _fail(self, batch_id: str, code: str, message: str) -> None:
         error = {"code": code, "line": None, "message": message, "param": "input_file_id"}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.outputs import RequestFailure, RequestOutput
+from jaxserve.server.classes import tenant_salt
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -32,9 +33,20 @@ class ServedEngine:
         name: beginning of request ids, unique among batches.
         tenant: tenant that owns the batch.
         check: function that is called often, and raises an exception to end the batch.
+        has_own_cache: True to share no prefix cache with other tenants, as requests with keys do.
     """
 
-    def __init__(self, engine: Engine, streams: Streams, name: str, tenant: str, check: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        streams: Streams,
+        name: str,
+        tenant: str,
+        check: Callable[[], None],
+        *,
+        has_own_cache: bool,
+    ) -> None:
+        self._has_own_cache = has_own_cache
         self.config, self.schedule = engine.config, engine.schedule
         self.default_sampling_params = engine.default_sampling_params
         self._engine, self._streams, self._name, self._tenant, self._check = engine, streams, name, tenant, check
@@ -56,8 +68,9 @@ class ServedEngine:
         cache_salt: str | None = None,
     ) -> None:
         """Queue a request."""
+        salt = tenant_salt(self._tenant, cache_salt) if self._has_own_cache else cache_salt
         group = self._engine.reader.read(
-            f"{self._name}/{request_id}", prompt, params, cache_salt, self._tenant, self._priority
+            f"{self._name}/{request_id}", prompt, params, salt, self._tenant, self._priority
         )
         self._open.add(request_id)
         self._streams.submit_quietly([group], self._listen)
