@@ -83,7 +83,7 @@ def test_what_is_accepted_is_what_torch_drafts(
     assert_accepted(start, target, head, heads)
 
 
-@pytest.mark.parametrize("family", some_by_default(checkpoints.LATENT, "deepseek_v3"))
+@pytest.mark.parametrize("family", some_by_default(checkpoints.LATENT))
 def test_a_layer_behind_those_of_the_model_drafts(start: Start, tmp_path: Path, family: str) -> None:
     """MTP layers of models that attend over latents: in the same checkpoint, with latents and experts of their own."""
     model = checkpoints.build_model(family, vocab_size=VOCAB_SIZE, tie_word_embeddings=False, eos_token_id=EOS)

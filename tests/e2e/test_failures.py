@@ -19,6 +19,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.pacer import Pacer
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import generate, tokens
+from tests.parameters import mainly
 
 Start = Callable[..., Engine]
 
@@ -169,7 +170,7 @@ def test_without_max_tokens_the_pool_is_the_limit(llama: Path) -> None:
     assert len(output.outputs[0].token_ids) == 6 * SIZES["page_size"] + 1 - 5
 
 
-@pytest.mark.parametrize("compile_ahead", ["minimal", "background"])
+@pytest.mark.parametrize("compile_ahead", mainly(["background"], "minimal"))
 def test_a_dropped_engine_leaves_no_memory_behind(llama: Path, compile_ahead: str) -> None:
     options = SIZES | {"compile_ahead": compile_ahead, "max_num_batched_tokens": 5, "max_num_seqs": 1}
     llm = LLM(str(llama), **options)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import pytest
+
 from jaxserve.engine.engine import Engine
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculation_config import SpeculationConfig
@@ -26,6 +28,7 @@ def test_tokens_are_those_of_many_programs(start: Callable[..., Engine]) -> None
         assert engine.stats.num_dispatches - dispatches < engine.stats.num_steps - steps, "some dispatches had several"
 
 
+@pytest.mark.full
 def test_more_rows_than_several_steps_have_draft_nevertheless(start: Callable[..., Engine]) -> None:
     """Only a plain dispatch of at most 16 rows has several steps, so that those of more rows are not measured."""
     look_ups = SpeculationConfig(method="ngram", num_speculative_tokens=2)

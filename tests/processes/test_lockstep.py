@@ -107,6 +107,7 @@ def one_job(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_processes_that_plan_otherwise_are_found_out(tmp_path: Path, model: Path, one_job: Path) -> None:
     common = SIZES | {"tensor_parallel_size": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "multi_step": 1}
     options = [common, common | {"strays": True}]

@@ -94,11 +94,20 @@ def test_reports_name_the_form_of_weights(
     ("case", "options", "expected"),
     [
         (None, {"quantization": "fp8"}, ("(fp8)", 'quantization="int8" or "int4", which have kernels')),
-        ("fp8-block", {}, ("4 matrices (fp8 by blocks)", "quantise the matrices of a quantised checkpoint again")),
-        ("fp8-block", {"quantization": "int8"}, ()),
-        ("fp8-block", {"linear_backend": "xla"}, ()),
-        ("awq", {}, ()),
-        (None, {}, ()),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                (
+                    "fp8-block",
+                    {},
+                    ("4 matrices (fp8 by blocks)", "quantise the matrices of a quantised checkpoint again"),
+                ),
+                ("fp8-block", {"quantization": "int8"}, ()),
+                ("fp8-block", {"linear_backend": "xla"}, ()),
+                ("awq", {}, ()),
+                (None, {}, ()),
+            )
+        ),
     ],
 )
 def test_weights_without_a_kernel_on_a_cpu_are_warned_of_once(

@@ -34,7 +34,7 @@ from tests.quant.loaded import ONE_LAYER, loaded, safetensors_of, torch_rows
 from tests.quant.quantized_checkpoints import CASES, Case, write_quantized
 from tests.quant.writers import integers, write_gptq
 
-SOME = ("ct-fp8-tensor", "fp8-block", "ct-nvfp4", "modelopt-nvfp4", "modelopt-int4-awq", "ct-int4-zeros", "gptq-order")
+SOME = ("fp8-block", "ct-nvfp4", "modelopt-int4-awq", "ct-int4-zeros", "gptq-order")
 SOME += ("awq", "ct-w8a8")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = {"prompt_token_ids": list(range(3, 20))}

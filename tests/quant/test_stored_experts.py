@@ -57,7 +57,7 @@ FORMS = {
     "ct-w8a8": 1.05,
 }
 PAIRS = [f"{family} {name}" for family in FAMILY_SIZES for name in FORMS]
-SOME = ("deepseek_v3 fp8-block", "qwen3_moe ct-int4")
+SOME = ("deepseek_v3 fp8-block",)
 NUM_TOKENS = 30
 CONFIGS = Path(jaxserve.planner.__file__).parent / "configs"
 

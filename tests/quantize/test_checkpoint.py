@@ -107,7 +107,7 @@ def test_names_dtypes_and_values(model, tmp_path, scheme):
             assert np.square(array - exact).sum() < 0.05 * np.square(exact).sum()
 
 
-@pytest.mark.parametrize("scheme", some_by_default([*SCHEMES, *OTHER_NAMES], "w8a8-smoothquant", *OTHER_NAMES))
+@pytest.mark.parametrize("scheme", some_by_default([*SCHEMES, *OTHER_NAMES], *OTHER_NAMES))
 def test_what_was_written_is_read_as_it_is(tmp_path, scheme):
     family, scheme = (scheme, "int8") if scheme in OTHER_NAMES else (CASES[scheme][0], scheme)
     write_checkpoint(tmp_path / "model", family, dtype="bfloat16", **SIZES)

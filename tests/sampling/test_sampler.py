@@ -12,6 +12,7 @@ from scipy.stats import chisquare
 
 from jaxserve.sampling import sample, sampler
 from jaxserve.sampling.sampler import token_weights
+from tests.parameters import mainly
 
 BASE_SEED = jnp.uint32(42)
 draw = jax.jit(sample)
@@ -74,7 +75,7 @@ def test_same_token_alone_in_a_batch_and_in_any_row():
         assert together[r] == draw(logits[[r]], take_rows(rows, [r]), table, BASE_SEED)[0]
 
 
-@pytest.mark.parametrize("num_rows", [17, pytest.param(40, marks=pytest.mark.full), 150])
+@pytest.mark.parametrize("num_rows", mainly([17], 40, 150))
 def test_same_token_however_many_rows_are_sampled_at_a_time(monkeypatch, num_rows):
     rng = np.random.default_rng(num_rows)
     logits, rows = random_logits((num_rows, 300)), any_rows(rng, num_rows)

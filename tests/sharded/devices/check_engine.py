@@ -101,6 +101,7 @@ def test_greedy_rows_go_on_through_preemption_and_several_steps(start: Start, nu
     assert engine.stats.num_compiles == 0
 
 
+@pytest.mark.full
 def test_rows_with_constraints_have_the_same_tokens_in_split_plans(tmp_path: Path) -> None:
     """The second program gets the logits as the first has left them, each device its part of the vocabulary."""
     pytest.importorskip("llguidance")
@@ -247,6 +248,7 @@ def test_a_second_start_lowers_nothing(
         assert_same(output, wanted)
 
 
+@pytest.mark.full
 def test_what_four_devices_have_is_saved_and_served_by_any_number(start: Start, model: Path, tmp_path: Path) -> None:
     """Orbax writes them, without any Hugging Face file."""
     prompts, params = [tokens(9, 1), tokens(20, 2)], SamplingParams(temperature=1, seed=2, max_tokens=9, logprobs=2)

@@ -16,7 +16,7 @@ PROMPTS = [tokens(n, n) for n in (50, 3, 33)]
     "options",
     [
         {"convert": "embed", "pooler_config": {"pooling_type": "MEAN", "normalize": False}},
-        {"convert": "embed", "pooler_config": {"normalize": False}},
+        pytest.param({"convert": "embed", "pooler_config": {"normalize": False}}, marks=pytest.mark.full),
     ],
     ids=["mean", "last"],
 )

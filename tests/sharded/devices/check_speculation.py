@@ -82,6 +82,7 @@ def test_tokens_are_those_of_one_device(start: Start, draft: str, num_devices: i
         assert engine.stats.acceptance_rate > (0.5 if draft == "same" else 0.3), "penalties are not the draft's"
 
 
+@pytest.mark.full
 def test_the_mtp_layer_of_a_model_is_split_as_the_others(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path, "deepseek_v3", tie_word_embeddings=False)
     draft_layers.add_mtp(tmp_path, target)
@@ -102,6 +103,7 @@ def test_the_mtp_layer_of_a_model_is_split_as_the_others(tmp_path: Path) -> None
     assert stats.num_drafted_tokens > 0
 
 
+@pytest.mark.full
 def test_replicas_draft_for_their_own_rows(start: Start) -> None:
     sizes = {"max_num_seqs": 1, "multi_step": 1}  # few programs
     engine = start(1, "same", data_parallel_size=2, **sizes)
