@@ -38,8 +38,8 @@ class Agreement:
         num_requests: number of requests compared.
         num_bitwise: requests with the same ids and bitwise the same log probabilities.
         num_equal: requests with the same ids.
-        max_logprob_difference: largest difference of a token's log probability, over tokens before the first id that
-            differs.
+        max_logprob_difference: largest difference of a log probability, of sampled tokens and of the likely ones that
+            both outputs list, before the first id that differs.
         counterexample: first token that differs, of the first request with one; None if all ids are the same.
     """
 
@@ -85,8 +85,8 @@ def _logprobs(output: CompletionOutput) -> Sequence[dict[int, Logprob]]:
 
 
 def _largest_difference(a: CompletionOutput, b: CompletionOutput, num_same: int) -> float:
-    pairs = zip(a.token_ids[:num_same], _logprobs(a), _logprobs(b), strict=False)
-    return max((abs(p[token].logprob - q[token].logprob) for token, p, q in pairs), default=0.0)
+    pairs = zip(_logprobs(a)[:num_same], _logprobs(b)[:num_same], strict=True)
+    return max((abs(p[i].logprob - q[i].logprob) for p, q in pairs for i in p.keys() & q.keys()), default=0.0)
 
 
 def _counterexample(

@@ -45,6 +45,15 @@ def test_grades(logprobs: tuple[float, ...], ids: tuple[int, ...], grade: str) -
     assert agreement.grade == grade
 
 
+def test_a_difference_of_a_token_that_was_not_sampled_is_reported() -> None:
+    expected, found = (output(GREEDY, (5, 7), (-1.0, -2.0)) for _ in range(2))
+    (tops,) = (each.logprobs for each in found.outputs)
+    assert tops is not None
+    tops[1][8] = Logprob(-2.75, 2)  # 7 was sampled
+    agreement = compare([GREEDY], [found], [expected])
+    assert (agreement.grade, agreement.max_logprob_difference) == ("ids", 0.25)
+
+
 def test_the_first_token_that_differs_is_reported_with_both_log_probabilities() -> None:
     expected = [output(GREEDY, (5, 7), (-1.0, -2.0)), output(SAMPLED, (5, 7), (-1.0, -2.0))]
     found = [output(GREEDY, (5, 7), (-1.0, -2.0)), output(SAMPLED, (5, 8), (-1.0, -2.0))]
