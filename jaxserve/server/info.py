@@ -64,7 +64,10 @@ class Info:
 
     async def pool(self, call: Call) -> None:
         """Refuse what only a model that pools can answer."""
-        message = f"{call.path} needs a model that pools, and {self._service.model_names[0]} generates text"
+        message = (
+            f"{call.path} needs a model that pools, and {self._service.model_names[0]} generates text; "
+            "a server started with --runner pooling makes embeddings of any model"
+        )
         raise BadRequestError(message, "model", "model_does_not_pool")
 
     def _tokenizer(self) -> Tokenizer:
