@@ -187,7 +187,10 @@ def _check_read(variables: Json, known: frozenset[str]) -> None:
     """Raise BadRequestError for variables that the chat template does not read."""
     unread = sorted(variables.keys() - known - {"add_generation_prompt"})
     if unread and unread[0] in ("tools", "documents") and len(unread) == 1:
-        message = f"{unread[0]} need a model whose chat template has them, and this one's has none"
+        message = (
+            f"{unread[0]} need a model whose chat template has them, and this one's has none; "
+            "a server or batch started with --chat-template uses another"
+        )
         raise BadRequestError(message, unread[0])
     if unread:
         message = f"chat_template_kwargs must be variables of the chat template, {sorted(known)}, got {brief(unread)}"
