@@ -60,9 +60,9 @@ def _run(args: Namespace) -> int:
     failed = "no line failed"
     if summary.num_errors:
         failed = f"{summary.num_errors} of {summary.num_records} lines failed, and their records have the errors"
+    records = "1 record" if summary.num_records == 1 else f"{summary.num_records} records"
     print(
-        f"{args.output}: {summary.num_records} records{resumed}; {failed}; "
-        f"{summary.completion_tokens} tokens in {summary.elapsed_s:.1f} s",
+        f"{args.output}: {records}{resumed}; {failed}; {summary.completion_tokens} tokens in {summary.elapsed_s:.1f} s",
         file=sys.stderr,
     )
     return 1 if args.strict and summary.num_errors else 0

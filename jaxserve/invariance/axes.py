@@ -105,7 +105,7 @@ def _chunks(stats: EngineStats) -> str:
 
 
 def _preemptions(stats: EngineStats) -> str:
-    return f"{stats.num_preemptions} preemptions" if stats.num_preemptions else ""
+    return f"preemptions: {stats.num_preemptions}" if stats.num_preemptions else ""
 
 
 def _steps(stats: EngineStats) -> str:
