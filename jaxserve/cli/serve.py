@@ -1,5 +1,6 @@
 """Command `jaxserve serve`: serve a model over HTTP."""
 
+import logging
 import sys
 from argparse import ArgumentParser, Namespace
 
@@ -18,8 +19,10 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, install_extra
 from jaxserve.server.auth import Keys
 from jaxserve.server.config import ServerConfig
-from jaxserve.server.sockets import listen
+from jaxserve.server.sockets import is_reachable, listen
 from jaxserve.vllm_options import SERVER_OPTIONS, server_options
+
+logger = logging.getLogger(__name__)
 
 
 def _add_flags(parser: ArgumentParser) -> None:
@@ -44,8 +47,12 @@ def _run(args: Namespace) -> int:
     config = ServerConfig(**server_options(config_options(args, "server")))
     engine_config = EngineConfig(model=model, **engine_options(args))
     require_model(vars(engine_config))
-    Keys.of(config.api_key, config.api_key_file)  # wrong ones are told before the model is loaded, as is a taken port
+    keys = Keys.of(
+        config.api_key, config.api_key_file
+    )  # wrong ones are told before the model is loaded, as is a taken port
     with listen(config) as sock:
+        if not keys and is_reachable(sock):
+            logger.warning("other machines can reach the server, and need no key; set --api-key, or --host 127.0.0.1")
         try:
             from jaxserve.server.serve import serve  # noqa: PLC0415 - needs an extra, and imports jax
         except ModuleNotFoundError as error:

@@ -76,7 +76,7 @@ def _check(
     found = axis.run(engine, jobs)
     evidence = axis.evidence(engine.stats.since(before))
     if not evidence:
-        return Finding(axis.name, None, "the requests ran otherwise; try other sizes")
+        return Finding(axis.name, None, "the requests ran otherwise; try more requests, longer prompts or more tokens")
     return Finding(axis.name, compare(jobs, found, expected), evidence)
 
 

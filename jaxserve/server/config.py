@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve.errors import ConfigError
+from jaxserve.openai.chat_formats import chat_format
 from jaxserve.server.classes import read_objectives
 from jaxserve.server.degradation import RUNGS
 
@@ -131,6 +132,7 @@ class ServerConfig:
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError(f"root_path must begin with a slash, got {self.root_path!r}")
         _ = self.ttft_targets_s
+        chat_format((), self.tool_call_parser, self.reasoning_parser)  # ConfigError for unknown names
         if self.shutdown_timeout_s < 0:
             raise ConfigError(f"shutdown_timeout_s must not be negative, got {self.shutdown_timeout_s}")
 

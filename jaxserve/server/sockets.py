@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import stat
@@ -30,6 +31,13 @@ def listen(config: ServerConfig) -> socket.socket:
         ) from error
     sock.set_inheritable(False)
     return sock
+
+
+def is_reachable(sock: socket.socket) -> bool:
+    """Return whether other machines may reach a socket: it is bound to an address other than a loopback one."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return False
+    return not ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def _listen_at_path(path: str) -> socket.socket:

@@ -13,7 +13,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.server import diary
 from jaxserve.server.config import ServerConfig
-from jaxserve.server.sockets import listen
+from jaxserve.server.sockets import is_reachable, listen
 from tests.server.conftest import running
 
 BODY = {"prompt": "Once", "max_tokens": 3, "temperature": 0}
@@ -110,3 +110,15 @@ def test_open_streams_are_counted_when_a_signal_comes(caplog: pytest.LogCaptureF
         "stopping after a signal; open requests: 3, with 30 s to end",
         "stopped; requests: 0, cut off at the end: 2",
     ]
+
+
+@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
+def test_sockets_that_other_machines_reach(host: str, expected: bool) -> None:
+    with listen(ServerConfig(host=host, port=0)) as sock:
+        assert is_reachable(sock) == expected
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+def test_unknown_parsers_are_refused_before_a_model_is_loaded(option: str) -> None:
+    with pytest.raises(ConfigError, match=f"{option} must be"):
+        ServerConfig(**{option: "hermess"})
