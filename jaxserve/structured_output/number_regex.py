@@ -72,21 +72,24 @@ def _whole_at_most(number: str) -> str:
     return f"({'|'.join(found)})"
 
 
+# Alternatives with common beginnings, as nested groups of many digits would exceed the depth that llguidance reads.
+
+
 def _digits_at_least(digits: str, *, is_strict: bool) -> str:
     """Return the expression of the digits of fractions that are not below others."""
-    if not digits:
-        return "[0-9]*[1-9][0-9]*" if is_strict else "[0-9]*"
-    found = [digits[0] + _digits_at_least(digits[1:], is_strict=is_strict)]
-    if digits[0] != "9":
-        found.append(f"[{int(digits[0]) + 1}-9][0-9]*")
+    found = [digits + ("[0-9]*[1-9][0-9]*" if is_strict else "[0-9]*")]
+    for index, digit in enumerate(digits):
+        if digit != "9":
+            found.append(f"{digits[:index]}[{int(digit) + 1}-9][0-9]*")
     return f"({'|'.join(found)})"
 
 
 def _digits_at_most(digits: str, *, is_strict: bool) -> str:
     """Return the expression of the digits of fractions that are not above others, the last of which is not 0."""
-    found = [f"[0-{int(digits[0]) - 1}][0-9]*"] if digits[0] != "0" else []
-    if len(digits) > 1:
-        found.append(f"{digits[0]}({_digits_at_most(digits[1:], is_strict=is_strict)})?")
-    elif not is_strict:
+    found = [digits[:length] for length in range(1, len(digits))]
+    for index, digit in enumerate(digits):
+        if digit != "0":
+            found.append(f"{digits[:index]}[0-{int(digit) - 1}][0-9]*")
+    if not is_strict:
         found.append(f"{digits}0*")
     return f"({'|'.join(found)})"
