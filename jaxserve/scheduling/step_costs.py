@@ -16,6 +16,7 @@ _NOISE = 0.3  # the time of a step: that of measurements
 _TOKEN = 0.1  # the time of a step: a token, expected to take none
 _STEP = 0.3  # the time of a step without tokens: steps with prompt tokens and those without, expected to be the same
 _KIND = 0.5  # the time of a token: prompt tokens and rows, expected to differ as their FLOPs do
+_LEAST_S = 1e-9  # mean time of a step on a device that takes none
 _LEAST_TOKEN = 1 / 500  # the time of a step: the least time of a token to which `_KIND` is relative
 
 
@@ -144,10 +145,10 @@ class StepCosts:
     def _fit(self) -> NDArray[np.float64]:
         """Return the four times: of what all steps have in common, then moved as far as steps tell them apart."""
         common = np.array([[1, 0], [1, 0], [0, 1], [0, self._row_factor]], np.float64)
-        mean_s = self._step_s / self._weight
+        mean_s = max(self._step_s / self._weight, _LEAST_S)
         few = np.diag([0.0, (_NOISE / (_TOKEN * mean_s)) ** 2])
         step_s, token_s = _non_negative_fit(common.T @ self._products @ common + few, common.T @ self._times)
-        least_s = max(token_s, _LEAST_TOKEN * step_s)
+        least_s = max(token_s, _LEAST_TOKEN * step_s, _LEAST_TOKEN * _LEAST_S)
         expected = common @ np.array([step_s, token_s])
         spread = common @ np.array([_STEP * max(step_s, mean_s / 10), _KIND * least_s])
         weights = (_NOISE / spread) ** 2
