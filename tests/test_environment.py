@@ -24,4 +24,5 @@ def test_no_other_file_touches_the_environment() -> None:
     files = [path for top in (ROOT, *(p for p in ROOT.iterdir() if p.is_symlink())) for path in top.rglob("*.py")]
     assert {path.name for path in files} >= {"environment.py", "deviceless.py", "load.py"}
     found = {str(path.relative_to(ROOT)): uses_of_environment(path.read_text()) for path in files}
-    assert {path for path, lines in found.items() if lines} == {"environment.py"}
+    builds = "pallas_kernels/native/build.py"  # runs in setuptools' environment, which has no jaxserve
+    assert {path for path, lines in found.items() if lines} == {"environment.py", builds}

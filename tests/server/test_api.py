@@ -139,7 +139,7 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
         ("audio", {}, "audio"),
         ("logit_bias", {"9999999": 1}, "token ids in logit_bias"),
         ("logprobs", 10**6, "max_logprobs"),
-        ("prompt", [1] * 200, "shorten"),
+        ("prompt", [1] * 200, "reduce the length"),
         ("stream_options", {"include_usage": True}, "stream: true"),
     ]:
         reply = server.client.post("/v1/completions", json=body | {field: value})

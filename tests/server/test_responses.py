@@ -119,7 +119,7 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
         ("previous_response_id", "resp_1", "not stored"),
         ("store", True, "not stored"),
         ("background", True, "not stored"),
-        ("truncation", "auto", "disabled"),
+        ("truncation", "some", "disabled"),
         ("include", ["web_search_call.results"], "include"),
         ("tools", [{"type": "web_search"}], "function"),
         ("max_output_tokens", -1, "max_output_tokens"),
@@ -129,7 +129,7 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
         ("input", [{"type": "item_reference", "id": "x"}], "item_reference"),
         ("input", [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}], "input_text"),
         ("input", ["x"], "object"),
-        ("input", "x" * 4000, "shorten"),
+        ("input", "x" * 4000, "reduce the length"),
         ("messages", [], "input"),
         ("n", 2, "input"),
     ]:
