@@ -1,4 +1,3 @@
-import contextlib
 import inspect
 import logging
 import os
@@ -255,7 +254,7 @@ def test_a_server_has_the_keys_of_all_flags(
 ) -> None:
     seen: list[object] = []
     monkeypatch.setattr(Keys, "of", lambda given, _: seen.append(given))
-    monkeypatch.setattr("jaxserve.cli.serve.listen", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr("jaxserve.cli.serve.listen", lambda _: socket.socket())
     monkeypatch.setattr("jaxserve.server.serve.serve", lambda engine, *_, **__: seen.append(engine))
     monkeypatch.setitem(sys.modules, "jaxserve.engine.engine", SimpleNamespace(Engine=lambda config: config.model))
     assert cli.main(["serve", *flags]) == 0
