@@ -52,7 +52,9 @@ def test_the_gpu_kernel_matches_the_reference_without_races(case):
 
 
 def check(case, found):
-    assert found.error <= (1e-6 * case.num_inputs**0.5 if case.result_dtype == "float32" else 4e-3)
+    # Errors of sums in float32 grow as a random walk, and the largest of n errors by sqrt(2 ln n).
+    largest = 3e-7 * (case.num_inputs * 2 * math.log(case.num_rows * case.num_outputs)) ** 0.5
+    assert found.error <= (largest if case.result_dtype == "float32" else 4e-3)
     assert found.is_finite
     assert not found.races
 
