@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -370,21 +371,24 @@ def make_plan(
 
 
 def _fitting_len(config: EngineConfig, target: Target, memory: Memory, schedule: ScheduleConfig) -> int | None:
-    """Return the largest max_model_len that fits, given the memory of a device; None if all fits, 0 if nothing does.
-
-    Slots grow with max_model_len, so that a shorter one may leave pages for more tokens than were counted at first.
-    """
+    """Return the largest max_model_len that fits, given the memory of a device; None if all fits, 0 if nothing does."""
+    # Slots grow with max_model_len: by those of the longest requests a length is sure to fit, by those of a shorter
+    # length no longer request does.
     if not memory.missing:
         return None
-    length = 0
-    while True:
-        tokens = schedule.kv_groups.most_tokens(memory.num_fitting_pages)
-        longer = config.max_model_len or schedule.max_model_len if tokens is None else tokens
-        if longer <= length:
-            return length
-        length = longer
+
+    def sized(length: int) -> Memory:
         sizes = Sizes.of(dataclasses.replace(config, max_model_len=length), target)
-        memory, schedule = dataclasses.replace(sizes.memory, temp=memory.temp), sizes.schedule
+        return dataclasses.replace(sizes.memory, temp=memory.temp)
+
+    def bound(memory: Memory) -> int:
+        tokens = schedule.kv_groups.most_tokens(memory.num_fitting_pages)
+        return schedule.max_model_len - 1 if tokens is None else min(tokens, schedule.max_model_len - 1)
+
+    if (least := bound(memory)) <= 0:
+        return 0
+    lengths = range(least + 1, bound(sized(least)) + 1)
+    return least + bisect_left(lengths, True, key=lambda length: sized(length).missing > 0)
 
 
 def decode_bucket(schedule: ScheduleConfig) -> int:
