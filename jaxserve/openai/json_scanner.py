@@ -122,7 +122,7 @@ class JsonScanner:
         """Take a string of JSON of any length, and return what it says."""
         pieces = [self._take(1)]
         while True:
-            pieces.append(self._take(_CHARACTERS.match(self._text, self._position).end() - self._position))  # type: ignore[union-attr]
+            pieces.append(self._take(_CHARACTERS.match(self._text, self._position).end() - self._position))  # type: ignore[union-attr]  # also matches nothing
             if self._text[self._position : self._position + 1] == '"':
                 break
             if self._is_end:

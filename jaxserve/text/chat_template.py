@@ -167,7 +167,7 @@ _CHECK = "jaxserve_check_time"
 
 def _check_time_in_loops(tree: Any) -> None:
     """Have a template check the time in every turn of a loop and in every call of a macro."""
-    import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402
+    import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402 - only chats need it
 
     for node in list(tree.find_all((nodes.For, nodes.Macro))):
         call = nodes.Call(nodes.Name(_CHECK, "load"), [], [], None, None)
@@ -177,7 +177,7 @@ def _check_time_in_loops(tree: Any) -> None:
 
 def _sought(tree: Any) -> frozenset[str]:
     """Return the strings in comparisons and in arguments of calls, filters and tests."""
-    import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402
+    import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402 - only chats need it
 
     places = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
     constants = (constant.value for place in places for constant in place.find_all(nodes.Const))
@@ -186,8 +186,8 @@ def _sought(tree: Any) -> frozenset[str]:
 
 def _generation_tag() -> Any:
     """Return the extension for `{% generation %}` blocks, which mark training targets and have no effect in serving."""
-    import jinja2.ext  # noqa: PLC0415
-    import jinja2.nodes  # noqa: PLC0415
+    import jinja2.ext  # noqa: PLC0415 - only chats need it
+    import jinja2.nodes  # noqa: PLC0415 - only chats need it
 
     class GenerationTag(jinja2.ext.Extension):
         tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
