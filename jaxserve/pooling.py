@@ -133,6 +133,7 @@ class PoolingParams:
 
     Attributes:
         truncate_prompt_tokens: the same as in SamplingParams.
+        truncation_side: the same, but "right" by default: the first tokens are kept, as transformers' tokenizers do.
         dimensions: elements of an embedding to keep, the first ones; it is normalised afterwards. None keeps all. No
             model is refused that does not say that it was trained for this (Matryoshka); one that names sizes takes
             these alone.
@@ -150,6 +151,7 @@ class PoolingParams:
     normalize: bool | None = None
     use_activation: bool | None = None
     task: str | None = None
+    truncation_side: str = "right"
 
     def __post_init__(self) -> None:
         value = self.dimensions
@@ -172,7 +174,11 @@ class PoolingParams:
     def sampling_params(self) -> SamplingParams:
         """Return the parameters of the request that computes the prompt. What the device samples is never read."""
         return SamplingParams(
-            temperature=0, max_tokens=1, ignore_eos=True, truncate_prompt_tokens=self.truncate_prompt_tokens
+            temperature=0,
+            max_tokens=1,
+            ignore_eos=True,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side=self.truncation_side,
         )
 
 

@@ -17,6 +17,7 @@ MAX_LOGIT_BIAS = 300
 MAX_BAD_SEQUENCES = 64  # sequences of token ids per request; most words have one or two
 MAX_BAD_SEQUENCE_TOKENS = 8
 MAX_STOP_TOKEN_IDS = 64
+TRUNCATION_SIDES = ("left", "right")
 # OpenAI allows 4 stop strings, and common prompts have about 10. The bounds keep a request's automaton below a
 # megabyte, and the time in which it is built near that of tokenising as much text.
 MAX_STOP_STRINGS = 64
@@ -60,8 +61,9 @@ class SamplingParams:
         shown_special_ids: special tokens that stay in the text nevertheless, such as marks of tool calls.
         include_stop_str_in_output: keep the stop string in the text.
         detokenize: produce text; must be True if `stop` is given.
-        truncate_prompt_tokens: number of last tokens to keep of a longer prompt, besides the special tokens around a
-            text; -1 keeps as many as leave room for `max_tokens`.
+        truncate_prompt_tokens: number of tokens to keep of a longer prompt, special tokens around a text included; -1
+            keeps as many as leave room for `max_tokens`.
+        truncation_side: side on which a longer prompt is cut: "left" keeps its last tokens, "right" its first ones.
         structured_outputs: form that the output must have, as StructuredOutputsParams or a dict of its fields. Needs
             the extra `structured`. An end-of-sequence token is allowed where the form is complete, and ends the output
             even with `ignore_eos`; an output that ends otherwise (by `max_tokens`, say) may be incomplete.
@@ -96,6 +98,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
+    truncation_side: str = "left"
     _: KW_ONLY
     structured_outputs: StructuredOutputsParams | None = None
     shown_special_ids: Sequence[int] | None = None
@@ -161,6 +164,8 @@ class SamplingParams:
             raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
         if self.truncate_prompt_tokens == 0:
             raise RequestError("truncate_prompt_tokens must be positive, -1 or None, got 0")
+        if self.truncation_side not in TRUNCATION_SIDES:
+            raise RequestError(f'truncation_side must be "left" or "right", got {brief(self.truncation_side)}')
         if self.seed == -1:  # no seed, as in vLLM
             self.seed = None
         self._check_stop()

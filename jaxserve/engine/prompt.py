@@ -15,7 +15,12 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 def read_prompt(
-    prompt: Prompt, cache_salt: str | None, tokenizer: Tokenizer | None, max_tokens: int | None = None
+    prompt: Prompt,
+    cache_salt: str | None,
+    tokenizer: Tokenizer | None,
+    max_tokens: int | None = None,
+    *,
+    keeps_first: bool = False,
 ) -> tuple[str | None, TokenIds, str | None]:
     """Return the text if there is one, the token ids and the cache salt.
 
@@ -23,7 +28,8 @@ def read_prompt(
         prompt: prompt as the user gave it.
         cache_salt: salt of a prompt that brings none.
         tokenizer: None where prompts must be token ids.
-        max_tokens: keep only the last so many tokens.
+        max_tokens: limit of tokens, of which the last ones are kept.
+        keeps_first: True to keep the first ones instead.
 
     Raises:
         RequestError: it is none of what a prompt can be.
@@ -45,9 +51,11 @@ def read_prompt(
     if isinstance(content, str):
         if tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer; pass token ids, or drop skip_tokenizer_init")
-        return content, tokenizer.encode(content, max_tokens=max_tokens), salt
+        return content, tokenizer.encode(content, max_tokens=max_tokens, keeps_first=keeps_first), salt
     token_ids = _read_token_ids(content)
-    return text, token_ids if max_tokens is None else token_ids[-max_tokens:], salt
+    if max_tokens is not None:
+        token_ids = token_ids[:max_tokens] if keeps_first else token_ids[-max_tokens:]
+    return text, token_ids, salt
 
 
 def check_bound(text: str, tokenizer: Tokenizer, schedule: ScheduleConfig, advice: str = "") -> None:

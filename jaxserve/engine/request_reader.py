@@ -100,7 +100,8 @@ class RequestReader:
         limit = prompt_limit(params, self._schedule.max_model_len, self._schedule.max_total_tokens)
         if limit is None:
             self.check_text(prompt.get("prompt") if isinstance(prompt, Mapping) else prompt)
-        text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit)
+        keeps_first = params.truncation_side == "right"
+        text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit, keeps_first=keeps_first)
         self._check(token_ids, params)
         self._check_priority(priority)
         requests = self._expand(request_id, token_ids, params, salt, tenant, priority)

@@ -77,7 +77,7 @@ def text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> l
     Args:
         tokenizer: tokenizer of the model.
         text: text that was tokenised, or that the tokens were decoded to.
-        token_ids: its tokens, special ones around them included; only the last tokens if the text was truncated.
+        token_ids: its tokens, special ones around them included; only the last or the first if it was truncated.
     """
     plain = tokenizer.encode(text, add_special_tokens=False)
     starts = range(len(token_ids) - len(plain) + 1)
@@ -88,9 +88,9 @@ def text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> l
         pieces = _pieces(tokenizer, token_ids, hidden)
         if text == "".join(pieces):
             return _begins(pieces)
-    if len(token_ids) < len(plain):
-        known = tokenizer.encode(text)
-        return _last(token_ids, known, text_offsets(tokenizer, text, known))
+    known = tokenizer.encode(text)
+    if len(token_ids) < len(known):
+        return _kept(token_ids, known, text_offsets(tokenizer, text, known))
     known, spans = tokenizer.spans(text)
     if known[-1:] == list(token_ids[-1:]):  # a tokenizer that changes texts, such as to lower case
         return _last(token_ids, known, list(itertools.accumulate((begin for begin, _ in spans), max)))
@@ -99,6 +99,15 @@ def text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> l
 
 def _begins(pieces: Sequence[str]) -> list[int]:
     return list(itertools.accumulate(map(len, pieces[:-1]), initial=0))[:-1]
+
+
+def _kept(token_ids: Sequence[int], known: Sequence[int], offsets: Sequence[int]) -> list[int]:
+    """Return the offsets of the last tokens of others, or of their first ones."""
+    pairs = zip(token_ids, known, strict=False)
+    num_same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    if num_same * 2 <= len(token_ids) or num_same >= len(offsets):  # special tokens are at both ends
+        return _last(token_ids, known, offsets)
+    return [*offsets[:num_same], *[offsets[num_same]] * (len(token_ids) - num_same)]
 
 
 def _last(token_ids: Sequence[int], known: Sequence[int], offsets: Sequence[int]) -> list[int]:

@@ -86,13 +86,16 @@ class Tokenizer:
         """Id that ends a sequence; the first if there are several."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
-    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None, *, keeps_first: bool = False
+    ) -> TokenIds:
         """Return the token ids of `text`.
 
         Args:
             text: text to tokenise.
             add_special_tokens: True to add the model's special tokens around a prompt, usually a BOS.
             max_tokens: limit of tokens, special ones included; only the last tokens of a longer text are kept.
+            keeps_first: True to keep the first tokens of a longer text instead.
 
         Raises:
             RequestError: `text` is not valid Unicode.
@@ -107,9 +110,11 @@ class Tokenizer:
         plain = self._encode(text, False) if add_special_tokens else token_ids
         num_kept = max_tokens - (len(token_ids) - len(plain))
         if num_kept <= 0:  # no room for text between the special tokens
-            return token_ids[-max_tokens:]
+            return token_ids[:max_tokens] if keeps_first else token_ids[-max_tokens:]
         starts = range(len(token_ids) - len(plain) + 1)
         start = next((i for i in starts if token_ids[i : i + len(plain)] == plain), 0)
+        if keeps_first:
+            return token_ids[: start + num_kept] + token_ids[start + len(plain) :]
         return token_ids[:start] + token_ids[start + len(plain) - num_kept :]
 
     def spans(self, text: str) -> tuple[TokenIds, list[tuple[int, int]]]:

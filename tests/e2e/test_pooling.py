@@ -124,12 +124,14 @@ def test_parameters_of_requests(start: Start, embedder: Path, decoder: transform
         PoolingParams(dimensions=8),
         PoolingParams(dimensions=8, normalize=False),
         PoolingParams(truncate_prompt_tokens=7),
+        PoolingParams(truncate_prompt_tokens=7, truncation_side="left"),
     ]
-    outputs = llm.encode([PROMPTS[0]] * 4, params, use_tqdm=False)
+    outputs = llm.encode([PROMPTS[0]] * len(params), params, use_tqdm=False)
     wanted = [
         last / np.linalg.norm(last),
         last[:8] / np.linalg.norm(last[:8]),
         last[:8],
+        (cut := hidden_states(decoder, PROMPTS[0][:7])[-1]) / np.linalg.norm(cut),
         (cut := hidden_states(decoder, PROMPTS[0][-7:])[-1]) / np.linalg.norm(cut),
     ]
     for output, vector in zip(outputs, wanted, strict=True):

@@ -44,6 +44,7 @@ BAD_PARAMS: dict[str, list[Any]] = {
     "detokenize": [0, None],
     "skip_special_tokens": [1],
     "truncate_prompt_tokens": [0, -2, 1.0, "4", True, 65],
+    "truncation_side": ["both", None, 1, []],
     "best_of": [2],
     "guided_json": ["{}"],
     "temprature": [0.5],
@@ -116,12 +117,15 @@ class TestRefusals:
         engine, prompt = start(), tokens(100, "long")
         for wanted, kept in ((5, 5), (63, 63), (-1, 64 - GREEDY.max_tokens), (None, None)):
             params = replace(GREEDY, truncate_prompt_tokens=wanted)
+            first = replace(params, truncation_side="right")
             if kept is None:
                 with pytest.raises(RequestError, match=r"length is 64 tokens.* has 100 input tokens"):
                     engine.add_request("a", prompt, params)
             else:
                 output = engine.add_request("a", prompt, params)
                 assert output.prompt_token_ids == prompt[-kept:]
+                engine.abort("a")
+                assert engine.add_request("a", prompt, first).prompt_token_ids == prompt[:kept]
                 engine.abort("a")
         drain(engine)
 

@@ -180,6 +180,14 @@ def test_offsets_of_an_echo_of_tokens(family: Family, text: str) -> None:
     assert whole["logprobs"]["text_offset"][: len(prompt_ids)] == family.starts(prompt_ids, skips=False)
 
 
+def test_offsets_of_the_beginning_of_a_text(family: Family) -> None:
+    text = "Once upon a time"
+    whole = family.own.encode(text)
+    kept = family.own.encode(text, max_tokens=len(whole) - 1, keeps_first=True)
+    assert kept != family.own.encode(text, max_tokens=len(whole) - 1)
+    assert text_offsets(family.own, text, kept) == text_offsets(family.own, text, whole)[: len(kept)]
+
+
 def test_offsets_of_the_end_of_a_text(family: Family) -> None:
     """Only the last tokens of a long prompt are kept, and its text is echoed as it came."""
     text = "Once upon a time"

@@ -239,17 +239,19 @@ def test_long_texts_and_pairs_are_encoded_like_short_ones(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("with_special", [True, False])
-def test_truncation_is_that_of_transformers(tmp_path: Path, with_special: bool) -> None:
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_is_that_of_transformers(tmp_path: Path, with_special: bool, side: str) -> None:
     tokenizer = tiny_tokenizers.byte_fallback()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     directory = tiny_tokenizers.write(tmp_path, tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     ours, theirs = load_tokenizer(directory), load_hf_tokenizer(directory)
-    theirs.truncation_side = "left"
+    theirs.truncation_side = side
     for text in SAMPLES:
         for length in range(3, 30):
-            ids = ours.encode(text, with_special, max_tokens=length)
+            ids = ours.encode(text, with_special, max_tokens=length, keeps_first=side == "right")
             assert ids == theirs.encode(text, add_special_tokens=with_special, truncation=True, max_length=length)
             assert len(ids) == min(length, len(ours.encode(text, with_special)))
     assert ours.encode("many words", max_tokens=1) == [2], "no room for text: the last ones"
+    assert ours.encode("many words", max_tokens=1, keeps_first=True) == [1]
