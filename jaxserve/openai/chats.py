@@ -63,7 +63,8 @@ class Chat(NamedTuple):
     """Chat as the engine takes it.
 
     Attributes:
-        prompt: its messages as tokens.
+        text: its messages as text.
+        prompt: the same as tokens.
         params: sampling parameters.
         form: form of the message that follows.
         role: role of the message that follows.
@@ -71,6 +72,7 @@ class Chat(NamedTuple):
         honoured: fields that have had an effect, though not with every template.
     """
 
+    text: str
     prompt: TokenIds
     params: SamplingParams
     form: MessageForm
@@ -120,7 +122,7 @@ def read_chat(
     last_role, last_text = prompt.last
     role = response_role if prompt.adds_header else last_role
     echoed = last_text if given.get("echo") and role == last_role else ""
-    return Chat(prompt.token_ids, params, form, role, echoed, prompt.honoured)
+    return Chat(prompt.rendered.text, prompt.token_ids, params, form, role, echoed, prompt.honoured)
 
 
 def read_prompt(

@@ -18,9 +18,9 @@ from jaxserve.errors import PromptTooLongError, RequestError, brief, did_you_mea
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_chat
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, check_type
+from jaxserve.openai.prompts import Prompt, completion_prompts, plain_prompts
 from jaxserve.openai.tools import MessageForm
 from jaxserve.pooling import PoolingParams
-from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.params import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
@@ -28,18 +28,17 @@ from jaxserve.text.tokenizer import Tokenizer
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EMBEDDINGS, POOLING, CLASSIFICATION = "/v1/embeddings", "/pooling", "/classify"
 SCORE_PATHS, RERANK_PATHS = ("/score", "/v1/score"), ("/rerank", "/v1/rerank", "/v2/rerank")
-Prompt = str | TokenIds
-_PART_LEN = 2**16
 _MAX_NAMED = 64  # unknown fields that an error looks at
 
 _SAMPLING_FIELDS = {  # fields with the same name and meaning in SamplingParams
     *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs"),
     *("skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words"),
-    "truncate_prompt_tokens",
+    *("truncate_prompt_tokens", "truncation_side"),
 }
 _LABELS = {
     "user": str,
+    "session_id": str,
     "safety_identifier": str,
     "metadata": dict,
     "prompt_cache_key": str,
@@ -54,6 +53,8 @@ _TYPES = {
     "cache_salt": str,
     "priority": int,
     "echo": bool,
+    "add_special_tokens": bool,
+    "return_prompt_text": bool,
     "model": str,
     "response_format": dict,
     "return_token_ids": bool,
@@ -72,6 +73,14 @@ _TYPES = {
 }
 _NEUTRAL_SHARED = {"store": ["false"], "service_tier": ['"auto"', '"default"']}
 _NEUTRAL_SHARED |= {"detokenize": ["true"], "spaces_between_special_tokens": ["true"], "use_beam_search": ["false"]}
+_NEUTRAL_SHARED |= {  # vLLM's defaults, which some clients spell out
+    **{name: ["false"] for name in ("watermarking", "return_token_offsets", "return_weight_versions")},
+    **{name: ["{}"] for name in ("vllm_xargs", "media_io_kwargs", "mm_processor_kwargs", "kv_transfer_params")},
+    "length_penalty": ["1.0", "1"],
+    "stream_interval": ["1"],
+    "thinking_token_budget": ["-1"],
+    "routed_experts_prompt_start": ["0"],
+}
 _NEUTRAL = {  # values, as JSON, that switch off unsupported features
     COMPLETIONS: _NEUTRAL_SHARED | {"suffix": ['""'], "best_of": ["1", "n"]},
     CHAT: _NEUTRAL_SHARED | {"modalities": ['["text"]']},
@@ -90,20 +99,20 @@ _SHARED_FIELDS = {
 }
 _SHARED_FIELDS |= _SAMPLING_FIELDS | _LABELS.keys() | {"response_format", "structured_outputs"}
 _FIELDS = {
-    COMPLETIONS: _SHARED_FIELDS | _NEUTRAL[COMPLETIONS].keys() | {"prompt", "echo"},
+    COMPLETIONS: _SHARED_FIELDS | _NEUTRAL[COMPLETIONS].keys() | {"prompt", "echo", "add_special_tokens"},
     CHAT: _SHARED_FIELDS
     | _NEUTRAL[CHAT].keys()
     | _PREFERENCES.keys()
     | PROMPT_FIELDS
-    | {"max_completion_tokens", "top_logprobs", "echo", "documents"}
+    | {"max_completion_tokens", "top_logprobs", "echo", "documents", "return_prompt_text"}
     | {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"},
 }
 _WAITING = {"timeout"}  # fields of clients that wait; the server reads them
 _CHECKED = _TYPES | _LABELS | _PREFERENCES
 POOLING_PARAMETERS = {  # fields of requests for vectors that are parameters of their own
-    EMBEDDINGS: {"dimensions", "normalize", "truncate_prompt_tokens"},
-    POOLING: {"dimensions", "normalize", "use_activation", "truncate_prompt_tokens"},
-    CLASSIFICATION: {"use_activation", "truncate_prompt_tokens"},
+    EMBEDDINGS: {"dimensions", "normalize", "truncate_prompt_tokens", "truncation_side"},
+    POOLING: {"dimensions", "normalize", "use_activation", "truncate_prompt_tokens", "truncation_side"},
+    CLASSIFICATION: {"use_activation", "truncate_prompt_tokens", "truncation_side"},
 }
 _INPUT_FIELDS = {"input", "model", "user", "priority", "request_id", "cache_salt"}
 _FIELDS |= {url: _INPUT_FIELDS | PROMPT_FIELDS | names for url, names in POOLING_PARAMETERS.items()}
@@ -151,6 +160,7 @@ class ParsedRequest:
         form: form of a chat's message.
         role: role of a chat's message.
         echoed: text with which a chat's message begins, before what is generated.
+        prompt_text: text of a chat's prompt, with which the reply is to come; None to leave it out.
         form_field: field that says which form the output must have.
         pooling: parameters of a request for vectors; None of one for text.
         is_base64: True if vectors are wanted as bytes in base64.
@@ -178,6 +188,7 @@ class ParsedRequest:
     form: MessageForm = field(default_factory=MessageForm)
     role: str = "assistant"
     echoed: str = ""
+    prompt_text: str | None = None
     form_field: str = "structured_outputs"
     pooling: PoolingParams | None = None
     is_base64: bool = False
@@ -235,7 +246,7 @@ def parse_body(
     return ParsedRequest(
         url,
         given["model"],
-        [chat.prompt] if chat else completion_prompts(given.get("prompt")),
+        [chat.prompt] if chat else _prompts(given, tokenizer, check_prompt),
         chat.params if chat else params,
         given.get("cache_salt"),
         params.logprobs if is_chat else None,
@@ -252,9 +263,17 @@ def parse_body(
         form=chat.form if chat else MessageForm(),
         role=chat.role if chat else "assistant",
         echoed=chat.echoed if chat else "",
+        prompt_text=chat.text if chat and given.get("return_prompt_text") else None,
         form_field="tools" if chat and chat.form.tools.are_forced else _form_field(given),
         ignored=tuple(sorted((_IGNORED & given.keys()) - (chat.honoured if chat else set()))),
     )
+
+
+def _prompts(given: Json, tokenizer: Tokenizer | None, check_prompt: Callable[[str], None]) -> list[Prompt]:
+    prompts = completion_prompts(given.get("prompt"))
+    if given.get("add_special_tokens", True):
+        return prompts
+    return plain_prompts(prompts, tokenizer, allow_any if "truncate_prompt_tokens" in given else check_prompt)
 
 
 def check_fields(
@@ -407,24 +426,3 @@ def _chat_params(given: Json, defaults: SamplingParams) -> SamplingParams:
     if given.get("echo"):  # of the whole prompt, as in vLLM
         own["prompt_logprobs"] = given.get("prompt_logprobs", given.get("top_logprobs", 0))
     return defaults.clone(_sampling_fields(given) | own)
-
-
-def completion_prompts(prompt: Any, name: str = "prompt") -> list[Prompt]:
-    """Return the prompts in a field."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt, list) and _are_token_ids(prompt):
-        return [prompt]
-    if isinstance(prompt, list) and prompt:
-        if all(isinstance(item, str) for item in prompt):
-            return prompt
-        if all(isinstance(item, list) and _are_token_ids(item) for item in prompt):
-            return prompt
-    message = f"{name} must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
-    raise BadRequestError(f"{message}, got {brief(prompt)}", name)
-
-
-def _are_token_ids(items: list[Any]) -> bool:
-    # Faster than looking at each, in parts between which other threads run.
-    parts = (items[start : start + _PART_LEN] for start in range(0, len(items), _PART_LEN))
-    return bool(items) and all(set(map(type, part)) == {int} and min(part) >= 0 and max(part) < 2**31 for part in parts)

@@ -17,11 +17,10 @@ from jaxserve.openai.format import (
     POOLING,
     POOLING_PARAMETERS,
     ParsedRequest,
-    Prompt,
     check_fields,
-    completion_prompts,
     naming_fields,
 )
+from jaxserve.openai.prompts import Prompt, completion_prompts, plain_prompts
 from jaxserve.openai.tools import Tools, detected_format
 from jaxserve.pooling import CLASSIFY, EMBED, PoolingParams
 
@@ -97,16 +96,14 @@ def _prompts(
             raise BadRequestError(f"{unread[0]} needs messages, and the body has input", unread[0])
         check_type(given, "add_special_tokens", bool)
         prompts = completion_prompts(given.get("input"), "input")
-        if given.get("add_special_tokens", True) or not any(isinstance(prompt, str) for prompt in prompts):
+        if given.get("add_special_tokens", True):
             return prompts
-        tokenizer = _tokenizer(tokenizer, "input")
-        for text in prompts:
-            if isinstance(text, str) and "truncate_prompt_tokens" not in given:
-                check_prompt(text)
-        return [tokenizer.encode(p, add_special_tokens=False) if isinstance(p, str) else p for p in prompts]
+        check_text = allow_any if "truncate_prompt_tokens" in given else check_prompt
+        return plain_prompts(prompts, tokenizer, check_text, "input")
     if "input" in given:
         raise BadRequestError("a body must have input or messages, got both", "input")
-    tokenizer = _tokenizer(tokenizer, "messages")
+    if tokenizer is None:
+        raise BadRequestError("messages needs a tokenizer, and the engine runs with skip_tokenizer_init", "messages")
     chat = read_prompt(
         given,
         tokenizer,
@@ -117,12 +114,6 @@ def _prompts(
         adds_header=False,
     )
     return [chat.token_ids]
-
-
-def _tokenizer(tokenizer: Tokenizer | None, field: str) -> Tokenizer:
-    if tokenizer is None:
-        raise BadRequestError(f"{field} needs a tokenizer, and the engine runs with skip_tokenizer_init", field)
-    return tokenizer
 
 
 class WholeReply:

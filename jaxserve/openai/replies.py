@@ -106,11 +106,16 @@ class Reply:
 
     def _extensions(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the fields that vLLM's whole replies have too."""
-        fields: Json = {"service_tier": None, "kv_transfer_params": None}
+        fields: Json = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"))
         if self._request.is_chat:
             fields["prompt_logprobs"] = self._prompt_logprobs(outputs[0])
-            fields["prompt_token_ids"] = outputs[0].prompt_token_ids if self._request.return_token_ids else None
+            fields |= self._prompt_fields(outputs[0])
         return fields
+
+    def _prompt_fields(self, output: RequestOutput) -> Json:
+        """Return the fields of a chat's prompt, which the first chunk of a stream has too."""
+        token_ids = output.prompt_token_ids if self._request.return_token_ids else None
+        return {"prompt_token_ids": token_ids, "prompt_text": self._request.prompt_text}
 
     def usage(self, outputs: Iterable[RequestOutput]) -> Json:
         """Return the counts of tokens so far."""
@@ -152,7 +157,7 @@ class Reply:
             is_chat = request.is_chat
             if is_chat and index not in self._begun:
                 self._begun.add(index)
-                top = {"prompt_token_ids": output.prompt_token_ids if request.return_token_ids else None}
+                top = self._prompt_fields(output)
                 yield self._event(index, {"delta": {"role": request.role, "content": ""}} | _OPEN, output, top)
                 if request.echoed:
                     yield self._event(index, {"delta": {"content": request.echoed}} | _OPEN, output)

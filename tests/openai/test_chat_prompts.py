@@ -8,7 +8,7 @@ import tiny_tokenizers
 from fake_engine import FakeEngine
 
 from jaxserve.errors import RequestError
-from jaxserve.openai.format import CHAT, EMBEDDINGS, ParsedRequest, parse_body
+from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body
 from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.pooling import parse_pooling
@@ -153,5 +153,9 @@ def test_vectors_without_special_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_fallback()))
     body = {"input": ["a", "b c"], "add_special_tokens": False}
     prompts = parse_pooling(EMBEDDINGS, body, "m", (), tokenizer=tokenizer).prompts
-    assert prompts == [tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b c")]
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b c")]
+    assert prompts == encoded
     assert parse_pooling(EMBEDDINGS, body | {"add_special_tokens": True}, "m", ()).prompts == ["a", "b c"]
+    texts = {"prompt": [*body["input"]], "add_special_tokens": False}
+    assert read(COMPLETIONS, texts, tokenizer).prompts == encoded
+    assert read(COMPLETIONS, texts | {"prompt": [5, 6]}, tokenizer).prompts == [[5, 6]]

@@ -43,8 +43,8 @@ def test_token_ids_of_prompts_and_replies(server: Running, is_wanted: bool) -> N
 
 def test_fields_that_nobody_asked_for_are_null(server: Running) -> None:
     chat = post(server, "/v1/chat/completions", messages=USER, max_tokens=2)
-    at_top = ("prompt_logprobs", "prompt_token_ids", "service_tier", "kv_transfer_params")
-    assert [chat[name] for name in at_top] == [None] * 4
+    at_top = ("prompt_logprobs", "prompt_token_ids", "prompt_text", "service_tier", "kv_transfer_params", "metrics")
+    assert [chat[name] for name in at_top] == [None] * 6
     assert [chat["choices"][0][name] for name in ("stop_reason", "token_ids", "logprobs")] == [None] * 3
     assert chat["choices"][0]["message"]["reasoning"] is None
     text = post(server, "/v1/completions", prompt="x", max_tokens=2)
@@ -52,6 +52,47 @@ def test_fields_that_nobody_asked_for_are_null(server: Running) -> None:
     assert [text["choices"][0][name] for name in names] == [None] * 5
     assert text["system_fingerprint"] == chat["system_fingerprint"]
     assert isinstance(text["system_fingerprint"], str)
+
+
+def test_text_of_a_chats_prompt(server: Running) -> None:
+    options = {"messages": USER, "max_tokens": 2, "return_prompt_text": True, "return_token_ids": True}
+    chat = post(server, "/v1/chat/completions", **options)
+    text = chat["prompt_text"]
+    encoded = post(server, "/tokenize", prompt=text, add_special_tokens=False)
+    assert encoded["tokens"] == chat["prompt_token_ids"]
+    parts = chunks(server, "/v1/chat/completions", **options)
+    assert [part.get("prompt_text") for part in parts] == [text, *[None] * (len(parts) - 1)]
+
+
+def test_side_on_which_prompts_are_cut(server: Running) -> None:
+    options = {"max_tokens": 1, "return_token_ids": True, "truncate_prompt_tokens": 3}
+    for side, kept in ((None, [8, 9, 10]), ("left", [8, 9, 10]), ("right", [5, 6, 7])):
+        for prompt in ([5, 6, 7, 8, 9, 10], [[5, 6, 7, 8, 9, 10]]):
+            reply = post(server, "/v1/completions", prompt=prompt, truncation_side=side, **options)
+            assert reply["choices"][0]["prompt_token_ids"] == kept
+    whole = post(server, "/tokenize", messages=USER)["tokens"]
+    chat = post(server, "/v1/chat/completions", messages=USER, truncation_side="right", **options)
+    assert chat["prompt_token_ids"] == whole[:3]
+
+
+def test_completions_without_special_tokens(server: Running) -> None:
+    for is_wanted in (False, True):
+        options = {"prompt": "Once upon", "add_special_tokens": is_wanted}
+        reply = post(server, "/v1/completions", **options, max_tokens=1, echo=True, return_token_ids=True)
+        (choice,) = reply["choices"]
+        assert choice["prompt_token_ids"] == post(server, "/tokenize", **options)["tokens"]
+        assert choice["text"].startswith("Once upon")
+
+
+def test_vllms_defaults_may_be_spelt_out(server: Running) -> None:
+    defaults = {"length_penalty": 1.0, "use_beam_search": False, "stream_interval": 1, "vllm_xargs": {}, "best_of": 1}
+    body = {"prompt": "x", "max_tokens": 1, "thinking_token_budget": -1, "session_id": "a"} | defaults
+    reply = server.client.post("/v1/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-ignored-params"] == "session_id"
+    for name, wrong in (("length_penalty", 2.0), ("stream_interval", 4), ("thinking_token_budget", 8)):
+        refused = server.client.post("/v1/completions", json=body | {name: wrong})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
 
 
 def test_log_probabilities_of_a_chats_prompt_are_at_the_top(server: Running) -> None:
