@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxserve.models.arch import ArchConfig
 from jaxserve.pallas_kernels import grouped_matmul
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
-from jaxserve.planner.plan import read_model
+from jaxserve.planner.models import read_model
 from jaxserve.planner.program import StepCompiler, temp_bytes
 from jaxserve.planner.targets import parse_target
 from jaxserve.schedule_config import ScheduleConfig

@@ -12,7 +12,8 @@ import jax
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.planner.flags import find_compilers
-from jaxserve.planner.plan import Plan, make_plan, read_model
+from jaxserve.planner.models import read_model
+from jaxserve.planner.plan import Plan, make_plan
 from jaxserve.planner.plots import check_plot, draw_capacity
 from jaxserve.planner.report import build_report, build_sweep_report, render, render_sweep
 from jaxserve.planner.sweep import read_prices, sweep

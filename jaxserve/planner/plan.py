@@ -5,8 +5,6 @@ import math
 import time
 from bisect import bisect_left
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +24,20 @@ from jaxserve.engine.memory import (
     tree_bytes,
 )
 from jaxserve.engine.parameters import compute_dtype, matrix_dtype, not_packed
-from jaxserve.errors import ConfigError, did_you_mean
+from jaxserve.errors import ConfigError
 from jaxserve.execution.state import abstract_state
 from jaxserve.metrics import PeakRates
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.models.weight_reads import WeightReads
+from jaxserve.planner.models import read_model
 from jaxserve.planner.program import Collective, StepCompiler, StepProgram, abstract_params
 from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import DataSheet, Target
 from jaxserve.quant import weight_format
 from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
-from jaxserve.weights.json_file import read_object
 
-_CONFIGS = Path(__file__).parent / "configs"
 _ROWS = (1, 8, 32, 64, 128, 256)  # batch sizes of the predicted decode steps, as far as they fit
 _COMPILED_PAGES = 1024  # most pages of a device in compiled steps, whose figures do not depend on their number
 _TOKENS = 1024  # default length of predicted prompts and contexts, at most max_model_len
@@ -268,36 +265,6 @@ class Sizes:
             collectives=collectives,
             collective_tokens=collective_tokens,
         )
-
-
-def known_models() -> list[str]:
-    """Return the names of the planner's own configs."""
-    return sorted(file.stem for file in _CONFIGS.glob("*.json"))
-
-
-def read_model(name: str | None) -> tuple[str, ArchConfig]:
-    """Read a checkpoint, a config.json, or one of the planner's own configs; return its name and ArchConfig.
-
-    Raises:
-        ConfigError: `name` is none of these, or the model is not supported.
-    """
-    path = EngineConfig(model=name).model_path
-    known = known_models()
-    if name is not None and not path.exists() and name in known:
-        path = _CONFIGS / f"{name}.json"
-    if not path.exists():
-        like = path.name.lower().removesuffix("-instruct")  # a name on Hugging Face's hub, without its organisation
-        hint = did_you_mean([like], known)
-        raise ConfigError(f"model must be a checkpoint directory, a config.json or one of {known}, got {name!r}{hint}")
-    return name or path.name, registry.from_hf_config(_read_config(path))
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    is_config = path.is_file() and path.suffix != ".gguf"
-    try:
-        return read_object(path) if is_config else weights.read_config(path)
-    except weights.CheckpointError as error:
-        raise ConfigError(str(error)) from error
 
 
 def make_plan(

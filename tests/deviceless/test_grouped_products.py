@@ -10,7 +10,7 @@ import pytest
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
-from jaxserve.planner.plan import read_model
+from jaxserve.planner.models import read_model
 from jaxserve.planner.program import StepCompiler, temp_bytes
 from jaxserve.schedule_config import ScheduleConfig
 from tests.deviceless.layers import first_layers

@@ -11,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxserve import cli
 from jaxserve.config import EngineConfig
-from jaxserve.planner.plan import read_model
+from jaxserve.planner.models import read_model
 from jaxserve.planner.program import StepCompiler, temp_bytes
 from jaxserve.planner.targets import parse_target
 from jaxserve.schedule_config import ScheduleConfig, resolve_schedule

@@ -13,7 +13,7 @@ from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TP
 from jaxserve.pallas_kernels.quantized_matmul import FLOAT16_BITS, Quantized, quantized_matmul
 from jaxserve.pallas_kernels.quantized_matmul.interface import PACKED
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
-from jaxserve.planner.plan import read_model
+from jaxserve.planner.models import read_model
 from jaxserve.planner.program import StepCompiler, abstract_params, temp_bytes
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.weights.quantized import read_schemes

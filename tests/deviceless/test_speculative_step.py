@@ -13,7 +13,7 @@ from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import step_options
 from jaxserve.execution.verification import make_speculative_step
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
-from jaxserve.planner.plan import read_model
+from jaxserve.planner.models import read_model
 from jaxserve.planner.program import abstract_params, temp_bytes
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_model import DraftModel

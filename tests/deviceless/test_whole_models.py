@@ -14,7 +14,8 @@ from jaxserve.models import registry
 from jaxserve.pallas_kernels.dispatch import AUTO
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.planner import program as program_module
-from jaxserve.planner.plan import decode_bucket, known_models, read_model
+from jaxserve.planner.models import known_models, read_model
+from jaxserve.planner.plan import decode_bucket
 from jaxserve.planner.program import (
     StepCompiler,
     abstract_params,

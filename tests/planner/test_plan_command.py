@@ -14,7 +14,8 @@ import pytest
 from jaxserve import EngineConfig, cli, planner
 from jaxserve.errors import ConfigError
 from jaxserve.pallas_kernels.deviceless import Chip
-from jaxserve.planner.plan import make_plan, read_model
+from jaxserve.planner.models import read_model
+from jaxserve.planner.plan import make_plan
 from jaxserve.planner.program import StepCompiler
 from jaxserve.planner.report import build_report, render
 from jaxserve.planner.targets import missing_compiler, parse_target
