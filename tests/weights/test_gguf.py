@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import struct
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,15 @@ import numpy as np
 import pytest
 import transformers
 
-from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
+from jaxserve import LLM, ConfigError, EngineConfig, weights
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.models import registry
-from jaxserve.models.params import device_bytes, matrix_transform
+from jaxserve.models.params import device_bytes
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.planner.plan import make_plan
 from jaxserve.planner.program import abstract_params
 from jaxserve.planner.targets import parse_target
-from jaxserve.quant import weight_format
 from jaxserve.quant.packed import NativeMatrix
 from jaxserve.quant.stored import SchemeFormat, StoredMatrix
 from jaxserve.text.loading import load_hf_tokenizer, load_tokenizer
@@ -41,24 +38,11 @@ from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
 from tests.oracles import torch
 from tests.parameters import some_by_default
+from tests.quant.loaded import ONE_LAYER, loaded, torch_rows
+from tests.quant.test_stored import GREEDY, PROMPT, needs_kernels
 from tests.weights.gguf_files import KINDS, add_vocabulary, write_gguf
 
-ONE_LAYER = {"num_hidden_layers": 1}
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-PROMPT = {"prompt_token_ids": list(range(3, 20))}
 NATIVE = [kind for kind, scheme in GGUF_SCHEMES.items() if SchemeFormat(scheme).native_dtype(jnp.float32) is not None]
-needs_kernels = pytest.mark.skipif(packed_linear.unsupported("int4", "cpu") is not None, reason="needs the kernels")
-
-
-def loaded(path: Path, *, native: bool = False) -> tuple[Any, list[Any], Any]:
-    arch = registry.from_hf_config(weights.read_config(path))
-    specs = registry.param_specs(arch)
-    transform = matrix_transform(specs, weight_format(None, arch.schemes), native=native)
-    return arch, specs, weights.load(path, specs, jnp.float32, transform=transform, schemes=arch.schemes)
-
-
-def torch_rows(model: torch.nn.Module, spec: Any) -> np.ndarray:
-    return np.concatenate([model.get_parameter(name).detach().numpy() for name in spec.hf_names])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -405,81 +389,6 @@ def test_models_that_are_not_supported_are_named(tmp_path: Path, name: str) -> N
     write_gguf(path, **{"kind": "F16", **ONE_LAYER, **fault})
     with pytest.raises(ConfigError, match=message):
         LLM(str(path), skip_tokenizer_init=True, **SIZES)
-
-
-def test_damaged_files_are_named(tmp_path: Path) -> None:
-    """A file that ends anywhere, or has another byte in its header, is refused or read, and raises nothing else."""
-    whole, path = tmp_path / "whole.gguf", tmp_path / "model.gguf"
-    write_gguf(whole, "Q8_0", **ONE_LAYER)
-    content, rng = whole.read_bytes(), np.random.default_rng(0)
-    header_len = content.index(b"output_norm.weight") + 60
-    ends = [0, 3, 4, 12, 24, 30, header_len // 2, header_len, len(content) // 2, len(content) - 64]
-    for end in ends:
-        path.write_bytes(content[:end])
-        with pytest.raises(weights.CheckpointError, match=rf"must be a complete GGUF file, got {end} bytes"):
-            weights.read_config(path)
-    num_refused = 0
-    for _ in range(100):
-        changed = bytearray(content)
-        changed[rng.integers(header_len)] ^= int(rng.integers(1, 256))
-        path.write_bytes(changed)
-        gguf_file.parse.cache_clear()
-        try:
-            arch = registry.from_hf_config(weights.read_config(path))
-            weights.check(path, registry.param_specs(arch), arch.schemes)
-        except (weights.CheckpointError, ConfigError):
-            num_refused += 1
-    assert num_refused > 20
-
-
-def string(text: bytes) -> bytes:
-    return struct.pack("<Q", len(text)) + text
-
-
-def header(metadata: bytes = b"", tensors: bytes = b"", num_keys: int = 1, num_tensors: int = 0) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_keys) + metadata + tensors
-
-
-def tensor(shape: Sequence[int], offset: int = 0, kind: int = 0, name: bytes = b"token_embd.weight") -> bytes:
-    return string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
-
-
-def array(kind: int, count: int) -> bytes:
-    return struct.pack("<IIQ", 9, kind, count)
-
-
-ABSURD: dict[str, bytes] = {
-    "nested arrays": header(string(b"tokenizer.x") + array(9, 1) + struct.pack("<IQ", 9, 1) * 100_000),
-    "arrays of arrays": header(string(b"tokenizer.x") + array(9, 2**60) + bytes(2**16)),
-    "keys": header(num_keys=2**60) + bytes(2**16),
-    "length of a key": header(struct.pack("<Q", 2**62) + bytes(64)),
-    "length of a string": header(string(b"tokenizer.x") + struct.pack("<IQ", 8, 2**62)),
-    "length of a string, wrapped": header(string(b"tokenizer.x") + struct.pack("<IQ", 8, 2**64 - 8) + bytes(64)),
-    "strings": header(string(b"tokenizer.x") + array(8, 2**60) + bytes(2**16)),
-    "numbers": header(string(b"tokenizer.x") + array(10, 2**61) + bytes(64)),
-    "type": header(string(b"tokenizer.x") + struct.pack("<I", 99)),
-    "alignment": header(string(b"general.alignment") + struct.pack("<II", 4, 0)) + bytes(64),
-    "tensors": header(num_keys=0, num_tensors=2**60) + bytes(2**16),
-    "dimensions": header(num_keys=0, num_tensors=1, tensors=string(b"x") + struct.pack("<I", 2**31) + bytes(64)),
-    "shape": header(num_keys=0, num_tensors=1, tensors=tensor([2**32, 2**32])) + bytes(64),
-    "quantised shape": header(num_keys=0, num_tensors=1, tensors=tensor([2**63, 2**8], kind=8)) + bytes(64),
-    "no rows": header(num_keys=0, num_tensors=1, tensors=tensor([32, 0], kind=8)) + bytes(64),
-    "no dimensions": header(num_keys=0, num_tensors=1, tensors=tensor([])) + bytes(64),
-    "offset": header(num_keys=0, num_tensors=1, tensors=tensor([4], offset=2**40)) + bytes(64),
-    "wrapped offset": header(num_keys=0, num_tensors=1, tensors=tensor([4], offset=2**64 - 32)) + bytes(64),
-    "names": header(num_keys=0, num_tensors=2, tensors=tensor([4]) * 2) + bytes(64),
-}
-
-
-@pytest.mark.parametrize("name", ABSURD)
-def test_absurd_headers_are_refused_in_a_line(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(ABSURD[name])
-    with pytest.raises(weights.CheckpointError, match="must be a complete GGUF file") as info:
-        weights.read_config(path)
-    assert "\n" not in str(info.value)
-    with pytest.raises(ConfigError, match="must have a tokenizer"):
-        load_tokenizer(path)
 
 
 def test_the_package_is_named_if_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

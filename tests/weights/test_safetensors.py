@@ -19,45 +19,10 @@ from jaxserve import weights
 from jaxserve.models import registry
 from jaxserve.weights import safetensors_store, stored_tensor
 from jaxserve.weights.rows import leaf_at
-from tests.checkpoints import FAMILIES, VARIED, build_config, write_checkpoint
+from tests.checkpoints import FAMILIES, VARIED, write_checkpoint
 from tests.oracles import torch
 from tests.parameters import some_by_default
-
-CONFIG = {**build_config("llama").to_dict(), "architectures": ["LlamaForCausalLM"]}
-SPECS = registry.param_specs(registry.from_hf_config(CONFIG))
-
-
-@pytest.fixture
-def params():
-    return weights.dummy(SPECS, 0, jnp.float32)
-
-
-@pytest.fixture
-def checkpoint(tmp_path, params):
-    weights.save(tmp_path / "model", SPECS, params, CONFIG)
-    return tmp_path / "model"
-
-
-def read_all(path):
-    tensors = {}
-    for file in path.glob("*.safetensors"):
-        tensors |= safetensors.numpy.load_file(file)
-    return tensors
-
-
-def rewrite(path, change):
-    """Apply `change` to the dict of tensors of a single-file checkpoint."""
-    tensors = read_all(path)
-    change(tensors)
-    safetensors.numpy.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def assert_trees_equal(tree, expected):
-    assert jax.tree.structure(tree) == jax.tree.structure(expected)
-    for got, want in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
-        assert got.dtype == want.dtype
-        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
-
+from tests.weights.llama_files import CONFIG, SPECS, assert_trees_equal, failure, read_all, rewrite
 
 # What is read
 
@@ -240,12 +205,6 @@ def test_slabs_make_up_the_tensor(checkpoint, params, num_rows, dtype):
 # What is refused
 
 
-def failure(path, specs=SPECS):
-    with pytest.raises(weights.CheckpointError) as error:
-        weights.load(path, specs)
-    return str(error.value)
-
-
 def test_every_difference_is_named_at_once(checkpoint):
     def change(tensors):
         del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
@@ -278,69 +237,6 @@ def test_quantized_dtypes(tmp_path, dtype):
     assert "quantized" in message
 
 
-def test_unknown_dtype(tmp_path):
-    write_raw(tmp_path / "model.safetensors", {"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1")
-    assert "dtype F4 is not one of F64, F32" in failure(tmp_path)
-
-
-def write_raw(file, header, body=b""):
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + body)
-
-
-@pytest.mark.parametrize("kept", [0, 5, 8, 100, 0.5, -1])
-def test_truncated_files(checkpoint, kept):
-    file = checkpoint / "model.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[: int(kept * len(data)) if kept == 0.5 else kept])
-    message = failure(checkpoint)
-    assert str(file) in message
-    assert "complete safetensors file" in message
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"not json",
-        b"\xff\xfe",
-        b"[]",
-        b"[" * 100_000,
-        b'{"a": %b}' % (b"[" * 900 + b"]" * 900),
-        b'{"a": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}, "a": {"dtype": "I8", "shape": [0]}}',
-        {"a": {"dtype": "F32", "shape": [2**70, 0], "data_offsets": [0, 0]}},
-        {"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}},
-        {"a": 3},
-        {"a": {"dtype": "F32", "shape": [2]}},
-        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
-        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}},
-        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}},
-        {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 8]}},
-        {"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}},
-        {"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}},
-    ],
-)
-def test_damaged_headers(tmp_path, header):
-    write_raw(tmp_path / "model.safetensors", header, b"12345678")
-    assert "complete safetensors file" in failure(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("claimed", "most"),
-    [(2**64 - 1, 192), (193, 192), (150_000_000, 100_000_000)],
-)
-def test_a_header_of_a_false_length_is_not_read(tmp_path, claimed, most):
-    file = tmp_path / "model.safetensors"
-    with file.open("wb") as out:  # sparse if large: it takes no space on the disk
-        out.write(claimed.to_bytes(8, "little") + b"{}")
-        out.truncate(200 if most == 192 else 200_000_000)
-    tracemalloc.start()
-    message = failure(tmp_path)
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert f"its header can have at most {most} bytes and claims {claimed}" in message
-    assert peak_bytes < 2**20
-
-
 def test_index_names_absent_files(tmp_path, params):
     weights.save(tmp_path, SPECS, params, CONFIG, max_shard_bytes=50_000)
     first, second, *_ = sorted(tmp_path.glob("model-*"))
@@ -349,66 +245,6 @@ def test_index_names_absent_files(tmp_path, params):
     message = failure(tmp_path)
     assert first.name in message
     assert second.name in message
-
-
-@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
-def test_malformed_index(tmp_path, index):
-    (tmp_path / "model.safetensors.index.json").write_text(index)
-    assert "model.safetensors.index.json" in failure(tmp_path)
-
-
-OUTSIDE = ["../other/model.safetensors", "{outside}/model.safetensors", "down/../../other/model.safetensors"]
-
-
-@pytest.mark.parametrize("name", [*OUTSIDE, "x" * 5000, "x\0", ""])
-def test_an_index_opens_no_files_elsewhere(tmp_path, params, name):
-    """Names lead nowhere else, whatever is there; links, of which the cache of the hub is made, do."""
-    inside, outside = tmp_path / "model", tmp_path / "other"
-    inside.mkdir()
-    weights.save(outside, SPECS, params, CONFIG)
-    index, names = inside / "model.safetensors.index.json", [name for spec in SPECS for name in spec.hf_names]
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, name.format(outside=outside))}))
-    expected = "must name files inside its directory" if name in OUTSIDE else "must name files beside it"
-    message = failure(inside)
-    assert expected in message
-    assert "\n" not in message
-    (inside / "link.safetensors").symlink_to(outside / "model.safetensors")
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "link.safetensors")}))
-    assert_trees_equal(weights.load(inside, SPECS), params)
-
-
-JSON_FILES = {
-    "config.json": weights.read_config,
-    "hf_quant_config.json": weights.read_config,
-    "adapter_config.json": weights.read_config,
-    "model.safetensors.index.json": safetensors_store.open_tensors,
-    "generation_config.json": weights.read_generation_config,
-    "modules.json": weights.read_embedding_modules,
-}
-
-
-@pytest.mark.parametrize("depth", [65, 900, 100_000])
-@pytest.mark.parametrize("name", JSON_FILES)
-def test_nested_files_are_refused_in_a_line(tmp_path, name, depth):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    content = "[" * (depth - 1) + "]" * (depth - 1)
-    (tmp_path / name).write_text(f'{{"eos_token_id": {content}}}')
-    with pytest.raises(weights.CheckpointError, match=rf"{name} must nest arrays and objects at most 64 times") as info:
-        JSON_FILES[name](tmp_path)
-    assert "\n" not in str(info.value)
-
-
-def test_a_file_too_large_is_not_read(tmp_path):
-    with (tmp_path / "config.json").open("wb") as file:
-        file.truncate(200_000_000)  # sparse
-    with pytest.raises(weights.CheckpointError, match=r"config\.json must have at most 100000000 bytes, got 200000000"):
-        weights.read_config(tmp_path)
-
-
-def test_modules_name_no_folders_elsewhere(tmp_path):
-    (tmp_path / "modules.json").write_text(json.dumps([{"type": "a.Pooling", "path": "../other"}]))
-    with pytest.raises(weights.CheckpointError, match="must name folders inside its directory"):
-        weights.read_embedding_modules(tmp_path)
 
 
 def test_tensors_that_the_index_forgets_or_invents(tmp_path, params):
