@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxserve.errors import brief
 from jaxserve.openai.errors import BadRequestError
-from jaxserve.openai.translation import Fields, Json, Translation, by_type
+from jaxserve.openai.translation import SAMPLING, Fields, Json, Translation, by_type
 from jaxserve.text.messages import content_text
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
@@ -20,12 +20,7 @@ NAMES = {  # names of a chat's fields in a request for a message
     "parallel_tool_calls": "tool_choice",
 }
 
-_SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_salt", "priority")
-_SAMPLING = (  # vLLM's further parameters, as in chats
-    *("seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty", "min_tokens"),
-    *("ignore_eos", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids"),
-    *("bad_words", "structured_outputs", "chat_template_kwargs"),
-)
+_SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "chat_template_kwargs")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -55,7 +50,7 @@ def _translated(body: Json, *, has_output: bool) -> Translation:
     chat: Json = {name: value for name in _SAME if (value := fields.any(name)) is not None}
     if has_output:
         fields.any("timeout")  # the server has read it
-        chat |= {name: value for name in _SAMPLING if (value := fields.any(name)) is not None}
+        chat |= {name: value for name in SAMPLING if (value := fields.any(name)) is not None}
         chat["max_tokens"] = fields.need("max_tokens", int)
         if (stop := fields.take("stop_sequences", list)) is not None:
             chat["stop"] = stop

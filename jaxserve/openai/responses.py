@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxserve.errors import brief
 from jaxserve.openai.errors import BadRequestError
-from jaxserve.openai.translation import Fields, Json, Translation, by_type
+from jaxserve.openai.translation import SAMPLING, Fields, Json, Translation, by_type
 from jaxserve.text.messages import content_text
 
 RESPONSES, INPUT_TOKENS = "/v1/responses", "/v1/responses/input_tokens"
@@ -20,11 +20,7 @@ NAMES = {  # names of a chat's fields in a response's request
 }
 
 _SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "priority")
-_SAMPLING = (  # vLLM's further parameters, as in chats
-    *("stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p", "repetition_penalty"),
-    *("min_tokens", "ignore_eos", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
-    *("allowed_token_ids", "bad_words", "structured_outputs", "chat_template_kwargs"),
-)
+_SAMPLING = ("stop", "top_k", "chat_template_kwargs", "include_reasoning", *SAMPLING)
 _LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
 _NOT_STORED = "responses are not stored; send the earlier items in input"
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"

@@ -11,6 +11,12 @@ from jaxserve.errors import RequestError, brief, did_you_mean
 from jaxserve.openai.errors import BadRequestError, as_bad_request
 
 Json = dict[str, Any]
+SAMPLING = (  # vLLM's further fields of chats, which the other interfaces have too
+    *("seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty", "min_tokens"),
+    *("ignore_eos", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids"),
+    *("bad_words", "structured_outputs", "request_id", "session_id", "spaces_between_special_tokens", "watermarking"),
+    *("vllm_xargs", "media_io_kwargs", "mm_processor_kwargs", "kv_transfer_params"),
+)
 
 
 class Translation(NamedTuple):

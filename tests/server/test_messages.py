@@ -86,9 +86,13 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
         return server.client.post("/v1/messages", json=ASKED | body)
 
     cached: Any = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
-    reply = post({"system": [cached], "metadata": {"user_id": "me"}})
+    reply = post({"system": [cached], "metadata": {"user_id": "me"}, "request_id": "mine", "watermarking": False})
     assert reply.status_code == 200
     assert reply.headers["x-ignored-params"] == "cache_control,metadata"
+    assert reply.json()["id"] == "msg_mine"
+    body = {name: value for name, value in ASKED.items() if name != "max_tokens"} | {"chat_template_kwargs": {"x": 1}}
+    counted = server.client.post("/v1/messages/count_tokens", json=body)
+    assert counted.json()["error"]["message"].startswith("chat_template_kwargs must be variables of the chat template")
     for field, value, said in [
         ("max_tokens", None, "must be given"),
         ("max_tokens", -1, "max_tokens"),

@@ -111,10 +111,12 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
         "text": {"verbosity": "low"},
         "reasoning": {"summary": "auto"},
     }
-    reply = post(codex)
+    vllms: dict[str, Any] = {"include_reasoning": False, "request_id": "mine", "session_id": "s", "vllm_xargs": {}}
+    reply = post(codex | vllms)
     assert reply.status_code == 200
-    named = "include,prompt_cache_key,reasoning.summary,store,text.verbosity"
+    named = "include,prompt_cache_key,reasoning.summary,session_id,store,text.verbosity"
     assert reply.headers["x-ignored-params"] == named
+    assert reply.json()["id"] == "resp_mine"
     for field, value, said in [
         ("previous_response_id", "resp_1", "not stored"),
         ("store", True, "not stored"),
