@@ -298,11 +298,19 @@ def check_fields(
     if "request_id" in given and not (may_stream and re.fullmatch(r"[\w.-]{1,128}", given["request_id"], re.ASCII)):
         message = "request_id must be up to 128 letters, digits, dots and dashes; a line of a batch file has custom_id"
         raise BadRequestError(message, "request_id", "unsupported_value")
-    model = given.setdefault("model", own_name)
+    if given.get("cache_salt") == "":
+        raise BadRequestError(
+            "cache_salt must be at least one character; leave it out to share cached pages", "cache_salt"
+        )
+    check_model(given.setdefault("model", own_name), model_names)
+    return given
+
+
+def check_model(model: object, model_names: Sequence[str]) -> None:
+    """Raise BadRequestError unless a model is one of the names; if there are none, any name is accepted."""
     if model_names and model not in model_names:
         message = f"model must be one of {list(model_names)}, got {brief(model)}"
         raise BadRequestError(message, "model", "model_not_found", 404)
-    return given
 
 
 def prompt_field(url: str) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxserve.openai import messages, responses
 from jaxserve.openai.errors import BadRequestError, error_body
-from jaxserve.openai.format import CHAT, COMPLETIONS, ParsedRequest, naming_fields
+from jaxserve.openai.format import CHAT, CLASSIFICATION, COMPLETIONS, EMBEDDINGS, ParsedRequest, naming_fields
 from jaxserve.openai.message_replies import MessageReply, message_error_body
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES, chat_of_count, chat_of_message
 from jaxserve.openai.pooling import TASKS, PoolingReply
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from jaxserve.errors import RequestError
     from jaxserve.increments import Increment
     from jaxserve.outputs import RequestOutput
+    from jaxserve.pooling import Pooler
     from jaxserve.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+INVOCATIONS = "/invocations"  # path of all requests to SageMaker's endpoints
 ANTHROPIC_OVERLOADED = 529  # status of Anthropic's service under load, by which its clients know it
 
 
@@ -176,6 +178,23 @@ INTERFACES = {
     MESSAGES: _OF_MESSAGES,
     COUNT_TOKENS: replace(_OF_MESSAGES, translate=chat_of_count),
 }
+
+
+def invoked_path(path: str, body: Json, pooler: Pooler | None) -> str:
+    """Return the path whose request a body is: the path it came to, or at /invocations the path that fits its fields.
+
+    Args:
+        path: path that it came to.
+        body: the body.
+        pooler: pooling of the model; None if it generates text.
+    """
+    if path != INVOCATIONS:
+        return path
+    if pooler is None:
+        return CHAT if "messages" in body else COMPLETIONS
+    if body.keys() & {"query", "queries", "text_1", "data_1"}:
+        return "/rerank" if "query" in body else "/score"
+    return CLASSIFICATION if pooler.num_labels else EMBEDDINGS
 
 
 def error_status_at(path: str, error: BadRequestError) -> int:

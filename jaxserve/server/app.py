@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from jaxserve.errors import RequestError, brief
 from jaxserve.openai.errors import BadRequestError, as_bad_request
 from jaxserve.openai.format import CHAT, COMPLETIONS
-from jaxserve.openai.interfaces import error_body_at, error_status_at
+from jaxserve.openai.interfaces import INVOCATIONS, error_body_at, error_status_at
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.pooling import TASKS
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES
@@ -81,6 +81,7 @@ class App:
             ("POST", INPUT_TOKENS): info.count,
             ("POST", MESSAGES): generation.serve,
             ("POST", COUNT_TOKENS): info.count,
+            ("POST", INVOCATIONS): generation.serve,
             ("POST", "/tokenize"): info.tokenize,
             ("POST", "/detokenize"): info.detokenize,
             **{("POST", path): info.pool for path in POOLING},
@@ -88,7 +89,7 @@ class App:
             ("GET", "/"): info.page,
             ("GET", "/v1/models"): info.models,
             ("GET", "/health"): info.health,
-            ("GET", "/ping"): info.health,
+            **{(method, "/ping"): info.health for method in ("GET", "POST")},
             ("GET", "/ready"): info.ready,
             ("GET", "/load"): info.load,
             ("GET", "/version"): info.version,

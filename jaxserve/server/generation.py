@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import ParsedRequest, naming_fields, prompt_field
-from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface
+from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface, invoked_path
 from jaxserve.openai.translation import naming
 from jaxserve.server import http
 from jaxserve.server.classes import allowed_priority, early_priority, in_class, read_objectives, tenant_salt
@@ -66,7 +66,8 @@ class Generation:
 
     async def _answer(self, call: Call, body: Json, came_s: float) -> None:
         """Answer a request whose body is there."""
-        admission, interface = self._service.admission, INTERFACES[call.path]
+        admission = self._service.admission
+        interface = INTERFACES[invoked_path(call.path, body, self._engine.arch.pooler)]
         timeouts = read_timeouts(call.headers, body, streams=bool(body.get("stream")))
         priority = early_priority(body, call.headers, self._objectives)
         admission.check_body(call.tenant, priority, body, timeouts.first_token_s)

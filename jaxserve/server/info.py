@@ -11,7 +11,7 @@ from jaxserve import __version__
 from jaxserve.errors import brief
 from jaxserve.openai.chats import PROMPT_FIELDS, read_prompt
 from jaxserve.openai.errors import BadRequestError, check_type
-from jaxserve.openai.format import refuse_unknown
+from jaxserve.openai.format import check_model, refuse_unknown
 from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.pooling import TASKS
 from jaxserve.openai.responses import INPUT_TOKENS
@@ -78,6 +78,7 @@ class Info:
     def _tokens(self, body: Json) -> Json:
         tokenizer, given = self._tokenizer(), {name: value for name, value in body.items() if value is not None}
         check_type(given, "add_special_tokens", bool)
+        self._check_model(given)
         if "messages" in given:
             refuse_unknown("body", given, {"model", "return_token_strs", "tools", "documents"} | PROMPT_FIELDS)
             form, trusts = self._service.chat_format, self._service.config.trust_request_chat_template
@@ -88,17 +89,20 @@ class Info:
             if not isinstance(text, str):
                 raise BadRequestError(f"prompt must be text, got {brief(text)}", "prompt")
             tokens = tokenizer.encode(text, given.get("add_special_tokens", True))
-        content: Json = {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
-        if given.get("return_token_strs"):
-            content["token_strs"] = [tokenizer.token_text(token_id) for token_id in tokens]
-        return content
+        texts = [tokenizer.token_text(token_id) for token_id in tokens] if given.get("return_token_strs") else None
+        return {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens, "token_strs": texts}
 
     def _text(self, body: Json) -> Json:
         refuse_unknown("body", body, {"model", "tokens"})
+        self._check_model(body)
         tokens, limit = body.get("tokens"), self._engine.arch.vocab_size
         if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < limit for each in tokens):
             raise BadRequestError(f"tokens must be a list of ids in [0, {limit}), got {brief(tokens)}", "tokens")
         return {"prompt": self._tokenizer().decode(tokens, skip_special_tokens=False)}
+
+    def _check_model(self, body: Json) -> None:
+        if (model := body.get("model")) is not None:
+            check_model(model, self._service.model_names)
 
     @property
     def _max_model_len(self) -> int:
@@ -120,9 +124,7 @@ class Info:
     async def model(self, call: Call) -> None:
         """Describe one of the names."""
         name = call.path.removeprefix("/v1/models/")
-        if name not in self._service.model_names:
-            message = f"model must be one of {list(self._service.model_names)}, got {brief(name)}"
-            raise BadRequestError(message, "model", "model_not_found", 404)
+        check_model(name, self._service.model_names)
         await call.send_json(self._model_card(name))
 
     async def health(self, call: Call) -> None:

@@ -123,6 +123,7 @@ def test_an_echoed_chat_has_log_probabilities_of_its_prompt(server: Running) -> 
             },
             "response_format",
         ),
+        ("/v1/completions", {"prompt": "x", "cache_salt": ""}, "cache_salt"),
         (
             "/v1/responses",
             {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": 1}}},
@@ -133,6 +134,27 @@ def test_an_echoed_chat_has_log_probabilities_of_its_prompt(server: Running) -> 
 def test_fields_of_errors(server: Running, path: str, fields: dict[str, Any], param: str) -> None:
     reply = server.client.post(path, json=fields)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "x"}), ("/tokenize", {"messages": USER}), ("/detokenize", {"tokens": [5]})],
+)
+def test_tokens_are_of_a_model_that_is_there(server: Running, path: str, body: dict[str, Any]) -> None:
+    assert post(server, path, **body) == post(server, path, **body, model="alias")
+    reply = server.client.post(path, json=body | {"model": "other"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_invocations(server: Running) -> None:
+    for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": USER})):
+        options = {"temperature": 0, "max_tokens": 3, "request_id": "a", "return_token_ids": True}
+        one, other = (post(server, each, **body, **options) for each in (path, "/invocations"))
+        assert one["choices"] == other["choices"]
+        assert (one["object"], one["id"]) == (other["object"], other["id"])
+        parts = chunks(server, "/invocations", **body, **options)
+        assert parts[-1]["choices"][0]["finish_reason"] == one["choices"][0]["finish_reason"]
+    assert server.client.post("/ping").status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -64,6 +64,20 @@ def test_vllms_path(server: Running, embedder: LLM) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": TEXTS}),
+        ("/rerank", {"query": TEXTS[0], "documents": TEXTS}),
+        ("/score", {"text_1": TEXTS[0], "text_2": TEXTS}),
+    ],
+)
+def test_invocations(server: Running, path: str, body: dict[str, Any]) -> None:
+    replies = [server.client.post(each, json=body).json() for each in (path, "/invocations")]
+    results = [reply.get("data", reply.get("results")) for reply in replies]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(
     ("path", "body", "param", "message"),
     [
         ("/v1/embeddings", {"input": []}, "input", "input must be a string, a list of strings"),
