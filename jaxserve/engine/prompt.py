@@ -79,8 +79,8 @@ def prompt_too_long(
     most = schedule.max_total_tokens - 1  # of a prompt: the scheduler counts a token of output always
     room = "" if schedule.pools else " and leave room for at least 1 output token"
     return PromptTooLongError(
-        f"This model's maximum context length is {schedule.max_model_len} tokens. However, your prompt has "
-        f"{'at least ' if is_bound else ''}{num_tokens} input tokens, and must have at most {most}{room}. "
+        f"This model's maximum context length is {schedule.max_model_len} tokens. However, your prompt is too long: "
+        f"it has {'at least ' if is_bound else ''}{num_tokens} input tokens, and must have at most {most}{room}. "
         f"Please reduce the length of the input prompt{advice}.",
         num_tokens,
         most,
