@@ -210,7 +210,6 @@ SERVER: Sequence[tuple[str, Sequence[Any] | None, Sequence[str]]] = (
     ("prompts and outputs are not logged", None, ("max_log_len", "enable_log_deltas")),
     ("prompts and outputs are not logged", OFF, ("enable_log_outputs",)),
     ("usage always has prompt_tokens_details", (True,), ("enable_prompt_tokens_details",)),
-    ("/metrics has the times of requests", OFF, ("enable_per_request_metrics",)),
     ("/load always counts the open requests", None, ("enable_server_load_tracking",)),
     ("streams have no comments", (0, None), ("sse_keep_alive_interval",)),
     ("there is no such path", OFF, ("enable_tokenizer_info_endpoint", "enable_scale_out", "enable_offline_docs")),

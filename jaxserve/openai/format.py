@@ -150,6 +150,7 @@ class ParsedRequest:
         has_output: False if only the prompt is wanted, with its log probabilities.
         return_token_ids: True if token ids are wanted beside the text.
         shows_prompt_logprobs: True if log probabilities of the prompt are wanted apart from those of an echo.
+        shows_metrics: True if the times of a completion are wanted.
         tokens_as_ids: True if log probabilities name tokens by their ids.
         request_id: name that the reply is to have; empty if the body does not say.
         stream: True if increments are wanted as they come.
@@ -178,6 +179,7 @@ class ParsedRequest:
     has_output: bool = True
     return_token_ids: bool = False
     shows_prompt_logprobs: bool = False
+    shows_metrics: bool = False
     tokens_as_ids: bool = False
     request_id: str = ""
     stream: bool = False

@@ -106,16 +106,12 @@ class Reply:
 
     def _extensions(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the fields that vLLM's whole replies have too."""
-        fields: Json = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params", "metrics"))
+        fields: Json = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params"))
+        fields["metrics"] = _metrics(self._request, outputs)
         if self._request.is_chat:
             fields["prompt_logprobs"] = self._prompt_logprobs(outputs[0])
-            fields |= self._prompt_fields(outputs[0])
+            fields |= _prompt_fields(self._request, outputs[0])
         return fields
-
-    def _prompt_fields(self, output: RequestOutput) -> Json:
-        """Return the fields of a chat's prompt, which the first chunk of a stream has too."""
-        token_ids = output.prompt_token_ids if self._request.return_token_ids else None
-        return {"prompt_token_ids": token_ids, "prompt_text": self._request.prompt_text}
 
     def usage(self, outputs: Iterable[RequestOutput]) -> Json:
         """Return the counts of tokens so far."""
@@ -157,7 +153,7 @@ class Reply:
             is_chat = request.is_chat
             if is_chat and index not in self._begun:
                 self._begun.add(index)
-                top = self._prompt_fields(output)
+                top = _prompt_fields(request, output)
                 yield self._event(index, {"delta": {"role": request.role, "content": ""}} | _OPEN, output, top)
                 if request.echoed:
                     yield self._event(index, {"delta": {"content": request.echoed}} | _OPEN, output)
@@ -200,7 +196,11 @@ class Reply:
         """Yield the events that end a stream."""
         if self._request.include_usage:
             head = self._chunk_head.removesuffix('{"index": ')
-            yield f'data: {head}], "usage": {json.dumps(self.usage(outputs))}}}\n\n'.encode()
+            times = {
+                name: value for name, value in (_metrics(self._request, outputs) or {}).items() if value is not None
+            }
+            more = f', "metrics": {json.dumps(times)}' if times else ""
+            yield f'data: {head}], "usage": {json.dumps(self.usage(outputs))}{more}}}\n\n'.encode()
         yield DONE
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
@@ -355,6 +355,32 @@ def _token_text(token_id: int, entry: Logprob | None, tokenizer: Tokenizer | Non
     if entry is not None and entry.decoded_token is not None:
         return entry.decoded_token
     return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+
+
+def _prompt_fields(request: ParsedRequest, output: RequestOutput) -> Json:
+    """Return the fields of a chat's prompt, which the first chunk of a stream has too."""
+    token_ids = output.prompt_token_ids if request.return_token_ids else None
+    return {"prompt_token_ids": token_ids, "prompt_text": request.prompt_text}
+
+
+def _metrics(request: ParsedRequest, outputs: Sequence[RequestOutput]) -> Json | None:
+    """Return the times of the completion in ms, by vLLM's names, if they are wanted and there is only one completion.
+
+    The time to the first token begins with the first step, and not with the arrival.
+    """
+    if not request.shows_metrics or len(outputs) != 1 or len(outputs[0].outputs) != 1:
+        return None
+    metrics = outputs[0].outputs[0].metrics
+    first_s, last_s, scheduled_s = metrics.first_token_s, metrics.last_token_s, metrics.scheduled_s
+    total_s = None if scheduled_s is None or last_s is None else last_s - scheduled_s
+    times_s = {
+        "time_to_first_token_ms": metrics.prefill_s,
+        "generation_time_ms": None if first_s is None or last_s is None else last_s - first_s,
+        "queue_time_ms": metrics.queue_s,
+        "mean_itl_ms": metrics.tpot_s,
+    }
+    times: Json = {name: None if value is None else value * 1e3 for name, value in times_s.items()}
+    return times | {"tokens_per_second": metrics.num_output_tokens / total_s if total_s else None}
 
 
 def _ranked(table: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:

@@ -70,6 +70,8 @@ class ServerConfig:
         access_log: True to log every request: client, path, status and time.
         uvicorn_log_level: level from which on uvicorn logs: critical, error, warning, info, debug or trace.
         enable_force_include_usage: True to send the counts of tokens in all streams of completions and chats.
+        enable_per_request_metrics: True to send the times of a completion with its reply, as `metrics`: with whole
+            replies, and with the counts of tokens at the end of a stream.
         batch_dir: directory in which /v1/files and /v1/batches keep files and batches, from which a restarted server
             resumes; without it there are neither.
         max_batch_file_bytes: largest file of requests.
@@ -110,6 +112,7 @@ class ServerConfig:
     access_log: bool = False
     uvicorn_log_level: str = "warning"
     enable_force_include_usage: bool = False
+    enable_per_request_metrics: bool = False
     batch_dir: Path | None = None
     max_batch_file_bytes: int = 200 * 2**20
     max_batch_storage_bytes: int = 2**33

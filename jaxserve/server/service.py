@@ -145,6 +145,7 @@ class Service:
             tokens_as_ids=request.tokens_as_ids or self.config.return_tokens_as_token_ids,
             include_usage=request.include_usage or forces_usage,
             continuous_usage=request.continuous_usage or forces_usage,
+            shows_metrics=self.config.enable_per_request_metrics,
         )
 
     @property

@@ -90,13 +90,19 @@ def test_a_unix_socket_takes_the_place_of_host_and_port(engine: Engine, tmp_path
         listen(ServerConfig(uds="/no/such/socket"))
 
 
-def test_all_streams_have_usage_and_ids_for_tokens_if_the_server_says_so(engine: Engine) -> None:
+def test_replies_have_usage_times_and_ids_for_tokens_if_the_server_says_so(engine: Engine) -> None:
     options: dict[str, Any] = {"enable_force_include_usage": True, "return_tokens_as_token_ids": True}
+    options["enable_per_request_metrics"] = True
     with running(engine, **options) as server:
         streamed = server.client.post("/v1/completions", json=BODY | {"stream": True, "logprobs": 1}).text
         whole = server.client.post("/v1/completions", json=BODY | {"logprobs": 1}).json()
+        several = server.client.post("/v1/completions", json=BODY | {"n": 2}).json()
     assert '"choices": [], "usage": {"prompt_tokens"' in streamed
     assert '"usage": null' not in streamed
+    assert '"metrics": {"time_to_first_token_ms": ' in streamed.splitlines()[-4]
+    names = ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second")
+    assert all(whole["metrics"][name] >= 0 for name in names)
+    assert several["metrics"] is None
     assert "token_id:" in streamed
     assert all(token.startswith("token_id:") for token in whole["choices"][0]["logprobs"]["tokens"])
 
