@@ -1,5 +1,6 @@
 """Anthropic's Python client: messages, tools, streams, counts of tokens, errors."""
 
+import re
 from functools import partial
 
 import anthropic
@@ -91,6 +92,17 @@ def errors_have_their_types(target: Target) -> None:
     ):
         options = {"model": target.model, "max_tokens": 2, "messages": HELLO} | wrong
         assert refusal(partial(client(target).messages.create, **options), error).body["type"] == "error"
+
+
+@check
+def a_prompt_that_is_too_long_is_known(target: Target) -> None:
+    long = [{"role": "user", "content": "x = 1\n" * 2000}]
+    create = client(target).messages.create
+    for stream in (False, True):
+        options = {"model": target.model, "max_tokens": 2, "messages": long, "stream": stream}
+        error = refusal(partial(create, **options), anthropic.BadRequestError)
+        assert error.type == "invalid_request_error"
+        assert re.search(r"prompt is too long: \d+ tokens > \d+ maximum", error.message)  # Claude Code looks for it
 
 
 run("anthropic")

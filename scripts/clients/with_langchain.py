@@ -1,7 +1,19 @@
-"""langchain-openai: chats, streams, tools, structured outputs, completions."""
+"""langchain-openai: chats, streams, tools, structured outputs, completions, histories that are too long."""
 
-from checks import Target, check, run
-from langchain_core.messages import ToolMessage
+import json
+import urllib.request
+from collections.abc import Sequence
+
+from checks import Target, check, refusal, run
+from langchain_core.exceptions import ContextOverflowError, ModelNotFoundError
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    HumanMessage,
+    ToolMessage,
+    convert_to_openai_messages,
+    trim_messages,
+)
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict
@@ -40,8 +52,8 @@ def batch(target: Target) -> None:
 
 @check
 def bound_tools(target: Target) -> None:
-    model = chat(target, max_tokens=120).bind_tools([switch], tool_choice="required")
-    message = model.invoke("switch it on")
+    options = {"tool_choice": "required", "strict": True, "parallel_tool_calls": False}  # so that no call is cut off
+    message = chat(target, max_tokens=120).bind_tools([switch], **options).invoke("switch it on")
     (call, *_) = message.tool_calls
     assert call["name"] == "switch"
     assert isinstance(call["args"]["on"], bool)
@@ -73,6 +85,35 @@ def structured_output_by_tool(target: Target) -> None:
 def completion(target: Target) -> None:
     model = OpenAI(model=target.model, base_url=f"{target.url}/v1", api_key="none", max_tokens=6, max_retries=0)
     assert model.invoke("import os\n")
+
+
+@check
+def long_histories_are_known_and_trimmed(target: Target) -> None:
+    history = [kind("x = 1\n" * 40) for _ in range(20) for kind in (HumanMessage, AIMessage)]
+    history.append(HumanMessage("def add(a, b):"))
+    for use_responses_api in (False, True):
+        model = chat(target, max_tokens=8, use_responses_api=use_responses_api)
+        refusal(lambda model=model: model.invoke(history), ContextOverflowError)
+        refusal(lambda model=model: list(model.stream(history)), ContextOverflowError)
+
+    def count(messages: Sequence[BaseMessage]) -> int:
+        body = {"model": target.model, "messages": convert_to_openai_messages(messages)}
+        request = urllib.request.Request(
+            f"{target.url}/tokenize", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            return json.load(reply)["count"]
+
+    kept = trim_messages(history, max_tokens=600, token_counter=count, strategy="last", start_on="human")
+    usage = chat(target, max_tokens=8).invoke(kept).usage_metadata
+    assert 1 < len(kept) < len(history)
+    assert usage["input_tokens"] == count(kept) <= 600
+
+
+@check
+def a_model_that_is_not_there_is_known(target: Target) -> None:
+    other = ChatOpenAI(model="other", base_url=f"{target.url}/v1", api_key="none", max_retries=0)
+    refusal(lambda: other.invoke("a"), ModelNotFoundError)
 
 
 run("langchain-openai")

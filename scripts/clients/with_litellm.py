@@ -9,6 +9,7 @@ from checks import Target, check, refusal, run
 HELLO = [{"role": "user", "content": "def add(a, b):"}]
 PARAMETERS = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
 TOOL = {"type": "function", "function": {"name": "switch", "description": "Switch it", "parameters": PARAMETERS}}
+LONG = [{"role": "user", "content": "x = 1\n" * 2000}]
 
 
 def where(target: Target, provider: str = "openai") -> dict[str, str]:
@@ -58,6 +59,59 @@ def errors_keep_their_types(target: Target) -> None:
     options = {"messages": HELLO, "max_tokens": 2, "extra_body": {"no_such_field": 1}}
     error = refusal(partial(litellm.completion, **where(target), **options), litellm.BadRequestError)
     assert "no_such_field" in str(error)
+
+
+@check
+def prompts_that_are_too_long_are_known(target: Target) -> None:
+    for provider in ("openai", "hosted_vllm"):
+        for stream in (False, True):
+            options = {"messages": LONG, "max_tokens": 2, "stream": stream}
+            refusal(
+                partial(litellm.completion, **where(target, provider), **options), litellm.ContextWindowExceededError
+            )
+    text = partial(litellm.text_completion, **where(target, "text-completion-openai"), prompt=LONG[0]["content"])
+    refusal(text, litellm.ContextWindowExceededError)
+    refusal(
+        partial(litellm.responses, **where(target), input=LONG, max_output_tokens=2),
+        litellm.ContextWindowExceededError,
+    )
+    anthropic = where(target, "anthropic") | {"api_base": target.url}
+    refusal(partial(litellm.completion, **anthropic, messages=LONG, max_tokens=2), litellm.ContextWindowExceededError)
+
+
+@check
+def a_prompt_that_is_too_long_falls_back(target: Target) -> None:
+    short = {"role": "user", "content": HELLO[0]["content"]}
+    router = litellm.Router(
+        model_list=[
+            {"model_name": "small", "litellm_params": where(target)},
+            {"model_name": "large", "litellm_params": where(target) | {"mock_response": "from the large one"}},
+        ],
+        context_window_fallbacks=[{"small": ["large"]}],
+        num_retries=0,
+    )
+    assert router.completion(model="small", messages=[short], max_tokens=2).usage.completion_tokens == 2
+    reply = router.completion(model="small", messages=LONG, max_tokens=2)
+    assert reply.choices[0].message.content == "from the large one"
+
+
+@check
+def a_model_that_is_not_there_is_known(target: Target) -> None:
+    for provider, base in (("openai", "/v1"), ("hosted_vllm", "/v1"), ("anthropic", "")):
+        there = where(target, provider) | {"model": f"{provider}/other", "api_base": f"{target.url}{base}"}
+        refusal(partial(litellm.completion, **there, messages=HELLO, max_tokens=2), litellm.NotFoundError)
+
+
+@check
+def anthropics_messages(target: Target) -> None:
+    there = where(target, "anthropic") | {"api_base": target.url}
+    options = {"messages": HELLO, "max_tokens": 12, "temperature": 0}
+    whole = litellm.completion(**there, **options)
+    text = "".join(
+        chunk.choices[0].delta.content or "" for chunk in litellm.completion(**there, **options, stream=True)
+    )
+    assert text == whole.choices[0].message.content
+    assert whole.usage.completion_tokens == 12
 
 
 run("litellm")
