@@ -2,7 +2,8 @@
 
 `jaxtyping.jaxtyped` compiles two functions for each that it wraps, at import, and binds the signature at every call.
 Here a definition is prepared at its first call, and once for all functions that it makes inside an outer function; only
-calls of functions with arrays among their annotations remember sizes by name.
+calls of functions with arrays among their annotations remember sizes by name. Functions without arrays, which a
+scheduler calls a million times, are checked at their first calls only, except in full runs.
 
 Dimensions in braces and arrays inside a `PyTree`, of which jaxserve has none, are not checked.
 """
@@ -13,10 +14,14 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import beartype
 import jaxtyping
+
+from tests import random_runs
+
+MAX_CALLS = 500  # checked calls of a definition without arrays
 
 _jaxtyped = jaxtyping.jaxtyped
 _beartype = beartype.beartype(conf=beartype.BeartypeConf(violation_type=jaxtyping.TypeCheckError))  # it is a TypeError
@@ -52,13 +57,17 @@ def _checked_at_calls(function: Callable[..., Any]) -> Callable[..., Any]:
         if checks.have_arrays:
             with _jaxtyped("context"):  # sizes by name, which the result must have too
                 return checks.checked_call(function, args, kwargs)
+        if not checks.num_left:
+            return function(*args, **kwargs)
+        checks.num_left -= 1
         return checks.checked_call(function, args, kwargs)
 
     call.is_checked = True
     return call
 
 
-class _Checks(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class _Checks:
     """Checks of all functions of one definition."""
 
     code: types.CodeType  # kept, so that no other has its id: equal ones may differ in types, as those of dataclasses
@@ -66,6 +75,7 @@ class _Checks(NamedTuple):
     have_arrays: bool
     parameters: Callable[..., None]
     result: Callable[[Any], Any]
+    num_left: int = dataclasses.field(default_factory=lambda: -1 if random_runs.are_full() else MAX_CALLS)
 
     def checked_call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function with checked arguments, and check its result."""
