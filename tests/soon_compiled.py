@@ -17,9 +17,10 @@ step_options, build_schedule = lowering.step_options, build.build_schedule
 
 
 def unoptimized(device_kind: str) -> dict[str, str | bool]:
-    """Return the options of an engine's programs, with the lowest optimisation level for a CPU."""
+    """Return the options of an engine's programs, with the lowest optimisation level for a CPU, in one LLVM module."""
     options = step_options(device_kind)
-    return options | {"xla_backend_optimization_level": "0"} if device_kind == "cpu" else options
+    soon = {"xla_backend_optimization_level": "0", "xla_cpu_parallel_codegen_split_count": "1"}
+    return options | soon if device_kind == "cpu" else options
 
 
 @contextmanager
