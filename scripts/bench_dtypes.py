@@ -2,6 +2,7 @@
 
     python scripts/bench_dtypes.py [--shape qwen2.5-0.5b] [--rows 1 8] [--rounds 5] [--json FILE]
     python scripts/bench_dtypes.py --before OTHER_CHECKOUT   # in turns with another version of jaxserve
+    python scripts/bench_dtypes.py --vllm ~/vllm/bin/python  # in turns with vLLM, installed for that interpreter
 
 Each dtype and version has a process of its own, which is stopped while another is measured, so that whatever else the
 machine does meets all. A figure is the median over rounds of the time from one token of a row to its next; beside it
@@ -16,6 +17,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,6 +28,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
         "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
         "vocab_size": 151_936,
         "hidden_size": 896,
         "intermediate_size": 4864,
@@ -38,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": {
         "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
         "vocab_size": 4096,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -50,6 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 NUM_PROMPT_TOKENS = 8
 MULTI_STEP = 8  # steps of a dispatch
+SERVES_VLLM = "BENCH_DTYPES_SERVES_VLLM"
 
 
 def write_checkpoint(directory: Path, shape: str, dtype: str) -> None:
@@ -74,8 +80,33 @@ def serve(model: Path, rows: int, num_steps: int) -> None:
     memory = program.memory_analysis()
     print(json.dumps({"temp_bytes": memory.temp_size_in_bytes}), flush=True)
 
+    measure_rounds(llm, SamplingParams, rows, num_steps)
+
+
+def serve_by_vllm(model: Path, rows: int, num_steps: int) -> None:
+    """Measure the same by vLLM, in whose environment this runs."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, which can be stopped
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+    }
+    import vllm  # noqa: PLC0415 - its process alone; it reads the environment
+
+    output, sys.stdout = sys.stdout, sys.stderr  # it prints
+    llm = vllm.LLM(
+        str(model), skip_tokenizer_init=True, dtype="auto", max_model_len=1024, enable_prefix_caching=False,
+        max_num_seqs=rows, max_num_batched_tokens=1024,
+    )  # fmt: skip
+    sys.stdout = output
+    print(json.dumps({"temp_bytes": None}), flush=True)
+    measure_rounds(llm, partial(vllm.SamplingParams, detokenize=False), rows, num_steps)
+
+
+def measure_rounds(llm: Any, params_of: Callable[..., Any], rows: int, num_steps: int) -> None:
+    """Print the seconds of a step for each line of standard input."""
+
     def seconds(num_tokens: int) -> float:
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        params = params_of(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         prompts = [{"prompt_token_ids": [row + 3] * NUM_PROMPT_TOKENS} for row in range(rows)]
         began_s = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
@@ -91,15 +122,16 @@ class Contestant:
     """A process that serves one dtype by one version.
 
     Args:
-        root: checkout of the version.
+        root: checkout of the version; None for vLLM.
+        python: its interpreter.
         model: directory of the checkpoint.
-        rows: rows that decode at once.
+        rows: number of rows in the batch.
         num_steps: steps of a round.
     """
 
-    def __init__(self, root: Path, model: Path, rows: int, num_steps: int) -> None:
-        command = [sys.executable, __file__, "--serve", str(model), "--rows", str(rows), "--steps", str(num_steps)]
-        environment = {**os.environ, "PYTHONPATH": str(root)}
+    def __init__(self, root: Path | None, python: str, model: Path, rows: int, num_steps: int) -> None:
+        command = [python, __file__, "--serve", str(model), "--rows", str(rows), "--steps", str(num_steps)]
+        environment = {**os.environ, "PYTHONPATH": str(root)} if root else {**os.environ, SERVES_VLLM: "1"}
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         self.temp_bytes = self._read()["temp_bytes"]
@@ -130,12 +162,16 @@ class Contestant:
 
 def compare(args: argparse.Namespace, models: dict[str, Path], rows: int) -> list[dict[str, Any]]:
     """Return a record for each dtype and version with this number of rows."""
-    versions = {"now": ROOT} | ({"before": args.before.resolve()} if args.before else {})
+    versions: dict[str, tuple[Path | None, str]] = {"now": (ROOT, sys.executable)}
+    if args.before:
+        versions["before"] = args.before.resolve(), sys.executable
+    if args.vllm:
+        versions["vllm"] = None, args.vllm
     found: dict[tuple[str, str], Contestant] = {}
     try:
         for dtype, model in models.items():
-            for version, root in versions.items():
-                found[dtype, version] = Contestant(root, model, rows, args.steps)
+            for version, (root, python) in versions.items():
+                found[dtype, version] = Contestant(root, python, model, rows, args.steps)
         for _ in range(args.rounds):
             for contestant in found.values():
                 contestant.measure()
@@ -149,7 +185,7 @@ def compare(args: argparse.Namespace, models: dict[str, Path], rows: int) -> lis
             "version": version,
             "step_ms": round(statistics.median(each.steps_s) * 1e3, 2),
             "quickest_ms": round(min(each.steps_s) * 1e3, 2),
-            "temp_mib": round(each.temp_bytes / 2**20, 2),
+            "temp_mib": None if each.temp_bytes is None else round(each.temp_bytes / 2**20, 2),
             "rounds_ms": [round(step_s * 1e3, 2) for step_s in each.steps_s],
         }
         for (dtype, version), each in found.items()
@@ -164,11 +200,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=32, help="per round")
     parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of another version, built in place")
+    parser.add_argument("--vllm", metavar="PYTHON", help="an interpreter that has vLLM")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.rows[0], args.steps)
+        (serve_by_vllm if SERVES_VLLM in os.environ else serve)(args.serve, args.rows[0], args.steps)
         return
     records = []
     with TemporaryDirectory() as scratch:
@@ -176,9 +213,10 @@ def main() -> None:
         for dtype, model in models.items():
             write_checkpoint(model, args.shape, dtype)
         for rows in args.rows:
-            records += compare(args, models, rows)
-            for record in records[-len(models) * (1 + bool(args.before)) :]:
-                print(json.dumps(record), flush=True)
+            for dtype, model in models.items():  # one at a time: all would need more memory than a laptop has
+                for record in compare(args, {dtype: model}, rows):
+                    records.append(record)
+                    print(json.dumps(record), flush=True)
     if args.json:
         report = {"shape": args.shape, "cores": os.cpu_count(), "load": os.getloadavg(), "records": records}
         args.json.write_text(json.dumps(report, indent=1) + "\n")
