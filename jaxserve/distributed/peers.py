@@ -153,10 +153,13 @@ class Leader:
             finally:
                 self._num_welcomed.release()
 
-    def claim(self) -> None:
-        """Reserve the followers for an engine; ConfigError if another engine has them."""
+    def require_free(self) -> None:
+        """Raise ConfigError if an engine has the followers."""
         if self._is_claimed:
             raise ConfigError("a run over many processes has one LLM; start another run for another one")
+
+    def claim(self) -> None:
+        """Reserve the followers for an engine, on whose options all processes have agreed."""
         self._is_claimed = True
 
     def tell(self, event: Any) -> None:
@@ -255,6 +258,9 @@ class Follower:
         _in_background(self._listen)
         _in_background(self._link.beat)
         atexit.register(self._leave)
+
+    def require_free(self) -> None:
+        """Do nothing: the leader has one engine, and so has this process."""
 
     def claim(self) -> None:
         """Do nothing: the leader has one engine, and so has this process."""

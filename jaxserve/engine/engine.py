@@ -74,8 +74,9 @@ class Engine:
         self.stats = EngineStats()
         self.peers = processes.own_role() if executors is None else None
         if self.peers is not None:
-            self.peers.claim()
+            self.peers.require_free()
             require_same_options(config, self.peers)
+            self.peers.claim()
         if executors is None:
             with naming_exhaustion(config):
                 executors = build_runners(config, self.arch, self.peers)

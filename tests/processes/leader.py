@@ -1,6 +1,7 @@
 """One of several processes: `leader.py ADDRESS COUNT ID MODEL WORKLOADS OUTPUTS OPTIONS`. The first one leads.
 
-With the option `strays` the process plans other steps than the others.
+OPTIONS has the options of several engines, of which all but the last must be refused. With the option `strays` the
+process plans other steps than the others. After the workloads the engine serves until a process is lost.
 """
 
 import json
@@ -11,8 +12,10 @@ from typing import Any
 
 from jaxserve import LLM
 from jaxserve.distributed import peers, processes
+from jaxserve.errors import ConfigError
 from jaxserve.scheduling.scheduler import Scheduler
-from tests.e2e.workloads import run
+from jaxserve.whole_file import write_whole
+from tests.e2e.workloads import Job, run
 from tests.soon_compiled import few_programs, soon_compiled
 
 
@@ -21,18 +24,28 @@ def main() -> None:
     peers.GRACE_S = 2.0  # less than in use, so that tests take less time
     address, count, index, model, workloads, outputs, options = sys.argv[1:]
     processes.initialize(address, int(count), int(index))
-    given = json.loads(options)
+    *refused, given = json.loads(options)
+    for each in refused:
+        try:
+            LLM(model, **each)
+        except ConfigError as error:
+            print(error, flush=True)  # it may be killed
+        else:
+            raise AssertionError(each)
     if given.pop("strays", False):
         Scheduler.schedule = straying(Scheduler.schedule)
     with soon_compiled(), few_programs():
         engine = LLM(model, **given).engine  # only the first process returns
-    results = []
+    results: list[Any] = []
+    jobs: list[Job] = []
     for weights, jobs in pickle.loads(Path(workloads).read_bytes()):
         engine.reset_prefix_cache()
         if weights is not None:
             engine.update_weights(weights)
         results.append(run(engine, jobs))
-    Path(outputs).write_bytes(pickle.dumps((results, engine.stats)))
+    write_whole(Path(outputs), pickle.dumps((results, engine.stats)))
+    while True:
+        run(engine, jobs)
 
 
 def straying(schedule: Any) -> Any:

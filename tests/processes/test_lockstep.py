@@ -3,6 +3,7 @@
 import json
 import pickle
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxserve.config import EngineConfig
+from jaxserve.distributed.peers import EXIT_CODE
 from jaxserve.engine.engine import Engine
 from jaxserve.metrics import EngineStats
 from jaxserve.outputs import RequestOutput
@@ -18,6 +20,7 @@ from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, jobs, run, tokens
 from tests.processes.spawning import join, start
 from tests.random_runs import examples
+from tests.soon_compiled import few_programs
 
 SIZES: dict[str, Any] = {
     "max_model_len": 64,
@@ -43,7 +46,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def workloads(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Workload]:
     """Return random requests of every kind and their results on one process and device; the last with other weights."""
-    engine = Engine(EngineConfig(str(model), **SIZES))
+    with few_programs():
+        engine = Engine(EngineConfig(str(model), **SIZES | {"multi_step": 1}))
     collected: list[Workload] = []
 
     @given(jobs=jobs(aborts=True))
@@ -62,25 +66,42 @@ def workloads(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Wor
 
 
 def start_leader(
-    count: int, devices: int, model: Path, workloads: Path, outputs: Path, options: Sequence[dict[str, Any]]
+    count: int, devices: int, model: Path, workloads: Path, outputs: Path, options: Sequence[list[dict[str, Any]]]
 ) -> list["subprocess.Popen[str]"]:
-    """Start processes with some devices each; the last of `options` goes for all further processes."""
-    every = [*options, *[options[-1]] * (count - len(options))]
+    """Start processes with some devices each, with `options` as leader.py has them: one list for each process."""
     paths = [str(model), str(workloads), str(outputs)]
     common = [str(LEADER), "{address}", "{count}"]
-    return start([[*common, str(index), *paths, json.dumps(own)] for index, own in enumerate(every)], devices)
+    return start([[*common, str(index), *paths, json.dumps(own)] for index, own in enumerate(options)], devices)
+
+
+@pytest.fixture
+def to_run(tmp_path: Path, workloads: list[Workload]) -> Path:
+    path = tmp_path / "workloads"
+    path.write_bytes(pickle.dumps([workload[:2] for workload in workloads]))
+    return path
 
 
 @pytest.mark.parametrize(
     ("count", "devices"), [(2, 2), pytest.param(4, 2, marks=[pytest.mark.full, pytest.mark.exhaustive])]
 )
-def test_tokens_are_those_of_one_process(
+def test_refused_options_then_the_tokens_of_one_process_until_one_is_lost(
     tmp_path: Path, model: Path, to_run: Path, workloads: list[Workload], count: int, devices: int
 ) -> None:
     outputs = tmp_path / "outputs"
-    options = SIZES | {"tensor_parallel_size": count * devices, "forbid_compiles": True}
-    for code, output in join(start_leader(count, devices, model, to_run, outputs, [options])):
-        assert code == 0, output
+    good = SIZES | {"tensor_parallel_size": count * devices, "forbid_compiles": True}
+    uneven, other = good | {"tensor_parallel_size": 1}, good | {"max_num_batched_tokens": 8}
+    options = [[uneven, other if index == count - 1 else good, good] for index in range(count)]
+    processes = start_leader(count, devices, model, to_run, outputs, options)
+    while not outputs.exists():
+        assert all(process.poll() is None for process in processes), join(processes)
+        time.sleep(0.05)
+    processes[1].kill()
+    for index, (code, output) in enumerate(join(processes)):
+        assert f"must be a multiple of the number of processes, got 1 and {count}" in output
+        assert "all processes must have the same max_num_batched_tokens, got 16 in process 0 and 8 in another" in output
+        if index != 1:
+            assert code == EXIT_CODE, output
+            assert "lost process 1 " in output, output
     stats: EngineStats
     results, stats = pickle.loads(outputs.read_bytes())
     for (_, planned, expected), got in zip(workloads, results, strict=True):
@@ -92,34 +113,14 @@ def test_tokens_are_those_of_one_process(
     assert stats.num_cached_tokens > 0
 
 
-@pytest.fixture
-def to_run(tmp_path: Path, workloads: list[Workload]) -> Path:
-    path = tmp_path / "workloads"
-    path.write_bytes(pickle.dumps([workload[:2] for workload in workloads]))
-    return path
-
-
-@pytest.fixture
-def one_job(tmp_path: Path) -> Path:
-    """Return workloads for runs that end before any result."""
-    path = tmp_path / "workloads"
-    path.write_bytes(pickle.dumps([(None, [Job(tokens(9, 0))])]))
-    return path
-
-
 @pytest.mark.full
-def test_processes_that_plan_otherwise_are_found_out(tmp_path: Path, model: Path, one_job: Path) -> None:
+def test_processes_that_plan_otherwise_are_found_out(tmp_path: Path, model: Path) -> None:
+    workloads = tmp_path / "workloads"
+    workloads.write_bytes(pickle.dumps([(None, [Job(tokens(9, 0))])]))
     common = SIZES | {"tensor_parallel_size": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "multi_step": 1}
-    options = [common, common | {"strays": True}]
-    (leader_code, leader), (code, follower) = join(start_leader(2, 1, model, one_job, tmp_path / "outputs", options))
-    assert code == leader_code == 75
+    options = [[common], [common | {"strays": True}]]
+    (leader_code, leader), (code, follower) = join(start_leader(2, 1, model, workloads, tmp_path / "outputs", options))
+    assert code == leader_code == EXIT_CODE
     assert "process 1 on" in leader
     assert "its plans differ" in leader
     assert "its plans differ" in follower
-
-
-def test_processes_of_other_options_are_refused(tmp_path: Path, model: Path, one_job: Path) -> None:
-    options = [SIZES | {"tensor_parallel_size": 2, "max_num_batched_tokens": tokens} for tokens in (16, 8)]
-    for code, output in join(start_leader(2, 1, model, one_job, tmp_path / "outputs", options)):
-        assert code == 1, "an error that nobody caught"
-        assert "all processes must have the same max_num_batched_tokens, got 16 in process 0 and 8 in another" in output

@@ -77,13 +77,12 @@ def test_a_lost_process_ends_all_others(end: signal.Signals, victim: int) -> Non
             assert end == signal.SIGKILL or "it was silent for 3 s" in output
 
 
-@pytest.mark.parametrize(
-    ("count", "victim"), [(2, 1), *(pytest.param(4, victim, marks=pytest.mark.full) for victim in (0, 3))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("count", "victim"), [(2, 1), (4, 0), (4, 3)])
 def test_a_killed_process_ends_the_others_and_the_batch_goes_on(
     tmp_path: Path, batch: Batch, count: int, victim: int
 ) -> None:
-    """Only the full form resumes the batch; by default tests/openai/test_batch_files.py does."""
+    """By default test_lockstep.py loses a process, and tests/openai/test_batch_files.py resumes a batch."""
     out = tmp_path / "out.jsonl"
     processes = batch(count)
     wait_for_records(out, processes, 2)
@@ -131,6 +130,7 @@ def test_a_process_that_cannot_start_is_named() -> None:
     assert "lost process 1 " in leader
 
 
+@pytest.mark.full  # test_lockstep.py has the refusal by default, of the Python interface
 def test_what_no_process_can_do_is_told_by_all() -> None:
     command = [*PROGRAM, "generate", "x", "--coordinator-address", "{address}", "--num-processes", "{count}"]
     engine = ["--tensor-parallel-size", "1"]
