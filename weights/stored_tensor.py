@@ -187,7 +187,8 @@ def host_buffer(shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:
 def host_rows(array: Any, rows: slice) -> NDArray[Any]:
     """Return rows of an array on any number of devices; a copy, as jax keeps an array's host copy alive with it."""
     part = array[rows]
-    return np.asarray(part.copy() if part is array else part)  # a slice of everything is the array itself
+    # A slice of everything is the array itself. `copy` would compile a program for each shape.
+    return np.asarray(jax.device_put(part, may_alias=False) if part is array else part)
 
 
 def _pieces(out: NDArray[Any], parts: Sequence[Part], index: Index) -> Iterator[Piece]:
