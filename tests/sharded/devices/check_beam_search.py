@@ -8,7 +8,7 @@ from jaxserve import LLM, BeamSearchParams
 from tests.e2e.workloads import tokens
 from tests.sharded.devices.sizes import SIZES
 
-pytestmark = [pytest.mark.usefixtures("fewer_programs"), pytest.mark.full]
+pytestmark = pytest.mark.full
 
 
 def test_beams_are_those_of_one_device(model: Path) -> None:

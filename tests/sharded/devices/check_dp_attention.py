@@ -1,6 +1,7 @@
 """Data-parallel attention with expert-parallel experts: each share of the devices has rows and pages of its own."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,8 @@ from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
 from tests.parameters import mainly
 from tests.random_runs import examples
-from tests.sharded.devices.sizes import MIXTURE, SIZES
+from tests.sharded.devices.sizes import MIXTURE, SHARD_SIZES
 from tests.tiny_tokenizers import byte_level, write
-
-pytestmark = pytest.mark.usefixtures("fewer_programs")
 
 # Family, devices, shares with rows of their own, most steps in a dispatch, and quantisation. With latents every device
 # would have all of them otherwise; in the second case each share has two devices, which split its heads and each of its
@@ -39,7 +38,6 @@ CASES = [
     ("qwen3_moe", 2, 2, 5, "int8"),
     ("gpt_oss", 4, 2, 5, None),
 ]
-OPTIONS = SIZES | {"max_num_seqs": 2, "max_num_batched_tokens": 8, "num_pages": 20}  # of each share
 Pair = tuple[Engine, Engine]
 
 
@@ -54,15 +52,14 @@ def expert_tokens(engine: Engine) -> int:
 
 
 @pytest.fixture(scope="module", params=mainly(CASES[1:2], CASES[0], *CASES[2:]), ids=str)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(request: pytest.FixtureRequest, mixture: Callable[[str], tuple[Path, Engine]]) -> Pair:
     """Start an engine on one device, and one whose rows are divided among several."""
     family, *sizes, multi_step, quantization = request.param
-    path = tmp_path_factory.mktemp(family)
-    write_checkpoint(path, family, **MIXTURE)
-    same = OPTIONS | {"quantization": quantization, "count_expert_tokens": True}
-    steps = ({"multi_step": 1}, options(*sizes) | {"multi_step": multi_step})
-    alone, divided = (Engine(EngineConfig(str(path), **same | more)) for more in steps)
-    return alone, divided
+    path, alone = mixture(family)
+    same = SHARD_SIZES | {"quantization": quantization}
+    if quantization is not None:
+        alone = Engine(EngineConfig(str(path), **same))
+    return alone, Engine(EngineConfig(str(path), **same | options(*sizes) | {"multi_step": multi_step}))
 
 
 @given(jobs=jobs())
@@ -111,7 +108,7 @@ def test_the_pool_has_as_many_times_the_pages_and_is_never_exchanged(pair: Pair)
     for leaf, pool in zip(jax.tree.leaves(own), jax.tree.leaves(whole), strict=True):
         local = leaf.sharding.shard_shape(leaf.shape)
         assert (local[1], np.prod(local) * (1 if is_latent else num_holders)) == (pool.shape[1], pool.size)
-    compiled = runner.programs.lowering.step(divided.schedule.buckets()[-1]).compile()
+    compiled = runner.programs.steps[divided.schedule.buckets()[-1]]
     program = compiled.as_text()
     exchanged = re.findall(r"= (\S+) (?:all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)", program)
     pools = {",".join(map(str, shape)) for shape in (own.shape, own.sharding.shard_shape(own.shape))}
@@ -129,7 +126,12 @@ def test_beams_and_rows_with_constraints(tmp_path: Path) -> None:
     pytest.importorskip("llguidance")
     write_checkpoint(tmp_path, "deepseek_v3", **MIXTURE | {"vocab_size": 331})  # an odd number: padded on one device
     write(tmp_path, byte_level(320))
-    sizes = OPTIONS | {"skip_tokenizer_init": False, "multi_step": 1, "compile_ahead": "background"}
+    sizes = SHARD_SIZES | {
+        "count_expert_tokens": False,
+        "skip_tokenizer_init": False,
+        "multi_step": 1,
+        "compile_ahead": "background",
+    }
     found = []
     for more in ({}, options(2, 2)):
         with LLM(str(tmp_path), **sizes | more) as llm:
@@ -150,7 +152,7 @@ def test_beams_and_rows_with_constraints(tmp_path: Path) -> None:
         assert_same(output, other)
 
 
-@pytest.mark.parametrize("num_shares", [2, 4])
+@pytest.mark.parametrize("num_shares", mainly([2], 4))
 def test_every_share_has_attention_whole_and_is_saved_once(tmp_path: Path, num_shares: int) -> None:
     write_checkpoint(tmp_path / "hf", "deepseek_v3", **MIXTURE)
     config = weights.read_config(tmp_path / "hf")

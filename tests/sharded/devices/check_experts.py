@@ -1,5 +1,6 @@
 """Expert parallelism: whole experts on different devices, each of them over the devices that have it."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,13 @@ from tests.checkpoints import reference_logits, write_checkpoint
 from tests.e2e.workloads import assert_same, generate, tokens
 from tests.models.test_parity import attend
 from tests.parameters import some_by_default
-from tests.sharded.devices.sizes import MIXTURE, SIZES
+from tests.sharded.devices.sizes import MIXTURE, SHARD_SIZES
 
-pytestmark = pytest.mark.usefixtures("fewer_programs")
+Mixture = Callable[[str], tuple[Path, Engine]]
 
 PACKED = packed_linear.unsupported("float32", "cpu") is None
 DEVICES = 4
+QUANTIZED_SIZES = MIXTURE | {"moe_intermediate_size": 256, "num_hidden_layers": 1}
 FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"]
 
 
@@ -60,40 +62,67 @@ def split_logits(path: Path, token_ids: np.ndarray, num_shards: int, **form: Any
     return np.asarray(compiled(params, ids))[:, : arch.vocab_size], compiled.as_text()
 
 
-@pytest.mark.parametrize("family", some_by_default(FAMILIES, "qwen2_moe", "deepseek_v3"))
-def test_divided_experts_compute_the_same_with_the_same_exchange(tmp_path: Path, family: str) -> None:
+DIVIDED = [f"{family} over {n}" for family in FAMILIES for n in (2, 4)]
+QUANTIZED = [f"{form} over {n}" for form in ("int8", "int4") for n in (2, 4)]
+
+
+def logits_over(path: Path, token_ids: np.ndarray, num_shards: int, **form: Any) -> np.ndarray:
+    """Return logits of divided experts; check that they are those of undivided ones, with the same exchange."""
+    alone, program = split_logits(path, token_ids, 1, **form | {"native": PACKED})
+    logits, divided = split_logits(path, token_ids, num_shards, **form)
+    np.testing.assert_allclose(logits, alone, rtol=0, atol=1e-5)
+    assert collectives(divided) == collectives(program)
+    return logits
+
+
+@pytest.mark.parametrize("case", some_by_default(DIVIDED, "qwen2_moe over 2", "deepseek_v3 over 4"))
+def test_divided_experts_compute_the_same_with_the_same_exchange(tmp_path: Path, case: str) -> None:
+    family, num_shards = case.split(" over ")
     model = write_checkpoint(tmp_path, family, **MIXTURE)
     token_ids = np.random.default_rng(0).integers(0, 131, 30).astype(np.int32)
     expected = reference_logits(model, token_ids)
-    alone, program = split_logits(tmp_path, token_ids, 1, native=PACKED)
-    for num_shards, native in ((2, PACKED), (4, False)):
-        logits, divided = split_logits(tmp_path, token_ids, num_shards, native=native)
-        np.testing.assert_allclose(logits, alone, rtol=0, atol=1e-5)
-        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
-        np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
-        assert collectives(divided) == collectives(program)
+    logits = logits_over(tmp_path, token_ids, int(num_shards), native=PACKED and num_shards == "2")
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
 
 
-@pytest.mark.parametrize("quantization", some_by_default(["none", "int8", "int4"], "int4"))
-def test_an_engine_has_the_same_tokens_and_counts_those_of_experts(tmp_path: Path, quantization: str) -> None:
+@pytest.mark.parametrize("case", some_by_default(QUANTIZED, "int4 over 2"))
+def test_quantised_experts_are_divided_as_well(tmp_path: Path, case: str) -> None:
     """No block of a quantised expert is cut on any number of devices, but those of other matrices are."""
-    write_checkpoint(tmp_path, "qwen2_moe", **MIXTURE | {"moe_intermediate_size": 256, "num_hidden_layers": 1})
-    is_exact = quantization == "none"
-    num_devices, multi_step = (1, 5) if is_exact else (DEVICES, 1)  # one program for several steps compiles longest
+    form, num_shards = case.split(" over ")
+    write_checkpoint(tmp_path, "qwen2_moe", **QUANTIZED_SIZES)
+    token_ids = np.random.default_rng(0).integers(0, 131, 30).astype(np.int32)
+    logits_over(tmp_path, token_ids, int(num_shards), form=weight_format(form), native=PACKED)
+
+
+def assert_same_tokens_and_counts(divided: Engine, alone: Engine) -> None:
+    """Check an engine that has served nothing against one that may have."""
     prompts, params = [tokens(9, n) for n in range(3)], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    options = SIZES | {"max_num_batched_tokens": 8, "multi_step": multi_step, "count_expert_tokens": True}
-    options["quantization"] = None if is_exact else quantization
-    alone, divided = (
-        Engine(EngineConfig(str(tmp_path), tensor_parallel_size=n, expert_parallel_size=num_shards, **options))
-        for n, num_shards in ((num_devices, 1), (DEVICES, 2))
-    )
+    before = alone.stats.expert_tokens
     for output, wanted in zip(generate(divided, prompts, params), generate(alone, prompts, params), strict=True):
         assert_same(output, wanted)
-    assert divided.stats.expert_tokens == alone.stats.expert_tokens
-    per_token = alone.arch.experts.per_token
+    assert divided.stats.expert_tokens == alone.stats.expert_tokens - before
+    num_routed = alone.arch.experts.per_token * divided.stats.num_tokens
     layers = [layer.values for layer in divided.stats.expert_tokens.layers]
-    assert [(len(layer), sum(layer)) for layer in layers] == [(8, per_token * divided.stats.num_tokens)]
+    assert [(len(layer), sum(layer)) for layer in layers] == [(8, num_routed)] * alone.arch.num_layers
     assert divided.stats.num_padding_tokens > 0, "which have no experts"
+
+
+def test_an_engine_has_the_same_tokens_and_counts_those_of_experts(mixture: Mixture) -> None:
+    path, alone = mixture("qwen3_moe")
+    alone.reset_prefix_cache()
+    assert_same_tokens_and_counts(
+        Engine(EngineConfig(str(path), **SHARD_SIZES, tensor_parallel_size=DEVICES, expert_parallel_size=2)), alone
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantised_engine_has_the_same_tokens_and_counts_those_of_experts(tmp_path: Path, quantization: str) -> None:
+    write_checkpoint(tmp_path, "qwen2_moe", **QUANTIZED_SIZES)
+    options = SHARD_SIZES | {"tensor_parallel_size": DEVICES, "quantization": quantization}
+    alone, divided = (Engine(EngineConfig(str(tmp_path), expert_parallel_size=n, **options)) for n in (1, 2))
+    assert_same_tokens_and_counts(divided, alone)
 
 
 @pytest.mark.parametrize("form", ["float", "packed int8"])

@@ -17,6 +17,7 @@ from jaxserve.sharding import TENSOR, named_sharding, over_devices, tensor_mesh
 from tests.checkpoints import FAMILIES, reference_logits, write_checkpoint
 from tests.models.test_parity import attend
 from tests.parameters import some_by_default
+from tests.random_runs import are_full
 
 PACKED = packed_linear.unsupported("float32", "cpu") is None
 SIZES: dict[str, dict[str, Any]] = {
@@ -59,11 +60,12 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, packed: bool = PA
 
 @pytest.mark.parametrize("family", some_by_default(FAMILIES, "qwen2", "gemma3", "gpt2", "olmoe"))
 def test_logits_match_transformers(tmp_path: Path, family: str) -> None:
+    """Eight devices do what four do: each KV head is on several of them."""
     sizes = {"num_attention_heads": 8, "head_dim": 8, **SIZES.get(family, {})}
     model = write_checkpoint(tmp_path, family, **sizes)
     token_ids = np.random.default_rng(0).integers(0, 131, 30).astype(np.int32)
     expected = reference_logits(model, token_ids)
-    for n, form in [(2, {}), (4, {"packed": False}), (8, {})]:
+    for n, form in [(2, {}), (4, {"packed": False}), *([(8, {})] if are_full() else [])]:
         logits = split_logits(tmp_path, token_ids, n, **form)
         np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
         np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))

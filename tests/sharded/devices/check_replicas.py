@@ -22,29 +22,9 @@ from tests.parameters import mainly
 from tests.random_runs import examples
 from tests.sharded.devices.sizes import MODEL, SIZES
 
-pytestmark = pytest.mark.usefixtures("fewer_programs")
-
 Start = Callable[..., Engine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="session")
-def start(model: Path) -> Start:
-    """Start an engine of some replicas on some devices each, or reuse it."""
-    engines: dict[str, Engine] = {}
-
-    def start(replicas: int = 1, devices: int = 1, **options: Any) -> Engine:
-        key = repr((replicas, devices, options))
-        if key not in engines:
-            sizes = {"data_parallel_size": replicas, "tensor_parallel_size": devices}
-            if replicas == devices == 1:
-                sizes["multi_step"] = 1  # as other modules have it
-            engines[key] = Engine(EngineConfig(str(model), **(SIZES | sizes | options)))
-        engines[key].reset_prefix_cache()
-        return engines[key]
-
-    return start
 
 
 @pytest.mark.parametrize(("replicas", "devices"), [(1, 2), (1, 8), (8, 1), (2, 4), (3, 2)])
@@ -62,12 +42,18 @@ def finish_all(engine: Engine) -> None:
 
 
 @given(jobs=jobs(aborts=True))
-@settings(few_but_rich, max_examples=examples(12))
-@pytest.mark.parametrize(("replicas", "devices"), [pytest.param(3, 1, marks=pytest.mark.full), (2, 2)])
-def test_tokens_are_those_of_one_replica(start: Start, jobs: list[Job], replicas: int, devices: int) -> None:
+@settings(few_but_rich, max_examples=examples(8))
+@pytest.mark.parametrize(
+    ("replicas", "devices", "multi_step"),
+    [(2, 2, 1), *(pytest.param(*sizes, 5, marks=pytest.mark.full) for sizes in [(2, 2), (3, 1)])],
+)
+def test_tokens_are_those_of_one_replica(
+    start: Start, jobs: list[Job], replicas: int, devices: int, multi_step: int
+) -> None:
     kept = [Job(job.prompt, job.params, job.arrival, salt=job.salt) for job in jobs]
     expected = run(start(), kept)
-    for output, wanted, job in zip(run(start(replicas, devices), jobs), expected, jobs, strict=True):
+    options = {} if multi_step == 1 else {"multi_step": multi_step}
+    for output, wanted, job in zip(run(start(devices, replicas, **options), jobs), expected, jobs, strict=True):
         if job.abort is None:
             assert_same(output, wanted, job)
 
@@ -172,7 +158,7 @@ def test_a_request_can_be_aborted_while_no_replica_has_room(start: Start) -> Non
 
 @pytest.mark.parametrize(("replicas", "devices"), [(1, 1), (2, 2)])
 def test_a_load_has_the_steps_of_all_replicas(start: Start, replicas: int, devices: int) -> None:
-    engine = start(replicas, devices)
+    engine = start(devices, replicas)
     trace = run_load(engine, [TimedRequest(tokens(9, n), 12) for n in range(12)])
     assert trace.engine is not None
     assert sum(step.num_tokens for step in trace.engine.steps) == trace.engine.stats.num_tokens
@@ -222,4 +208,4 @@ def test_all_replicas_get_other_weights(start: Start, tmp_path: Path) -> None:
 
 def test_more_replicas_than_devices_are_refused(start: Start) -> None:
     with pytest.raises(ConfigError, match=r"at most the number of devices, got 4 x 3 and 8"):
-        start(3, 4)
+        start(4, 3)

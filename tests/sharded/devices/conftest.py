@@ -1,13 +1,26 @@
-"""Checkpoint shared by all checks of engines."""
+"""Checkpoint and engines shared by all checks: one engine for each number of devices, of few programs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
 from tests.checkpoints import write_checkpoint
-from tests.sharded.devices.sizes import MODEL
+from tests.sharded.devices.sizes import MIXTURE, MODEL, SHARD_SIZES, SIZES
 from tests.soon_compiled import few_programs
+
+Start = Callable[..., Engine]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fewer_programs() -> Iterator[None]:
+    """Give engines few sizes of steps: how tokens are padded has nothing to do with the number of devices."""
+    with few_programs():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -17,8 +30,35 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def fewer_programs() -> Iterator[None]:
-    """Give engines of a module few sizes of steps."""
-    with few_programs():
-        yield
+@pytest.fixture(scope="session")
+def start(model: Path) -> Start:
+    """Start an engine of some devices for each of some replicas, or reuse it.
+
+    The oracle of the others, on one device, has one program: it goes single steps. So do replicas.
+    """
+    engines: dict[str, Engine] = {}
+
+    def start(num_devices: int = 1, num_replicas: int = 1, **options: Any) -> Engine:
+        key = repr((num_devices, num_replicas, options))
+        if key not in engines:
+            sizes = SIZES | {"tensor_parallel_size": num_devices, "data_parallel_size": num_replicas}
+            if num_replicas > 1 or num_devices == 1:
+                sizes["multi_step"] = 1
+            engines[key] = Engine(EngineConfig(str(model), **sizes | options))
+        engines[key].reset_prefix_cache()
+        return engines[key]
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Engine]]:
+    """Write the checkpoint of a family with experts; return it with its engine on one device, the oracle of others."""
+
+    @cache
+    def mixture(family: str) -> tuple[Path, Engine]:
+        path = tmp_path_factory.mktemp(family)
+        write_checkpoint(path, family, **MIXTURE)
+        return path, Engine(EngineConfig(str(path), **SHARD_SIZES))
+
+    return mixture

@@ -31,3 +31,10 @@ MIXTURE: dict[str, Any] = {  # sizes of small mixtures of experts, whose heads a
     "n_group": 4,
     "num_hidden_layers": 2,
 }
+SHARD_SIZES = SIZES | {  # sizes of engines with experts; where rows are divided, of each share
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 8,
+    "num_pages": 20,
+    "multi_step": 1,
+    "count_expert_tokens": True,
+}
