@@ -41,7 +41,7 @@ class ResponseReply:
     """
 
     def __init__(self, request: ParsedRequest, body: Json, chat: Reply, *, response_id: str, created_s: int) -> None:
-        self._chat, self._created_s = chat, created_s
+        self._chat, self._created_s, self._prompt_text = chat, created_s, request.prompt_text
         self._items = _Items(response_id)
         self._num_events = 0
         self._is_cut = False  # True if the limit on tokens has ended it
@@ -115,6 +115,7 @@ class ResponseReply:
                 "output": self._items.items,
                 "usage": _usage(self._chat.usage(outputs)),
             }
+            | ({} if self._prompt_text is None else _raw_messages(self._prompt_text, outputs[0]))
         }
 
     def _sent_text(self, text: str) -> bytes:
@@ -228,6 +229,16 @@ class _Items:
     @property
     def _place(self) -> Json:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+
+def _raw_messages(prompt: str, output: RequestOutput) -> Json:
+    """Return vLLM's fields of what the model has read and written: its text and its tokens."""
+    (completion,) = output.outputs
+    given, made = (prompt, output.prompt_token_ids), (completion.text, completion.token_ids)
+    return {
+        name: [{"type": "raw_message_tokens", "message": text, "tokens": list(token_ids)}]
+        for name, (text, token_ids) in (("input_messages", given), ("output_messages", made))
+    }
 
 
 def _usage(usage: Json) -> Json:

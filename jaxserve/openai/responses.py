@@ -52,6 +52,8 @@ def chat_of_response(body: Json) -> Translation:
     chat: Json = {name: value for name in (*_SAME, *_SAMPLING) if (value := fields.any(name)) is not None}
     if (limit := fields.any("max_output_tokens")) is not None:
         chat["max_tokens"] = limit
+    if fields.take("enable_response_messages", bool):
+        chat["return_prompt_text"] = True
     instructions = fields.take("instructions", str)
     chat["messages"] = _messages(instructions, fields.any("input"))
     if tools := fields.take("tools", list, []):

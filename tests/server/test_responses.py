@@ -117,6 +117,13 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
     named = "include,prompt_cache_key,reasoning.summary,session_id,store,text.verbosity"
     assert reply.headers["x-ignored-params"] == named
     assert reply.json()["id"] == "resp_mine"
+    raw = post({"enable_response_messages": True}).json()
+    (given,), (made,) = raw["input_messages"], raw["output_messages"]
+    assert made["message"] == raw["output"][0]["content"][0]["text"]
+    assert len(made["tokens"]) == raw["usage"]["output_tokens"]
+    chat = {"messages": [{"role": "user", "content": ASKED["input"]}], "return_token_ids": True}
+    whole = server.client.post("/v1/chat/completions", json=chat | {"return_prompt_text": True}).json()
+    assert (given["message"], given["tokens"]) == (whole["prompt_text"], whole["prompt_token_ids"])
     for field, value, said in [
         ("previous_response_id", "resp_1", "not stored"),
         ("store", True, "not stored"),
