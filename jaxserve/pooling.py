@@ -83,19 +83,17 @@ class Pooler:
         """True if the vector depends on the last token's hidden state alone."""
         return self.kind is PoolingKind.LAST
 
-    @property
-    def _switch_of_others(self) -> str:
-        """Switch that only models of the other task have."""
-        return "normalize" if self.num_labels else "use_activation"
-
     def configured(self, options: Mapping[str, Any]) -> Pooler:
         """Return the pooler with the options of `read_pooler_config`; ConfigError for one that would change nothing."""
-        if self._switch_of_others in options:
+        if self.num_labels and "normalize" in options:
             raise ConfigError(
-                f"{self._switch_of_others} of pooler_config must be absent for the task {self.task!r}, got "
-                f"{options[self._switch_of_others]}; drop it"
+                f"normalize of pooler_config must be absent for the task {self.task!r}, got {options['normalize']}; "
+                "use_activation is the switch of such a head"
             )
-        return replace(self, **{_FIELDS.get(name, name): value for name, value in options.items()})
+        given = {_FIELDS.get(name, name): value for name, value in options.items()}
+        if not self.num_labels and "use_activation" in given:
+            given["normalize"] = _switch(given.get("normalize"), given.pop("use_activation"), ConfigError)
+        return replace(self, **given)
 
     def check(self, params: PoolingParams, hidden_size: int) -> None:
         """Raise RequestError unless a request's parameters are for this model."""
@@ -105,9 +103,10 @@ class Pooler:
                 f"{'load an embedding model' if self.num_labels else 'load a model with a classification head'}, or "
                 f"start the engine with convert={'embed' if self.num_labels else 'classify'!r}"
             )
-        for name in (self._switch_of_others, *(("dimensions",) if self.num_labels else ())):
+        for name in ("normalize", "dimensions") if self.num_labels else ():
             if getattr(params, name) is not None:
                 raise RequestError(f"{name} must be None for the task {self.task!r}, got {getattr(params, name)!r}")
+        _switch(params.normalize, params.use_activation, RequestError)
         sizes, wanted = self.dimensions, params.dimensions
         if wanted is not None and (wanted > hidden_size or (sizes and wanted not in sizes)):
             known = f"one of {list(sizes)}" if sizes else f"at most {hidden_size}"
@@ -122,7 +121,8 @@ class Pooler:
             activation = self.activation if is_active else Activation.IDENTITY
             return activation.apply(np.array(vector, np.float32))
         vector = np.array(vector[: params.dimensions], np.float32)
-        is_normal = self.normalize if params.normalize is None else params.normalize
+        wanted = _switch(params.normalize, params.use_activation, RequestError)
+        is_normal = self.normalize if wanted is None else wanted
         return vector / max(np.linalg.norm(vector), np.float32(_SMALLEST_NORM)) if is_normal else vector
 
 
@@ -139,7 +139,7 @@ class PoolingParams:
             these alone.
         normalize: scale embeddings to length 1; None as the checkpoint says, and True if it does not.
         use_activation: apply softmax or sigmoid to the outputs of a classification head; None as `pooler_config` says,
-            and True if it does not.
+            and True if it does not. Of embeddings it is another name of `normalize`, and vLLM's only one.
         task: "embed" or "classify"; None is the model's own.
 
     Raises:
@@ -180,6 +180,13 @@ class PoolingParams:
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             truncation_side=self.truncation_side,
         )
+
+
+def _switch(normalize: bool | None, use_activation: bool | None, error: type[Exception]) -> bool | None:
+    """Return whether embeddings are normalised, by either name; an error if the two differ."""
+    if None not in (normalize, use_activation) and normalize != use_activation:
+        raise error(f"normalize and use_activation must be equal for embeddings, got {normalize} and {use_activation}")
+    return use_activation if normalize is None else normalize
 
 
 _OPTIONS = {"pooling_type": str, "normalize": bool, "use_activation": bool}

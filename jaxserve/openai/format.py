@@ -110,12 +110,19 @@ _FIELDS = {
 _WAITING = {"timeout"}  # fields of clients that wait; the server reads them
 _CHECKED = _TYPES | _LABELS | _PREFERENCES
 POOLING_PARAMETERS = {  # fields of requests for vectors that are parameters of their own
-    EMBEDDINGS: {"dimensions", "normalize", "truncate_prompt_tokens", "truncation_side"},
-    POOLING: {"dimensions", "normalize", "use_activation", "truncate_prompt_tokens", "truncation_side"},
+    EMBEDDINGS: {"dimensions", "normalize", "use_activation", "truncate_prompt_tokens", "truncation_side"},
+    POOLING: {"dimensions", "normalize", "use_activation", "truncate_prompt_tokens", "truncation_side", "task"},
     CLASSIFICATION: {"use_activation", "truncate_prompt_tokens", "truncation_side"},
 }
 _INPUT_FIELDS = {"input", "model", "user", "priority", "request_id", "cache_salt"}
-_FIELDS |= {url: _INPUT_FIELDS | PROMPT_FIELDS | names for url, names in POOLING_PARAMETERS.items()}
+_NEUTRAL |= {
+    url: {"embed_dtype": ['"float32"'], "endianness": ['"native"', '"little"'], "padding": ['"do_not_pad"']}
+    for url in (EMBEDDINGS, POOLING)
+}
+_NEUTRAL[CLASSIFICATION] = {"padding": ['"do_not_pad"']}
+_FIELDS |= {
+    url: _INPUT_FIELDS | PROMPT_FIELDS | _NEUTRAL[url].keys() | names for url, names in POOLING_PARAMETERS.items()
+}
 _FIELDS[EMBEDDINGS] |= {"encoding_format"}
 _SCORING_FIELDS = (_INPUT_FIELDS - {"input"}) | {
     *("use_activation", "truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc"),
@@ -382,9 +389,11 @@ def _refuse_features(given: Json, neutral: Mapping[str, Sequence[str]]) -> None:
 
 def _short_json(value: Any) -> str | None:
     """Return the JSON of a short value; None for any other, as it would only be compared."""
-    is_short = not isinstance(value, dict | list | str) or len(value) <= 1
-    is_short &= not isinstance(value, dict | list) or all(isinstance(each, str) and len(each) < 64 for each in value)
-    return json.dumps(value) if is_short or value in ("auto", "default") else None
+    if isinstance(value, dict | list):
+        is_short = len(value) <= 1 and all(isinstance(each, str) and len(each) < 64 for each in value)
+    else:
+        is_short = not isinstance(value, str) or len(value) < 64
+    return json.dumps(value) if is_short else None
 
 
 def _completion_params(given: Json, defaults: SamplingParams) -> SamplingParams:

@@ -71,7 +71,8 @@ def parse_pooling(
         message = f"encoding_format must be one of {list(_FORMATS)}, got {brief(form)}"
         raise BadRequestError(message, "encoding_format")
     with naming_fields(url):
-        params = PoolingParams(**{n: given[n] for n in POOLING_PARAMETERS[url] & given.keys()}, task=TASKS[url])
+        options = {"task": TASKS[url]} | {name: given[name] for name in POOLING_PARAMETERS[url] & given.keys()}
+        params = PoolingParams(**options)
     return ParsedRequest(
         url,
         given["model"],

@@ -84,7 +84,8 @@ def pooled(hidden: NDArray[np.float32], kind: str) -> NDArray[np.float32]:
 def test_embeddings_match_transformers(
     start: Start, embedder: Path, decoder: transformers.PreTrainedModel, kind: str
 ) -> None:
-    llm = start(embedder, pooler_config={"pooling_type": kind, "normalize": False})
+    name = "normalize" if kind == "LAST" else "use_activation"
+    llm = start(embedder, pooler_config={"pooling_type": kind, name: False})
     wanted = [pooled(hidden_states(decoder, prompt), kind) for prompt in PROMPTS]
     for _ in range(2):  # the second time, some of their pages are cached
         outputs = llm.embed([*PROMPTS, *PROMPTS[:2]], use_tqdm=False)
@@ -123,6 +124,7 @@ def test_parameters_of_requests(start: Start, embedder: Path, decoder: transform
         PoolingParams(),
         PoolingParams(dimensions=8),
         PoolingParams(dimensions=8, normalize=False),
+        PoolingParams(dimensions=8, use_activation=False),
         PoolingParams(truncate_prompt_tokens=7),
         PoolingParams(truncate_prompt_tokens=7, truncation_side="left"),
     ]
@@ -130,6 +132,7 @@ def test_parameters_of_requests(start: Start, embedder: Path, decoder: transform
     wanted = [
         last / np.linalg.norm(last),
         last[:8] / np.linalg.norm(last[:8]),
+        last[:8],
         last[:8],
         (cut := hidden_states(decoder, PROMPTS[0][:7])[-1]) / np.linalg.norm(cut),
         (cut := hidden_states(decoder, PROMPTS[0][-7:])[-1]) / np.linalg.norm(cut),
@@ -281,8 +284,8 @@ def test_each_kind_of_engine_refuses_the_other_requests(start: Start, embedder: 
         pooling.classify("a")
     with pytest.raises(RequestError, match=r"vector per token is not returned"):
         pooling.encode("a", pooling_task="token_embed")
-    with pytest.raises(RequestError, match=r"use_activation must be None for the task 'embed'"):
-        pooling.encode("a", PoolingParams(use_activation=True))
+    with pytest.raises(RequestError, match=r"normalize and use_activation must be equal for embeddings, got False and"):
+        pooling.encode("a", PoolingParams(use_activation=True, normalize=False))
     with pytest.raises(RequestError, match=r"dimensions must be at most 64 with this model, got 65"):
         pooling.encode("a", PoolingParams(dimensions=65))
     with pytest.raises(RequestError, match=r"maximum context length is 64 tokens.* has 65 input tokens"):
@@ -313,7 +316,7 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     ("end", "option", "message"),
     [
         ("ForCausalLM", {"pooling_type": "MEAN"}, "pooler_config needs a model that pools, got one that generates"),
-        ("Model", {"use_activation": False}, "use_activation of pooler_config must be absent for the task 'embed'"),
+        ("Model", {"use_activation": False, "normalize": True}, "normalize and use_activation must be equal"),
         (
             "ForSequenceClassification",
             {"normalize": True},

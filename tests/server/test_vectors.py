@@ -56,11 +56,13 @@ def test_embeddings_equal_offline(client: openai.OpenAI, embedder: LLM, content:
 
 
 def test_vllms_path(server: Running, embedder: LLM) -> None:
-    body = {"input": TEXTS[0], "encoding_format": "base64", "normalize": False}
-    (entry,) = server.client.post("/pooling", json=body).json()["data"]
     (expected,) = embedder.encode(TEXTS[0], PoolingParams(normalize=False), use_tqdm=False)
-    vector = np.frombuffer(base64.b64decode(entry["data"]), np.float32)
-    np.testing.assert_allclose(vector, expected.outputs.data, rtol=0, atol=1e-6)
+    for switch in ("normalize", "use_activation"):
+        body = {"input": TEXTS[0], "encoding_format": "base64", switch: False, "task": "embed"}
+        defaults = {"embed_dtype": "float32", "endianness": "native", "padding": "do_not_pad"}
+        (entry,) = server.client.post("/pooling", json=body | defaults).json()["data"]
+        vector = np.frombuffer(base64.b64decode(entry["data"]), np.float32)
+        np.testing.assert_allclose(vector, expected.outputs.data, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,8 @@ def test_invocations(server: Running, path: str, body: dict[str, Any]) -> None:
             "at most max_model_len 64, got 65",
         ),
         ("/classify", {"input": "a", "encoding_format": "base64"}, "encoding_format", "unsupported fields"),
+        ("/pooling", {"input": "a", "task": "classify"}, "task", "the task must be 'embed' with this model"),
+        ("/pooling", {"input": "a", "embed_dtype": "float16"}, "embed_dtype", 'must be "float32", got'),
         ("/classify", {"input": "a"}, "model", "the task must be 'embed' with this model"),
         ("/v1/completions", {"prompt": "a"}, "model", "this engine pools"),
     ],
