@@ -69,12 +69,13 @@ class ScheduleConfig:
 
     @property
     def of_programs(self) -> ScheduleConfig:
-        """The same without the choice of buckets, kinds of plans and policy, on which no program depends.
+        """The same without the choice and number of buckets, kinds of plans and policy, on which no program depends.
 
         Engines that differ in these alone share their compiled programs.
         """
         return replace(
             self,
+            max_num_batched_tokens=self.max_num_seqs,
             few_programs=False,
             has_split_steps=False,
             max_num_partial_prefills=DEFAULT_PARTIAL_PREFILLS,

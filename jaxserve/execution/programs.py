@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ class Buckets(NamedTuple):
     split: Iterable[int] = _NONE
 
 
+_WRITERS = ("new_state", "admit", "copy_pages", "set_slot", "set_masks")  # they allocate the state or write to it
 _POLL_S = 0.01
 _REPORT_S = 5.0  # time between lines of the log while the caller waits
 # A short run compiles nothing in the background: nobody would use it, and the exit waits for what was begun.
@@ -80,7 +82,11 @@ class Programs:
         self._progress = (0, 0)  # steps that are compiled, of those begun together
         self._cache_scope = cache_scope
         devices = None if lowering.mesh is None else list(lowering.mesh.devices.flat)
-        self._store = ProgramStore(directory, lowering.facts, devices)
+        # Engines share the programs that are the same in them: the host alone knows tokens that end an output, names
+        # tell numbers of rounds apart, and writers follow from no weights.
+        steps = replace(lowering, arch=replace(lowering.arch, eos_ids=frozenset()), max_steps=1)
+        writers = replace(steps, param_shapes={}, draft_shapes={}, linear_backend="auto")
+        self._steps, self._writers = (ProgramStore(directory, each.facts, devices) for each in (steps, writers))
 
     def new_state(self) -> ServeState:
         """Allocate an empty state on the devices."""
@@ -160,10 +166,11 @@ class Programs:
         shared = [bucket for bucket in steps if bucket not in single]
         jobs = [(f"step {bucket}", partial(self._compile_step, bucket)) for bucket in steps if bucket in single]
         for bucket in dict.fromkeys([*shared, *wanted.multi_steps]):
-            jobs.append((f"multi-step {bucket}", partial(self._compile_multi_step, bucket)))
-        jobs += [(f"speculative {bucket}", partial(self._compile_speculative, bucket)) for bucket in wanted.speculative]
+            jobs.append((self._name_of_multi_step(bucket), partial(self._compile_multi_step, bucket)))
+        for bucket in wanted.speculative:
+            jobs.append((self._name_of_speculative(bucket), partial(self._compile_speculative, bucket)))
         jobs += [(f"sample {bucket}", partial(self._compile_split, bucket)) for bucket in wanted.split]
-        chosen = [job for name, job in jobs if not stored_only or self._store.has(name)]
+        chosen = [job for name, job in jobs if not stored_only or self._steps.has(name)]
         num_done, self._progress = itertools.count(1), (0, len(chosen))
 
         def counted(job: Callable[[], None]) -> None:
@@ -181,7 +188,8 @@ class Programs:
     def _compile_multi_step(self, bucket: int) -> None:
         program = self.multi_steps.get(bucket)  # `close` may clear the table meanwhile
         if program is None:
-            program = self._get(f"multi-step {bucket}", partial(self.lowering.step, bucket, multi_step=True))
+            lower = partial(self.lowering.step, bucket, multi_step=True)
+            program = self._get(self._name_of_multi_step(bucket), lower)
             self.multi_steps[bucket] = program
         if bucket not in self._schedule.step_buckets(self._max_steps):
             self.steps[bucket] = program
@@ -189,12 +197,18 @@ class Programs:
     def _compile_speculative(self, bucket: int) -> None:
         if bucket not in self.speculative:
             lower = partial(self.lowering.speculative, bucket)
-            self.speculative[bucket] = self._get(f"speculative {bucket}", lower)
+            self.speculative[bucket] = self._get(self._name_of_speculative(bucket), lower)
 
     def _compile_split(self, bucket: int) -> None:
         if bucket not in self.split:
             compute, sample = self.lowering.split(bucket)
             self.split[bucket] = self._get(f"compute {bucket}", compute), self._get(f"sample {bucket}", sample)
+
+    def _name_of_multi_step(self, bucket: int) -> str:
+        return f"multi-step {bucket} of {self._schedule.max_steps(bucket, self._max_steps)}"
+
+    def _name_of_speculative(self, bucket: int) -> str:
+        return f"speculative {bucket} of {self._schedule.max_rounds(bucket, self._max_steps)}"
 
     def _compile_writers(self) -> None:
         made = {name: self._get(name, lower) for name, lower in self.lowering.writers().items()}
@@ -202,11 +216,13 @@ class Programs:
         self.set_slot, self.set_masks = made.get("set_slot"), made.get("set_masks")
 
     def _get(self, name: str, lower: Lower) -> Compiled:
+        store = self._writers if name in _WRITERS else self._steps
+
         def compile_now() -> Compiled:
             with self._cache_scope():
                 return lower().compile()
 
-        return self._store.get(name, compile_now)
+        return store.get(name, compile_now)
 
     def bucket_for(self, num_tokens: int) -> int:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jaxserve.execution import lowering
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.programs import Programs
+from jaxserve.execution.state import ServeState
 from jaxserve.models import registry
 from jaxserve.planner.program import abstract_params
 from jaxserve.schedule_config import ScheduleConfig
@@ -32,20 +34,31 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def compiled(compile_ahead: str, num_seqs: int, budget: int, **sizes: Any) -> Programs:
+def compiled(compile_ahead: str, num_seqs: int, budget: int, **options: Any) -> Programs:
     """Return the programs of these sizes of steps, all of them compiled."""
-    programs = begun(compile_ahead, num_seqs, budget, **sizes)
+    programs = begun(compile_ahead, num_seqs, budget, **options)
     programs.wait_until_warm()
     return programs
 
 
-def begun(compile_ahead: str, num_seqs: int, budget: int, **sizes: Any) -> Programs:
+def begun(
+    compile_ahead: str,
+    num_seqs: int,
+    budget: int,
+    *,
+    family: dict[str, Any] | None = None,
+    linear_backend: str = "xla",
+    max_steps: int = 5,
+    directory: Path | None = None,
+    **sizes: Any,
+) -> Programs:
     """Return the programs of these sizes of steps, of which those for the first request are compiled."""
-    arch = registry.from_hf_config(hf_dict("llama"))
+    arch = registry.from_hf_config(hf_dict("llama", **family or {}))
     schedule = ScheduleConfig(num_seqs, budget, max_model_len=64, page_size=4, num_pages=24, **sizes)
     params = abstract_params(arch, jnp.dtype("float32"))
-    own = Lowering(arch, params, schedule, jnp.dtype("float32"), backend="xla", linear_backend="xla", max_steps=5)
-    programs = Programs(own, directory=None, cache_scope=contextlib.nullcontext)
+    backends = {"backend": "xla", "linear_backend": linear_backend}
+    own = Lowering(arch, params, schedule, jnp.dtype("float32"), **backends, max_steps=max_steps)
+    programs = Programs(own, directory=directory, cache_scope=contextlib.nullcontext)
     programs.warm_up(compile_ahead)
     return programs
 
@@ -69,15 +82,39 @@ def test_a_program_of_several_steps_runs_single_ones() -> None:
     assert 2 + len(made) == programs.lowering.schedule.num_programs(5) == 6
 
 
-@pytest.mark.usefixtures("names")
-def test_engines_of_other_policies_share_their_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = compiled("minimal", 4, 16)._store._facts
-    own: dict[str, Any] = {"tenant_weights": (("a", 2.0),), "targets": ((None, 1.0, 0.1),)}
-    own |= {"has_split_steps": True, "few_programs": True, "long_prefill_token_threshold": 8}
-    assert compiled("minimal", 4, 16, **own)._store._facts == plain
-    assert compiled("minimal", 4, 16, max_logprobs=7)._store._facts != plain
+def stored(**options: Any) -> dict[str, Path | None]:
+    """Return the files of all programs of an engine, by name, as another start of the same engine looks for them."""
+    files: dict[str, Path | None] = {}
+
+    def get(self: ProgramStore, name: str, _: Any) -> Any:
+        files[name] = self._path(name)
+        return lambda: ServeState(None, None, None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProgramStore, "get", get)
+        compiled("all", 4, **{"budget": 16, "directory": Path("programs")} | options).new_state()
+    return files
+
+
+def test_engines_share_the_programs_that_are_the_same_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = stored()
+    writers = {"new_state", "admit", "copy_pages", "set_slot", "set_masks"}
+    assert len({*plain.values()}) == len(plain) > len(writers)
+
+    def shared(**options: Any) -> set[str]:
+        own = stored(**options)
+        return {name for name, file in own.items() if file == plain.get(name)}
+
+    policy: dict[str, Any] = {"tenant_weights": (("a", 2.0),), "targets": ((None, 1.0, 0.1),)}
+    assert shared(**policy, long_prefill_token_threshold=8) == {*plain}
+    assert shared(family={"eos_token_id": 7}) == {*plain}
+    assert {*plain} - shared(budget=8) == {f"step {size}" for size in (12, 16)}
+    assert {*plain} - shared(max_steps=3) == {f"multi-step {size} of 5" for size in (1, 2, 3, 4)}
+    assert shared(has_split_steps=True, few_programs=True) == {*writers, "step 16"}
+    assert shared(linear_backend="native") == writers
+    assert shared(family={"intermediate_size": 64}) == shared(max_logprobs=7) == set()
     monkeypatch.setattr(lowering, "step_options", lambda _: {"xla_backend_optimization_level": "3"})
-    assert compiled("minimal", 4, 16)._store._facts != plain, "machine code of other compiler options"
+    assert shared() == set(), "machine code of other compiler options"
 
 
 def test_a_short_run_compiles_nothing_in_the_background(names: list[str]) -> None:
