@@ -4,6 +4,7 @@ Engines of default sizes share their compiled programs, so that a further engine
 """
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,10 @@ import tiny_tokenizers
 import transformers
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.checkpoint import build_arch
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.threads import _threads
+from jaxserve.execution.program_store import compile_counter
 from jaxserve.llm import LLM
 from jaxserve.speculation_config import SpeculationConfig
 from tests import random_runs
@@ -60,8 +63,9 @@ def engines() -> dict[tuple[tuple[str, Any], ...], Engine]:
 @pytest.fixture(autouse=True)
 def few_engines(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[None]:
     """Drop the engines if they hold many programs; the next test that needs one starts it again."""
+    before = (len(engines), compile_counter.count)
     yield
-    if mappings.are_many():
+    if before != (len(engines), compile_counter.count) and mappings.are_many():  # to count them takes 30 ms
         engines.clear()
         jax.clear_caches()
         gc.collect()
@@ -71,16 +75,25 @@ def few_engines(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[
 def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine], request: pytest.FixtureRequest) -> Start:
     """Start an engine, or reuse the one with the same options, unless a test has closed it.
 
-    Engines of the plain model have programs as shipped, those with drafts few of them, except in full runs.
+    Engines of the plain model, whatever its weights, have programs as shipped if they differ in no more than the number
+    of tokens in a step. Those of other models or with options of their own have few programs, except in full runs.
     """
+
+    @functools.cache
+    def is_plain(model: str) -> bool:
+        return build_arch(EngineConfig(model)) == build_arch(EngineConfig(str(llama)))
+
+    def compiling(options: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+        if random_runs.are_full():
+            return contextlib.nullcontext()
+        if not (options.keys() <= PLAIN_OPTIONS and is_plain(options["model"])):
+            return few_programs()
+        has_same_state = all(options[name] == SIZES[name] for name in SIZES.keys() - {"max_num_batched_tokens"})
+        return as_shipped() if has_same_state and not are_few() else contextlib.nullcontext()
 
     def start(**options: Any) -> Engine:
         options = {"model": str(llama), "skip_tokenizer_init": True} | SIZES | options
-        with contextlib.ExitStack() as compiled:
-            if options.keys() <= PLAIN_OPTIONS and options["model"] == str(llama):
-                compiled.enter_context(as_shipped())
-            elif "speculative_config" in options and not random_runs.are_full():
-                compiled.enter_context(few_programs())
+        with compiling(options):
             key = (*sorted(options.items()), ("few_programs", are_few()))
             if key not in engines or engines[key].devices.is_closed:
                 engines[key] = Engine(EngineConfig(**options))

@@ -13,5 +13,15 @@ SIZES: dict[str, Any] = {
     "compile_ahead": "minimal",
     "forbid_compiles": True,
 }
+# The quickest engine to start: one program, for one token.
+ONE_ROW: dict[str, Any] = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_pages": 16}
+# Sizes for the model that is embedded in the package.
+EMBEDDED: dict[str, Any] = {
+    "max_model_len": 256,
+    "max_num_seqs": 6,
+    "max_num_batched_tokens": 16,
+    "multi_step": 1,
+    "compile_ahead": "minimal",
+}
 VOCAB_SIZE = 320
 EOS = 1

@@ -1,7 +1,7 @@
 """Beam search against transformers in float32, and what its steps compute."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import tokens
 from tests.oracles import torch
 from tests.parameters import some_by_default
+from tests.soon_compiled import few_programs
 
 PROMPTS = [tokens(n, f"beam {n}") for n in (1, 6, 30)]
 MAX_TOKENS = 14
@@ -31,19 +32,16 @@ Pair = tuple[LLM, transformers.PreTrainedModel]
 
 
 @pytest.fixture(scope="module", params=some_by_default(["llama", "gemma3", "gpt2", "qwen2"], "llama"))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Return an engine over a model that often ends, and that model; Gemma's has sliding windows."""
     path = tmp_path_factory.mktemp(request.param)
     model = write_checkpoint(path, request.param, seed=3, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
     with torch.no_grad():
         model.get_output_embeddings().weight[EOS] *= END_FACTORS.get(request.param, 3)
     model.save_pretrained(path)
-    llm = LLM(str(path), skip_tokenizer_init=True, **SIZES | {"num_pages": 80})
-    with llm:
-        yield llm, transformers.AutoModelForCausalLM.from_pretrained(path).eval()
-        assert llm.engine.stats.num_compiles == 0
-        assert llm.engine.occupancy.num_pages_used == 0
-        llm.engine.check_integrity()
+    num_pages = SIZES["num_pages"] * (1 if request.param == "llama" else 3)  # windows have pages of their own
+    llm = LLM.over(start(model=str(path), num_pages=num_pages))
+    return llm, transformers.AutoModelForCausalLM.from_pretrained(path).eval()
 
 
 def expected(model: transformers.PreTrainedModel, prompt: list[int], **options: Any) -> tuple[Any, Any]:
@@ -159,7 +157,8 @@ def test_arguments_are_checked_at_each_call(llm: LLM) -> None:
 
 def test_searches_that_exceed_the_pool_are_refused(start: Callable[..., Any], llm: LLM) -> None:
     """Beams of 20 prompt tokens and 5 others fill 6 pages of 4 tokens, as their last token is never computed."""
-    small, prompts = LLM.over(start(num_pages=6)), [[5], tokens(20, "exact")]
+    with few_programs():
+        small, prompts = LLM.over(start(num_pages=6)), [[5], tokens(20, "exact")]
     before = small.engine.stats.num_tokens
     with pytest.raises(RequestError, match=r"prompt 1: a request must fit the page pool: 20 prompt tokens and up to 6"):
         small.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=6), concurrency_limit=1)

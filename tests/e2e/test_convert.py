@@ -8,6 +8,8 @@ import pytest
 
 from jaxserve import LLM, SamplingParams, cli
 from jaxserve.config import DEFAULT_MODEL, embedded_model
+from tests.e2e.sizes import EMBEDDED
+from tests.soon_compiled import few_programs
 
 PROMPTS = ["def binary_search(items, target):", "import os\n"]
 
@@ -22,7 +24,8 @@ def devices() -> Iterator[None]:
 
 
 def answers(model: str | None) -> list[tuple[str, tuple[int, ...]]]:
-    llm = LLM(model, max_model_len=64, max_num_seqs=2, num_pages=16, compile_ahead="minimal")
+    with few_programs():
+        llm = LLM(model, **EMBEDDED)
     params = [SamplingParams(temperature=0, max_tokens=12), SamplingParams(seed=3, max_tokens=12)]
     outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     return [(output.outputs[0].text, tuple(output.outputs[0].token_ids)) for output in outputs]

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.config import DEFAULT_DRAFTS, embedded_model
+from tests.e2e.sizes import EMBEDDED
 from tests.parameters import some_by_default
 from tests.soon_compiled import few_programs
 
@@ -23,9 +24,8 @@ def prompts() -> list[str]:
 
 def start(**options: Any) -> LLM:
     """Start the default model with few programs."""
-    sizes = {"max_model_len": 256, "max_num_seqs": 6, "max_num_batched_tokens": 16, "multi_step": 1}
     with few_programs():
-        return LLM(compile_ahead="minimal", **sizes, **options)
+        return LLM(**EMBEDDED, **options)
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.execution.runner import RunningStep
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.pacer import Pacer
-from tests.e2e.sizes import SIZES
+from tests.e2e.sizes import ONE_ROW, SIZES
 from tests.e2e.workloads import generate, tokens
 from tests.parameters import mainly
+from tests.soon_compiled import few_programs
 
 Start = Callable[..., Engine]
 
@@ -164,15 +164,16 @@ def test_parameters_may_be_numpy_scalars_and_change_before_use(start: Start) -> 
     assert len(output.outputs[0].token_ids) == 6
 
 
-def test_without_max_tokens_the_pool_is_the_limit(llama: Path) -> None:
-    engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES | {"num_pages": 6}))
+def test_without_max_tokens_the_pool_is_the_limit(start: Start) -> None:
+    with few_programs():
+        engine = start(num_pages=6)
     (output,) = generate(engine, [tokens(5, "short")], SamplingParams(max_tokens=None, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 6 * SIZES["page_size"] + 1 - 5
 
 
 @pytest.mark.parametrize("compile_ahead", mainly(["background"], "minimal"))
 def test_a_dropped_engine_leaves_no_memory_behind(llama: Path, compile_ahead: str) -> None:
-    options = SIZES | {"compile_ahead": compile_ahead, "max_num_batched_tokens": 5, "max_num_seqs": 1}
+    options = ONE_ROW | {"compile_ahead": compile_ahead, "max_num_batched_tokens": 3, "multi_step": 2}
     llm = LLM(str(llama), **options)
     llm.engine.wait_until_warm()
     alive = weakref.ref(llm.engine.replicas[0].executor)

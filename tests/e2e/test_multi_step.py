@@ -14,7 +14,7 @@ from jaxserve.llm import LLM
 from jaxserve.sampling import LogprobLayout
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling import pacer
-from tests.e2e.sizes import SIZES
+from tests.e2e.sizes import ONE_ROW, SIZES
 from tests.e2e.workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, tokens
 
 Start = Callable[..., Engine]
@@ -180,7 +180,7 @@ def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pacer._Trial, "_most_steps", lambda _: 5)  # however slow the machine is
     params = replace(SAMPLED, max_tokens=60)
     (expected,) = generate(start(), [tokens(3, 0)], params)
-    engine = start(multi_step="auto", compile_ahead="all", max_num_seqs=1, max_num_batched_tokens=2)
+    engine = start(**ONE_ROW | {"multi_step": "auto", "compile_ahead": "all", "max_num_batched_tokens": 2})
     before = engine.stats.num_dispatches
     for _ in range(3):
         (output,) = generate(engine, [tokens(3, 0)], params)

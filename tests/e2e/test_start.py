@@ -21,7 +21,7 @@ from jaxserve.pallas_kernels import packed_linear
 from jaxserve.quant import packed
 from jaxserve.sampling_params import SamplingParams
 from tests.checkpoints import write_checkpoint
-from tests.e2e.sizes import SIZES
+from tests.e2e.sizes import ONE_ROW, SIZES
 from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, run_alone, tokens
 from tests.parameters import mainly
 from tests.soon_compiled import few_programs
@@ -128,10 +128,6 @@ def test_a_compile_while_serving_is_noticed(start: Start, monkeypatch: pytest.Mo
         engine.step()
     engine.abort("a")
     engine.stats.num_compiles = 0
-
-
-# The quickest engine to start: one program, for one token.
-ONE_ROW = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_pages": 16}
 
 
 @pytest.mark.parametrize("options", mainly([{"dtype": "bfloat16"}], {"kv_cache_dtype": "bfloat16"}))

@@ -24,6 +24,7 @@ from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import few_but_rich, tokens, wait_until_idle
+from tests.soon_compiled import as_shipped
 
 PROMPT = "Once upon a time"
 SAMPLED = SamplingParams(temperature=1.5, seed=3, max_tokens=24, ignore_eos=True)
@@ -386,7 +387,7 @@ def test_a_script_written_for_vllm_runs_with_its_import_changed(llama: Path) -> 
 
 
 def test_llm_takes_engine_options(llama: Path) -> None:
-    with pytest.raises(RequestError, match="needs a tokenizer"):
+    with as_shipped(), pytest.raises(RequestError, match="needs a tokenizer"):
         LLM(str(llama), **SIZES, skip_tokenizer_init=True).generate(PROMPT)
     with pytest.raises(ConfigError, match="enable_lora must be False, got True"):
         LLM(str(llama), enforce_eager=True, enable_lora=True)
@@ -397,7 +398,8 @@ def test_default_sampling_params_are_the_checkpoints(llama: Path, tmp_path: Path
     shutil.copytree(llama, checkpoint)
     recommended = {"temperature": 0.3, "top_k": 7, "max_new_tokens": 5, "eos_token_id": [1, 5], "do_sample": True}
     (checkpoint / "generation_config.json").write_text(json.dumps(recommended))
-    llm = LLM(str(checkpoint), **SIZES)
+    with as_shipped():  # the programs of `llm`
+        llm = LLM(str(checkpoint), **SIZES)
     params = llm.get_default_sampling_params()
     assert params == SamplingParams(temperature=0.3, top_k=7, max_tokens=5)
     (output,) = generate(llm, [PROMPT], replace(params, logit_bias={5: 100.0}))

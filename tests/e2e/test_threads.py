@@ -19,7 +19,7 @@ from jaxserve.execution.programs import Programs
 from jaxserve.execution.runner import RunningStep
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
-from tests.e2e.sizes import SIZES
+from tests.e2e.sizes import ONE_ROW
 from tests.e2e.workloads import wait_until_idle
 
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=10, ignore_eos=True)
@@ -122,8 +122,6 @@ def test_a_stream_that_is_collected_inside_a_step_is_aborted_later(
 
 # The end of an LLM
 
-ONE_ROW = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 3, "num_pages": 16}  # same programs as test_start
-
 
 def arrays_of(llm: LLM) -> list[weakref.ref[Any]]:
     runner = llm.engine.replicas[0].executor
@@ -156,7 +154,7 @@ def test_what_ends_frees_its_arrays_at_once_though_programs_compile(
     monkeypatch.setattr(Programs, "_get", get_slowly)
     monkeypatch.setattr(programs_module, "_SHORT_RUN_S", 0.0)
     threads = set(threading.enumerate())
-    llm = LLM(str(llama), **ONE_ROW | {"compile_ahead": "background", "multi_step": 3})
+    llm = LLM(str(llama), **ONE_ROW | {"max_num_batched_tokens": 3, "compile_ahead": "background", "multi_step": 3})
     # tqdm begins a thread of its own with the first bar of a process
     (compiler,) = {each for each in set(threading.enumerate()) - threads if not isinstance(each, tqdm.TMonitor)}
     assert compiling.wait(PATIENCE_S)

@@ -15,6 +15,7 @@ import safetensors.numpy
 from jaxserve import weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.parameters import build_params
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
 from jaxserve.models import registry
@@ -61,7 +62,7 @@ def loaded_tree(path: Path, engine: Engine) -> Any:
 
 def served_tree(path: Path, engine: Engine) -> Any:
     config = EngineConfig(str(path), skip_tokenizer_init=True, quantization=engine.config.quantization, **SIZES)
-    return Engine(config).devices.params
+    return build_params(config, engine.arch)
 
 
 FORMS = [from_directory, by_name, by_name_on_device, by_name_in_torch, loaded_tree, served_tree]
@@ -86,7 +87,7 @@ def swapped(start: Start, llama: Path) -> Any:
 def test_tokens_are_those_of_an_engine_that_began_with_them(
     start: Start, swapped: Start, other: Path, form: Given, quantization: str | None
 ) -> None:
-    options = {"quantization": quantization}
+    options = {} if quantization is None else {"quantization": quantization}
     expected = generate(start(model=str(other), **options), PROMPTS, GREEDY)
     engine = swapped(**options)
     old = generate(engine, PROMPTS, GREEDY)
@@ -178,9 +179,10 @@ def test_prompt_logprobs_in_flight_are_those_of_the_old_weights(start: Start, sw
     assert_same(output, expected)
 
 
-def test_texts_begin_again_with_their_requests(llm: LLM, llama: Path, other: Path) -> None:
+def test_texts_begin_again_with_their_requests(start: Start, llm: LLM, llama: Path, other: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, stop=["never said"])
-    expected = LLM(str(other), **SIZES).generate("def f(", params, use_tqdm=False)[0]
+    beginning = LLM.over(start(model=str(other), skip_tokenizer_init=False))
+    expected = beginning.generate("def f(", params, use_tqdm=False)[0]
     output = llm.engine.add_request("again", "def f(", params)
     for _ in range(4):
         llm.engine.step()
