@@ -19,11 +19,12 @@ from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import matrix_transform
 from jaxserve.models.registry import from_hf_config
+from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.sizes import EOS, VOCAB_SIZE
-from tests.e2e.workloads import assert_same, generate, tokens
+from tests.e2e.workloads import generate, tokens
 from tests.oracles import torch
 from tests.parameters import some_by_default
 
@@ -94,12 +95,11 @@ def test_a_layer_behind_those_of_the_model_drafts(start: Start, tmp_path: Path, 
     assert_accepted(start, tmp_path, head, layer)
     # Prefixes that are cached, rows that are preempted.
     prompts = [tokens(20, n) for n in range(4)]
-    expected = generate(start(model=str(tmp_path)), prompts, replace(GREEDY, max_tokens=20))
     engine = start(model=str(tmp_path), speculative_config=layer)
     before = replace(engine.stats)
     for _ in range(2):
-        for output, wanted in zip(generate(engine, prompts, replace(GREEDY, max_tokens=20)), expected, strict=True):
-            assert_same(output, wanted)
+        for output in generate(engine, prompts, replace(GREEDY, max_tokens=20)):
+            assert_greedy(model, output, 20)
     stats = engine.stats.since(before)
     assert stats.num_preemptions > 0 < stats.num_accepted_tokens
     assert stats.num_cached_tokens > 0
@@ -113,15 +113,22 @@ def assert_accepted(start: Start, target: Path, head: Head, heads: SpeculationCo
     num_accepted = num_rejected = 0
     for index in range(5):
         prompt = tokens(5 + 5 * index, f"layer {index}")  # computed in several chunks
-        [expected] = generate(start(model=str(target)), [prompt], replace(GREEDY, max_tokens=30))
         before = replace(engine.stats)
         [output] = generate(engine, [prompt], replace(GREEDY, max_tokens=30))
-        assert_same(output, expected)
+        assert_greedy(head.model, output, 30)
         stats = engine.stats.since(before)
-        accepted, drafted = simulated(head, prompt, expected.outputs[0].token_ids, num_tokens)
+        accepted, drafted = simulated(head, prompt, output.outputs[0].token_ids, num_tokens)
         assert (stats.num_accepted_tokens, stats.num_drafted_tokens) == (accepted, drafted)
         num_accepted, num_rejected = num_accepted + accepted, num_rejected + drafted - accepted
     assert num_accepted > 5 < num_rejected
+
+
+def assert_greedy(model: transformers.PreTrainedModel, output: RequestOutput, num_tokens: int) -> None:
+    """Check that there are so many tokens, each the most likely one of torch's model behind those before it."""
+    prompt, ids = output.prompt_token_ids, output.outputs[0].token_ids
+    logits = checkpoints.reference_logits(model, np.array(prompt + ids))
+    assert ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+    assert len(ids) == num_tokens
 
 
 def simulated(head: Head, prompt: list[int], output: list[int], num_tokens: int) -> tuple[int, int]:

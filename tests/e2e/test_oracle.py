@@ -1,7 +1,7 @@
 """Every family through the whole engine against transformers in float32, on checkpoints that transformers wrote."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -84,16 +84,16 @@ class Oracle:
         self.has_states = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
         self.logprobs = functools.cache(lambda ids: log_softmax(reference_logits(model, np.array(ids)), axis=-1))
 
-    def greedy(self, prompt: Sequence[int], count: int = NUM_OUTPUT) -> list[int]:
-        ids = list(prompt)
-        for _ in range(count):
-            ids.append(int(self.logprobs(tuple(ids))[-1].argmax()))
-        return ids[len(prompt) :]
+    def check_greedy(self, output: RequestOutput, count: int = NUM_OUTPUT) -> None:
+        """Check that there are so many tokens, each the most likely one behind those before it."""
+        prompt, ids = output.prompt_token_ids, output.outputs[0].token_ids
+        assert ids == self.logprobs(tuple(prompt + ids))[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert len(ids) == count
 
     def check(self, output: RequestOutput) -> None:
         """Return greedy ids, and all log probabilities that came with them."""
         prompt, completion = output.prompt_token_ids, output.outputs[0]
-        assert completion.token_ids == self.greedy(prompt)
+        self.check_greedy(output)
         expected = self.logprobs(tuple(prompt + completion.token_ids))
         for row, entry in zip(expected[len(prompt) - 1 :], completion.logprobs, strict=False):
             self.check_entry(entry, row, 4)
@@ -162,7 +162,7 @@ def test_a_sequence_takes_all_learned_positions(start: Start, tmp_path: Path) ->
         start(model=str(tmp_path), max_model_len=45)
     params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
     (output,) = generate(start(model=str(tmp_path), max_model_len=44), [tokens(40, "positions")], params)
-    assert output.outputs[0].token_ids == oracle.greedy(output.prompt_token_ids, 4)
+    oracle.check_greedy(output, 4)
     assert output.outputs[0].finish_reason == "length"
 
 
@@ -176,7 +176,7 @@ def test_prefix_hits(pair: tuple[Callable[..., Engine], Oracle]) -> None:
     # Snapshots of states lie behind the last page before the last token of a prompt.
     assert [output.num_cached_tokens for output in outputs] == ([36, 0, 36] if oracle.has_states else [40, 20, 36])
     for output in outputs:
-        assert output.outputs[0].token_ids == oracle.greedy(output.prompt_token_ids)
+        oracle.check_greedy(output)
         expected = oracle.logprobs(tuple(output.prompt_token_ids + output.outputs[0].token_ids))
         for row, entry in zip(expected[len(output.prompt_token_ids) - 1 :], output.outputs[0].logprobs, strict=False):
             oracle.check_entry(entry, row, 4)
@@ -186,8 +186,9 @@ def test_prefix_hits(pair: tuple[Callable[..., Engine], Oracle]) -> None:
 @pytest.mark.parametrize("pair", pairs(lambda *pair: pair in product(QUICK["native"], KERNELS[:1])), indirect=True)
 def test_drafts_and_preemption(pair: tuple[Callable[..., Engine], Oracle]) -> None:
     start, oracle = pair
-    drafts = SpeculationConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, adaptive=False)
-    engine = start(speculative_config=None if oracle.has_states else drafts, num_pages=SIZES["num_pages"])
+    lookup = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    drafts = None if oracle.has_states else SpeculationConfig(num_speculative_tokens=3, adaptive=False, **lookup)
+    engine = start(speculative_config=drafts, multi_step=8, num_pages=SIZES["num_pages"])
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = [tokens(7, n) * 4 for n in range(4)]
     before = engine.stats.num_preemptions
@@ -196,7 +197,7 @@ def test_drafts_and_preemption(pair: tuple[Callable[..., Engine], Oracle]) -> No
     is_limited = engine.schedule.kv_groups.most_tokens(SIZES["num_pages"]) is not None
     assert (engine.stats.num_preemptions > before) == is_limited
     for output in outputs:
-        assert output.outputs[0].token_ids == oracle.greedy(output.prompt_token_ids, 24)
+        oracle.check_greedy(output, 24)
 
 
 def test_prompt_logprobs_of_a_cached_prompt(pair: tuple[Callable[..., Engine], Oracle]) -> None:
