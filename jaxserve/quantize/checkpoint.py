@@ -9,9 +9,10 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -288,15 +289,12 @@ class _Run:
         counts = hf_row_counts(spec)
         in_parts = self._grid.rows > 1  # blocks begin anew in every tensor of the checkpoint
         names = [[name] for name in counts] if in_parts else [list(counts)]
-        ends = np.cumsum([sum(counts[name] for name in group) for group in names])
-        rounded = []
-        for group, part in zip(names, jnp.split(weight, ends[:-1]), strict=True):
-            codes, scale = _choose(self._options.kind, self._grid, part, stats)
-            rounded.append(self._grid.decode(codes, scale))
+        sizes = tuple(sum(counts[name] for name in group) for group in names)
+        rounded = _rounded(weight, stats, sizes, self._options.kind, self._grid)
+        for group, codes, scale in zip(names, rounded.codes, rounded.scales, strict=True):
             self._add_tensors({name: counts[name] for name in group}, np.asarray(codes), np.asarray(scale))
-        values = jnp.concatenate(rounded)
-        self.errors[", ".join(counts)] = _relative_error(weight, values, stats)
-        return values
+        self.errors[", ".join(counts)] = float(rounded.error)
+        return rounded.values
 
     def _add_tensors(self, counts: Mapping[str, int], codes: NDArray[Any], scale: NDArray[Any]) -> None:
         start = 0
@@ -315,6 +313,31 @@ class _Run:
             start += num_rows
 
 
+class _Rounded(NamedTuple):
+    """A matrix after rounding.
+
+    Attributes:
+        codes: codes of each part.
+        scales: scales of each part.
+        values: the values that they stand for, of the whole matrix.
+        error: share of the squared outputs that rounding changes; of the squared weights if there are no statistics.
+    """
+
+    codes: list[Array]
+    scales: list[Array]
+    values: Array
+    error: Array
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _rounded(weight: Array, stats: InputStats | None, sizes: tuple[int, ...], scheme: Scheme, grid: Grid) -> _Rounded:
+    """Round parts of so many rows each, in one program for each shape."""
+    parts = jnp.split(weight, np.cumsum(sizes)[:-1])
+    codes, scales = map(list, zip(*(_choose(scheme, grid, part, stats) for part in parts), strict=True))
+    values = jnp.concatenate([grid.decode(*part) for part in zip(codes, scales, strict=True)])
+    return _Rounded(codes, scales, values, _relative_error(weight, values, stats))
+
+
 def _choose(scheme: Scheme, grid: Grid, weight: Array, stats: InputStats | None) -> tuple[Array, Array]:
     """Return codes and scales of a matrix by the rounding of a scheme."""
     if scheme.rounding == "nearest" or stats is None:
@@ -325,12 +348,12 @@ def _choose(scheme: Scheme, grid: Grid, weight: Array, stats: InputStats | None)
     return grid.encode(weight, scale), scale
 
 
-def _relative_error(weight: Array, values: Array, stats: InputStats | None) -> float:
+def _relative_error(weight: Array, values: Array, stats: InputStats | None) -> Array:
     if stats is None:
         error, total = jnp.sum(jnp.square(weight - values)), jnp.sum(jnp.square(weight))
     else:
         error, total = output_error(weight - values, stats.gram), output_error(weight, stats.gram)
-    return float(error / jnp.where(total == 0, 1, total))
+    return error / jnp.where(total == 0, 1, total)
 
 
 def _batches(sequences: NDArray[np.int32]) -> list[NDArray[np.int32]]:
