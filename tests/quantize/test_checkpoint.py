@@ -120,7 +120,7 @@ def test_what_was_written_is_read_as_it_is(tmp_path, scheme):
 
 
 def test_nothing_is_left_of_a_run_that_fails(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "round_to_nearest", lambda *_: 1 / 0)
+    monkeypatch.setattr(checkpoint, "_rounded", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         quantize(model, tmp_path / "new", "int8")
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".jsonl"]

@@ -17,6 +17,9 @@ def int4(columns, bits=4):
     return Grid(bits, False, 1, columns, FLOAT32)
 
 
+scales = jax.jit(lambda weight, grid: grid.scales(weight), static_argnums=1)
+
+
 def problem(seed, out=24, size=160, tokens=300, dtype=np.float32):
     """Return weights and the Gram matrix of correlated inputs of very different sizes, one of which is always zero."""
     rng = np.random.default_rng(seed)
@@ -48,7 +51,7 @@ def test_gptq_is_the_textbook_formula(columns):
     weight, gram = problem(0, dtype=np.float64)  # more columns than a block
     grid = int4(columns)
     with jax.enable_x64(True):
-        scale = grid.scales(jnp.asarray(weight))
+        scale = scales(jnp.asarray(weight), grid)
         codes = np.asarray(gptq(jnp.asarray(weight), jnp.asarray(gram), scale, grid))
         expected = textbook_gptq(weight, gram, np.asarray(scale), grid)
     np.testing.assert_array_equal(codes, expected)
@@ -57,32 +60,39 @@ def test_gptq_is_the_textbook_formula(columns):
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
 def test_errors_fall_from_nearest_to_searched_scales_to_gptq(seed):
-    weight, gram = map(jnp.asarray, problem(seed))
+    weight, gram = problem(seed)
     grid = int4(32)
 
-    def error(codes, scale):
-        return float(output_error(weight - grid.decode(codes, scale), gram))
+    @jax.jit
+    def errors(weight, gram):
+        largest, searched = grid.scales(weight), search_scales(weight, gram, grid)
+        rounded = {
+            "nearest": round_to_nearest(weight, grid),
+            "searched": (grid.encode(weight, searched), searched),
+            "spread": (gptq(weight, gram, searched, grid), searched),
+            "spread at the largest": (gptq(weight, gram, largest, grid), largest),
+        }
+        return {name: output_error(weight - grid.decode(*own), gram) for name, own in rounded.items()}
 
-    scale = search_scales(weight, gram, grid)
-    nearest, searched = error(*round_to_nearest(weight, grid)), error(grid.encode(weight, scale), scale)
-    spread = error(gptq(weight, gram, scale, grid), scale)
-    assert spread < 0.5 * searched < 0.5 * nearest
-    assert error(gptq(weight, gram, grid.scales(weight), grid), grid.scales(weight)) < 0.5 * nearest
+    found = errors(weight, gram)
+    assert found["spread"] < 0.5 * found["searched"] < 0.5 * found["nearest"]
+    assert found["spread at the largest"] < 0.5 * found["nearest"]
 
 
 def test_searched_scales_are_the_best_of_every_region():
-    weight, gram = map(jnp.asarray, problem(3, out=5, size=64))
+    weight, gram = problem(3, out=5, size=64)
     grid = int4(32)
-    largest, found = grid.scales(weight), search_scales(weight, gram, grid)
+    largest, found = scales(weight, grid), search_scales(jnp.asarray(weight), jnp.asarray(gram), grid)
+    rounded = jax.jit(grid.rounded)
 
     def errors(scale):
-        difference = np.asarray(weight - grid.rounded(weight, scale), np.float64).reshape(5, 2, 32)
-        own = np.asarray(gram, np.float64).reshape(2, 32, 2, 32)[[0, 1], :, [0, 1]]
+        difference = (weight - np.asarray(rounded(weight, scale))).astype(np.float64).reshape(5, 2, 32)
+        own = gram.astype(np.float64).reshape(2, 32, 2, 32)[[0, 1], :, [0, 1]]
         return np.einsum("ogi,gij,ogj->og", difference, own, difference)
 
     best = errors(found)
     for ratio in np.arange(0.45, 1.1, 0.025):
-        assert (best <= errors(largest * ratio) * (1 + 1e-4)).all()
+        assert (best <= errors(np.asarray(largest) * np.float32(ratio)) * (1 + 1e-4)).all()
 
 
 def test_grids_round_as_torch_does():
