@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve import weights
+from jaxserve.layers.linear import Matrix
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform
 from jaxserve.quant import weight_format
@@ -17,6 +19,7 @@ from jaxserve.weights.safetensors_file import map_file, write_file
 from tests.oracles import torch
 
 ONE_LAYER = {"num_hidden_layers": 1}
+UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # options that compile programs soon
 
 
 def loaded(path: Path, dtype: Any = jnp.float32, *, native: bool = False) -> tuple[Any, list[Any], Any]:
@@ -24,6 +27,12 @@ def loaded(path: Path, dtype: Any = jnp.float32, *, native: bool = False) -> tup
     specs = registry.param_specs(arch)
     transform = matrix_transform(specs, weight_format(None, arch.schemes), native=native)
     return arch, specs, weights.load(path, specs, dtype, transform=transform, schemes=arch.schemes)
+
+
+@partial(jax.jit, compiler_options=UNOPTIMIZED)
+def all_rows(matrix: Matrix) -> jax.Array:
+    """Return the rows of a matrix in floats."""
+    return matrix.rows(jnp.arange(matrix.shape[0]))
 
 
 def torch_rows(model: torch.nn.Module, spec: Any) -> np.ndarray:

@@ -73,7 +73,7 @@ def test_weights_are_those_of_the_library(tmp_path: Path, name: str) -> None:
             expected = np.concatenate([decompressed(tensors, module, name) for module in modules])
             found = leaf_at(params, spec.path)
             if "fp4" in name:  # the library rounds them to bfloat16
-                found = found.astype(jnp.bfloat16).astype(jnp.float32)
+                found = np.asarray(found).astype(jnp.bfloat16).astype(np.float32)
                 np.testing.assert_allclose(found, expected, rtol=2**-7, atol=0)
             else:
                 np.testing.assert_array_equal(found, expected)

@@ -2,15 +2,19 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
-from jaxserve import LLM, ConfigError, EngineConfig, cli, weights
+from jaxserve import ConfigError, EngineConfig, cli, weights
 from jaxserve.config import CHECKPOINT_FORMATS
+from jaxserve.engine.build import build_runners
 from jaxserve.engine.checkpoint import build_arch, resolve_quantization
 from jaxserve.engine.parameters import storage_name
+from jaxserve.execution.programs import Programs
 from jaxserve.models import registry
+from jaxserve.models.params import Params
 from jaxserve.planner.plan import make_plan
 from jaxserve.planner.targets import parse_target
 from jaxserve.quant.stored import StoredMatrix
@@ -25,6 +29,15 @@ from tests.quant.test_stored import needs_kernels
 def resolved(directory: Path, name: str | None) -> str | None:
     config = EngineConfig(str(directory), quantization=name)
     return resolve_quantization(config, build_arch(config)).quantization
+
+
+def params_of(directory: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Params:
+    """Return the weights of an engine, whose programs are not compiled."""
+    monkeypatch.setattr(Programs, "warm_up", lambda *_, **__: None)
+    config = EngineConfig(str(directory), skip_tokenizer_init=True, **options, **SIZES)
+    arch = build_arch(config)
+    (runner,) = build_runners(resolve_quantization(config, arch), arch)
+    return runner.params
 
 
 def test_all_methods_of_checkpoints_have_a_name() -> None:
@@ -51,13 +64,16 @@ def test_a_checkpoint_that_is_not_quantised_has_no_such_format(tmp_path: Path) -
 
 
 def test_engines_and_plans_take_the_checkpoint_as_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_quantized(tmp_path, CASES["fp8-block"], **ONE_LAYER)
-    options = {"skip_tokenizer_init": True, "quantization": "fp8", **SIZES}
-    with caplog.at_level(logging.INFO, "jaxserve"), LLM(str(tmp_path), **options) as llm:
-        matrices = jax.tree.leaves(llm.params["layers"], is_leaf=lambda x: isinstance(x, StoredMatrix))
-        assert {x.scheme.name for x in matrices if isinstance(x, StoredMatrix)} == {"fp8 by blocks"}
+    with caplog.at_level(logging.INFO, "jaxserve"):
+        params = params_of(tmp_path, monkeypatch, quantization="fp8")
+    matrices = jax.tree.leaves(params["layers"], is_leaf=lambda x: isinstance(x, StoredMatrix))
+    assert {x.scheme.name for x in matrices if isinstance(x, StoredMatrix)} == {"fp8 by blocks"}
     assert not any("again to" in line for line in caplog.messages)
     plans = [
         make_plan(EngineConfig(str(tmp_path), quantization=name, max_num_seqs=4), parse_target("cpu"))
@@ -94,31 +110,26 @@ def test_reports_name_the_form_of_weights(
     ("case", "options", "expected"),
     [
         (None, {"quantization": "fp8"}, ("(fp8)", 'quantization="int8" or "int4", which have kernels')),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (
-                (
-                    "fp8-block",
-                    {},
-                    ("4 matrices (fp8 by blocks)", "quantise the matrices of a quantised checkpoint again"),
-                ),
-                ("fp8-block", {"quantization": "int8"}, ()),
-                ("fp8-block", {"linear_backend": "xla"}, ()),
-                ("awq", {}, ()),
-                (None, {}, ()),
-            )
-        ),
+        ("fp8-block", {}, ("4 matrices (fp8 by blocks)", "quantise the matrices of a quantised checkpoint again")),
+        ("fp8-block", {"quantization": "int8"}, ()),
+        ("fp8-block", {"linear_backend": "xla"}, ()),
+        ("awq", {}, ()),
+        (None, {}, ()),
     ],
 )
 def test_weights_without_a_kernel_on_a_cpu_are_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str | None, options: dict[str, str], expected: tuple[str]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str | None,
+    options: dict[str, str],
+    expected: tuple[str],
 ) -> None:
     if case is None:
         write_checkpoint(tmp_path, "llama")
     else:
         write_quantized(tmp_path, CASES[case], **ONE_LAYER)
-    with LLM(str(tmp_path), skip_tokenizer_init=True, **options, **SIZES):
-        pass
+    params_of(tmp_path, monkeypatch, **options)
     warnings = [record.message for record in caplog.records if "have no kernel on a CPU" in record.message]
     assert len(warnings) == bool(expected)
     assert all(part in line for line in warnings for part in expected)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxserve import LLM, SamplingParams
 from jaxserve.quant.fp8 import FORMAT, rounded, scales
 from jaxserve.quant.stored import StoredMatrix
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import reference_logits, write_checkpoint
 from tests.e2e.sizes import SIZES
 from tests.oracles import torch
 from tests.random_runs import examples
@@ -52,18 +52,16 @@ def is_matrix(x: object) -> bool:
 
 @pytest.mark.parametrize("family", ["llama", "olmoe"])
 def test_an_engine_serves_it(tmp_path: Path, family: str) -> None:
-    """Logits are near those of the float32 weights, and matrices take a byte per element."""
-    write_checkpoint(tmp_path, family)
-    found = []
-    for quantization in (None, "fp8"):
-        with few_programs():
-            llm = LLM(str(tmp_path), skip_tokenizer_init=True, quantization=quantization, **SIZES)
-        with llm:
-            params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
-            (output,) = llm.generate([{"prompt_token_ids": list(range(3, 33))}], params)
-            found.append([max(x.logprob for x in each.values()) for each in output.prompt_logprobs[1:]])
-            leaves = [x for x in jax.tree.leaves(llm.params, is_leaf=is_matrix) if is_matrix(x)]
-            assert bool(leaves) == (quantization == "fp8")
-            assert all(x.elements.dtype == jnp.float8_e4m3fn for x in leaves)
-    errors = np.abs(np.subtract(*found))
-    assert 0 < errors.mean() < 0.05
+    """Logits are near those of transformers with the float32 weights, and matrices take a byte per element."""
+    model, ids = write_checkpoint(tmp_path, family), np.arange(3, 33)
+    with few_programs():
+        llm = LLM(str(tmp_path), skip_tokenizer_init=True, quantization="fp8", **SIZES)
+    with llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+        (output,) = llm.generate([{"prompt_token_ids": ids.tolist()}], params)
+        leaves = [x for x in jax.tree.leaves(llm.params, is_leaf=is_matrix) if is_matrix(x)]
+    assert leaves
+    assert all(x.elements.dtype == jnp.float8_e4m3fn for x in leaves)
+    found = [max(x.logprob for x in each.values()) for each in output.prompt_logprobs[1:]]
+    expected = torch.log_softmax(torch.tensor(reference_logits(model, ids)), -1).amax(-1).numpy()
+    assert 0 < np.abs(found - expected[:-1]).mean() < 0.05

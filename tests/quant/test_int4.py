@@ -22,6 +22,7 @@ from jaxserve.quant.int4 import Int4Matrix, paired
 from jaxserve.quant.int8 import block_size, quantize
 from tests.checkpoints import write_checkpoint
 from tests.models.test_parity import run
+from tests.quant.loaded import UNOPTIMIZED
 
 SHAPES = [(1, 8), (3, 31), (7, 131), (200, 1536), (40, 96)]
 
@@ -51,28 +52,36 @@ def test_every_number_is_within_half_a_scale(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_tokens", [1, 17])
-@pytest.mark.parametrize("form", [multiply_by_slabs, multiply_whole])
-def test_products(shape, num_tokens, form):
-    weight, x = quantized(random_matrix(*shape)), random_matrix(num_tokens, shape[1], seed=1)
-    expected = x.astype(np.float64) @ dequantized(random_matrix(*shape)).T
-    y = jax.jit(partial(form, weight.dequantize))(weight.rows_arrays(), x)
+def test_products(shape):
+    """Both forms of a product, for few and for many tokens, and the one that a CPU takes."""
+    weight = quantized(random_matrix(*shape))
     assert weight.shape == shape
-    np.testing.assert_allclose(y, expected, rtol=0, atol=3e-6 * shape[1] ** 0.5 * np.abs(x).max())
-    np.testing.assert_array_equal(linear(jnp.asarray(x), weight), jax.jit(linear)(x, weight))
+    inputs = [random_matrix(num_tokens, shape[1], seed=1) for num_tokens in (1, 17)]
+
+    @partial(jax.jit, compiler_options=UNOPTIMIZED)
+    def products(weight, inputs):
+        forms = [partial(form, weight.dequantize, weight.rows_arrays()) for form in (multiply_by_slabs, multiply_whole)]
+        return [[*(form(x) for form in forms), linear(x, weight)] for x in inputs]
+
+    for x, found in zip(inputs, products(weight, inputs), strict=True):
+        expected = x.astype(np.float64) @ dequantized(random_matrix(*shape)).T
+        for y in found:
+            np.testing.assert_allclose(y, expected, rtol=0, atol=3e-6 * shape[1] ** 0.5 * np.abs(x).max())
 
 
 @pytest.mark.parametrize("shape", [(10, 96), (10, 31)])
 def test_embedded_rows_are_those_of_the_matrix(shape):
     matrix = random_matrix(*shape)
-    rows = embed(jnp.array([3, 9, 0, 12, -1]), quantized(matrix), LinearContext(dtype=jnp.float32))
+    look_up = jax.jit(partial(embed, context=LinearContext(dtype=jnp.float32)), compiler_options=UNOPTIMIZED)
+    rows = look_up(np.array([3, 9, 0, 12, -1], np.int32), quantized(matrix))
     np.testing.assert_allclose(rows, dequantized(matrix)[[3, 9, 0, 9, 9]], rtol=1e-6)
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    write_checkpoint(tmp_path, "llama", dtype="bfloat16")
-    return tmp_path
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    write_checkpoint(path, "llama", dtype="bfloat16")
+    return path
 
 
 @pytest.mark.skipif(packed_linear.unsupported("int4", "cpu") is not None, reason="needs the native kernels")

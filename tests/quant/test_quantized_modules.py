@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -19,7 +18,7 @@ from jaxserve.quant.stored import StoredMatrix
 from jaxserve.weights.quantized import read_schemes
 from jaxserve.weights.rows import leaf_at
 from jaxserve.weights.safetensors_file import map_file, write_file
-from tests.quant.loaded import ONE_LAYER, loaded, safetensors_of, torch_rows, write_tensors
+from tests.quant.loaded import ONE_LAYER, all_rows, loaded, safetensors_of, torch_rows, write_tensors
 from tests.quant.quantized_checkpoints import CASES, Case, write_quantized
 
 
@@ -78,7 +77,7 @@ def test_modules_that_are_left_out(tmp_path: Path, quirk: str) -> None:
             own = {name.split(".")[-2] in plain for name in spec.hf_names}
             matrix = leaf_at(params, spec.path)
             assert isinstance(matrix, StoredMatrix) == (own == {False})
-            rows = matrix.rows(jnp.arange(spec.shape[0])) if isinstance(matrix, StoredMatrix) else matrix
+            rows = all_rows(matrix) if isinstance(matrix, StoredMatrix) else matrix
             np.testing.assert_array_equal(rows, torch_rows(model, spec))
 
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from tests.models.test_parity import run
 from tests.oracles import torch
 from tests.parameters import some_by_default
 from tests.quant.fake_activations import FAKE_INT8
-from tests.quant.loaded import ONE_LAYER, loaded, safetensors_of, torch_rows
+from tests.quant.loaded import ONE_LAYER, UNOPTIMIZED, all_rows, loaded, safetensors_of, torch_rows
 from tests.quant.quantized_checkpoints import CASES, Case, write_quantized
 from tests.quant.writers import integers, write_gptq
+from tests.soon_compiled import few_programs
 
 SOME = ("fp8-block", "ct-nvfp4", "modelopt-int4-awq", "ct-int4-zeros", "gptq-order")
 SOME += ("awq", "ct-w8a8")
@@ -46,7 +48,6 @@ def test_weights_and_products(tmp_path: Path, name: str) -> None:
     model = write_quantized(tmp_path, CASES[name], **ONE_LAYER)
     _, specs, params = loaded(tmp_path)
     dequantised = weights.load(tmp_path, specs, schemes=registry.from_hf_config(weights.read_config(tmp_path)).schemes)
-    multiply = jax.jit(linear, compiler_options={"xla_backend_optimization_level": 0})
     matrices = [spec for spec in specs if spec.path[-1].endswith("proj")]
     assert len(matrices) == 4
     for spec in matrices:
@@ -55,12 +56,17 @@ def test_weights_and_products(tmp_path: Path, name: str) -> None:
         assert matrix.shape == spec.shape
         np.testing.assert_array_equal(leaf_at(dequantised, spec.path), expected)
         if spec.path[-1] in ("qkv_proj", "down_proj"):  # fused, and of a width that no block divides
-            np.testing.assert_array_equal(matrix.rows(jnp.arange(spec.shape[0])), expected)
+            np.testing.assert_array_equal(all_rows(matrix), expected)
             x = np.random.default_rng(1).standard_normal((5, spec.shape[1])).astype(np.float32)
             with torch.no_grad():
                 modules = [model.get_submodule(name.removesuffix(".weight")) for name in spec.hf_names]
                 wanted = torch.cat([module(torch.tensor(x)) for module in modules], dim=-1).numpy()
             np.testing.assert_allclose(multiply(x, matrix), wanted, rtol=0, atol=2e-5)
+
+
+@partial(jax.jit, compiler_options=UNOPTIMIZED)
+def multiply(x: jax.Array, matrix: Any) -> jax.Array:
+    return linear(x, matrix, LinearContext(dtype=jnp.float32))
 
 
 NATIVE = {
@@ -75,6 +81,13 @@ NATIVE = {
 needs_kernels = pytest.mark.skipif(packed_linear.unsupported("int4", "cpu") is not None, reason="needs the kernels")
 
 
+@partial(jax.jit, static_argnums=2, compiler_options=UNOPTIMIZED)
+def products(inputs: tuple[jax.Array, ...], matrices: tuple[Any, ...], gated: tuple[bool, ...]) -> list[jax.Array]:
+    """Return the product of each input and matrix, all by one program."""
+    contexts = [LinearContext(activation=swiglu if each else None) for each in gated]
+    return list(map(linear, inputs, matrices, contexts))
+
+
 @needs_kernels
 @pytest.mark.parametrize("name", some_by_default(list(CASES), "ct-int4", "gptq-wide", "ct-int8-weights"))
 def test_native_kernels_compute_what_xla_computes(tmp_path: Path, name: str) -> None:
@@ -82,8 +95,7 @@ def test_native_kernels_compute_what_xla_computes(tmp_path: Path, name: str) -> 
     model = write_quantized(tmp_path, CASES[name], **ONE_LAYER)
     _, specs, stored = loaded(tmp_path)
     _, _, params = loaded(tmp_path, native=True)
-    multiply = jax.jit(linear, static_argnums=2, compiler_options={"xla_backend_optimization_level": 0})
-    dtypes = set()
+    dtypes, operands, expected = set(), [], []
     for spec in specs:
         if not spec.path[-1].endswith("proj"):
             continue
@@ -100,9 +112,13 @@ def test_native_kernels_compute_what_xla_computes(tmp_path: Path, name: str) -> 
             if spec.gated:
                 gate, up = np.split(wanted, 2, axis=1)
                 wanted = gate / (1 + np.exp(-gate)) * up
-            context = LinearContext(activation=swiglu if spec.gated else None)
             for each in (matrix, by_xla):
-                np.testing.assert_allclose(multiply(x, each, context), wanted, rtol=0, atol=2e-5)
+                operands.append((x, each, spec.gated))
+                expected.append(wanted)
+    assert bool(operands) == (name in NATIVE)
+    inputs, matrices, gated = zip(*operands, strict=True) if operands else ((), (), ())
+    for found, wanted in zip(products(inputs, matrices, gated), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
     assert {dtype and jnp.dtype(dtype).name for dtype in dtypes} == {NATIVE.get(name)}
 
 
@@ -134,7 +150,7 @@ def test_zero_points_of_gptq_borrow(tmp_path: Path) -> None:
     (spec,) = [spec for spec in specs if spec.path[-1] == "gate_up_proj"]
     matrix = leaf_at(params, spec.path)
     assert (np.asarray(matrix.zero) == 0).any()
-    np.testing.assert_array_equal(matrix.rows(jnp.arange(spec.shape[0])), torch_rows(model, spec))
+    np.testing.assert_array_equal(all_rows(matrix), torch_rows(model, spec))
 
 
 # Engines
@@ -177,7 +193,9 @@ def test_an_engine_serves_and_takes_other_weights(tmp_path: Path, name: str, cap
     model = write_quantized(tmp_path / "a", CASES[name], **ONE_LAYER)
     other = write_quantized(tmp_path / "b", CASES[name], seed=1, **ONE_LAYER)
     write_quantized(tmp_path / "c", CASES["awq" if name == "gptq-order" else "gptq"], **ONE_LAYER)
-    with caplog.at_level(logging.INFO), LLM(str(tmp_path / "a"), skip_tokenizer_init=True, **SIZES) as llm:
+    with caplog.at_level(logging.INFO), few_programs():
+        llm = LLM(str(tmp_path / "a"), skip_tokenizer_init=True, **SIZES)
+    with llm:
 
         def check(wanted: torch.nn.Module) -> None:
             (output,) = llm.generate([PROMPT], GREEDY)
@@ -235,7 +253,7 @@ def test_another_quantisation_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     spec, matrix = specs[3], params["layers"][0]["o_proj"]
     assert isinstance(matrix, QuantizedMatrix)
     wanted = torch_rows(model, spec)
-    np.testing.assert_allclose(matrix.rows(jnp.arange(160)), wanted, rtol=0, atol=np.abs(wanted).max() / 253)
+    np.testing.assert_allclose(all_rows(matrix), wanted, rtol=0, atol=np.abs(wanted).max() / 253)
     transform = matrix_transform(specs, form, matrix_dtype=jnp.bfloat16)
     again = weights.load(tmp_path, specs, transform=transform, schemes=arch.schemes)["layers"][0]["o_proj"]
     jax.tree.map(np.testing.assert_array_equal, again, matrix)
@@ -245,6 +263,6 @@ def test_bfloat16_activations(tmp_path: Path) -> None:
     """Integer and 8-bit values of activations are exact in bfloat16, so that only the result is rounded."""
     write_quantized(tmp_path, CASES["ct-w8a8"], **ONE_LAYER)
     _, _, params = loaded(tmp_path)
-    matrix, x = params["layers"][0]["o_proj"], jnp.asarray(np.random.default_rng(0).normal(size=(4, 160)), jnp.bfloat16)
-    y, wide = (linear(v, matrix, LinearContext(dtype=jnp.float32)) for v in (x, x.astype(jnp.float32)))
+    matrix, x = params["layers"][0]["o_proj"], np.random.default_rng(0).normal(size=(4, 160)).astype(jnp.bfloat16)
+    y, wide = (multiply(v, matrix) for v in (x, np.asarray(x, np.float32)))
     np.testing.assert_allclose(y, wide, rtol=1e-5, atol=1e-5)

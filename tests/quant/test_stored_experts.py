@@ -31,7 +31,7 @@ from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
 from tests.oracles import torch
 from tests.parameters import some_by_default
-from tests.quant.loaded import loaded
+from tests.quant.loaded import all_rows, loaded
 from tests.quant.quantized_checkpoints import CASES, write_gpt_oss, write_quantized
 from tests.quant.test_stored import GREEDY, NATIVE, PROMPT
 
@@ -102,7 +102,7 @@ def test_experts_are_those_that_are_stored(tmp_path: Path, pair: str) -> None:
         assert isinstance(matrix, StoredMatrix)
         assert matrix.shape == spec.shape
         np.testing.assert_array_equal(leaf_at(dequantised, spec.path), wanted)
-        np.testing.assert_array_equal(matrix.rows(jnp.arange(spec.shape[0])), wanted)
+        np.testing.assert_array_equal(all_rows(matrix), wanted)
         assert device_bytes(matrix) <= FORMS.get(name, 0.55) * wanted.size
     planned = abstract_params(arch, jnp.dtype("float32"))
     assert jax.tree.map(jnp.shape, planned) == jax.tree.map(jnp.shape, params)
@@ -170,8 +170,7 @@ def test_mxfp4_is_what_transformers_loads(tmp_path: Path) -> None:
     arch, specs, params = loaded(tmp_path)
     for spec in specs:
         if spec.experts is not None and spec.is_matrix:
-            rows = leaf_at(params, spec.path).rows(jnp.arange(spec.shape[0]))
-            np.testing.assert_array_equal(rows, expert_rows(oracle, spec))
+            np.testing.assert_array_equal(all_rows(leaf_at(params, spec.path)), expert_rows(oracle, spec))
     ids = np.random.default_rng(0).integers(0, arch.vocab_size, NUM_TOKENS).astype(np.int32)
     logits = np.asarray(run(params, arch, jnp.asarray(ids))[0])
     np.testing.assert_allclose(logits, reference_logits(oracle, ids), rtol=0, atol=1e-4)

@@ -20,6 +20,7 @@ from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
 from tests.parameters import some_by_default
 from tests.quant.planes import Planes
+from tests.soon_compiled import few_programs
 
 FAMILIES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"tie_word_embeddings": True}}
 
@@ -61,7 +62,9 @@ def test_llm_serves_it(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (1, 20)]
     found = []
     for quantization in (None, "planes"):
-        with LLM(str(checkpoint), skip_tokenizer_init=True, quantization=quantization, **SIZES) as llm:
+        with few_programs():
+            llm = LLM(str(checkpoint), skip_tokenizer_init=True, quantization=quantization, **SIZES)
+        with llm:
             outputs = [output.outputs[0] for output in llm.generate(prompts, params)]
             logprobs = [{i: x.logprob for i, x in step.items()} for o in outputs for step in o.logprobs or []]
             found.append(([o.token_ids for o in outputs], logprobs, step_bytes(llm.params)))
