@@ -17,6 +17,7 @@ from jaxserve.quant.packed import NativeMatrix
 from tests.checkpoints import FAMILIES, MIXTURES, hf_dict, write_checkpoint
 from tests.models.test_parity import load_logits, run
 from tests.parameters import some_by_default
+from tests.quant.loaded import all_rows
 from tests.random_configs import random_configs
 
 int8 = partial(matrix_transform, form=weight_format("int8"))
@@ -28,7 +29,7 @@ def round_trip(specs):
 
     def transform(spec, tensor):
         matrix = int8(specs)(spec, tensor)
-        return matrix.rows(jnp.arange(spec.shape[0])) if isinstance(matrix, QuantizedMatrix) else matrix
+        return all_rows(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
 
     return transform
 
@@ -44,7 +45,7 @@ def with_noise(specs):
         blocks = np.asarray(tensor.place(), np.float32).reshape(spec.shape[0], matrix.scale.shape[0], -1)
         steps = np.abs(blocks).max(axis=-1, keepdims=True) / 127
         noise = rng.uniform(-0.5, 0.5, blocks.shape).astype(np.float32)
-        return jnp.asarray((blocks + noise * steps).reshape(spec.shape))
+        return jax.device_put((blocks + noise * steps).reshape(spec.shape))
 
     return transform
 
@@ -65,6 +66,7 @@ def test_logits_track_float32(tmp_path, family, case):
         assert error.mean() < 2 * np.abs(noisy - exact).mean()  # small models differ by chance
 
 
+@pytest.mark.full  # the default run has those of int4 in test_parity.py
 def test_scanned_layers_match_unrolled(tmp_path):
     write_checkpoint(tmp_path, "qwen3", num_hidden_layers=3, use_sliding_window=False)
     _, _, unrolled, _ = load_int8_logits(tmp_path)
@@ -78,7 +80,8 @@ def test_matrices_alone_are_quantised(tmp_path, tied):
         config := hf_dict("qwen2", hidden_size=256, intermediate_size=512, tie_word_embeddings=tied)
     )
     specs = registry.param_specs(arch)
-    params = weights.dummy(specs, 0, jnp.float32)
+    rng = np.random.default_rng(0)
+    params = weights.rows.build_tree(specs, lambda spec: jax.device_put(rng.normal(size=spec.shape).astype(np.float32)))
     weights.save(tmp_path, specs, params, config)
     narrow = weights.load(tmp_path, specs, transform=int8(specs))
     for spec in specs:

@@ -8,15 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from checkpoints import FAMILIES, LATENT, MIXTURES, VARIED, hf_dict
 from jax import Array
 
-from jaxserve import weights
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.layer_facts import LayerOptions
-from jaxserve.models.params import Params, build_tree, device_bytes, lookup_bytes, stack_layers, step_bytes
+from jaxserve.models.params import Params, ParamSpec, build_tree, device_bytes, lookup_bytes, stack_layers, step_bytes
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
@@ -61,6 +61,11 @@ def _rotate(x: Array, rope: Array) -> Array:
     return jnp.concatenate([x[..., :first], apply_rope(x[..., first:], rope)], axis=-1)
 
 
+def zeros_of(specs: list[ParamSpec]) -> Params:
+    """Return parameters of the right shapes."""
+    return build_tree(specs, lambda spec: jax.device_put(np.zeros(spec.shape, np.float32)))
+
+
 def compiled_flops(arch: ArchConfig, num_tokens: int, num_rows: int) -> float:
     def step(params: Params, token_ids: Array) -> Array:
         hidden, _ = decoder.forward(params, arch, token_ids, jnp.arange(num_tokens), dense_attend, {})
@@ -94,7 +99,7 @@ def test_within_a_tenth_of_what_xla_counts(family: str, num_tokens: int, num_row
 def test_steps_read_tables_by_rows_and_all_else_whole(family: str) -> None:
     arch = registry.from_hf_config(hf_dict(family))
     specs = registry.param_specs(arch)
-    params = weights.dummy(specs, 0, jnp.float32)
+    params = zeros_of(specs)
     whole = sum(array.nbytes for array in jax.tree.leaves(params))
     embeddings, positions = 4 * arch.vocab_size * arch.hidden_size, 4 * arch.max_position * arch.hidden_size
     has_positions = "position_embed" in params
@@ -110,7 +115,7 @@ def test_steps_read_and_multiply_with_the_experts_of_their_tokens(family: str) -
     arch = registry.from_hf_config(hf_dict(family, **sizes, num_experts_per_tok=3))
     assert arch.experts is not None
     specs = registry.param_specs(arch)
-    params = weights.dummy(specs, 0, jnp.float32)
+    params = zeros_of(specs)
     num_sparse = arch.num_layers - len(arch.dense_layers)
     expert = num_sparse * 3 * arch.hidden_size * arch.experts.ffn_size  # elements of one in all layers
     has_biases = "experts_down_bias" in params["layers"][-1]
