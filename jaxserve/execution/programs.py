@@ -89,9 +89,7 @@ class Programs:
         steps = replace(lowering, arch=replace(lowering.arch, eos_ids=frozenset()), max_steps=1)
         writers = replace(steps, param_shapes={}, draft_shapes={}, linear_backend="auto")
         self._steps, self._writers = (ProgramStore(directory, each.facts, devices) for each in (steps, writers))
-        # On a CPU, XLA's newer code generator takes one and a half times as long for them, too.
-        is_cpu = (devices or jax.devices())[0].platform == "cpu"
-        self._writer_options = _known(lowering.compiler_options) if is_cpu else {}
+        self._is_cpu = (devices or jax.devices())[0].platform == "cpu"
 
     def new_state(self) -> ServeState:
         """Allocate an empty state on the devices."""
@@ -221,13 +219,15 @@ class Programs:
         self.set_slot, self.set_masks = made.get("set_slot"), made.get("set_masks")
 
     def _get(self, name: str, lower: Lower) -> Compiled:
-        store, options = (self._writers, self._writer_options) if name in _WRITERS else (self._steps, None)
+        is_writer = name in _WRITERS
 
         def compile_now() -> Compiled:
+            # On a CPU, XLA's newer code generator takes one and a half times as long for writers, too.
+            options = _known(self.lowering.compiler_options) if is_writer and self._is_cpu else None
             with self._cache_scope():
                 return lower().compile(options)
 
-        return store.get(name, compile_now)
+        return (self._writers if is_writer else self._steps).get(name, compile_now)
 
     def bucket_for(self, num_tokens: int) -> int:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
