@@ -23,8 +23,8 @@ def make_rows(num_rows, seed=0, position=0, live=True, **fields):
     records["seed"] = np.stack([words & 0xFFFFFFFF, words >> np.uint64(32)], 1)
     return SamplingRows(
         records=jnp.asarray(records.view(np.int32).reshape(num_rows, -1)),
-        position=jnp.asarray(np.broadcast_to(position, num_rows), jnp.int32),
-        live=jnp.asarray(np.broadcast_to(live, num_rows), bool),
+        position=jnp.asarray(np.broadcast_to(position, num_rows).astype(np.int32)),
+        live=jnp.asarray(np.broadcast_to(live, num_rows).astype(bool)),
     )
 
 
@@ -33,11 +33,11 @@ def make_table(num_slots, vocab_size=VOCAB_SIZE, counts=None, bias=None, stop_id
     bias = bias or {}
     counts = np.zeros((num_slots, vocab_size)) if counts is None else counts
     return SlotTable(
-        token_history=jnp.zeros((num_slots, CAPACITY), jnp.int32),
-        token_counts=jnp.asarray(counts, jnp.int32),
-        prompt_len=jnp.zeros(num_slots, jnp.int32),
+        token_history=jnp.asarray(np.zeros((num_slots, CAPACITY), np.int32)),
+        token_counts=jnp.asarray(np.asarray(counts).astype(np.int32)),
+        prompt_len=jnp.asarray(np.zeros(num_slots, np.int32)),
         allowed=jnp.asarray(np.tile(pack_mask(allowed, vocab_size), (num_slots, 1))),
-        bad_words=jnp.full((num_slots, 5, 3), -1, jnp.int32),
+        bad_words=jnp.asarray(np.full((num_slots, 5, 3), -1, np.int32)),
         bias_ids=_padded(list(bias), num_slots, -1, np.int32),
         bias_values=_padded(list(bias.values()), num_slots, 0, np.float32),
         stop_ids=_padded(list(stop_ids), num_slots, -1, np.int32),

@@ -4,7 +4,6 @@ import itertools
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from sampling_cases import any_rows, any_table, make_rows, make_table, take_rows
@@ -94,11 +93,12 @@ def test_garbage_in_padding_rows_changes_nothing():
     dead = ~np.asarray(rows.live)
 
     def spoil(x, value):
-        return jnp.where(dead.reshape(-1, *[1] * (x.ndim - 1)), jnp.asarray(value, x.dtype), x)
+        x = np.asarray(x)
+        return np.where(dead.reshape(-1, *[1] * (x.ndim - 1)), np.asarray(value).astype(x.dtype), x)
 
     for number, word in [(np.nan, 0x7FC00000), (np.inf, 0x7F800000), (-1e30, -1), (0, 2**31 - 1), (0, -(2**31))]:
         garbage = rows.replace(records=spoil(rows.records, word), position=spoil(rows.position, word))
-        token_ids = np.asarray(draw(spoil(jnp.asarray(logits), number), garbage, table, BASE_SEED))
+        token_ids = np.asarray(draw(spoil(logits, number), garbage, table, BASE_SEED))
         assert np.array_equal(token_ids[~dead], np.asarray(expected)[~dead])
         assert (token_ids >= 0).all()
         assert (token_ids < 300).all()
@@ -114,14 +114,14 @@ def test_greedy_rows_take_the_first_of_the_largest_logits(temperature):
     assert np.array_equal(all_greedy, logits.argmax(1))
 
 
-QUICK_SIZES = [(1, 64), (15, 100), (16, 1024), (40, 100)]
+QUICK_SIZES = [(1, 300), (64, 300), (16, 1024)]
 
 
 @pytest.mark.parametrize(
     ("num_rows", "vocab_size"),
     [
         pytest.param(*sizes, marks=[] if sizes in QUICK_SIZES else pytest.mark.full)
-        for sizes in itertools.product([1, 15, 16, 40], [64, 100, 1024])
+        for sizes in [*itertools.product([1, 15, 16, 40], [64, 100, 1024]), (1, 300), (64, 300)]
     ],
 )
 def test_greedy_takes_the_first_of_the_most_likely(num_rows, vocab_size):
@@ -164,7 +164,7 @@ def test_masked_logits_are_never_drawn():
     assert set(np.asarray(draw(logits, rows, make_table(64), BASE_SEED)).tolist()) == {3, 150, 299}
 
 
-@pytest.mark.parametrize("vocab_size", [1, 127, pytest.param(129, marks=pytest.mark.full)])
+@pytest.mark.parametrize("vocab_size", mainly([1], 127, 129))
 def test_any_vocabulary_size(vocab_size):
     logits = np.zeros((300, vocab_size), np.float32)
     rows = make_rows(300, position=np.arange(300), top_k=vocab_size, top_p=0.99999)
@@ -175,18 +175,13 @@ def test_any_vocabulary_size(vocab_size):
 
 
 def test_what_requests_ask_traces_nothing_new():
-    traces = []
-
-    @jax.jit
-    def counted(*args):
-        traces.append(args)
-        return sample(*args)
-
-    for seed in range(3):
+    """A call of the same shapes has the jaxpr of the first."""
+    jaxprs = []
+    for seed in range(4):
         rng = np.random.default_rng(seed)
-        counted.trace(random_logits((8, 64)), any_rows(rng, 8), any_table(rng, 8, 64), BASE_SEED)
-    counted.trace(random_logits((8, 64)), make_rows(8, temperature=0.0), any_table(rng, 8, 64), BASE_SEED)
-    assert len(traces) == 1
+        rows = any_rows(rng, 64) if seed else make_rows(64, temperature=0.0)
+        jaxprs.append(draw.trace(random_logits((64, 300)), rows, any_table(rng, 64, 300), BASE_SEED).jaxpr)
+    assert all(jaxpr is jaxprs[0] for jaxpr in jaxprs)
 
 
 def primitives(jaxpr, inside_cond=True):
@@ -205,8 +200,7 @@ COSTLY = {"exp", "log", "while", "scatter-add", "gather"}
 
 
 def test_costly_work_stands_under_cond_and_nothing_sorts():
-    args = (random_logits((4, 64)), make_rows(4), make_table(4, 64), BASE_SEED)
-    jaxpr = jax.make_jaxpr(sample)(*args).jaxpr
+    jaxpr = draw.trace(random_logits((64, 300)), make_rows(64), make_table(64), BASE_SEED).jaxpr.jaxpr
     assert not {"sort", "top_k", "cumsum", "approx_top_k"} & set(primitives(jaxpr))
     assert set(primitives(jaxpr)) >= COSTLY
     always = set(primitives(jaxpr, inside_cond=False))
@@ -215,7 +209,7 @@ def test_costly_work_stands_under_cond_and_nothing_sorts():
 
 
 def test_compiled_program_keeps_the_conditionals_and_few_copies():
-    num_rows, vocab_size = 32, 4096
+    num_rows, vocab_size = 16, 1024
     args = (random_logits((num_rows, vocab_size)), make_rows(num_rows), make_table(num_rows, vocab_size), BASE_SEED)
     compiled = draw.lower(*args).compile()
     assert compiled.as_text().count(" conditional(") >= 4
