@@ -15,13 +15,14 @@ from transformers.models.granitemoehybrid import modeling_granitemoehybrid as ma
 from transformers.models.qwen3_next import modeling_qwen3_next as delta_oracle
 
 from jaxserve.execution.lowering import _known
-from jaxserve.execution.step import step_options
 from jaxserve.layers import decaying_memory
 from jaxserve.layers.decaying_memory import CHUNK, MemoryPool
 from jaxserve.layers.delta_net import DeltaInputs, GatedDelta
 from jaxserve.layers.mamba import Mamba, MambaInputs
 from jaxserve.layers.state_forms import StateRows
 from tests.oracles import torch
+from tests.parameters import mainly
+from tests.soon_compiled import unoptimized
 
 DELTA = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5, width=4)
 MAMBA = Mamba(num_groups=2, num_heads=6, state_dim=7, head_dim=5, width=4)
@@ -130,24 +131,25 @@ FORMS = {
     "mamba-together": replace(MAMBA, num_heads=4),
     "mamba-without-convolution": replace(MAMBA, num_groups=1, width=1, conv_bias=False),
 }
+ALIKE_OTHERS = ("delta-without-convolution", "mamba-together")
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", mainly([n for n in FORMS if n not in ALIKE_OTHERS], *ALIKE_OTHERS))
 def test_any_division_into_rows_is_the_recurrence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, alike = FORMS[name], name.endswith("alike")
     if name.endswith("together"):  # forms of their own, as jit does not know what it is traced with
         monkeypatch.setattr(decaying_memory, "CPU_ROWS", decaying_memory.ROWS)
     inputs = [random_inputs(form, sum(counts), alike=alike) for counts in zip(*STEPS, strict=True)]
     # Entries are not empty: sequences start from zeros all the same.
-    pool = MemoryPool(*(jnp.full_like(x, 3.0) for x in form.new(NUM_LAYERS, NUM_ENTRIES)))
+    pool = MemoryPool(*(np.full_like(x, 3.0) for x in empty_pool(form)))
     slots, done, outputs = [4, 0, 2], [0, 0, 0], [[], [], []]
     for counts in STEPS:
         rows = rows_of(counts, done, slots, NUM_TOKENS)
         step = _joined(inputs, done, counts)
         before = pool
-        out, pool = advance(form, step, rows, pool, jnp.int32(LAYER))
+        out, pool = jax.tree.map(np.asarray, advance(form, step, rows, pool, np.int32(LAYER)))
         for index, (start, count) in enumerate(zip(np.cumsum([0, *counts]), counts, strict=False)):
-            outputs[index].append(np.asarray(out[start : start + count]))
+            outputs[index].append(out[start : start + count])
             done[index] += count
         others = [entry for entry in range(NUM_ENTRIES) if entry not in slots or not counts[slots.index(entry)]]
         for new, old in zip(pool, before, strict=True):
@@ -157,6 +159,11 @@ def test_any_division_into_rows_is_the_recurrence(name: str, monkeypatch: pytest
         wanted, (memory,) = expected(form, sequence, [])
         np.testing.assert_allclose(np.concatenate(parts), wanted, rtol=0, atol=2e-5)
         np.testing.assert_allclose(pool.memory[LAYER, slot], memory, rtol=0, atol=2e-5)
+
+
+def empty_pool(form: Form) -> MemoryPool:
+    """Return an empty pool in the host's memory."""
+    return MemoryPool(*(np.zeros(x.shape, x.dtype) for x in jax.eval_shape(lambda: form.new(NUM_LAYERS, NUM_ENTRIES))))
 
 
 def _by_token(inputs: Inputs) -> list[str]:
@@ -178,10 +185,11 @@ def _joined(inputs: list[Inputs], starts: list[int], counts: list[int]) -> Input
 @pytest.mark.parametrize("form", [DELTA, MAMBA], ids=["delta", "mamba"])
 @pytest.mark.parametrize("kept_len", [1, CHUNK, CHUNK + 8, 2 * CHUNK + 1])
 def test_a_snapshot_inside_a_row_is_the_state_there(kept_len: int, form: Form) -> None:
+    """Rows are padded to the sizes of `test_any_division_into_rows_is_the_recurrence`, whose programs they share."""
     num_tokens = 2 * CHUNK + 1
-    inputs, pool = random_inputs(form, num_tokens), form.new(NUM_LAYERS, NUM_ENTRIES)
-    rows = rows_of([num_tokens], [0], [3], num_tokens, kept_len=[kept_len], kept=[7])
-    out, pool = advance(form, inputs, rows, pool, jnp.int32(LAYER))
+    inputs, pool = random_inputs(form, num_tokens), empty_pool(form)
+    kept = {"kept_len": [kept_len, 0, 0], "kept": [7, 0, 0]}
+    out, pool = one_row(form, inputs, pool, start=0, count=num_tokens, slot=3, **kept)
     wanted, memories = expected(form, inputs, [kept_len])
     np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-5)
     for entry, memory in zip((7, 3), memories, strict=True):
@@ -189,11 +197,19 @@ def test_a_snapshot_inside_a_row_is_the_state_there(kept_len: int, form: Form) -
     if kept_len == num_tokens:
         return
     # Another slot goes on from it.
-    rest = inputs._replace(**{name: getattr(inputs, name)[kept_len:] for name in _by_token(inputs)})
-    rows = rows_of([num_tokens - kept_len], [kept_len], [5], num_tokens - kept_len, source=[7])
-    out, pool = advance(form, rest, rows, pool, jnp.int32(LAYER))
+    out, pool = one_row(form, inputs, pool, kept_len, num_tokens - kept_len, slot=5, source=[7, 0, 1])
     np.testing.assert_allclose(out, wanted[kept_len:], rtol=0, atol=2e-5)
     np.testing.assert_allclose(pool.window[LAYER, 5], pool.window[LAYER, 3], rtol=0, atol=0)
+
+
+def one_row(
+    form: Form, inputs: Inputs, pool: MemoryPool, start: int, count: int, slot: int, **kept: list[int]
+) -> tuple[np.ndarray, MemoryPool]:
+    """Return the outputs of some of a sequence's tokens in a row beside two empty ones, and the pool after them."""
+    rows = rows_of([count, 0, 0], [start, 0, 0], [slot, 0, 1], NUM_TOKENS, **kept)
+    step = _joined([inputs], [start], [count])
+    out, pool = jax.tree.map(np.asarray, advance(form, step, rows, pool, np.int32(LAYER)))
+    return out[:count], pool
 
 
 @pytest.mark.parametrize("form", [DELTA, MAMBA], ids=["delta", "mamba"])
@@ -205,7 +221,7 @@ def test_the_pool_is_changed_in_place(num_tokens: int, form: Form) -> None:
         rows = StateRows(**fields | {"cu_q_lens": rows.cu_q_lens[:2]})
     inputs, pool = random_inputs(form, num_tokens), form.new(NUM_LAYERS, NUM_ENTRIES)
     program = jax.jit(
-        type(form).advance, static_argnums=0, donate_argnums=3, compiler_options=_known(step_options("cpu"))
+        type(form).advance, static_argnums=0, donate_argnums=3, compiler_options=_known(unoptimized("cpu"))
     )
     compiled = program.lower(form, inputs, rows, pool, jnp.int32(LAYER)).compile()
     memory = compiled.memory_analysis()

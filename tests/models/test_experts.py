@@ -24,7 +24,7 @@ from tests.parameters import some_by_default
 @pytest.mark.parametrize("normalized", [False, True])
 def test_a_token_has_the_experts_of_its_largest_probabilities(normalized):
     logits = np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32)
-    found, ids = route(jnp.asarray(logits), Experts(6, 2, 1, normalized))
+    found, ids = jax.jit(route, static_argnums=1)(logits, Experts(6, 2, 1, normalized))
     probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     order = np.argsort(-probabilities, axis=1)[:, :2]
     wanted = np.take_along_axis(probabilities, order, 1)
@@ -35,7 +35,7 @@ def test_a_token_has_the_experts_of_its_largest_probabilities(normalized):
 @pytest.mark.parametrize("num_experts", [1, 3, 40])
 def test_pairs_are_sorted_and_found_again(num_experts):
     ids = np.random.default_rng(0).integers(0, num_experts, (11, 2)).astype(np.int32)
-    pairs = SortedPairs.of(jnp.asarray(ids), num_experts)
+    pairs = jax.jit(SortedPairs.of, static_argnums=1)(ids, num_experts)
     np.testing.assert_array_equal(pairs.order, np.argsort(ids.reshape(-1), kind="stable"))
     np.testing.assert_array_equal(np.asarray(pairs.order)[pairs.place], np.arange(22))
     np.testing.assert_array_equal(pairs.group_sizes, np.bincount(ids.reshape(-1), minlength=num_experts))
@@ -45,7 +45,7 @@ def test_pairs_of_other_devices_and_of_padding_come_last_and_have_no_products():
     """The second of four devices has experts 2 and 3 of 8, and token 5 is padding."""
     ids = np.random.default_rng(0).integers(0, 8, (11, 2)).astype(np.int32)
     ids[5] = 8
-    pairs = SortedPairs.of(jnp.asarray(ids) - 2, 2)
+    pairs = jax.jit(SortedPairs.of, static_argnums=1)(ids - 2, 2)
     num_own = int(pairs.group_sizes.sum())
     np.testing.assert_array_equal(pairs.group_sizes, np.bincount(ids.reshape(-1), minlength=9)[2:4])
     np.testing.assert_array_equal(ids.reshape(-1)[pairs.order][:num_own], np.sort(ids[(ids == 2) | (ids == 3)]))
@@ -54,13 +54,18 @@ def test_pairs_of_other_devices_and_of_padding_come_last_and_have_no_products():
 def test_padding_has_no_experts_and_is_not_counted():
     T, E, k, D, F = 6, 5, 2, 8, 4
     shapes = ((T, D), (E, D), (E * 2 * F, D), (E * D, F))
-    x, *arrays = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes))
-    matrices, experts, live = ExpertWeights(*arrays), Experts(E, k, F), jnp.arange(T) < 4
-    y, routed = mixture(x, matrices, experts, routed=RoutedTokens.of(live, jnp.ones((3, E), jnp.int32)))
-    wanted, _ = mixture(x, matrices, experts)
+    rng, experts, live = np.random.default_rng(0), Experts(E, k, F), np.arange(T) < 4
+    x, *arrays = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+
+    @jax.jit
+    def computed(x, arrays, live, counts):
+        matrices = ExpertWeights(*arrays)
+        y, routed = mixture(x, matrices, experts, routed=RoutedTokens.of(live, counts))
+        return y, routed, mixture(x, matrices, experts)[0], route(x @ arrays[0].T, experts)[1]
+
+    y, routed, wanted, ids = computed(x, arrays, live, np.ones((3, E), np.int32))
     np.testing.assert_array_equal(y, np.where(live[:, None], wanted, 0))
-    _, ids = route(x @ arrays[0].T, experts)
-    np.testing.assert_array_equal(routed.counts[0], 1 + np.bincount(ids[:4].reshape(-1), minlength=E))
+    np.testing.assert_array_equal(routed.counts[0], 1 + np.bincount(np.asarray(ids)[:4].reshape(-1), minlength=E))
     np.testing.assert_array_equal(routed.counts[1:], 1)
     assert int(routed.index) == 1
 
@@ -98,8 +103,7 @@ def test_quantised_experts_compute_the_same_in_every_form(tmp_path, family, name
     forms = [partial(make_transform, form=form) for make_transform in TRANSFORMS]
     (_, _, plain, _), (_, _, native, _) = (load_logits(tmp_path, make_transform=make) for make in forms)
     np.testing.assert_allclose(native, plain, rtol=0, atol=1e-4)
-    arch = registry.from_hf_config(weights.read_config(tmp_path))
-    specs = registry.param_specs(arch)
+    specs = registry.param_specs(registry.from_hf_config(weights.read_config(tmp_path)))
     params = weights.load(tmp_path, specs, jnp.float32, transform=matrix_transform(specs, form))
     assert isinstance(params["layers"][-1]["router"], jax.Array)
     assert not isinstance(params["layers"][-1]["experts_down"], jax.Array)
