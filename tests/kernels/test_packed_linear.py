@@ -1,3 +1,5 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,8 +12,14 @@ INSTRUCTION_SETS = native.instruction_sets() if reason is None else []
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
-def multiply(matrix, x, **options):
-    return jax.jit(lambda matrix, x: packed_linear.multiply(matrix, x, **options))(matrix, x)
+@partial(jax.jit, static_argnames="eps", compiler_options={"xla_backend_optimization_level": 0})
+def product(matrix, x, norm, eps, operands):
+    return packed_linear.multiply(matrix, x, rms_norm=None if norm is None else (norm, eps), **operands)
+
+
+def multiply(matrix, x, *, rms_norm=(None, None), **operands):
+    """Return a product that is computed when this returns, by the instruction set that is in use."""
+    return np.asarray(product(matrix, x, *rms_norm, operands))
 
 
 SHAPES = [(16, 4), (17, 1), (40, 33), (64, 256), (200, 96), (31, 1024)]
