@@ -20,6 +20,11 @@ from tests.checkpoints import (
 )
 
 
+def _kinds(names: list[str], layers: int, rng: random.Random) -> list[str]:
+    """Return the kinds of layers, both of them if there are two layers."""
+    return rng.sample(names, 2) if layers == 2 else [rng.choice(names) for _ in range(layers)]
+
+
 def _fraction(head_dim: int, rng: random.Random) -> dict[str, float]:
     """Return a random part of heads that rotates an even number of dimensions."""
     return {"partial_rotary_factor": 2 * rng.randint(1, head_dim // 2) / head_dim}
@@ -45,7 +50,7 @@ def _dense(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str, 
     if family == "olmo3":
         rope = {LAYER_TYPES[0]: {"rope_type": "default", "rope_theta": 10 ** rng.uniform(3, 5)}, LAYER_TYPES[1]: rope}
     windows = {"sliding_window": rng.choice([3, 8])}
-    types = {"layer_types": rng.choice([None, [rng.choice(LAYER_TYPES) for _ in range(num_layers)]])}
+    types = {"layer_types": rng.choice([None, _kinds(LAYER_TYPES, num_layers, rng)])}
     no_rope = [rng.randint(0, 1) for _ in range(num_layers)]
     own: dict[str, dict[str, Any]] = {
         "phi3": {"sliding_window": rng.choice([None, 5, 16]), "original_max_position_embeddings": 16},
@@ -96,6 +101,8 @@ def _mixture(family: str, rng: random.Random) -> dict[str, Any]:
 
 def _state_types(layers: int, rng: random.Random) -> list[str]:
     """Return random kinds of layers, some of which have attention."""
+    if layers == 2:
+        return rng.sample(STATE_TYPES, 2)
     kinds = [rng.choice(STATE_TYPES) for _ in range(layers)]
     kinds[rng.randrange(layers)] = STATE_TYPES[1]
     return kinds
@@ -173,7 +180,7 @@ def _latent(family: str, rng: random.Random, layers: int, rope: dict[str, Any]) 
     overrides |= {"norm_topk_prob": rng.random() < 0.5, "rope_interleave": rng.random() < 0.7}
     if family == "deepseek_v3":
         return {**overrides, **_dense_layers(rng, layers)}
-    return {**overrides, "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(layers)]}
+    return {**overrides, "mlp_layer_types": _kinds(["dense", "sparse"], layers, rng)}
 
 
 def _granite(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -183,7 +190,7 @@ def _granite(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str
     layers, heads = sizes["num_hidden_layers"], sizes["num_attention_heads"]
     factors = {name: value * rng.uniform(0.5, 1.5) for name, value in FACTORS.items()}
     if family == "granite_swa":
-        types = [rng.choice(LAYER_TYPES) for _ in range(layers)]
+        types = _kinds(LAYER_TYPES, layers, rng)
         thetas = [rng.choice([0, 1e4, 1e6]) for _ in range(layers)]
         return {**factors, "sliding_window": rng.choice([3, 8]), "layer_types": types, "layer_rope_theta": thetas}
     if family == "granite_moe_hybrid":
@@ -207,14 +214,17 @@ def _granite(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str
 
 
 def _dense_layers(rng: random.Random, layers: int) -> dict[str, Any]:
-    return {"first_k_dense_replace": rng.randint(0, layers)}
+    return {"first_k_dense_replace": rng.randint(0, layers - (layers == 2))}
 
 
-def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Return overrides for `build_config`: odd sizes, query groups of 1 to 8, every RoPE, ties, biases, windows."""
+def random_configs(family: str, count: int, seed: int = 0, num_layers: int | None = None) -> Iterator[dict[str, Any]]:
+    """Return overrides for `build_config`: odd sizes, query groups of 1 to 8, every RoPE, ties, biases, windows.
+
+    Models have up to six layers, or `num_layers`, to which some families add.
+    """
     rng = random.Random(f"{family}-{seed}")
     for case in range(count):
-        kv_heads, group, layers = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 4, 8]), rng.randint(1, 4)
+        kv_heads, group, layers = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 4, 8]), num_layers or rng.randint(1, 4)
         heads = kv_heads * group
         rope = dict(ROPES[list(ROPES)[case % len(ROPES)]])
         overrides: dict[str, Any] = {
@@ -240,7 +250,7 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
         if family in ("gemma2", "gemma3"):
             overrides |= {"sliding_window": rng.choice([3, 8]), "query_pre_attn_scalar": rng.choice([8, 40])}
             overrides |= {"tie_word_embeddings": True}
-            overrides |= {"layer_types": [rng.choice(LAYER_TYPES) for _ in range(layers)]}
+            overrides |= {"layer_types": _kinds(LAYER_TYPES, layers, rng)}
         if family == "gemma2":
             caps = [None, 1.5, 30.0]
             overrides |= {"attn_logit_softcapping": rng.choice(caps), "final_logit_softcapping": rng.choice(caps)}
