@@ -1,7 +1,6 @@
-"""Rows and tables for sampling tests: neutral by default, any field overridden by a scalar or an array."""
+"""Rows and tables for sampling tests, in the host's memory: neutral, any field overridden by a scalar or an array."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.sampling import SAMPLING_RECORD, SamplingRows, SlotTable
@@ -22,9 +21,9 @@ def make_rows(num_rows, seed=0, position=0, live=True, **fields):
     words = np.broadcast_to(np.asarray(seed, np.uint64), num_rows)
     records["seed"] = np.stack([words & 0xFFFFFFFF, words >> np.uint64(32)], 1)
     return SamplingRows(
-        records=jnp.asarray(records.view(np.int32).reshape(num_rows, -1)),
-        position=jnp.asarray(np.broadcast_to(position, num_rows).astype(np.int32)),
-        live=jnp.asarray(np.broadcast_to(live, num_rows).astype(bool)),
+        records=records.view(np.int32).reshape(num_rows, -1),
+        position=np.broadcast_to(position, num_rows).astype(np.int32),
+        live=np.broadcast_to(live, num_rows).astype(bool),
     )
 
 
@@ -33,11 +32,11 @@ def make_table(num_slots, vocab_size=VOCAB_SIZE, counts=None, bias=None, stop_id
     bias = bias or {}
     counts = np.zeros((num_slots, vocab_size)) if counts is None else counts
     return SlotTable(
-        token_history=jnp.asarray(np.zeros((num_slots, CAPACITY), np.int32)),
-        token_counts=jnp.asarray(np.asarray(counts).astype(np.int32)),
-        prompt_len=jnp.asarray(np.zeros(num_slots, np.int32)),
-        allowed=jnp.asarray(np.tile(pack_mask(allowed, vocab_size), (num_slots, 1))),
-        bad_words=jnp.asarray(np.full((num_slots, 5, 3), -1, np.int32)),
+        token_history=np.zeros((num_slots, CAPACITY), np.int32),
+        token_counts=np.asarray(counts).astype(np.int32),
+        prompt_len=np.zeros(num_slots, np.int32),
+        allowed=np.tile(pack_mask(allowed, vocab_size), (num_slots, 1)),
+        bad_words=np.full((num_slots, 5, 3), -1, np.int32),
         bias_ids=_padded(list(bias), num_slots, -1, np.int32),
         bias_values=_padded(list(bias.values()), num_slots, 0, np.float32),
         stop_ids=_padded(list(stop_ids), num_slots, -1, np.int32),
@@ -87,10 +86,10 @@ def any_table(rng, num_slots, vocab_size):
 
 def take_rows(rows, index):
     """Return the rows at `index`, in that order."""
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[np.asarray(index)]), rows)
+    return jax.tree.map(lambda x: x[np.asarray(index)], rows)
 
 
 def _padded(values, num_slots, fill, dtype):
     row = np.full(4, fill, dtype)  # more than any test needs, so that padding is always exercised
     row[: len(values)] = values
-    return jnp.asarray(np.tile(row, (num_slots, 1)))
+    return np.tile(row, (num_slots, 1))

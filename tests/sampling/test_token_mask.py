@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from sampling_cases import make_rows, make_table
@@ -78,10 +77,10 @@ def test_rows_forbid_what_vllm_forbids() -> None:
         history[row, : len(known)] = known
         history[row, len(known) :] = rng.integers(0, small)  # stale
     table = table.replace(
-        token_history=jnp.asarray(history),
-        prompt_len=jnp.asarray([len(p) for p in prompts], jnp.int32),
-        allowed=jnp.asarray(np.stack([pack_mask(a, VOCAB) for a in allowed])),
-        bad_words=jnp.asarray(np.stack([padded(w, num_words, num_ids) for w in words])),
+        token_history=history,
+        prompt_len=np.array([len(p) for p in prompts], np.int32),
+        allowed=np.stack([pack_mask(a, VOCAB) for a in allowed]),
+        bad_words=np.stack([padded(w, num_words, num_ids) for w in words]),
     )
     asks = rng.random(num_rows) < 0.8
     kinds = np.where(asks, [1 if each else 2 for each in words], 0)
@@ -89,7 +88,7 @@ def test_rows_forbid_what_vllm_forbids() -> None:
     logits = rng.normal(size=(num_rows, VOCAB)).astype(np.float32)
     order = rng.permutation(num_rows)  # rows are not in the order of their slots
     rows = make_rows(num_rows, position=position[order], use_bias=kinds[order], slot=order)
-    out = np.asarray(adjust(jnp.asarray(logits), rows, table))
+    out = np.asarray(adjust(logits, rows, table))
     num_forbidden = 0
     for row, slot in enumerate(order):
         expected = vllm_mask(logits[row], allowed[slot], words[slot], outputs[slot]) if asks[slot] else logits[row]
@@ -100,7 +99,7 @@ def test_rows_forbid_what_vllm_forbids() -> None:
 
 def test_an_id_forbidden_twice_and_biased_is_forbidden() -> None:
     table = make_table(1, VOCAB, bias={5: 100.0}, stop_ids=[5])
-    table = table.replace(bad_words=jnp.asarray(padded([[5]] * 5, 5, 3)[None]))
+    table = table.replace(bad_words=padded([[5]] * 5, 5, 3)[None])
     rows = make_rows(1, use_bias=1, min_position=10)
     out = np.asarray(adjust(np.full((1, VOCAB), 1e9, np.float32), rows, table))
     assert np.isneginf(out[0, 5])
