@@ -226,3 +226,17 @@ def add_vocabulary(writer: gguf.GGUFWriter, tokens: Sequence[str], merges: Seque
     writer.add_token_merges(list(merges))
     writer.add_bos_token_id(1)
     writer.add_add_bos_token(True)
+
+
+def fuse_qkv(tensors: dict[str, Any]) -> None:
+    """Make one tensor of queries, keys and values, as files of Phi-2's first release have it."""
+    for name in [name for name in tensors if ".attn_q." in name]:
+        parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
+        tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate([data for data, _ in parts]), parts[0][1]
+
+
+def replace(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Write another value of a key."""
+    del writer.kv_data[0][key]
+    add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)]
+    add(key, value)

@@ -31,6 +31,11 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     safetensors.numpy.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
+def changed(params: Any, change: Callable[[np.ndarray], np.ndarray]) -> Any:
+    """Return parameters of which each array is changed, in the host's memory."""
+    return jax.tree.map(lambda x: jax.device_put(change(np.asarray(x))), params)
+
+
 def assert_trees_equal(tree: Any, expected: Any) -> None:
     assert jax.tree.structure(tree) == jax.tree.structure(expected)
     for got, want in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):

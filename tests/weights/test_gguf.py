@@ -38,9 +38,10 @@ from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
 from tests.oracles import torch
 from tests.parameters import some_by_default
-from tests.quant.loaded import ONE_LAYER, loaded, torch_rows
+from tests.quant.loaded import ONE_LAYER, UNOPTIMIZED, all_rows, loaded, torch_rows
 from tests.quant.test_stored import GREEDY, PROMPT, needs_kernels
-from tests.weights.gguf_files import KINDS, add_vocabulary, write_gguf
+from tests.soon_compiled import few_programs
+from tests.weights.gguf_files import KINDS, add_vocabulary, fuse_qkv, replace, write_gguf
 
 NATIVE = [kind for kind, scheme in GGUF_SCHEMES.items() if SchemeFormat(scheme).native_dtype(jnp.float32) is not None]
 
@@ -61,7 +62,7 @@ def test_weights_are_those_of_the_package(tmp_path: Path, kind: str) -> None:
                 block = BLOCK_TYPES[kind]
                 assert device_bytes(found) == expected.size // block.num_columns * block.num_bytes
             if spec.path[-1] == "qkv_proj":  # fused, and of rows in another order
-                np.testing.assert_array_equal(found.rows(jnp.arange(spec.shape[0])), expected)
+                np.testing.assert_array_equal(all_rows(found), expected)
 
 
 @needs_kernels
@@ -70,7 +71,7 @@ def test_native_kernels_multiply_what_is_stored(tmp_path: Path, kind: str) -> No
     """Products are those of the encoded weights in float64; minima are zero points that are not whole."""
     model = write_gguf(tmp_path / "model.gguf", kind, **ONE_LAYER)
     _, specs, params = loaded(tmp_path, native=True)
-    multiply = jax.jit(linear, static_argnums=2, compiler_options={"xla_backend_optimization_level": 0})
+    multiply = jax.jit(linear, static_argnums=2, compiler_options=UNOPTIMIZED)
     for spec in specs:
         if not spec.path[-1].endswith("proj"):
             continue
@@ -92,20 +93,13 @@ GEMMA_ROPE = {
 }
 
 
-def fuse_qkv(tensors: dict[str, Any]) -> None:
-    """Make one tensor of queries, keys and values, as files of Phi-2's first release have it."""
-    for name in [name for name in tensors if ".attn_q." in name]:
-        parts = [tensors.pop(name.replace("attn_q", f"attn_{part}")) for part in "qkv"]
-        tensors[name.replace("attn_q", "attn_qkv")] = np.concatenate([data for data, _ in parts]), parts[0][1]
-
-
 READ_BY_TRANSFORMERS = ("tied", "gemma2", "gemma3", "phi3", "qwen2_moe", "qwen3_moe")
-BY_DEFAULT = ("Q8_0", "Q4_K", "Q5_K", "qwen2", "llama3", "mixed", "gemma2", "gemma3 linear", "phi3 longrope")
+BY_DEFAULT = ("Q8_0", "Q4_K", "qwen2", "llama3", "mixed", "gemma2", "gemma3 linear", "phi3 longrope")
 BY_DEFAULT += ("phi2 fused", "mixtral", "qwen2_moe", "qwen3_moe")
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 EXPERTS = {"moe_intermediate_size": 96, "decoder_sparse_step": 1, "mlp_only_layers": []}
 CASES: dict[str, dict[str, Any]] = {
-    **{kind: {"kind": kind} for kind in KINDS},
+    **{kind: {"kind": kind, **ONE_LAYER} for kind in KINDS},
     "tied": {"kind": "Q8_0", "tie_word_embeddings": True},
     "biases": {"kind": "F16", "attention_bias": True, "mlp_bias": True},
     "qwen2": {"kind": "Q4_0", "family": "qwen2", "use_sliding_window": False},
@@ -113,7 +107,7 @@ CASES: dict[str, dict[str, Any]] = {
     "linear": {"kind": "Q4_0", "rope_parameters": ROPES["linear"]},
     "yarn": {"kind": "Q4_0", "rope_parameters": ROPES["yarn"]},
     "llama3": {"kind": "Q4_0", "rope_parameters": {**ROPES["llama3"], "original_max_position_embeddings": 8192}},
-    "gemma2": {"kind": "Q4_0", "family": "gemma2", **GEMMA},
+    "gemma2": {"kind": "Q4_0", "family": "gemma2", **GEMMA, "num_hidden_layers": 2},
     "gemma3": {"kind": "Q8_0", "family": "gemma3", **GEMMA},
     "gemma3 linear": {"kind": "F16", "family": "gemma3", **GEMMA, "rope_parameters": GEMMA_ROPE},
     "phi2": {"kind": "Q4_0", "family": "phi"},
@@ -261,7 +255,9 @@ def test_an_engine_serves_and_takes_other_weights(tmp_path: Path, caplog: pytest
     other = write_gguf(paths["b"], "Q4_0", seed=1, **ONE_LAYER)
     write_gguf(paths["c"], "Q8_0", **ONE_LAYER)
     write_gguf(paths["d"], "F16", **ONE_LAYER)
-    with caplog.at_level(logging.INFO), LLM(str(paths["a"]), skip_tokenizer_init=True, **SIZES) as llm:
+    with caplog.at_level(logging.INFO), few_programs():
+        llm = LLM(str(paths["a"]), skip_tokenizer_init=True, **SIZES)
+    with llm:
 
         def check(wanted: transformers.PreTrainedModel) -> None:
             (output,) = llm.generate([PROMPT], GREEDY)
@@ -374,12 +370,6 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "count": ({"metadata": lambda w: replace(w, "llama.block_count", 2**31)}, "must hold 2147483648 layers"),
     "model": ({"metadata": lambda w: replace(w, "general.architecture", "mamba")}, r"'qwen3moe'\], got mamba"),
 }
-
-
-def replace(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    del writer.kv_data[0][key]
-    add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)]
-    add(key, value)
 
 
 @pytest.mark.parametrize("name", FAULTS)
