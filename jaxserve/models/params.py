@@ -187,8 +187,14 @@ def multiplied(specs: Sequence[ParamSpec]) -> Callable[[ParamSpec], bool]:
 def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:
     """Lay out a whole tensor, for example of random weights, over devices in the layout of `matrix_transform`."""
     if spec.split_dimension == 0:
-        array = array.at[_rows_held(spec, mesh)].get(mode="fill", fill_value=0)
+        array = _rows_or_zeros(array, jax.device_put(_rows_held(spec, mesh)))
     return jax.device_put(array, named_sharding(mesh, spec.axes))
+
+
+@jax.jit
+def _rows_or_zeros(array: Array, rows: Array) -> Array:
+    """Return rows of an array, zeros for those beyond it; compiled as one program, not one for each operation."""
+    return array.at[rows].get(mode="fill", fill_value=0)
 
 
 def unsplit(specs: Sequence[ParamSpec], params: Params) -> Params:
