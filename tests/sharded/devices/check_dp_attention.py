@@ -63,7 +63,7 @@ def pair(request: pytest.FixtureRequest, mixture: Callable[[str], tuple[Path, En
 
 
 @given(jobs=jobs())
-@settings(few_but_rich, max_examples=examples(6))
+@settings(few_but_rich, max_examples=examples(4))
 def test_tokens_are_those_of_one_device(pair: Pair, jobs: list[Job]) -> None:
     """Batches, chunks, prefix hits, preemptions, multi-step decode and all kinds of sampling at once."""
     for engine in pair:

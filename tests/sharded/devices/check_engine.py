@@ -36,7 +36,7 @@ class TestAnyWorkload:
     """Batches, chunks, prefix hits, preemptions, multi-step decode and all kinds of sampling at once."""
 
     @given(jobs=jobs())
-    @settings(few_but_rich, max_examples=examples(6))
+    @settings(few_but_rich, max_examples=examples(4))
     @pytest.mark.parametrize("num_devices", mainly([DEVICES], 2, 8))  # two devices of each replica: check_replicas.py
     def test_tokens_are_those_of_one_device(self, start: Start, num_devices: int, jobs: list[Job]) -> None:
         expected = run(start(1), jobs)

@@ -42,7 +42,7 @@ def finish_all(engine: Engine) -> None:
 
 
 @given(jobs=jobs(aborts=True))
-@settings(few_but_rich, max_examples=examples(8))
+@settings(few_but_rich, max_examples=examples(5))
 @pytest.mark.parametrize(
     ("replicas", "devices", "multi_step"),
     [(2, 2, 1), *(pytest.param(*sizes, 5, marks=pytest.mark.full) for sizes in [(2, 2), (3, 1)])],

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import transformers
 from safetensors.numpy import save_file
 
+from jaxserve import weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.metrics import EngineStats
@@ -36,22 +38,26 @@ def speculate(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Speculat
     Medusa heads of zeros, in a tree, and an EAGLE-3 layer near the one that repeats the model's last token share the
     model's logits, which are split over the devices.
     """
-    odd = tmp_path_factory.mktemp("draft")
-    sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
-    write_checkpoint(odd, "llama", num_hidden_layers=1, **sizes)
 
-    medusa, eagle3 = tmp_path_factory.mktemp("medusa"), tmp_path_factory.mktemp("eagle3")
-    target = transformers.AutoModelForCausalLM.from_pretrained(model)
-    size = target.config.hidden_size
-    save_file({f"{n}.0.linear.weight": np.zeros((size, size), np.float32) for n in range(3)}, medusa / "a.safetensors")
-    draft_layers.write_eagle3(eagle3, target, (0, 1))
-    directories = {"odd": odd, "medusa": medusa, "eagle3": eagle3}
+    @cache
+    def directory(draft: str) -> Path:
+        path = model if draft in ("same", "tree") else tmp_path_factory.mktemp(draft)
+        if draft == "odd":
+            sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
+            write_checkpoint(path, "llama", num_hidden_layers=1, **sizes)
+        elif draft == "medusa":
+            size = weights.read_config(model)["hidden_size"]
+            heads = {f"{n}.0.linear.weight": np.zeros((size, size), np.float32) for n in range(3)}
+            save_file(heads, path / "a.safetensors")
+        elif draft == "eagle3":
+            draft_layers.write_eagle3(path, transformers.AutoModelForCausalLM.from_pretrained(model), (0, 1))
+        return path
 
     def speculate(num_devices: int, draft: str, **sizes: Any) -> Engine:
         options: dict[str, Any] = SIZES | {"tensor_parallel_size": num_devices} | sizes
         options["speculative_config"] = SpeculationConfig(
             draft if draft in ("medusa", "eagle3") else "draft_model",
-            str(directories.get(draft, model)),
+            str(directory(draft)),
             num_speculative_tokens=3,
             speculative_token_tree=[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)] if draft in ("tree", "medusa") else None,
             adaptive=False,

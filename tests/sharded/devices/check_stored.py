@@ -61,7 +61,7 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, native: bool = Fa
 NAMES = ["ct-fp8-tensor", "ct-fp8-channel", "fp8-block", "ct-nvfp4", "ct-mxfp4-weights"]
 NAMES += ["ct-int4-zeros", "ct-int8-zeros", "ct-w8a8", "gptq-order", "gptq-order-wide"]
 NAMES += ["modelopt-int4-awq", "awq", "ct-w8a8-zeros", "ct-mxfp4"]
-SOME = ("gptq-order over 2", "ct-nvfp4 over 4", "fp8-block over 4")
+SOME = ("gptq-order over 2", "ct-nvfp4 over 4")
 
 CASES_OVER = [f"{name} over {n}" for name in NAMES for n in (2, 4)]
 if packed_linear.unsupported("int4", "cpu") is None:
