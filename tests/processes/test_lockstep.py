@@ -51,7 +51,7 @@ def workloads(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Wor
     collected: list[Workload] = []
 
     @given(jobs=jobs(aborts=True))
-    @settings(few_but_rich, max_examples=examples(8))
+    @settings(few_but_rich, max_examples=examples(5))
     def collect(jobs: list[Job]) -> None:
         engine.reset_prefix_cache()
         whole = [Job(job.prompt, job.params, job.arrival, salt=job.salt) for job in jobs]
