@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxserve.openai import messages, responses
@@ -19,6 +20,7 @@ from jaxserve.openai.response_replies import ResponseReply
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES, chat_of_response
 from jaxserve.openai.scoring import SCORING_PATHS, ScoringReply
 from jaxserve.openai.translation import Translation, naming
+from jaxserve.text.messages import content_text
 
 if TYPE_CHECKING:
     from jaxserve.errors import RequestError
@@ -93,9 +95,11 @@ class Interface:
         translation = self.translate(body)
         with self.naming():
             if translation.drops_turns and max_model_len is not None:
-                request = _fitting(translation.chat, lambda chat: parse(self.url, chat), max_model_len)
+                request = _fitting(
+                    translation.chat, lambda chat: _in_order(chat, partial(parse, self.url)), max_model_len
+                )
             else:
-                request = parse(self.url, translation.chat)
+                request = _in_order(translation.chat, partial(parse, self.url))
         names = {**self.names, **translation.names}
         own = {names.get(name, name) for name in request.ignored}
         return replace(request, ignored=tuple(sorted(own | translation.ignored)))
@@ -119,6 +123,23 @@ class Interface:
         """Return the reply to a request, to which nothing has been said yet."""
         reply = Reply(request, tokenizer, response_id=response_id, created_s=created_s, fingerprint=fingerprint)
         return self.reply(request, body, reply, response_id, created_s)
+
+
+def _in_order(chat: Json, parse: Callable[[Json], ParsedRequest]) -> ParsedRequest:
+    """Return the request of a chat, with all instructions at the beginning if its template wants them there.
+
+    Agents send instructions between turns, which some templates refuse.
+    """
+    try:
+        return parse(chat)
+    except BadRequestError as error:
+        messages = chat["messages"]
+        instructions = [message["content"] for message in messages if message["role"] == "system"]
+        is_in_order = all(message["role"] != "system" for message in messages[1:])
+        if error.param != "messages" or error.too_long is not None or is_in_order:
+            raise
+        first = {"role": "system", "content": "\n\n".join(map(content_text, instructions))}
+        return parse(chat | {"messages": [first, *(m for m in messages if m["role"] != "system")]})
 
 
 def _fitting(chat: Json, parse: Callable[[Json], ParsedRequest], max_model_len: int) -> ParsedRequest:

@@ -21,6 +21,10 @@ NAMES = {  # names of a chat's fields in a request for a message
 }
 
 _SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "chat_template_kwargs")
+_LABELS = (  # context_management leaves out earlier turns, or thoughts in them: what is kept here is only longer
+    *("metadata", "service_tier", "cache_control", "user_profile_id", "workspace_id", "inference_geo", "diagnostics"),
+    *("context_management", "betas"),
+)
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -44,7 +48,8 @@ def chat_of_count(body: Json) -> Translation:
 
 def _translated(body: Json, *, has_output: bool) -> Translation:
     fields = Fields(body, "the body", None)
-    ignored = set(fields.skip("metadata", "service_tier", "cache_control"))
+    ignored = set(fields.skip(*_LABELS))
+    fields.demand("mcp_servers", [], why="there are no tools here that the server runs")
     fields.demand("speed", "standard")
     fields.demand("container", why="there are no containers here")
     chat: Json = {name: value for name in _SAME if (value := fields.any(name)) is not None}

@@ -103,6 +103,32 @@ def test_prefill(tokenizer: Tokenizer, content: Any) -> None:
         prompt(MESSAGES, {"messages": messages, "max_tokens": 3}, tokenizer)
 
 
+def test_instructions_between_turns(tmp_path: Path) -> None:
+    """They stay there if the template takes them, and go to the beginning if it wants them there, as with vLLM."""
+    turns = [("user", "a"), ("system", "b"), ("assistant", "c"), ("system", "d"), ("user", "e")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    items = {"input": [message | {"role": message["role"].replace("system", "developer")} for message in messages]}
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('must be first') }}"
+        "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    for template, said in (
+        (strict, "[system]b\n\nd[user]a[assistant]c[user]e"),
+        (TEMPLATES["strings"], "[user]a[system]b[assistant]c[system]d[user]e[assistant]"),
+    ):
+        files = tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level(), chat_template=template)
+        tokenizer = load_tokenizer(files)
+        assert prompt(MESSAGES, {"messages": messages, "max_tokens": 3}, tokenizer) == said
+        assert prompt(COUNT_TOKENS, {"messages": messages}, tokenizer) == said
+        assert prompt(RESPONSES, items, tokenizer) == said
+    with pytest.raises(RequestError, match="must be first"):  # a chat says itself where its messages are
+        prompt(
+            CHAT,
+            {"messages": messages},
+            load_tokenizer(tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level(), chat_template=strict)),
+        )
+
+
 def test_refusals_of_the_assistant(tokenizer: Tokenizer) -> None:
     for answer in ({"content": [{"type": "refusal", "refusal": "no"}]}, {"content": None, "refusal": "no"}):
         messages = [{"role": "assistant", **answer}, {"role": "user", "content": "a"}]

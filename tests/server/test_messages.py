@@ -86,9 +86,11 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
         return server.client.post("/v1/messages", json=ASKED | body)
 
     cached: Any = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
-    reply = post({"system": [cached], "metadata": {"user_id": "me"}, "request_id": "mine", "watermarking": False})
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}  # Claude Code sends it with every request
+    agents: dict[str, Any] = {"metadata": {"user_id": "me"}, "context_management": kept, "mcp_servers": []}
+    reply = post({"system": [cached], "request_id": "mine", "watermarking": False} | agents)
     assert reply.status_code == 200
-    assert reply.headers["x-ignored-params"] == "cache_control,metadata"
+    assert reply.headers["x-ignored-params"] == "cache_control,context_management,metadata"
     assert reply.json()["id"] == "msg_mine"
     body = {name: value for name, value in ASKED.items() if name != "max_tokens"} | {"chat_template_kwargs": {"x": 1}}
     counted = server.client.post("/v1/messages/count_tokens", json=body)
