@@ -63,6 +63,9 @@ ALL = {
     "openai": Client("with_openai.py", ("openai>=3", "pydantic")),
     "openai-2": Client("with_openai.py", ("openai>=2,<3", "pydantic")),
     "openai-node": Client("with_openai_node.mjs", ("openai",)),
+    "ai-sdk": Client(
+        "with_ai_sdk.mjs", ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod")
+    ),
     "anthropic": Client("with_anthropic.py", ("anthropic",)),
     "litellm": Client("with_litellm.py", ("litellm",)),
     "langchain-openai": Client("with_langchain.py", ("langchain-openai",)),
