@@ -278,6 +278,7 @@ class _BatchRun:
             self.engine.default_sampling_params,
             check_prompt=self._check_prompt,
             takes_templates=self.takes_templates,
+            max_model_len=self.engine.schedule.max_model_len,
             **self.chat_options,
         )
 

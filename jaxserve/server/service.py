@@ -136,6 +136,7 @@ class Service:
             check_prompt=check,
             response_role=self.config.response_role,
             takes_templates=trusts,
+            max_model_len=None if is_counted else self.engine.schedule.max_model_len,
         )
         limit, params = self.engine.output_limits.of(request.params.max_tokens), request.params
         forces_usage = self.config.enable_force_include_usage and request.stream

@@ -80,6 +80,39 @@ def test_a_message_that_is_too_long(server: Running) -> None:
     assert int(found[2]) == LIMIT - 1 < int(found[1]) <= tokens
 
 
+OUTPUTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "completions": ("/v1/completions", {"prompt": "x"}, "max_tokens"),
+    "chats": ("/v1/chat/completions", {"messages": user("x")}, "max_tokens"),
+    "chats by OpenAI": ("/v1/chat/completions", {"messages": user("x")}, "max_completion_tokens"),
+    "responses": ("/v1/responses", {"input": "x"}, "max_output_tokens"),
+    "messages": ("/v1/messages", {"messages": user("x")}, "max_tokens"),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_longer_than_any_can_be(server: Running, name: str) -> None:
+    """One that only has no room beside its prompt is cut, as in vLLM."""
+    path, body, field = OUTPUTS[name]
+    headers = {"x-api-key": "right"}
+    for stream in (False, True):
+        refused = server.client.post(path, json=body | {field: LIMIT + 1, "stream": stream}, headers=headers)
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["type"] == "invalid_request_error"
+        assert f"{field}={LIMIT + 1} cannot be greater than max_model_len={LIMIT}. Please request fewer" in (
+            error["message"]
+        )
+        assert path == "/v1/messages" or (error["param"], error["code"]) == (field, "invalid_value")
+    cut = server.client.post(path, json=body | {field: LIMIT, "ignore_eos": True}, headers=headers)
+    assert cut.status_code == 200, cut.text
+    counts = cut.json()["usage"]
+    num_prompt, num_output = (
+        counts.get(f"{kind}_tokens", counts.get(f"{other}_tokens"))
+        for kind, other in (("prompt", "input"), ("completion", "output"))
+    )
+    assert num_prompt + counts.get("cache_read_input_tokens", 0) + num_output == LIMIT
+
+
 def test_a_wrong_key_and_a_missing_key(server: Running) -> None:
     with of_openai(server, "wrong") as client, pytest.raises(openai.AuthenticationError) as caught:
         client.models.list()
