@@ -100,6 +100,7 @@ def run_batch(
     chat_format: ChatFormat | None = None,
     response_role: str = "assistant",
     takes_templates: bool = True,
+    adapt: Callable[[ParsedRequest], ParsedRequest] = lambda request: request,
     use_tqdm: bool = True,
 ) -> BatchSummary:
     """Serve every line of `in_path` that has no record in `out_path` yet.
@@ -121,6 +122,7 @@ def run_batch(
         chat_format: the same as in `parse_body`.
         response_role: the same as in `parse_body`.
         takes_templates: the same as in `parse_body`.
+        adapt: function from the request of a line to the one that is served; a RequestError fails the line.
         use_tqdm: True to show progress on stderr: a bar on a terminal, elsewhere a line every 30 s.
 
     Raises:
@@ -144,6 +146,7 @@ def run_batch(
             on_record=on_record,
             chat_options={"chat_format": chat_format, "response_role": response_role},
             takes_templates=takes_templates,
+            adapt=adapt,
             progress=stack.enter_context(BatchProgress(done, is_wanted=use_tqdm)),
         )
         stack.callback(run.abort)
@@ -195,6 +198,7 @@ class _BatchRun:
     on_record: Callable[[int, int], None]
     chat_options: Mapping[str, Any]
     takes_templates: bool
+    adapt: Callable[[ParsedRequest], ParsedRequest]
     progress: BatchProgress
     in_flight: dict[str, _InFlight] = field(default_factory=dict)  # keys are request ids
     num_sequences: int = 0  # sequences in flight
@@ -241,7 +245,7 @@ class _BatchRun:
                 _claim(custom_id, seen)
                 if number in self.done:
                     continue
-                request = self._parse(content)
+                request = self.adapt(self._parse(content))
             except Exception as error:  # any failure becomes the line's error record
                 if number not in self.done:
                     fingerprint, line_error = fingerprint_of(raw, self.key), _line_error(number, error)

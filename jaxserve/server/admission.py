@@ -20,7 +20,7 @@ from jaxserve.openai.errors import BadRequestError
 from jaxserve.scheduling.wait_estimate import Wait
 from jaxserve.server.degradation import Ladder
 from jaxserve.server.observer import FRESH_S
-from jaxserve.server.rate_limits import Excess, Limits, RateLimits
+from jaxserve.server.rate_limits import Excess, Limits, RateLimits, tokens_to_take, tokens_used
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -206,20 +206,16 @@ class Admission:
     @contextmanager
     def admitted(self, tenant: str, priority: int, requests: list[Request], timeout_s: int | float) -> Iterator[None]:
         """Count the samples of a request, which begin now, as unfinished; refuse them by their exact length."""
-        num_tokens = sum(request.num_prompt_tokens for request in requests)
-        self._check_wait(tenant, priority, num_tokens, timeout_s)
+        self._check_wait(tenant, priority, sum(request.num_prompt_tokens for request in requests), timeout_s)
         self._check_open(tenant, len(requests) - 1)
-        num_reserved = num_tokens
-        for request in requests:
-            num_reserved += request.params.max_tokens or 0
-        self._check_rate(self.limits.take(tenant, num_reserved, time.monotonic()))
+        num_taken = tokens_to_take(requests)
+        self._check_rate(self.limits.take(tenant, num_taken, time.monotonic()))
         self.num_open[tenant] += len(requests) - 1
         try:
             yield
         finally:
             self.num_open[tenant] -= len(requests) - 1
-            num_used = num_tokens + sum(len(request.output_token_ids) for request in requests)
-            self.limits.settle(tenant, num_reserved, num_used, time.monotonic())
+            self.limits.settle(tenant, num_taken, tokens_used(requests), time.monotonic())
 
     async def turn(self, priority: int, through: asyncio.Future[None]) -> None:
         """Hold a request below class 0 while the load says so, or until nobody waits for it: `through` is done."""
@@ -280,9 +276,7 @@ class Admission:
         if excess is None:
             return
         self._observer.reject("rate_limit")
-        message = f"a key must send at most {excess.most} {excess.kind} per minute; "
-        message += "wait" if excess.wait_s < math.inf else "send less at once"
-        raise RefusedError(message, None, "rate_limit_exceeded", 429, excess.wait_s)
+        raise RefusedError(excess.message, None, "rate_limit_exceeded", 429, excess.wait_s)
 
     def _full(self, tenant: str, reason: str, message: str, retry_s: int | float) -> RefusedError:
         """Return the refusal of a full server: the tenant's fault where it has more than its share."""

@@ -14,6 +14,7 @@ from jaxserve.server.degradation import RUNGS
 _POSITIVE = (
     *("max_queued_requests", "max_queued_tokens", "max_open_requests_per_key"),
     *("max_body_bytes", "max_prompts", "max_json_depth", "max_batch_file_bytes", "max_batch_storage_bytes"),
+    "batch_retention_days",
     *("body_timeout_s", "send_timeout_s", "stuck_after_s"),
 )
 
@@ -76,6 +77,7 @@ class ServerConfig:
             resumes; without it there are neither.
         max_batch_file_bytes: largest file of requests.
         max_batch_storage_bytes: bytes that all files of a key may have.
+        batch_retention_days: days after which files, and batches that have ended, are deleted.
         return_tokens_as_token_ids: True to name tokens by their ids, as token_id:7, in all log probabilities.
     """
 
@@ -116,6 +118,7 @@ class ServerConfig:
     batch_dir: Path | None = None
     max_batch_file_bytes: int = 200 * 2**20
     max_batch_storage_bytes: int = 2**33
+    batch_retention_days: float = 30.0
     return_tokens_as_token_ids: bool = False
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxserve.openai.errors import BadRequestError
-from jaxserve.openai.format import ParsedRequest, naming_fields, prompt_field
+from jaxserve.openai.format import ParsedRequest, naming_fields
 from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface, invoked_path
 from jaxserve.openai.translation import naming
 from jaxserve.server import http
@@ -128,16 +128,7 @@ class Generation:
         """Return a request and what the engine makes of it. On any thread."""
         service = self._service
         request = interface.read(body, service.parse, self._engine.schedule.max_model_len)
-        field = prompt_field(request.url)
-        if len(request.prompts) > service.config.max_prompts:
-            message = f"{field} must be at most {service.config.max_prompts} prompts, got {len(request.prompts)}"
-            raise BadRequestError(message, field)
-        num_samples = len(request.prompts) * request.params.n
-        if num_samples > service.most_at_once:
-            message = (
-                f"a request must have at most {service.most_at_once} samples of all its prompts, got {num_samples}"
-            )
-            raise BadRequestError(message, "n" if request.params.n > 1 else field)
+        service.check_size(request)
         if call.tenant:
             request = replace(request, cache_salt=tenant_salt(call.tenant, request.cache_salt))
         request = in_class(request, call.headers, call.tenant, self._objectives)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import RLock
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.request import Request
 
 MINUTE_S = 60.0
 
@@ -86,9 +91,25 @@ class Excess:
     most: int
     wait_s: int | float
 
+    @property
+    def message(self) -> str:
+        """What to tell the client."""
+        advice = "wait" if self.wait_s < math.inf else "send less at once"
+        return f"a key must send at most {self.most} {self.kind} per minute; {advice}"
+
+
+def tokens_to_take(requests: Sequence[Request]) -> int:
+    """Return the tokens that samples count as when they begin: of their prompts and their longest outputs."""
+    return sum(request.num_prompt_tokens + (request.params.max_tokens or 0) for request in requests)
+
+
+def tokens_used(requests: Sequence[Request]) -> int:
+    """Return the tokens of the prompts of samples, and those of their outputs so far."""
+    return sum(request.num_prompt_tokens + len(request.output_token_ids) for request in requests)
+
 
 class RateLimits:
-    """Buckets of all tenants. Those of tenants that have not been seen for some minutes are full, and are dropped.
+    """Buckets of all tenants, for any thread. Those of tenants not seen for some minutes are full, and are dropped.
 
     Args:
         common: limits of tenants without their own.
@@ -99,6 +120,7 @@ class RateLimits:
         self._common, self._own = common, dict(own)
         self._buckets: dict[str, dict[str, TokenBucket]] = {}
         self._swept_s = 0.0
+        self._lock = RLock()
 
     def of(self, tenant: str) -> Limits:
         """Return the limits of a tenant."""
@@ -114,33 +136,38 @@ class RateLimits:
         )
 
     def excess(self, tenant: str, num_tokens: int, now_s: int | float) -> Excess | None:
-        """Return the limit that one more request of so many tokens would exceed; nothing is taken."""
+        """Return the limit that one more request of so many tokens would exceed for longest; nothing is taken."""
         amounts = {"requests": 1, "tokens": num_tokens}
-        for kind, bucket in self._of(tenant, now_s).items():
-            if wait_s := bucket.wait_s(amounts[kind], now_s):
-                return Excess(kind, int(bucket.size), wait_s)
-        return None
+        with self._lock:
+            buckets = self._of(tenant, now_s).items()
+            waits = [Excess(kind, int(each.size), each.wait_s(amounts[kind], now_s)) for kind, each in buckets]
+        return max((each for each in waits if each.wait_s), key=lambda each: each.wait_s, default=None)
 
     def take(self, tenant: str, num_tokens: int, now_s: int | float) -> Excess | None:
         """Count a request of so many tokens; return the limit that it would exceed, and nothing is taken."""
-        found = self.excess(tenant, num_tokens, now_s)
-        if found is None:
-            for kind, bucket in self._of(tenant, now_s).items():
-                bucket.take(1 if kind == "requests" else num_tokens, now_s)
+        with self._lock:
+            found = self.excess(tenant, num_tokens, now_s)
+            if found is None:
+                for kind, bucket in self._of(tenant, now_s).items():
+                    bucket.take(1 if kind == "requests" else num_tokens, now_s)
         return found
 
     def settle(self, tenant: str, taken: int, used: int, now_s: int | float) -> None:
         """Count the tokens that a request has used in place of those that were taken."""
-        if (bucket := self._of(tenant, now_s).get("tokens")) is not None:
-            bucket.settle(taken, used, now_s)
+        with self._lock:
+            if (bucket := self._of(tenant, now_s).get("tokens")) is not None:
+                bucket.settle(taken, used, now_s)
 
     def headers(self, tenant: str, now_s: int | float) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers of what is left."""
         headers = []
-        for kind, bucket in self._of(tenant, now_s).items():
-            left = max(int(bucket.content(now_s)), 0)
-            values = {"limit": int(bucket.size), "remaining": left, "reset": _duration(bucket.full_in_s(now_s))}
-            headers += [(f"x-ratelimit-{name}-{kind}".encode(), str(value).encode()) for name, value in values.items()]
+        with self._lock:
+            for kind, bucket in self._of(tenant, now_s).items():
+                left = max(int(bucket.content(now_s)), 0)
+                values = {"limit": int(bucket.size), "remaining": left, "reset": _duration(bucket.full_in_s(now_s))}
+                headers += [
+                    (f"x-ratelimit-{name}-{kind}".encode(), str(value).encode()) for name, value in values.items()
+                ]
         return headers
 
     def _of(self, tenant: str, now_s: int | float) -> dict[str, TokenBucket]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from jaxserve.errors import ConfigError
 from jaxserve.openai.chat_formats import chat_format
 from jaxserve.openai.chats import allow_any
-from jaxserve.openai.format import parse_body
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.format import parse_body, prompt_field
 from jaxserve.openai.pooling import TASKS, parse_pooling
 from jaxserve.openai.replies import system_fingerprint
 from jaxserve.openai.scoring import SCORING_PATHS, parse_scoring
@@ -138,6 +139,10 @@ class Service:
             takes_templates=trusts,
             max_model_len=None if is_counted else self.engine.schedule.max_model_len,
         )
+        return self.with_options(request)
+
+    def with_options(self, request: ParsedRequest) -> ParsedRequest:
+        """Return a request for text with what the server's options make of it."""
         limit, params = self.engine.output_limits.of(request.params.max_tokens), request.params
         forces_usage = self.config.enable_force_include_usage and request.stream
         return dataclasses.replace(
@@ -148,6 +153,22 @@ class Service:
             continuous_usage=request.continuous_usage or forces_usage,
             shows_metrics=self.config.enable_per_request_metrics,
         )
+
+    def of_line(self, request: ParsedRequest) -> ParsedRequest:
+        """Return the request of a batch's line as the server takes it; BadRequestError if it has too many samples."""
+        self.check_size(request)
+        return request if request.pooling is not None else self.with_options(request)
+
+    def check_size(self, request: ParsedRequest) -> None:
+        """Raise BadRequestError for a request of more prompts or samples than the server takes."""
+        field = prompt_field(request.url)
+        if len(request.prompts) > self.config.max_prompts:
+            message = f"{field} must be at most {self.config.max_prompts} prompts, got {len(request.prompts)}"
+            raise BadRequestError(message, field)
+        num_samples = len(request.prompts) * request.params.n
+        if num_samples > self.most_at_once:
+            message = f"a request must have at most {self.most_at_once} samples of all its prompts, got {num_samples}"
+            raise BadRequestError(message, "n" if request.params.n > 1 else field)
 
     @property
     def streams(self) -> Streams:

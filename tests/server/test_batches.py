@@ -1,6 +1,9 @@
 """OpenAI's client uploads files and runs batches; a restarted server resumes them; tenants do not see each other."""
 
 import json
+import logging
+import re
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from jaxserve.engine.checkpoint import OutputLimits
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
 from jaxserve.openai.batch_files import run_batch
@@ -101,6 +105,45 @@ def test_lines_bring_no_template_that_requests_could_not(server: Running) -> Non
     assert "--trust-request-chat-template" in client.files.content(batch.error_file_id).text
 
 
+def test_lines_obey_the_options_of_the_server(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "output_limits", OutputLimits(None, 3))
+    body = {"prompt": [5, 6, 7], "max_tokens": 9, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+    path = "/v1/completions"
+    bodies_by_id = {"one": body, "many": body | {"prompt": [[5], [6], [7]]}, "samples": body | {"n": 10**6}}
+    content = [{"custom_id": name, "method": "POST", "url": path, "body": each} for name, each in bodies_by_id.items()]
+    with running(engine, batch_dir=tmp_path, return_tokens_as_token_ids=True, max_prompts=2) as server:
+        client = client_of(server)
+        batch = ended(client, begin(client, "\n".join(map(json.dumps, content)).encode()).id)
+        found = bodies(client.files.content(batch.output_file_id).text)
+        refused = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
+        direct = {name: server.client.post(path, json=each).json() for name, each in bodies_by_id.items()}
+    assert found["one"]["choices"] == direct["one"]["choices"]
+    assert found["one"]["choices"][0]["logprobs"]["tokens"][0].startswith("token_id:")
+    assert found["one"]["usage"]["completion_tokens"] == 3
+    messages = {each["custom_id"]: each["error"]["message"] for each in refused}
+    assert messages == {name: direct[name]["error"]["message"] for name in ("many", "samples")}
+
+
+def test_lines_keep_to_the_rate_of_their_key(engine: Engine, tmp_path: Path) -> None:
+    options = {"requests_per_minute_per_key": 120, "tokens_per_minute_per_key": 1000, "api_key": ["one"]}
+    with running(engine, batch_dir=tmp_path, **options) as server:
+        client, limits = client_of(server, "one"), server.app.service.admission.limits
+        tenant = server.app.service.keys.tenant([(b"x-api-key", b"one")])
+        for _ in range(120):
+            assert limits.take(tenant, 0, time.monotonic()) is None
+        long = {"prompt": [5], "max_tokens": 20, "n": 51, "ignore_eos": True}
+        line = {"custom_id": "long", "method": "POST", "url": "/v1/completions", "body": long}
+        began_s = time.monotonic()
+        batch = ended(client, begin(client, lines(4) + b"\n" + json.dumps(line).encode()).id)
+        assert time.monotonic() - began_s > 1.4, "two requests a second"
+        assert batch.request_counts == openai.types.BatchRequestCounts(total=5, completed=4, failed=1)
+        assert "at most 1000 tokens per minute" in client.files.content(batch.error_file_id).text
+        left = dict(limits.headers(tenant, time.monotonic()))
+        assert int(left[b"x-ratelimit-remaining-requests"]) <= 1
+        used = 4 * (2 + 4)
+        assert 1000 - used <= int(left[b"x-ratelimit-remaining-tokens"]) <= 1000
+
+
 def test_a_failure_that_cannot_be_noted_ends_nothing(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,22 +189,31 @@ def test_a_cancelled_batch_keeps_what_is_done(server: Running) -> None:
         client.batches.cancel(batch.id)
 
 
-def test_a_restarted_server_resumes(engine: Engine, tmp_path: Path) -> None:
+def test_a_restarted_server_resumes(engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jaxserve.server.batches")
     with running(engine, batch_dir=tmp_path) as server:
         client = client_of(server)
-        batch = begin(client, lines(80, max_tokens=20))
+        batch = begin(client, lines(40, max_tokens=20))
         while not client.batches.retrieve(batch.id).request_counts.completed:
             time.sleep(0.02)
         server.app._batches.stop()  # as the end of the server does, which here waits for the engine first
     (records,) = tmp_path.glob("*.records")
     num_before = records.read_bytes().count(b"\n")
-    assert 0 < num_before < 80
+    assert 0 < num_before < 40
     with running(engine, batch_dir=tmp_path) as server:
         client = client_of(server)
         batch = ended(client, batch.id)
-        assert batch.request_counts.completed == 80
-        assert len(bodies(client.files.content(batch.output_file_id).text)) == 80
+        assert batch.request_counts.completed == 40
+        assert len(bodies(client.files.content(batch.output_file_id).text)) == 40
     assert not list(tmp_path.glob("*.records"))
+    said = [record.getMessage() for record in caplog.records if batch.id in record.getMessage()]
+    wanted = [
+        "starts: 40 lines",
+        "resumes: .* lines done, 0 failed",
+        "completed after .*: 40 of 40 lines done",
+    ]
+    assert len(said) == 3
+    assert all(re.search(pattern, line) for pattern, line in zip(wanted, said, strict=True)), said
 
 
 def test_lists_have_pages(server: Running) -> None:
@@ -211,6 +263,44 @@ def test_uploads_are_forms_within_limits(engine: Engine, tmp_path: Path) -> None
         assert reply.status_code == 400
         assert "multipart/form-data" in reply.json()["error"]["message"]
     assert not list(tmp_path.glob("*.upload"))
+
+
+def test_uploads_at_the_same_time_share_the_quota(engine: Engine, tmp_path: Path) -> None:
+    """The second one is refused before it is read: its room is held by the first."""
+    content = b"x" * 200_000
+    form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b\r\nContent-Disposition: '
+    form += b'form-data; name="file"; filename="a"\r\n\r\n' + content + b"\r\n--b--\r\n"
+    head = b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    head += b"Content-Length: %d\r\n\r\n" % len(form)
+    with running(engine, batch_dir=tmp_path, max_batch_storage_bytes=250_000) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 20) as one, socket.create_connection((host, int(port))) as two:
+            one.sendall(head + form[:100_000])
+            while not server.app._batches._quota._uploads:
+                time.sleep(0.01)
+            two.sendall(head)
+            assert two.recv(65536).startswith(b"HTTP/1.1 413")
+            one.sendall(form[100_000:])
+            assert one.recv(65536).startswith(b"HTTP/1.1 200")
+        with pytest.raises(openai.APIStatusError, match="250000 bytes in all, got 250001 with this one; delete"):
+            client_of(server).files.create(file=("a", bytes(50_001)), purpose="batch")
+        client_of(server).files.create(file=("a", bytes(50_000)), purpose="batch")
+
+
+def test_what_has_been_kept_for_its_time_is_deleted(engine: Engine, tmp_path: Path) -> None:
+    with running(engine, batch_dir=tmp_path, batch_retention_days=2.0) as server:
+        client, store = client_of(server), server.app._batches._store
+        batch = ended(client, begin(client, lines(1)).id)
+        file = client.files.retrieve(batch.output_file_id)
+        assert file.expires_at == file.created_at + 2 * 24 * 3600
+        waits = client.files.create(file=("a.jsonl", lines(1)), purpose="batch")
+        store.add_batch({"input_file_id": waits.id, "status": "finalizing"}, store.owner(waits.id))  # nobody is woken
+        assert store.delete_expired(file.expires_at - 10) == 0
+        assert store.delete_expired(file.expires_at + 10) == 3
+        assert [each.id for each in client.files.list()] == [waits.id]
+        with pytest.raises(openai.NotFoundError):
+            client.batches.retrieve(batch.id)
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_tenants_do_not_see_each_other(engine: Engine, tmp_path: Path) -> None:

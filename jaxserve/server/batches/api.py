@@ -13,8 +13,9 @@ from urllib.parse import parse_qs
 from jaxserve.errors import brief
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS
-from jaxserve.server.batches.jobs import WAITING, Jobs
-from jaxserve.server.batches.store import BATCH, Json, Store
+from jaxserve.server.batches.jobs import Jobs
+from jaxserve.server.batches.quota import Quota
+from jaxserve.server.batches.store import BATCH, WAITING, Json, Store
 from jaxserve.server.batches.upload import receive_form
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 FILES, BATCHES = "/v1/files", "/v1/batches"
 JSON_LINES_TYPE = b"application/octet-stream"
 
+_DAY_S = 24 * 3600
 _WINDOW_S = {"24h": 24 * 3600}
 _MAX_METADATA, _MAX_NAME_CHARS, _MAX_VALUE_CHARS = 16, 64, 512  # OpenAI's limits
 _MAX_UNFINISHED = 64  # batches of a tenant
@@ -45,7 +47,8 @@ class Batches:
 
     def __init__(self, service: Service, folder: Path) -> None:
         self._service, self._config = service, service.config
-        self._store = Store(folder)
+        self._store = Store(folder, self._config.batch_retention_days * _DAY_S)
+        self._quota = Quota(self._store, self._config.max_batch_storage_bytes)
         self._endpoints = (COMPLETIONS, CHAT) if service.engine.arch.pooler is None else (EMBEDDINGS,)
         num_slots = service.engine.schedule.max_num_seqs * service.engine.config.data_parallel_size
         self._jobs = Jobs(self._store, service, max(1, num_slots // 2))
@@ -81,34 +84,25 @@ class Batches:
 
     async def _upload(self, call: Call) -> None:
         config, path = self._config, self._store.new_upload()
-        try:
-            form = await receive_form(
-                call.receive,
-                call.headers,
-                path,
-                max_bytes=config.max_batch_file_bytes,
-                timeout_s=config.body_timeout_s,
-            )
-            if unknown := form.fields.keys() - {"purpose"}:
-                raise BadRequestError(f"{min(unknown)} is not supported in files; leave it out", min(unknown))
-            if (purpose := form.fields.get("purpose")) != BATCH:
-                raise BadRequestError(f'purpose must be "{BATCH}", got {brief(purpose)}', "purpose")
-            await self._check_quota(call.owner, path.stat().st_size)
-            added = await asyncio.to_thread(self._store.add_file, path, form.filename, purpose, call.owner)
-        finally:
-            path.unlink(missing_ok=True)
+        with self._quota.upload(call.owner) as reservation:
+            try:
+                form = await receive_form(
+                    call.receive,
+                    call.headers,
+                    path,
+                    max_bytes=config.max_batch_file_bytes,
+                    timeout_s=config.body_timeout_s,
+                    hold=reservation.hold,
+                )
+                if unknown := form.fields.keys() - {"purpose"}:
+                    raise BadRequestError(f"{min(unknown)} is not supported in files; leave it out", min(unknown))
+                if (purpose := form.fields.get("purpose")) != BATCH:
+                    raise BadRequestError(f'purpose must be "{BATCH}", got {brief(purpose)}', "purpose")
+                reservation.settle(path.stat().st_size)
+                added = await asyncio.to_thread(self._store.add_file, path, form.filename, purpose, call.owner)
+            finally:
+                path.unlink(missing_ok=True)
         await call.send_json(added)
-
-    async def _check_quota(self, owner: str, num_bytes: int) -> None:
-        kept = sum(file["bytes"] for file in self._store.objects("file", owner))
-        if kept + num_bytes > self._config.max_batch_storage_bytes:
-            raise BadRequestError(
-                f"the files of a key must have at most {self._config.max_batch_storage_bytes} bytes in all, got "
-                f"{kept + num_bytes} with this one; delete files that are not needed",
-                "file",
-                "storage_exceeded",
-                413,
-            )
 
     async def _send_content(self, call: Call) -> None:
         file = self._find(call, "file")
@@ -127,7 +121,7 @@ class Batches:
                     "file_in_use",
                     409,
                 )
-        await asyncio.to_thread(self._store.delete_file, file["id"])
+        await asyncio.to_thread(self._store.delete, file["id"])
         await call.send_json({"id": file["id"], "object": "file", "deleted": True})
 
     # Batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.openai.batch_files import BatchSummary, run_batch
 from jaxserve.openai.batch_output import numbered_lines
 from jaxserve.server.batches.served_engine import ServedEngine
-from jaxserve.server.batches.store import BATCH_OUTPUT, Json, Store
+from jaxserve.server.batches.store import BATCH_OUTPUT, WAITING, Json, Store
 
 if TYPE_CHECKING:
     from jaxserve.server.service import Service
@@ -20,12 +21,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WAITING = ("validating", "in_progress", "finalizing", "cancelling")
-"""States of batches that have not ended."""
-
 _OK = b'"response": {"status_code": 200,'
 _SAVE_S = 1.0  # time between two notes of the progress
 RETRY_S = 10.0  # time until what failed is tried again
+SWEEP_S = 600.0  # time between two searches for what has been kept for its time
 
 
 class BatchEndedError(Exception):
@@ -46,6 +45,7 @@ class Jobs:
         self._news = threading.Condition()
         self._is_stopped = False
         self._last_owner = ""
+        self._swept_s = -math.inf
         self._thread: threading.Thread | None = None
 
     def start(self, streams: Streams) -> None:
@@ -76,12 +76,27 @@ class Jobs:
 
     def _wait(self) -> Json | None:
         """Wait for a batch; None once the jobs are stopped."""
-        with self._news:
-            while not self._is_stopped:
+        while True:
+            self._sweep()
+            with self._news:
+                if self._is_stopped:
+                    return None
                 if (batch := self._next()) is not None:
                     return batch
-                self._news.wait()
-        return None
+                self._news.wait(SWEEP_S)
+
+    def _sweep(self) -> None:
+        """Delete what has been kept for its time, now and then."""
+        if time.monotonic() - self._swept_s < SWEEP_S:
+            return
+        self._swept_s = time.monotonic()
+        try:
+            num_deleted = self._store.delete_expired(time.time())
+        except OSError:
+            logger.exception("files that have expired cannot be deleted")
+        else:
+            if num_deleted:
+                logger.info("%d files and batches have expired and are deleted", num_deleted)
 
     def _next(self) -> Json | None:
         """Return the oldest batch of the tenant after the one that was served last."""
@@ -100,14 +115,18 @@ class Jobs:
         if batch["status"] == "validating":
             counts = {"total": _num_lines(source), "completed": 0, "failed": 0}
             self._store.update(batch_id, status="in_progress", in_progress_at=_now(), request_counts=counts)
+            logger.info("%s of %s starts: %d lines", batch_id, owner, counts["total"])
+        else:
+            logger.info("%s of %s resumes: %s", batch_id, owner, _counted(batch))
         service = self._service
         engine = ServedEngine(
             service.engine,
             streams,
+            service.admission.limits,
             batch_id,
             owner,
             lambda: self._check(batch_id),
-            has_own_cache=bool(service.keys),
+            has_key=bool(service.keys),
         )
         saved_s = 0.0
 
@@ -129,6 +148,7 @@ class Jobs:
                 chat_format=service.chat_format,
                 response_role=service.config.response_role,
                 takes_templates=service.config.trust_request_chat_template,
+                adapt=service.of_line,
                 use_tqdm=False,
             )
         except BatchEndedError as end:
@@ -141,6 +161,7 @@ class Jobs:
             self._finish(batch_id, owner, "completed")
 
     def _check(self, batch_id: str) -> None:
+        self._sweep()
         batch = self._store.get(batch_id)
         if self._is_stopped or batch is None:
             raise BatchEndedError("stopped")
@@ -182,7 +203,13 @@ class Jobs:
                 uploads[is_good].unlink()
         files = {"output_file_id": ids[True], "error_file_id": ids[False]}
         self._store.update(batch_id, status=status, **files, **{f"{status}_at": _now()})
+        self._log_end(batch_id)
         records.unlink()
+
+    def _log_end(self, batch_id: str, reason: str = "") -> None:
+        if (batch := self._store.get(batch_id)) is not None:
+            took_s = _now() - int(batch["in_progress_at"] if "in_progress_at" in batch else batch["created_at"])
+            logger.info("%s is %s after %d s: %s%s", batch_id, batch["status"], took_s, _counted(batch), reason)
 
     def _fail_later(self, batch_id: str, code: str, message: str) -> None:
         """Note a failure; if that fails too, as on a full disk, try all again after a while."""
@@ -197,6 +224,7 @@ class Jobs:
         error = {"code": code, "line": None, "message": message, "param": "input_file_id"}
         errors = {"object": "list", "data": [error]}
         self._store.update(batch_id, status="failed", failed_at=_now(), errors=errors)
+        self._log_end(batch_id, f"; {message}")
 
 
 def _unusable(source: Path) -> tuple[str, str] | None:
@@ -205,6 +233,11 @@ def _unusable(source: Path) -> tuple[str, str] | None:
     return (
         ("empty_file", "the input file must have a request in each line, got none") if not _num_lines(source) else None
     )
+
+
+def _counted(batch: Json) -> str:
+    counts = batch["request_counts"]
+    return f"{counts['completed']} of {counts['total']} lines done, {counts['failed']} failed"
 
 
 def _num_lines(source: Path) -> int:

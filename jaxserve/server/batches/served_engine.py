@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -10,6 +13,7 @@ from typing import TYPE_CHECKING
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.server.classes import tenant_salt
+from jaxserve.server.rate_limits import tokens_to_take, tokens_used
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -17,6 +21,7 @@ if TYPE_CHECKING:
     from jaxserve.pooling import PoolingParams
     from jaxserve.request import TokenIds
     from jaxserve.sampling_params import SamplingParams
+    from jaxserve.server.rate_limits import RateLimits
     from jaxserve.server.streams import Streams
     from jaxserve.text.tokenizer import Tokenizer
 
@@ -27,32 +32,39 @@ _POLL_S = 0.2
 class ServedEngine:
     """Engine of a server for one batch, to be used by one thread; a `BatchEngine`.
 
+    Requests that the tenant's rate does not allow yet wait until it does, in order.
+
     Args:
         engine: engine of the server.
         streams: threads that drive it.
+        limits: rates of tenants.
         name: beginning of request ids, unique among batches.
         tenant: tenant that owns the batch.
         check: function that is called often, and raises an exception to end the batch.
-        has_own_cache: True to share no prefix cache with other tenants, as requests with keys do.
+        has_key: True if the tenant is the owner of a key: it shares no prefix cache with others, and the rate is its
+            own; without keys all clients share one.
     """
 
     def __init__(
         self,
         engine: Engine,
         streams: Streams,
+        limits: RateLimits,
         name: str,
         tenant: str,
         check: Callable[[], None],
         *,
-        has_own_cache: bool,
+        has_key: bool,
     ) -> None:
-        self._has_own_cache = has_own_cache
+        self._has_key, self._limits = has_key, limits
+        self._limited = tenant if has_key else ""
         self.config, self.schedule = engine.config, engine.schedule
         self.default_sampling_params = engine.default_sampling_params
         self._engine, self._streams, self._name, self._tenant, self._check = engine, streams, name, tenant, check
         self._priority = LOW_PRIORITY if engine.config.scheduling_policy == "priority" else 0
         self._ended: SimpleQueue[RequestGroup] = SimpleQueue()
-        self._open: set[str] = set()
+        self._waiting: deque[str] = deque()  # ids of requests that the rate does not allow yet
+        self._groups: dict[str, RequestGroup] = {}  # unfinished requests by id
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -68,36 +80,59 @@ class ServedEngine:
         cache_salt: str | None = None,
     ) -> None:
         """Queue a request."""
-        salt = tenant_salt(self._tenant, cache_salt) if self._has_own_cache else cache_salt
+        salt = tenant_salt(self._tenant, cache_salt) if self._has_key else cache_salt
         group = self._engine.reader.read(
             f"{self._name}/{request_id}", prompt, params, salt, self._tenant, self._priority
         )
-        self._open.add(request_id)
-        self._streams.submit_quietly([group], self._listen)
+        excess = self._limits.excess(self._limited, tokens_to_take(group.requests), time.monotonic())
+        if excess is not None and excess.wait_s == math.inf:
+            raise BadRequestError(excess.message, None, "rate_limit_exceeded", 429)
+        self._groups[request_id] = group
+        self._waiting.append(request_id)
+        self._start()
 
     def abort(self, request_id: str) -> None:
         """Abort a request if it is unfinished."""
-        self._open.discard(request_id)
+        if request_id in self._waiting:
+            self._waiting.remove(request_id)
+            del self._groups[request_id]
+        elif request_id in self._groups:
+            self._settle(self._groups.pop(request_id))
         self._engine.frontend.cancel(f"{self._name}/{request_id}")
 
     def has_unfinished(self) -> bool:
         """Return whether any request has not ended."""
-        return bool(self._open)
+        return bool(self._groups)
 
     def step(self) -> Sequence[RequestOutput | RequestFailure]:
         """Wait for the end of a request, for a moment at most; return what has ended."""
         self._check()
+        self._start()
         ended: list[RequestOutput | RequestFailure] = []
         try:
             group = self._ended.get(timeout=_POLL_S)
             while True:
                 request_id = group.request_id.removeprefix(f"{self._name}/")
-                if request_id in self._open:
-                    self._open.discard(request_id)
+                if self._groups.pop(request_id, None) is not None:
+                    self._settle(group)
                     ended.append(_result(group, request_id))
                 group = self._ended.get_nowait()
         except Empty:
             return ended
+
+    def _start(self) -> None:
+        """Start the requests that wait, as far as the rate of their tenant allows."""
+        while self._waiting:
+            group = self._groups[self._waiting[0]]
+            if self._limits.take(self._limited, tokens_to_take(group.requests), time.monotonic()) is not None:
+                return
+            self._waiting.popleft()
+            self._streams.submit_quietly([group], self._listen)
+
+    def _settle(self, group: RequestGroup) -> None:
+        """Count the tokens of a request that has ended in place of those that were taken."""
+        taken, used = tokens_to_take(group.requests), tokens_used(group.requests)
+        self._limits.settle(self._limited, taken, used, time.monotonic())
 
     def _listen(self, group: RequestGroup) -> None:
         """Take the news of a request, on the frontend's thread."""

@@ -21,6 +21,9 @@ from jaxserve.whole_file import write_whole
 
 Json = dict[str, Any]
 
+WAITING = ("validating", "in_progress", "finalizing", "cancelling")
+"""States of batches that have not ended."""
+
 BATCH, BATCH_OUTPUT = "batch", "batch_output"  # purposes of files
 _ID = re.compile(r"(?:file-|batch_)[0-9a-f]{24}")
 _OWNER = "owner"  # entry that replies do not have
@@ -31,13 +34,14 @@ class Store:
 
     Args:
         folder: directory, created if it does not exist.
+        kept_s: time that files are kept.
 
     Raises:
         ConfigError: the directory cannot be used.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._lock = folder, RLock()
+    def __init__(self, folder: Path, kept_s: int | float) -> None:
+        self._folder, self._kept_s, self._lock = folder, kept_s, RLock()
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for left in folder.glob("*.upload"):
@@ -61,7 +65,8 @@ class Store:
             "id": file_id,
             "object": "file",
             "bytes": size,
-            "created_at": int(time.time()),
+            "created_at": (now_s := int(time.time())),
+            "expires_at": int(now_s + self._kept_s),
             "filename": filename,
             "purpose": purpose,
             "status": "processed",
@@ -96,12 +101,34 @@ class Store:
         found = [x for x in list(self._objects.values()) if x["object"] == kind and owner in (None, x[_OWNER])]
         return map(_without_owner, sorted(found, key=lambda x: (x["created_at"], x["id"]), reverse=True))
 
-    def delete_file(self, file_id: str) -> None:
-        """Delete a file."""
+    def num_bytes(self, owner: str) -> int:
+        """Return the bytes of a tenant's files."""
+        files = [x for x in list(self._objects.values()) if x["object"] == "file" and x[_OWNER] == owner]
+        return sum(file["bytes"] for file in files)
+
+    def delete(self, object_id: str) -> None:
+        """Delete a file, or a batch that has ended."""
         with self._lock:
-            self._objects.pop(file_id, None)
-            (self._folder / f"{file_id}.json").unlink(missing_ok=True)
-            self.content(file_id).unlink(missing_ok=True)
+            self._objects.pop(object_id, None)
+            (self._folder / f"{object_id}.json").unlink(missing_ok=True)
+            for path in (self.content(object_id), self.records(object_id)):
+                path.unlink(missing_ok=True)
+
+    def delete_expired(self, now_s: int | float) -> int:
+        """Delete the files and the ended batches that have been kept for their time; return their number.
+
+        Files that an unfinished batch reads stay.
+        """
+        batches = list(self.objects("batch"))
+        read = {each["input_file_id"] for each in batches if each["status"] in WAITING}
+        ended = [each for each in batches if each["status"] not in WAITING]
+        expired = [each["id"] for each in ended if each[f"{each['status']}_at"] + self._kept_s <= now_s]
+        for file in self.objects("file"):
+            if file.get("expires_at", file["created_at"] + self._kept_s) <= now_s and file["id"] not in read:
+                expired.append(file["id"])
+        for object_id in expired:
+            self.delete(object_id)
+        return len(expired)
 
     def content(self, file_id: str) -> Path:
         """Return the path of a file's content."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,15 @@ class Upload:
     fields: dict[str, str] = field(default_factory=dict)
 
 
-async def receive_form(receive: Receive, headers: Headers, path: Path, *, max_bytes: int, timeout_s: float) -> Upload:
+async def receive_form(
+    receive: Receive,
+    headers: Headers,
+    path: Path,
+    *,
+    max_bytes: int,
+    timeout_s: float,
+    hold: Callable[[int], None] = lambda num_bytes: None,
+) -> Upload:
     """Return a form whose part `file` has been written to `path`.
 
     Args:
@@ -45,6 +54,8 @@ async def receive_form(receive: Receive, headers: Headers, path: Path, *, max_by
         path: file to write.
         max_bytes: limit of the file.
         timeout_s: limit of the time between two parts of the body.
+        hold: function that is told the least size of the file, before it is read if the body's length is known, and
+            as it comes; it raises BadRequestError if there is no room.
 
     Raises:
         BadRequestError: the body is no such form, too large (413) or too slow (408).
@@ -69,7 +80,8 @@ async def receive_form(receive: Receive, headers: Headers, path: Path, *, max_by
         parser: FormParser = create_form_parser(
             {"Content-Type": types.get(b"content-type", b"")}, on_field, on_file, config=config
         )
-        await _feed(parser, receive, max_bytes, timeout_s)
+        hold(_declared_bytes(types.get(b"content-length", b"")) - _MAX_FORM_BYTES)
+        await _feed(parser, receive, max_bytes, timeout_s, hold)
         (file,) = [each for each in files if each.field_name == _FILE.encode()]
     except BadRequestError:
         raise
@@ -89,7 +101,13 @@ async def receive_form(receive: Receive, headers: Headers, path: Path, *, max_by
     return upload
 
 
-async def _feed(parser: FormParser, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+def _declared_bytes(length: bytes) -> int:
+    return int(length) if length.isdigit() and len(length) < 16 else 0
+
+
+async def _feed(
+    parser: FormParser, receive: Receive, max_bytes: int, timeout_s: float, hold: Callable[[int], None]
+) -> None:
     num_bytes = 0
     while True:
         try:
@@ -105,6 +123,7 @@ async def _feed(parser: FormParser, receive: Receive, max_bytes: int, timeout_s:
         num_bytes += len(part)
         if num_bytes > max_bytes + _MAX_FORM_BYTES:
             raise _too_large(max_bytes)
+        hold(num_bytes - _MAX_FORM_BYTES)
         parser.write(part)
         if not message.get("more_body", False):
             parser.finalize()

@@ -1,0 +1,73 @@
+"""Quota: bytes that the files of a tenant may have, those included that are being uploaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from jaxserve.openai.errors import BadRequestError
+
+if TYPE_CHECKING:
+    from jaxserve.server.batches.store import Store
+
+
+class Quota:
+    """Quota of each tenant. Methods are called on the event loop.
+
+    Args:
+        store: files that are there.
+        max_bytes: bytes of all files of a tenant.
+    """
+
+    def __init__(self, store: Store, max_bytes: int) -> None:
+        self._store, self._max_bytes = store, max_bytes
+        self._uploads: dict[str, list[Reservation]] = {}  # by tenant
+
+    @contextmanager
+    def upload(self, owner: str) -> Iterator[Reservation]:
+        """Yield the reservation of an upload, which must be in the store at the end of the context or be gone."""
+        reservation = Reservation(self, owner)
+        self._uploads.setdefault(owner, []).append(reservation)
+        try:
+            yield reservation
+        finally:
+            self._uploads[owner].remove(reservation)
+            if not self._uploads[owner]:
+                del self._uploads[owner]
+
+    def check(self, reservation: Reservation, num_bytes: int) -> None:
+        """Raise BadRequestError (413) if an upload of a number of bytes has no room beside all others."""
+        others = sum(each.num_bytes for each in self._uploads[reservation.owner] if each is not reservation)
+        total = self._store.num_bytes(reservation.owner) + others + num_bytes
+        if total > self._max_bytes:
+            beside = " and uploads that have not ended" if others else ""
+            raise BadRequestError(
+                f"the files of a key must have at most {self._max_bytes} bytes in all, got {total} with this "
+                f"one{beside}; delete files that are not needed",
+                "file",
+                "storage_exceeded",
+                413,
+            )
+
+
+class Reservation:
+    """Bytes of a tenant that an upload holds.
+
+    Attributes:
+        owner: the tenant.
+        num_bytes: the bytes.
+    """
+
+    def __init__(self, quota: Quota, owner: str) -> None:
+        self._quota, self.owner, self.num_bytes = quota, owner, 0
+
+    def hold(self, num_bytes: int) -> None:
+        """Hold at least a number of bytes; BadRequestError (413) if there is no room."""
+        if num_bytes > self.num_bytes:
+            self.settle(num_bytes)
+
+    def settle(self, num_bytes: int) -> None:
+        """Hold exactly a number of bytes; BadRequestError (413) if there is no room."""
+        self._quota.check(self, num_bytes)
+        self.num_bytes = num_bytes
