@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from json import decoder
+from json.decoder import scanstring  # type: ignore[attr-defined]  # as long as Python has had json
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # the same in all versions since 2.7
 from typing import Any
 
+from jaxserve.errors import brief
 from jaxserve.openai.errors import BadRequestError
 
 SHORT_BODY_BYTES = 16384  # a body up to this size is parsed at once
 MAX_ITEMS = 2**18  # lists, objects, and what is in them but for numbers in lists
+MAX_FIELDS = 1024  # of a body itself; no request has a tenth of them
+
+_MAX_SHARED = 4096  # names of fields that are kept to be shared by objects
 
 # Numbers of a list, each with its comma, as many as C reads in a fraction of a millisecond.
 _NUMBERS = re.compile(r"(?:[ \t\n\r]*-?\d{1,18}[ \t\n\r]*,){1,4096}+")
@@ -52,7 +55,6 @@ class _Decoder(json.JSONDecoder):
     def __init__(self, max_depth: int) -> None:
         super().__init__(parse_constant=_refuse_constant)
         self._max_depth, self._depth, self._num_items = max_depth, 0, 0
-        self._object: Callable[..., Any] = decoder.JSONObject  # type: ignore[attr-defined]
         self.parse_object = self._parse_object
         self.parse_array = self._parse_array
         self._scan = py_make_scanner(self)
@@ -71,30 +73,62 @@ class _Decoder(json.JSONDecoder):
         if self._depth > self._max_depth:
             raise _too_deep(self._max_depth)
 
-    def _parse_object(self, start: tuple[str, int], strict: bool, scan_once: Any, *rest: Any) -> Any:
+    def _parse_object(
+        self, start: tuple[str, int], strict: bool, scan_once: Any, hook: Any, pairs_hook: Any, memo: dict[str, str]
+    ) -> Any:
+        """Return an object and the position after it. Python's own way makes all of it in one call of C, of pairs."""
         self._enter()
-        result = self._object(start, strict, self._scan_once, *rest)
-        self._depth -= 1
-        return result
+        text, position = start
+        found: dict[str, Any] = {}
+        position = _after_space(text, position)
+        if text[position : position + 1] == "}":
+            self._depth -= 1
+            return found, position + 1
+        while True:
+            if text[position : position + 1] != '"':
+                raise json.JSONDecodeError("Expecting property name enclosed in double quotes", text, position)
+            name, position = scanstring(text, position + 1, strict)
+            if len(memo) < _MAX_SHARED:
+                name = memo.setdefault(name, name)
+            position = _after_space(text, position)
+            if text[position : position + 1] != ":":
+                raise json.JSONDecodeError("Expecting ':' delimiter", text, position)
+            found[name], position = self._value(text, _after_space(text, position + 1))
+            if self._depth == 1 and len(found) > MAX_FIELDS:
+                message = f"a body must have at most {MAX_FIELDS} fields, got more, as {brief(name)}"
+                raise BadRequestError(message, None, "unsupported_parameter")
+            position = _after_space(text, position)
+            following = text[position : position + 1]
+            position += 1
+            if following == "}":
+                self._depth -= 1
+                return found, position
+            if following != ",":
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, position - 1)
+            position = _after_space(text, position)
+
+    def _value(self, text: str, start: int) -> tuple[Any, int]:
+        try:
+            value, position = self._scan_once(text, start)
+        except StopIteration as error:
+            raise json.JSONDecodeError("Expecting value", text, error.value) from None
+        return value, position
 
     def _parse_array(self, start: tuple[str, int], scan_once: Any) -> Any:
         self._enter()
         text, position = start
         values: list[Any] = []
-        position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+        position = _after_space(text, position)
         if text[position : position + 1] == "]":
             self._depth -= 1
             return values, position + 1
         while True:
             if (numbers := _NUMBERS.match(text, position)) is not None:
                 values += json.loads(f"[{text[position : numbers.end() - 1]}]")
-                position = _SPACE.match(text, numbers.end()).end()  # type: ignore[union-attr]
-            try:
-                value, position = self._scan_once(text, position)
-            except StopIteration as error:
-                raise json.JSONDecodeError("Expecting value", text, error.value) from None
+                position = _after_space(text, numbers.end())
+            value, position = self._value(text, position)
             values.append(value)
-            position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+            position = _after_space(text, position)
             following = text[position : position + 1]
             position += 1
             if following == "]":
@@ -102,7 +136,11 @@ class _Decoder(json.JSONDecoder):
                 return values, position
             if following != ",":
                 raise json.JSONDecodeError("Expecting ',' delimiter", text, position - 1)
-            position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+            position = _after_space(text, position)
+
+
+def _after_space(text: str, position: int) -> int:
+    return _SPACE.match(text, position).end()  # type: ignore[union-attr]
 
 
 def _is_shallow(content: dict[str, Any], max_depth: int) -> bool:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from jaxserve.server.config import ServerConfig
 
 KEEP_ALIVE_S = 5
+# By default each thread that computes keeps the lock of Python for 5 ms before the loop gets it, which needs it several
+# times to answer a request.
+SWITCH_INTERVAL_S = 5e-4
 
 
 class _Server(uvicorn.Server):
@@ -31,10 +34,12 @@ class _Server(uvicorn.Server):
         self._app, self._on_start = app, on_start
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None  # kept from the garbage collector
+        self._switch_interval_s = sys.getswitchinterval()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to listen."""
         self._loop = asyncio.get_running_loop()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         # What starting leaves lives as long as the server. A full collection would look through all of it, for up to
         # 0.2 s in which no stream gets a token.
         gc.collect()
@@ -46,6 +51,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close all connections."""
         await super().shutdown(sockets)
+        sys.setswitchinterval(self._switch_interval_s)
         gc.unfreeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

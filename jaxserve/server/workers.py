@@ -78,9 +78,8 @@ class Workers:
             yield made, has_more
 
     def release(self, groups: Sequence[RequestGroup]) -> None:
-        """Free the memory of log probabilities slowly, so that the loop need not wait meanwhile."""
-        for group in groups:
-            self._pool.submit(group.release_logprobs)
+        """Free the memory of log probabilities slowly, on one thread, so that the loop need not wait meanwhile."""
+        self._pool.submit(_release, groups)
 
     def close(self) -> None:
         """Begin no more work."""
@@ -116,6 +115,12 @@ class Workers:
             self._used_s[tenant] = min(self._used_s.values(), default=0.0)
         self._used_s[tenant] += used_s
         self._start()
+
+
+def _release(groups: Sequence[RequestGroup]) -> None:
+    for group in groups:
+        group.release_logprobs()
+        time.sleep(GIL_PAUSE_S)
 
 
 def _take(pieces: Iterator[bytes]) -> tuple[list[bytes], bool]:

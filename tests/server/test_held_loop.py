@@ -39,13 +39,13 @@ IDS = [2 + i % (VOCAB_SIZE - 2) for i in range(1000)]
 TEXT = "hello world, this is text; " * 40_000
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ATTACKS: dict[str, tuple[str, Any, int]] = {
-    "echoes": (COMPLETIONS, {"prompt": [IDS] * 4, "echo": True, "logprobs": 20, "max_tokens": 1}, 200),
+    "echoes": (COMPLETIONS, {"prompt": [IDS] * 2, "echo": True, "logprobs": 20, "max_tokens": 1}, 200),
     "streamed echoes": (
         COMPLETIONS,
-        {"prompt": [IDS] * 4, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True},
+        {"prompt": [IDS] * 2, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True},
         200,
     ),
-    "prompt log probabilities": (COMPLETIONS, {"prompt": [IDS] * 3, "prompt_logprobs": 20, "max_tokens": 1}, 200),
+    "prompt log probabilities": (COMPLETIONS, {"prompt": [IDS] * 2, "prompt_logprobs": 20, "max_tokens": 1}, 200),
     "long output": (
         CHAT,
         {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 20, "max_tokens": 300},
@@ -53,7 +53,7 @@ ATTACKS: dict[str, tuple[str, Any, int]] = {
     ),
     "many prompts": (COMPLETIONS, {"prompt": ["a"] * 1000, "max_tokens": 1}, 200),
     "many samples": (COMPLETIONS, {"prompt": "a", "n": 600, "max_tokens": 2, "stream": True}, 200),
-    "tokens of a long text": ("/tokenize", {"prompt": TEXT[:300_000], "return_token_strs": True}, 200),
+    "tokens of a long text": ("/tokenize", {"prompt": TEXT[:150_000], "return_token_strs": True}, 200),
     "tokens of a long chat": ("/tokenize", {"messages": [{"role": "user", "content": TEXT[:100_000]}]}, 200),
     "vectors of a long text": ("/v1/embeddings", {"input": TEXT}, 400),
     "scores of long texts": ("/score", {"text_1": TEXT, "text_2": [TEXT]}, 400),
@@ -85,6 +85,7 @@ ATTACKS: dict[str, tuple[str, Any, int]] = {
     "quoted value": (COMPLETIONS, {"prompt": {"a": [TEXT, list(range(200_000))]}}, 400),
     "quoted field": (COMPLETIONS, {"prompt": "a", TEXT: 1}, 400),
     "unknown fields": (COMPLETIONS, {"prompt": "a"} | {f"field {i}": i for i in range(50_000)}, 400),
+    "many biases": (COMPLETIONS, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(100_000)}}, 400),
     "neutral value": (COMPLETIONS, {"prompt": "a", "store": list(range(500_000))}, 400),
     "many ids": (COMPLETIONS, {"prompt": list(range(700_000))}, 400),
 }
