@@ -13,6 +13,8 @@ import tiny_tokenizers
 from batch_jobs import batch_input, wait_for
 from killing import records_by_id
 
+from tests.parameters import mainly
+
 LINE = "\njaxserve: interrupted"
 NOT_IGNORED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in jobs
 COMMAND = NOT_IGNORED + "import sys; from jaxserve.__main__ import main; sys.exit(main())"
@@ -46,7 +48,7 @@ def interrupt_after(delay_s: float, cache_dir: Path) -> None:
     assert_interrupted(process, delay_s)
 
 
-@pytest.mark.parametrize("delay_s", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("delay_s", mainly([0.3, 2.0], 1.0))
 def test_generate(delay_s: float, tmp_path: Path) -> None:
     interrupt_after(start_s() + delay_s, tmp_path)
 
@@ -92,7 +94,7 @@ def test_where_something_must_be_put_in_order_an_interrupt_is_not_swallowed() ->
     assert assert_interrupted(start(INSTALLED + SWALLOWED)) == "\nin order\n"
 
 
-@pytest.mark.parametrize("apart_s", [0.0, 0.01, 0.05])
+@pytest.mark.parametrize("apart_s", mainly([0.01], 0.0, 0.05))
 def test_two_interrupts_of_a_batch(apart_s: float, tmp_path: Path) -> None:
     model = str(tiny_tokenizers.write(tmp_path / "model", tiny_tokenizers.byte_level()))
     source, out = batch_input(tmp_path / "in.jsonl", 60), tmp_path / "out.jsonl"

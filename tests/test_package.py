@@ -10,7 +10,8 @@ started = time.perf_counter()
 import jaxserve
 seconds = time.perf_counter() - started
 before = sorted({"jax", "torch", "transformers"} & sys.modules.keys())
-options = {"compile_ahead": "minimal", "max_num_batched_tokens": 1, "compilation_cache_dir": None}
+options = {"compile_ahead": "minimal", "max_num_seqs": 1, "max_num_batched_tokens": 1, "multi_step": 1}
+options |= {"compilation_cache_dir": None}
 jaxserve.LLM(**options).generate("def ", jaxserve.SamplingParams(max_tokens=2), use_tqdm=False)
 after = sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "nvidia", "triton"))
 print(json.dumps({"seconds": seconds, "before": before, "after": after}))

@@ -11,6 +11,7 @@ from typing import Any
 import fake_engine
 import pytest
 import tiny_tokenizers
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from jaxserve import cli
@@ -53,6 +54,12 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[fake_engine.FakeEngine]:
     monkeypatch.setenv(fake_engine.STEP_S, "0.002")
     monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=load))
     return started
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let figures be made and written, but not drawn, which takes longer than a run does; `test_plots` draws them."""
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: Path(path).touch())
 
 
 @pytest.fixture
@@ -160,6 +167,7 @@ def test_plots(model: str, workload: str, tmp_path: Path, engines: list[fake_eng
         assert pixels[..., :3].std() > 0.02  # the figure is not blank
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_single_tokens_have_no_time_between_them(
     model: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +296,7 @@ def test_figures_that_cannot_be_written_are_told_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize("broken_by", [KeyboardInterrupt, OSError("out of something")])
+@pytest.mark.usefixtures("undrawn")
 def test_runs_that_are_done_outlast_a_later_one(
     model: str,
     workload: str,
@@ -326,6 +335,7 @@ def test_a_link_to_the_figures_is_followed(
     assert json.loads((tmp_path / "real.json").read_text())["kind"] == "offline"
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_all_at_once_under_a_limit(
     model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:

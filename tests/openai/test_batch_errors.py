@@ -44,7 +44,11 @@ TOO_LONG = {"role": "user", "content": "x" * 100_000}
         (completion("a", max_tokns=5), "unsupported_parameter", "['max_tokns'] in the body (did you mean max_tokens?)"),
         (chat("a", prompt="x"), "unsupported_parameter", "['prompt'] in the body"),
         (completion("a", stream=True), "unsupported_value", "stream is not supported: it must be false, got True"),
-        (completion("a", max_tokens=1001), "invalid_value", "max_tokens=1001 cannot be greater than max_model_len=1000"),
+        (
+            completion("a", max_tokens=1001),
+            "invalid_value",
+            "max_tokens=1001 cannot be greater than max_model_len=1000",
+        ),
         (chat("a", max_tokens=None, max_completion_tokens=1001), "invalid_value", "max_completion_tokens=1001 cannot"),
         (completion("a", echo=1), "invalid_request", "echo must be a bool"),
         (completion("a", store=0), "unsupported_value", "store is not supported: it must be false, got 0"),
@@ -196,7 +200,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(50), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_odd_lines_end_nothing_but_themselves(engine: FakeEngine, tmp_path: Path, data: st.DataObject) -> None:
     """Every line has one record, however odd the values in and around its body are."""

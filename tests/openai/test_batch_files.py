@@ -19,6 +19,7 @@ from jaxserve.openai import batch_output
 from jaxserve.openai.batch_files import find_finished, run_batch
 from jaxserve.text.tokenizer import Tokenizer
 from tests.openai.batches import completion, mixed_requests, run, write_lines
+from tests.parameters import mainly
 from tests.random_runs import examples
 
 # Bounds
@@ -57,16 +58,17 @@ def test_input_is_read_no_further_than_the_window(tokenizer: Tokenizer, tmp_path
 # Restarts
 
 
-def test_ten_kills_lose_and_repeat_nothing(
-    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("num_kills", mainly([4], 10))
+def test_kills_lose_and_repeat_nothing(
+    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_kills: int
 ) -> None:
     write_lines(tmp_path / "in.jsonl", mixed_requests(300))
     command = [sys.executable, fake_engine.__file__, "batch", "--model", str(tokenizer_dir), str(tmp_path / "in.jsonl")]
     whole_path, out = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     subprocess.run([*command, str(whole_path)], check=True, stderr=subprocess.DEVNULL)
     monkeypatch.setenv(fake_engine.STEP_S, "0.0005")
-    kills = run_with_kills([*command, str(out)], out, 10, seed=1, most_bytes=whole_path.stat().st_size // 8)
-    assert kills == 10
+    kills = run_with_kills([*command, str(out)], out, num_kills, seed=1, most_bytes=whole_path.stat().st_size // 8)
+    assert kills == num_kills
     whole = records_by_id(whole_path)
     assert len(whole) == 300
     assert records_by_id(out) == whole
@@ -79,7 +81,7 @@ def finished(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder, (folder / "out.jsonl").read_bytes()
 
 
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_torn_output_resumes(tokenizer: Tokenizer, finished: tuple[Path, bytes], data: st.DataObject) -> None:
     folder, whole = finished

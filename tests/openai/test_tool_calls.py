@@ -88,7 +88,7 @@ def scan(form: ChatFormat, pieces: Iterable[str], *, has_tools: bool = True, in_
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_a_template_writes_is_read_again(name: str) -> None:
-    @settings(max_examples=examples(15), deadline=None)
+    @settings(max_examples=examples(8), deadline=None)
     @given(messages(name))
     def check(message: Message) -> None:
         found = read(whole_message(scan(format_of(name), [written(name, message)])))
@@ -153,7 +153,7 @@ SAMPLE = Message(
 )
 
 
-STEP = 101  # characters between the ends of texts
+STEP = 211  # characters between the ends of texts
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -175,7 +175,7 @@ PIECES = st.one_of(
 )
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(PIECES, max_size=12), st.booleans(), st.booleans(), st.data())
 def test_no_cut_changes_how_any_text_is_read(
     name: str, pieces: list[str], has_tools: bool, in_thought: bool, data: st.DataObject
@@ -189,7 +189,7 @@ def test_no_cut_changes_how_any_text_is_read(
     assert whole_message(scan(form, parts, **options)) == whole
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.sampled_from([name for name in FORMATS if name != "openai"]),  # its headers may have any words
     st.lists(
@@ -233,7 +233,7 @@ def outputs_of(text: list[list[int]], request: ParsedRequest, tokenizer: Tokeniz
     return output, advance
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.data(), st.sampled_from(FORMATS), st.booleans(), st.booleans(), st.integers(1, 3))
 def test_a_stream_adds_up_to_the_whole_reply(
     data: st.DataObject, name: str, is_special: bool, has_logprobs: bool, n: int

@@ -21,6 +21,7 @@ from jaxserve.structured_output.grammar import GrammarCompiler, TokenConstraint
 from jaxserve.text.detokenizer import Detokenizer
 from tests.openai.chat_samples import Call, Message, written
 from tests.openai.test_tool_calls import FORMATS, TOKENIZERS, format_of
+from tests.parameters import mainly
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "f": {
@@ -79,7 +80,7 @@ def sampled(request: ParsedRequest, is_special: bool, rng: random.Random) -> lis
 
 
 @pytest.mark.parametrize("name", [*FORMATS, None])
-@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("is_special", mainly([True], False))
 @pytest.mark.parametrize(("choice", "parallel"), [("required", True), ("required", False), (NAMED, True)])
 def test_forced_calls_obey_their_schemas(name: str | None, is_special: bool, choice: Any, parallel: bool) -> None:
     request = request_of(name, is_special, tool_choice=choice, parallel_tool_calls=parallel)

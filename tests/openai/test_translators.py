@@ -224,7 +224,7 @@ def test_responses_add_up(script: tuple[list[Delta], str], cuts: list[int]) -> N
     assert whole["status"] == ("incomplete" if script[1] == "length" else "completed")
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(OBJECTS, st.integers(0, 60), st.booleans(), st.sampled_from([None, 1]))
 def test_json_that_was_cut_off(value: dict[str, Any], num_lost: int, is_ascii: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii, indent=indent)

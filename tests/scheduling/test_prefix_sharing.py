@@ -28,7 +28,10 @@ def test_siblings_share_the_pages_of_their_prompt():
     loop.drain()
 
 
-@pytest.mark.parametrize(("num_prompts", "prompt_len", "max_tokens"), [(64, 100, 16), (24, 250, 6), (8, 33, 4)])
+@pytest.mark.parametrize(
+    ("num_prompts", "prompt_len", "max_tokens"),
+    [(24, 250, 6), (8, 33, 4), pytest.param(64, 100, 16, marks=pytest.mark.full)],
+)
 def test_siblings_take_no_more_steps_than_prompts_of_their_own(num_prompts, prompt_len, max_tokens):
     def num_steps(prompts):
         loop = Loop(make_scheduler(256, 512, 16, 4096, 512), depth=1)
@@ -71,7 +74,10 @@ def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them(n
     assert starts(loop.plans[-1]) == {"c": (12, 1)}  # found in "b", which started after the reset
 
 
-@pytest.mark.parametrize(("slot", "depth"), [(0, 0), (0, 1), (1, 0), (3, 1), (7, 1)])
+@pytest.mark.parametrize(
+    ("slot", "depth"),
+    [(0, 0), (3, 1), *(pytest.param(*other, marks=pytest.mark.full) for other in ((0, 1), (1, 0), (7, 1)))],
+)
 @pytest.mark.parametrize("num_prompt", [3, 60, 64, 70])
 def test_outputs_are_found_up_to_64_tokens_late_and_whole_when_their_request_has_ended(num_prompt, slot, depth):
     loop = Loop(make_scheduler(9, num_pages=1024), depth)

@@ -300,7 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (request.pages, request.slot, request.num_pending_tokens) == ([], -1, 0)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=examples(50), stateful_step_count=50, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 

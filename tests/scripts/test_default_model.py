@@ -61,15 +61,25 @@ def test_transformers_reads_the_tokenizer_alike(tokenizer):
     assert hf.bos_token_id == hf.eos_token_id == 0
 
 
-def test_beats_xz_on_held_out_text(tokenizer):
-    from eval_bpb import bits_per_byte, score, take, xz_bits_per_byte
+@pytest.fixture(scope="module")
+def held_out(tokenizer):
+    """Return documents, their ids, and what the model makes of them."""
+    from eval_bpb import score, take
     from training import stdlib_corpus
     from training.dense_model import load_model
 
     longest = max(stdlib_corpus.read(held_out=True), key=len)
     documents = take([longest], 12_000)
     ids = [tokenizer.encode(stdlib_corpus.as_text(document)).ids for document in documents]
-    target, draft = (score(*load_model(path), ids, window=256) for path in (DEFAULT, DRAFT))
+    return documents, ids, score(*load_model(DEFAULT), ids, window=256)
+
+
+def test_beats_xz_on_held_out_text(held_out):
+    from eval_bpb import bits_per_byte, score, xz_bits_per_byte
+    from training.dense_model import load_model
+
+    documents, ids, target = held_out
+    draft = score(*load_model(DRAFT), ids, window=256)
     assert bits_per_byte(target, documents) < bits_per_byte(draft, documents)
     assert bits_per_byte(target, documents) < xz_bits_per_byte(documents)
     assert (target.greedy_ids == draft.greedy_ids).mean() > 0.3
@@ -83,14 +93,11 @@ def test_beats_xz_on_held_out_text(tokenizer):
         pytest.param(None, "int8", 0.005, 0.97, marks=pytest.mark.full),
     ],
 )
-def test_a_few_bits_cost_little(tokenizer, quantization, kv_dtype, cost, agreement):
-    from eval_bpb import bits_per_byte, score, take
-    from training import stdlib_corpus
+def test_a_few_bits_cost_little(held_out, quantization, kv_dtype, cost, agreement):
+    from eval_bpb import bits_per_byte, score
     from training.dense_model import load_model
 
-    documents = take(list(stdlib_corpus.read(held_out=True)), 16_000)
-    ids = [tokenizer.encode(stdlib_corpus.as_text(document)).ids for document in documents]
-    exact = score(*load_model(DEFAULT), ids, window=256)
+    documents, ids, exact = held_out
     narrow = score(*load_model(DEFAULT, quantization=quantization), ids, window=256, kv_dtype=kv_dtype)
     assert bits_per_byte(narrow, documents) == pytest.approx(bits_per_byte(exact, documents), rel=cost)
     assert (narrow.nats != exact.nats).any()
@@ -129,6 +136,7 @@ def tiny():
     return recipe, [np.arange(n, dtype=np.int32) % 7 for n in rng.integers(5, 90, size=30)]
 
 
+@pytest.mark.full  # tests/scripts/test_train_medusa.py runs the same loop by default
 def test_training_learns_repeats_and_resumes(tiny, tmp_path, capsys):
     import json
 

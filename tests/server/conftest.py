@@ -2,7 +2,7 @@
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,12 +34,14 @@ class Running:
         app: its application.
         engine: its engine.
         client: plain client.
+        stop: function that does what a first SIGTERM does.
     """
 
     url: str
     app: App
     engine: Engine
     client: httpx.Client
+    stop: Callable[[], None]
 
 
 @contextmanager
@@ -59,7 +61,7 @@ def running(engine: Engine, **options: Any) -> Iterator[Running]:
         thread.start()
         assert started.wait(30)
         with httpx.Client(base_url=urls[0], timeout=60) as client:
-            yield Running(urls[0], app, engine, client)
+            yield Running(urls[0], app, engine, client, lambda: server.handle_exit(15, None))
             check_drained(engine)
         server.handle_exit(15, None)
         thread.join(30)

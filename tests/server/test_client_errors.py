@@ -99,8 +99,9 @@ def test_an_output_longer_than_any_can_be(server: Running, name: str) -> None:
         assert refused.status_code == 400
         error = refused.json()["error"]
         assert error["type"] == "invalid_request_error"
-        assert f"{field}={LIMIT + 1} cannot be greater than max_model_len={LIMIT}. Please request fewer" in (
-            error["message"]
+        assert (
+            f"{field}={LIMIT + 1} cannot be greater than max_model_len={LIMIT}. Please request fewer"
+            in (error["message"])
         )
         assert path == "/v1/messages" or (error["param"], error["code"]) == (field, "invalid_value")
     cut = server.client.post(path, json=body | {field: LIMIT, "ignore_eos": True}, headers=headers)

@@ -22,6 +22,7 @@ from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.replies import Reply
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.wait_estimate import Wait
+from jaxserve.server import serve
 from tests.server.conftest import Running, running
 
 LONG: dict[str, Any] = {"prompt": "a b", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
@@ -44,10 +45,13 @@ def guarded(engine: Engine, tmp_path: Path) -> Iterator[Running]:
 
 
 def test_what_starting_leaves_is_out_of_the_collectors_sight_while_it_serves(engine: Engine) -> None:
+    before_s = sys.getswitchinterval()
     with running(engine):
         assert gc.get_freeze_count() > 10_000
         assert len(gc.get_objects()) < gc.get_freeze_count() / 10
+        assert sys.getswitchinterval() == pytest.approx(serve.SWITCH_INTERVAL_S)
     assert not gc.get_freeze_count()
+    assert sys.getswitchinterval() == before_s
 
 
 def raw(url: str, request: bytes) -> bytes:
@@ -257,27 +261,36 @@ def test_a_broken_step_is_told_in_the_stream(server: Running, monkeypatch: pytes
     assert server.client.post("/v1/completions", json=LONG).status_code == 200
 
 
-@pytest.mark.parametrize("num_signals", [1, 2])
-def test_signals_end_a_server(num_signals: int, tmp_path: Path) -> None:
-    options = ["--port", "0", "--shutdown-timeout-s", "1", "--compile-ahead", "minimal"]
+def test_a_first_signal_lets_streams_end(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(engine, shutdown_timeout_s=0.3) as server:
+        executor = server.engine.replicas[0].executor
+        launch = executor.launch
+        monkeypatch.setattr(executor, "launch", lambda *args: time.sleep(0.05) or launch(*args))
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}) as reply:
+            lines = reply.iter_lines()
+            first = next(lines)
+            server.stop()
+            assert server.client.get("/ready").status_code == 503
+            assert server.client.post("/v1/completions", json=LONG).status_code == 503
+            text = [first, *(line for line in lines if line)]
+    assert text[-1] == "data: [DONE]"
+    assert json.loads(text[-2][6:])["error"]["code"] == "stopping"
+    assert len(text) < LONG["max_tokens"]
+
+
+def test_two_signals_end_a_server_at_once(tmp_path: Path) -> None:
+    options = ["--port", "0", "--shutdown-timeout-s", "60", "--compile-ahead", "minimal"]
     options += ["--max-num-seqs", "1", "--max-num-batched-tokens", "1", "--multi-step", "1"]  # one program
     command = [sys.executable, "-m", "jaxserve", "serve", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ), cwd=tmp_path) as process:
         assert process.stderr is not None
         url = next(line for line in process.stderr if "serving at" in line).split()[-1]
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"max_tokens": 900, "stream": True}) as reply:
-            lines = reply.iter_lines()
-            first = next(lines)
-            for _ in range(num_signals):
-                process.send_signal(signal.SIGTERM)
-                time.sleep(0.2)
-            if num_signals == 1:
-                assert httpx.get(f"{url}/ready").status_code == 503
-                assert httpx.post(f"{url}/v1/completions", json=LONG).status_code == 503
-                text = [first, *(line for line in lines if line)]
-                assert text[-1] == "data: [DONE]"
-                assert json.loads(text[-2][6:]).get("error", {"code": "stopping"})["code"] == "stopping"
-        assert process.wait(30) == 0
+            next(reply.iter_lines())
+            process.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
 
 
 def test_samples_count_as_open_requests_one_by_one(engine: Engine) -> None:

@@ -19,6 +19,7 @@ from jaxserve.pooling import Pooler
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.test_pooling import write_classifier
 from tests.server.conftest import Running, running
+from tests.soon_compiled import few_programs
 
 QUERY = "Once upon"
 DOCUMENTS = ["a time there were", "three", "tokens come out", "Once upon a time"]
@@ -26,7 +27,9 @@ DOCUMENTS = ["a time there were", "three", "tokens come out", "Once upon a time"
 
 @pytest.fixture(scope="module")
 def embedder(llama: Path) -> Iterator[Running]:
-    with running(Engine(EngineConfig(str(llama), convert="embed", **SIZES)), served_model_name=["tiny"]) as server:
+    with few_programs():
+        engine = Engine(EngineConfig(str(llama), convert="embed", **SIZES))
+    with running(engine, served_model_name=["tiny"]) as server:
         yield server
 
 
@@ -36,7 +39,9 @@ def ranker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, 
     path = tmp_path_factory.mktemp("ranker")
     write_classifier(path, "llama", num_labels=1)
     tiny_tokenizers.write(path, tiny_tokenizers.byte_level(VOCAB_SIZE), bos_token="<s>", eos_token="</s>")
-    with running(Engine(EngineConfig(str(path), **SIZES)), served_model_name=["tiny"]) as server:
+    with few_programs():
+        engine = Engine(EngineConfig(str(path), **SIZES))
+    with running(engine, served_model_name=["tiny"]) as server:
         yield server, path
 
 
@@ -104,7 +109,7 @@ def test_ranks_of_a_head(ranker: tuple[Running, Path]) -> None:
     assert list(by_index) == np.argsort(-expected.numpy(), kind="stable").tolist()
     raw = post(server, "/score", queries=QUERY, documents=DOCUMENTS, use_activation=False)
     np.testing.assert_allclose([entry["score"] for entry in raw["data"]], expected.numpy(), rtol=0, atol=1e-5)
-    with LLM(str(path), **SIZES) as llm:
+    with few_programs(), LLM(str(path), **SIZES) as llm:
         offline = [output.outputs.score for output in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
     np.testing.assert_allclose(offline, torch.sigmoid(expected).numpy(), rtol=0, atol=1e-5)
 

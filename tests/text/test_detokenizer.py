@@ -27,14 +27,14 @@ def incremental(tokenizer: Tokenizer, ids: list[int], **params: object) -> tuple
     return detokenizer.text, stop
 
 
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(100))
 @given(ids=st.lists(st.integers(0, 325), max_size=40), skip=st.booleans())
 def test_byte_level_increments_are_the_decoded_text(byte_level: Tokenizer, ids: list[int], skip: bool) -> None:
     """Random tokens are mostly not UTF-8; ids from 320 on are outside the vocabulary."""
     assert incremental(byte_level, ids, skip_special_tokens=skip)[0] == byte_level.decode(ids, skip)
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(60))
 @given(text=st.text(max_size=60), skip=st.booleans())
 def test_increments_of_any_family_are_the_decoded_text(family: Tokenizer, text: str, skip: bool) -> None:
     ids = family.encode(text)
@@ -47,7 +47,7 @@ def test_any_tokens_of_any_family_give_growing_text(family: Tokenizer, ids: list
     incremental(family, ids)
 
 
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(60))
 @given(prompt=st.text("ab é", max_size=6), text=st.text("ab é東", max_size=20))
 def test_text_goes_on_where_the_prompt_ends(family: Tokenizer, prompt: str, text: str) -> None:
     whole = family.encode(prompt + " " + text)
@@ -87,7 +87,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
     return None
 
 
-@settings(max_examples=examples(400))
+@settings(max_examples=examples(120))
 @given(
     data=st.data(),
     stops=st.lists(st.text("ab \N{REPLACEMENT CHARACTER}", min_size=1, max_size=4), min_size=1, max_size=3),
