@@ -11,6 +11,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.weights.json_file import read_object
 
 _CONFIGS = Path(__file__).parent / "configs"
+_EMBEDDED = "the embedded model"
 
 
 def known_models() -> list[str]:
@@ -32,7 +33,7 @@ def read_model(name: str | None) -> tuple[str, ArchConfig]:
         like = path.name.lower().removesuffix("-instruct")  # a name on Hugging Face's hub, without its organisation
         hint = did_you_mean([like], known)
         raise ConfigError(f"model must be a checkpoint directory, a config.json or one of {known}, got {name!r}{hint}")
-    return name or path.name, registry.from_hf_config(_read_config(path))
+    return name or _EMBEDDED, registry.from_hf_config(_read_config(path))
 
 
 def _read_config(path: Path) -> dict[str, Any]:

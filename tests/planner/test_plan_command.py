@@ -35,6 +35,7 @@ def test_the_report_has_all_figures_and_survives_json() -> None:
         assert keys <= report.keys()
         assert json.loads(json.dumps(report)).keys() == report.keys() == shown[0].keys()
     fitting, too_large, cpu = shown
+    assert cpu["model"] == "the embedded model"
     assert fitting["fits"]
     assert not fitting["missing_bytes_per_chip"]
     bucket = fitting["compiled_tokens"][1]
