@@ -35,6 +35,22 @@ def check_type(given: Json, name: str, wanted: type | UnionType) -> None:
         raise BadRequestError(f"{name} must be a {kind}, got {brief(given[name])}", name)
 
 
+def check_output_len(given: Json, wanted: int | None, max_model_len: int | None) -> None:
+    """Refuse an output longer than the model allows with any prompt, in vLLM's words.
+
+    An output that only has no room beside its prompt is cut, as in vLLM.
+
+    Args:
+        given: fields of the body.
+        wanted: tokens of the output that they ask for.
+        max_model_len: maximum of tokens of a prompt and its output; None to refuse nothing.
+    """
+    if max_model_len is not None and wanted is not None and wanted > max_model_len:
+        name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+        message = f"{name}={wanted} cannot be greater than max_model_len={max_model_len}. "
+        raise BadRequestError(f"{message}Please request fewer output tokens.", name, "invalid_value")
+
+
 def as_bad_request(error: RequestError) -> BadRequestError:
     """Return an error with the fields of OpenAI's error object."""
     if isinstance(error, BadRequestError):

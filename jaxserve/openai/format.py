@@ -17,7 +17,7 @@ from typing import Any
 from jaxserve.errors import PromptTooLongError, RequestError, brief, did_you_mean
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_chat
-from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, check_type
+from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, check_output_len, check_type
 from jaxserve.openai.prompts import Prompt, completion_prompts, plain_prompts
 from jaxserve.openai.tools import MessageForm
 from jaxserve.pooling import PoolingParams
@@ -239,8 +239,7 @@ def parse_body(
         check_prompt: function that raises RequestError for a chat that is too long, before it is encoded.
         response_role: role of a chat's message that is not the continuation of another.
         takes_templates: False to refuse chat templates in bodies.
-        max_model_len: most tokens of a prompt and its output, which a longer output than that is refused by; an output
-            that only has no room beside its prompt is cut, as in vLLM. None to cut any.
+        max_model_len: maximum of `max_tokens`, see `check_output_len`; None for any number.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -249,7 +248,7 @@ def parse_body(
     is_chat = url == CHAT
     with naming_fields(url, _form_field(given)):
         params = _chat_params(given, defaults) if is_chat else _completion_params(given, defaults)
-        _check_output_len(given, params, max_model_len)
+        check_output_len(given, params.max_tokens, max_model_len)
         read = partial(read_chat, response_role=response_role, takes_templates=takes_templates)
         chat = read(given, tokenizer, chat_format, params, check_prompt=check_prompt) if is_chat else None
     options = _stream_options(given, may_stream=may_stream)
@@ -349,15 +348,6 @@ def naming_fields(url: str, form_field: str | None = None) -> Iterator[None]:
         if named is None and any(word in _FORM_WORDS for word in words):
             named = form_field
         raise BadRequestError(str(error), named) from error
-
-
-def _check_output_len(given: Json, params: SamplingParams, max_model_len: int | None) -> None:
-    """Refuse an output that could not be had with any prompt, in vLLM's words."""
-    wanted = params.max_tokens
-    if max_model_len is not None and wanted is not None and wanted > max_model_len:
-        name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-        message = f"{name}={wanted} cannot be greater than max_model_len={max_model_len}. "
-        raise BadRequestError(f"{message}Please request fewer output tokens.", name, "invalid_value")
 
 
 def _form_field(given: Json) -> str:
