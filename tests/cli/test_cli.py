@@ -32,6 +32,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_tokenizers.write(tmp_path_factory.mktemp("model"), tiny_tokenizers.byte_level()))
 
 
+PARSER = build_parser()
+
+
+@pytest.fixture(autouse=True)
+def one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build the parser once for all commands, as it takes longer than what most of them do."""
+    monkeypatch.setattr(cli, "build_parser", lambda: PARSER)
+
+
 @pytest.fixture(autouse=True)
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=fake_engine.FakeLLM))

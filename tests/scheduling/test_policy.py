@@ -48,13 +48,13 @@ def prompt(first, num_tokens):
 
 
 def test_short_prompts_start_beside_a_long_one():
-    """Short prompts behind it would get their first tokens after its 63 steps."""
-    steps = Steps().add(make_request("long", prompt(0, 128_000), 4))
+    """Short prompts behind it would get their first tokens after its 32 steps."""
+    steps = Steps().add(make_request("long", prompt(0, 64_000), 4))
     steps.add(*(make_request(f"short {i}", prompt(i, 100), 4) for i in range(1, 21)))
     assert max(steps.until(f"short {i}") for i in range(1, 21)) <= 3
-    assert steps.until("long") <= 68
-    alone = Steps().add(make_request("long", prompt(0, 128_000), 4))
-    assert alone.until("long") == 63, "alone it has all of every step"
+    assert steps.until("long") <= 37
+    alone = Steps().add(make_request("long", prompt(0, 64_000), 4))
+    assert alone.until("long") == 32, "alone it has all of every step"
 
 
 @pytest.mark.parametrize(("threshold", "chunk"), [(0, 1024), (300, 300)])

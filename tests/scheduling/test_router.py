@@ -18,6 +18,7 @@ from jaxserve.scheduling.router import (
     Router,
     sample_depths,
 )
+from tests.random_runs import examples
 
 
 def prefix_of(*blocks: int) -> Prefix:
@@ -87,7 +88,7 @@ def test_the_cheapest_replica_is_chosen(data: st.DataObject, num_replicas: int) 
     assert costs[open_route.replica] == min(cost for cost, opened in zip(costs, is_open, strict=True) if opened)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(data=st.data(), num_replicas=st.integers(1, 4), num_jobs=st.integers(0, 100))
 def test_a_queue_is_assigned_in_its_order(data: st.DataObject, num_replicas: int, num_jobs: int) -> None:
     """Jobs that wait for a replica count in its load only within the call; replicas with room serve those behind."""

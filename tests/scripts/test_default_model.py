@@ -89,7 +89,7 @@ def test_beats_xz_on_held_out_text(held_out):
     ("quantization", "kv_dtype", "cost", "agreement"),
     [
         pytest.param("int8", None, 0.005, 0.97, marks=pytest.mark.full),
-        (None, "int4", 0.03, 0.9),
+        pytest.param(None, "int4", 0.03, 0.9, marks=pytest.mark.full),
         pytest.param(None, "int8", 0.005, 0.97, marks=pytest.mark.full),
     ],
 )

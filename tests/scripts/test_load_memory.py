@@ -39,7 +39,7 @@ def orbax(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-QUICK = [("checkpoint", "none", 1), ("orbax", "int8", 4)]
+QUICK = [("checkpoint", "int8", 4)]
 
 
 @pytest.mark.parametrize(

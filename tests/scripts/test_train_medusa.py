@@ -99,7 +99,7 @@ def test_files_hold_the_tensors_and_what_the_layer_is(target: Path, kind: str, t
     rng = np.random.default_rng(0)
     tensors = {
         name: jnp.asarray(rng.integers(-8, 9, x.shape) / 8, jnp.float32)  # exact in bfloat16
-        for name, x in heads.init(0).items()
+        for name, x in jax.eval_shape(partial(heads.init, 0)).items()
     }
     files.save(tmp_path, heads, tensors)
     if isinstance(heads, files.MedusaHeads):
@@ -125,7 +125,7 @@ def test_steps_of_a_layer_are_those_of_drafting(tmp_path: Path) -> None:
     head = draft_layers.write_eagle3(tmp_path / "head", model, (1, 3))
     layer = Eagle3Layer(arch, (1, 3), ffn_size=arch.ffn_size, num_steps=3)
     stored = load_file(tmp_path / "head" / "model.safetensors")
-    tensors = {name: jnp.asarray(stored[layer.published(name)]) for name in layer.init(0)}
+    tensors = {name: jnp.asarray(stored[layer.published(name)]) for name in jax.eval_shape(partial(layer.init, 0))}
     predict = jax.jit(partial(layer.predict, tensors, params))
 
     rng = np.random.default_rng(0)
