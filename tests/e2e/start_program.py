@@ -1,20 +1,27 @@
 """Start an engine in a process of its own, serve, refuse a wrong type; print what was compiled and generated.
 
+Two more lines tell when runners are closed and when finalizers run, at the end of the process.
+
 `python start_program.py MODEL CACHE_DIR`; run as a program so that nothing of the test suite is in it.
 """
 
 import collections
 import json
 import sys
+import weakref
+from collections.abc import Callable
+from functools import partial
 
 import jax
 
 from jaxserve import LLM, RequestError, SamplingParams
+from jaxserve.execution import runner
 
 WRONG_TYPES = [5, None, 1.5, [1.5], ["a", "b"], [[3, 4], 5], [None], {"prompt": 7}, {"prompt_token_ids": "ab", "x": 1}]
 
 
-def main(model: str, cache_dir: str) -> None:
+def main(model: str, cache_dir: str) -> LLM:
+    """Return what serves, to be there still when the process ends."""
     events: collections.Counter[str] = collections.Counter()
     jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rsplit("/", 1)[-1]]))
     jax.monitoring.register_event_duration_secs_listener(
@@ -52,7 +59,15 @@ def main(model: str, cache_dir: str) -> None:
         "refused": refused == len(WRONG_TYPES),
     }
     print(json.dumps(result))
+    return llm
+
+
+def tell_and_close(close_all: Callable[[], None]) -> None:
+    print("closed")
+    close_all()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    runner._close_all = partial(tell_and_close, runner._close_all)
+    served = main(*sys.argv[1:])
+    weakref.finalize(served, print, "finalized")

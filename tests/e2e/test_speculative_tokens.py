@@ -15,6 +15,7 @@ import transformers
 from hypothesis import given, settings
 from scipy.special import softmax
 from scipy.stats import chisquare
+from test_oracle import Oracle
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
@@ -172,7 +173,7 @@ def test_rows_longer_than_the_draft_model_s_positions_go_on_without_drafts(
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 20}))
     prompts = [tokens(n, f"positions {n}") for n in (3, 18, 30)]
-    engine = start(speculative_config=speculate("same", model=str(tmp_path), speculative_token_tree=tree), multi_step=8)
+    engine = start(speculative_config=speculate("same", model=str(tmp_path), speculative_token_tree=tree))
     before = replace(engine.stats)
     for output, wanted in zip(generate(engine, prompts, GREEDY), generate(start(), prompts, GREEDY), strict=True):
         assert_same(output, wanted)
@@ -231,7 +232,7 @@ def test_plain_rows_beside_speculating_ones_are_bit_identical(
 @pytest.mark.parametrize("family", ["mistral", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_models_with_windows_release_pages_and_draft(family: str, tmp_path: Path) -> None:
     """The draft model keeps to the pages of the widest window."""
-    checkpoints.write_checkpoint(tmp_path, family)
+    oracle = Oracle(checkpoints.write_checkpoint(tmp_path, family))
     prompts = [tokens(n, f"windows {n}") for n in (3, 9, 30)]
     options: dict[str, Any] = SIZES | {
         "model": str(tmp_path),
@@ -241,11 +242,9 @@ def test_models_with_windows_release_pages_and_draft(family: str, tmp_path: Path
     }
     same = SpeculationConfig(model=str(tmp_path), num_speculative_tokens=3, adaptive=False)
     with few_programs():
-        plain = Engine(EngineConfig(**options))
         engine = Engine(EngineConfig(**options | {"speculative_config": same, "multi_step": 8}))
-    expected = generate(plain, prompts, GREEDY)
-    for output, wanted in zip(generate(engine, prompts, GREEDY), expected, strict=True):
-        assert_same(output, wanted)
+    for output in generate(engine, prompts, GREEDY):
+        oracle.check_greedy(output, 24)
     engine.check_integrity()
     assert engine.stats.acceptance_rate > 0.95
 

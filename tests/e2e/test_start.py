@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from jaxserve import LLM
 from jaxserve.config import EngineConfig
@@ -24,6 +24,7 @@ from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import ONE_ROW, SIZES
 from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, run_alone, tokens
 from tests.parameters import mainly
+from tests.random_runs import examples
 from tests.soon_compiled import few_programs
 
 Start = Callable[..., Engine]
@@ -36,7 +37,9 @@ def start_process(llama: Path, cache_dir: Path) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    result, *at_exit = done.stdout.splitlines()
+    assert at_exit == ["closed", "finalized"], "a runner stops compiling before finalizers take what is traced"
+    return json.loads(result)
 
 
 def test_second_start_compiles_nothing(llama: Path, tmp_path: Path) -> None:
@@ -75,7 +78,7 @@ def test_a_cpu_keeps_16_bit_matrices(tmp_path: Path, stored: str, monkeypatch: p
     prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (1, 20)]
     found = []
     for dtype in ("auto", "float32"):
-        with LLM(str(tmp_path), skip_tokenizer_init=True, dtype=dtype, **SIZES) as llm:
+        with few_programs(), LLM(str(tmp_path), skip_tokenizer_init=True, dtype=dtype, **SIZES) as llm:
             outputs = [output.outputs[0] for output in llm.generate(prompts, sampling)]
             logprobs = [{i: x.logprob for i, x in step.items()} for o in outputs for step in o.logprobs or []]
             found.append(([o.token_ids for o in outputs], logprobs))
@@ -105,7 +108,7 @@ def test_a_float32_checkpoint_on_an_accelerator(
 
 
 @given(jobs=jobs(aborts=True))
-@few_but_rich
+@settings(few_but_rich, max_examples=examples(4))  # of other tests, `drained` checks the same
 def test_no_request_compiles_anything(start: Start, jobs: list[Job]) -> None:
     engine = start()  # forbid_compiles: a step that compiles raises
     run(engine, jobs)
@@ -170,7 +173,7 @@ def test_int8_weights_run_in_bfloat16(start: Start) -> None:
     assert len(generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids) > 0
 
 
-SMALL = {"max_num_batched_tokens": 4, "max_num_seqs": 2}
+SMALL = {"max_num_batched_tokens": 4}
 BEST = "xla" if build.native.unavailable() else "native"
 
 
@@ -235,12 +238,9 @@ def test_missing_native_kernels_are_told_once(
     assert ("no compiler; with a C++ compiler" in caplog.text) == on_cpu
 
 
-def test_slots_are_in_the_budget_of_the_pool(llama: Path) -> None:
-    sizes: dict[str, Any] = {"max_num_batched_tokens": 4, "multi_step": 1, "compile_ahead": "minimal"}
-    config = EngineConfig(str(llama), max_num_seqs=4, max_model_len=64, **sizes)
-    arch = checkpoint.build_arch(config)
-    with few_programs():
-        slots = Engine(config).replicas[0].executor.state.slots
+def test_slots_are_in_the_budget_of_the_pool(start: Start, llama: Path) -> None:
+    engine, config = start(), EngineConfig(str(llama), **SIZES)
+    arch, slots = engine.arch, engine.replicas[0].executor.state.slots
     assert memory.slot_bytes(config, arch, on_cpu=True) == sum(table.nbytes for table in jax.tree.leaves(slots))
     longer = replace(config, max_model_len=128)
     for budget in (
@@ -291,21 +291,3 @@ def test_an_interrupt_while_compiling_ends_the_process_in_order(
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "interrupted" in done.stderr
     assert done.returncode == 130, done.stderr
-
-
-ORDER_AT_EXIT = """
-import sys, weakref
-from jaxserve import LLM
-from jaxserve.execution import runner
-
-runner._close_all = lambda: print("closed")
-sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "multi_step": 1}
-llm = LLM(compile_ahead="minimal", compilation_cache_dir=sys.argv[1], **sizes)
-weakref.finalize(llm, print, "finalized")
-"""
-
-
-def test_at_exit_a_runner_stops_compiling_before_finalizers_take_what_is_traced(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", ORDER_AT_EXIT, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout.split() == ["closed", "finalized"]
