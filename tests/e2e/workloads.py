@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 NUM_SYSTEM_PROMPTS = 3
 
 few_but_rich = settings(
-    max_examples=examples(15),
+    max_examples=examples(10),
     deadline=None,
     derandomize=True,
     database=None,
