@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -122,6 +122,8 @@ class _Costs:
         times: times of dispatches by kind, in seconds per round, with their rounds.
         usual: kind that was found best.
         latest: latest times of the usual kind, as multiples of the kept one.
+        slowness: time that a dispatch takes now, as a multiple of the kept times.
+        kept_s: medians of the kept times by kind.
         has_scouts: True if a few of the rows can show the acceptance, and need to.
         measured_s: time of the last measurement of each kind.
         credit_s: time that probes may lose by now, by their sort.
@@ -130,6 +132,8 @@ class _Costs:
     times: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)
     usual: int | None = None
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+    slowness: float = 1.0
+    kept_s: dict[int, float] = field(default_factory=dict)
     has_scouts: bool = False
     measured_s: dict[int, float] = field(default_factory=dict)
     credit_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys((PLAIN, DRAFTS, SCOUT), 0.0))
@@ -139,31 +143,15 @@ class _Costs:
         self.measured_s[kind] = now_s
         times = self.times.setdefault(kind, deque(maxlen=SAMPLES))
         if kind == self.usual and len(times) >= MOST_TRIALS:
-            self.latest.append(seconds / num_rounds / self._kept_s(kind))
+            self.latest.append(seconds / num_rounds / self.kept_s[kind])
+            self.slowness = median(self.latest)
         else:
             times.append((seconds / num_rounds / self.slowness, num_rounds))
-
-    @property
-    def slowness(self) -> float:
-        """Time that a dispatch takes now, as a multiple of the kept times."""
-        return median(self.latest) if self.latest else 1.0
+            self.kept_s[kind] = _median_s(times)
 
     def median_s(self, kind: int) -> float:
         """Return the seconds per round of a kind of dispatch; infinite for one that was not measured."""
-        return self._kept_s(kind) * self.slowness
-
-    def _kept_s(self, kind: int) -> float:
-        """Return the median of the kept times of a kind.
-
-        The median counts rounds, not dispatches: one that ended after a few rounds says little about others.
-        """
-        times = sorted(self.times.get(kind, ()))
-        half = sum(num_rounds for _, num_rounds in times) / 2
-        for seconds, num_rounds in times:
-            half -= num_rounds
-            if half <= 0:
-                return seconds
-        return math.inf
+        return self.kept_s.get(kind, math.inf) * self.slowness
 
     def guess_s(self, num_drafts: int) -> float:
         """Return the seconds per round of a number of drafts, or an estimate before any was measured."""
@@ -195,6 +183,20 @@ class _Costs:
         line = [max(float(mean_s + (each - mean_k) * slope), plain_s) for each in range(1, max_drafts + 1)]
         well_known = {k: s for k, s in known.items() if len(self.times[k]) >= MOST_TRIALS}
         return [plain_s, *(well_known.get(k, s) for k, s in enumerate(line, 1))]
+
+
+def _median_s(times: Iterable[tuple[float, int]]) -> float:
+    """Return the median of times with their rounds, of which there is one.
+
+    It counts rounds, not dispatches: one that ended after a few rounds says little about others.
+    """
+    ordered = sorted(times)
+    half = sum(num_rounds for _, num_rounds in ordered) / 2
+    for seconds, num_rounds in ordered[:-1]:
+        half -= num_rounds
+        if half <= 0:
+            return seconds
+    return ordered[-1][0]
 
 
 @dataclass(slots=True)
