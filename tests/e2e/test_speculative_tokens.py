@@ -242,7 +242,7 @@ def test_models_with_windows_release_pages_and_draft(family: str, tmp_path: Path
     }
     same = SpeculationConfig(model=str(tmp_path), num_speculative_tokens=3, adaptive=False)
     with few_programs():
-        engine = Engine(EngineConfig(**options | {"speculative_config": same, "multi_step": 8}))
+        engine = Engine(EngineConfig(**options, speculative_config=same))
     for output in generate(engine, prompts, GREEDY):
         oracle.check_greedy(output, 24)
     engine.check_integrity()
