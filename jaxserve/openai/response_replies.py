@@ -275,7 +275,7 @@ def _response(request: ParsedRequest, body: Json) -> Json:
         "usage": None,
         "instructions": given("instructions"),
         "metadata": given("metadata", {}),
-        "tools": [unset | tool for tool in body.get("tools") or []],
+        "tools": [unset | tool for tool in body.get("tools") or [] if tool.get("type") == "function"],
         "tool_choice": given("tool_choice", "auto"),
         "parallel_tool_calls": given("parallel_tool_calls", True),
         "text": {"format": {"type": "text"}} | _without_nulls(body.get("text")),

@@ -21,7 +21,14 @@ NAMES = {  # names of a chat's fields in a response's request
 
 _SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "priority")
 _SAMPLING = ("stop", "top_k", "chat_template_kwargs", "include_reasoning", *SAMPLING)
-_LABELS = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options")
+_LABELS = (
+    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    "client_metadata",
+)
+_LEFT_OUT = {  # tools that a model here cannot call, which coding agents send with every request
+    *("web_search", "web_search_preview", "image_generation", "code_interpreter", "file_search", "mcp", "tool_search"),
+    *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "custom", "namespace"),
+}
 _NOT_STORED = "responses are not stored; send the earlier items in input"
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
@@ -56,7 +63,9 @@ def chat_of_response(body: Json) -> Translation:
         chat["return_prompt_text"] = True
     instructions = fields.take("instructions", str)
     chat["messages"] = _messages(instructions, fields.any("input"))
-    if tools := fields.take("tools", list, []):
+    given = fields.take("tools", list, [])
+    ignored |= {f"tools.{kind}" for tool in given if (kind := _left_out(tool)) is not None}
+    if tools := [tool for tool in given if _left_out(tool) is None]:
         chat["tools"] = [by_type(tool, {"function": _tool}, "a tool", "tools") for tool in tools]
     if (choice := fields.any("tool_choice")) is not None:
         chat["tool_choice"] = _tool_choice(choice)
@@ -114,6 +123,12 @@ def _read_reasoning(chat: Json, reasoning: Fields, ignored: set[str]) -> None:
     reasoning.demand("context", "auto", "all_turns")
     reasoning.demand("mode", "standard")
     reasoning.end()
+
+
+def _left_out(tool: Any) -> str | None:
+    """Return the type of a tool that the model is not told of; None for others."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return kind if isinstance(kind, str) and kind in _LEFT_OUT else None
 
 
 def _tool(fields: Fields) -> Json:

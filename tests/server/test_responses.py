@@ -110,12 +110,15 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
         "store": False,
         "text": {"verbosity": "low"},
         "reasoning": {"summary": "auto"},
+        "client_metadata": {"a": "b"},
+        "tools": [{"type": "web_search"}, {"type": "namespace", "name": "n", "description": "d", "tools": []}],
     }
     vllms: dict[str, Any] = {"include_reasoning": False, "request_id": "mine", "session_id": "s", "vllm_xargs": {}}
     reply = post(codex | vllms)
     assert reply.status_code == 200
-    named = "include,prompt_cache_key,reasoning.summary,session_id,store,text.verbosity"
-    assert reply.headers["x-ignored-params"] == named
+    named = "client_metadata,include,prompt_cache_key,reasoning.summary,session_id,store,text.verbosity"
+    assert reply.headers["x-ignored-params"] == f"{named},tools.namespace,tools.web_search"
+    assert reply.json()["tools"] == []
     assert reply.json()["id"] == "resp_mine"
     raw = post({"enable_response_messages": True}).json()
     (given,), (made,) = raw["input_messages"], raw["output_messages"]
@@ -130,7 +133,8 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
         ("background", True, "not stored"),
         ("truncation", "some", "disabled"),
         ("include", ["web_search_call.results"], "include"),
-        ("tools", [{"type": "web_search"}], "function"),
+        ("tools", [{"type": "telepathy"}], "function"),
+        ("tool_choice", {"type": "web_search"}, "allowed_tools"),
         ("max_output_tokens", -1, "max_output_tokens"),
         ("temperature", "hot", "temperature"),
         ("text", {"format": {"type": "xml"}}, "json_schema"),
