@@ -128,7 +128,7 @@ def test_greedy_takes_the_first_of_the_most_likely(num_rows, vocab_size):
     logits = np.random.default_rng(0).integers(-3, 4, (num_rows, vocab_size)).astype(np.float32)  # many are equal
     logits[-1] = -np.inf
     rows = make_rows(num_rows, temperature=np.zeros(num_rows))
-    assert np.array_equal(draw(logits, rows, make_table(num_rows, vocab_size), BASE_SEED), logits.argmax(1))
+    assert np.array_equal(draw(logits, rows, make_table(64, vocab_size), BASE_SEED), logits.argmax(1))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -210,7 +210,7 @@ def test_costly_work_stands_under_cond_and_nothing_sorts():
 
 def test_compiled_program_keeps_the_conditionals_and_few_copies():
     num_rows, vocab_size = 16, 1024
-    args = (random_logits((num_rows, vocab_size)), make_rows(num_rows), make_table(num_rows, vocab_size), BASE_SEED)
+    args = (random_logits((num_rows, vocab_size)), make_rows(num_rows), make_table(64, vocab_size), BASE_SEED)
     compiled = draw.lower(*args).compile()
     assert compiled.as_text().count(" conditional(") >= 4
     assert "f64[" not in compiled.as_text()
