@@ -4,6 +4,13 @@ import os
 import subprocess
 import sys
 
+LOADED = """
+import sys
+from jaxserve import weights
+import jaxserve.models.registry, jaxserve.models.decoder
+assert not any(name.partition(".")[0] in ("torch", "transformers", "orbax", "tensorstore") for name in sys.modules)
+"""
+
 SHARDED = """
 import jax, numpy as np
 import jax.numpy as jnp
@@ -56,29 +63,15 @@ largest = max(x.nbytes for x in jax.tree.leaves(alone))
 assert max(device_reads) == largest // 2
 """
 
-IMPORTS = """
-import sys
-from jaxserve import weights
-import jaxserve.models.registry, jaxserve.models.decoder
-assert not any(name.partition(".")[0] in ("torch", "transformers", "orbax", "tensorstore") for name in sys.modules)
-"""
 
-
-def run(script, **environment):
-    command = [sys.executable, "-W", "error", "-c", script]
+def test_each_device_reads_its_own_slices_and_nothing_slow_is_imported(tmp_path):
+    devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "error", "-c", LOADED + SHARDED.format(path=str(tmp_path))],
+        env={**os.environ, **devices},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_each_device_reads_its_own_slices(tmp_path):
-    run(
-        SHARDED.format(path=str(tmp_path)),
-        JAX_PLATFORMS="cpu",
-        XLA_FLAGS="--xla_force_host_platform_device_count=4",
-    )
-
-
-def test_serving_code_does_not_import_what_is_slow():
-    run(IMPORTS)
