@@ -30,34 +30,32 @@ OTHER_SETS = [f"native:{name}" for name in OTHERS]
 WITH_SCALES = ("int8", "float8_e4m3fn")
 BY_NAME = {case.name: case for case in CASES}
 
-compiled = functools.partial(
-    jax.jit,
+UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # options that compile programs soon
+jitted = jax.jit(
     ragged_paged_attention,
     static_argnames=("options", "backend"),
     donate_argnames="kv_pages",
+    compiler_options=UNOPTIMIZED,
 )
-jitted = compiled()
-jitted_soon = compiled(compiler_options={"xla_backend_optimization_level": 0})  # compiles functions called only once
 
 # One program for each shape of a pool, which makes a copy that can be donated.
-in_one = functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+in_one = functools.partial(jax.jit, static_argnums=0, compiler_options=UNOPTIMIZED)
 stored = in_one(lambda backend, pages: jax.tree.map(jnp.copy, from_canonical(backend, pages)))
 canonical = in_one(to_canonical)
 
 
-def run(case, arguments, backend, jitted=jitted):
+def run(case, arguments, backend):
     """Return the output of all tokens and the pool in canonical layout.
 
     Args:
       case: case whose options are used.
       arguments: arguments of the call.
       backend: "reference", the name of a backend or "NAME:INSTRUCTION SET".
-      jitted: the jitted operation.
     """
     name, _, instruction_set = backend.partition(":")
     if instruction_set:
         with native.using(instruction_set):
-            return run(case, arguments, name, jitted)
+            return run(case, arguments, name)
     if name == "reference":
         out, pool = reference.write_and_attend(*arguments, case.options)
     else:

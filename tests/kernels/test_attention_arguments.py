@@ -13,7 +13,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     select_backend,
 )
-from tests.kernels.attention_runs import BY_NAME, OPTIONS, jitted_soon, run
+from tests.kernels.attention_runs import BY_NAME, OPTIONS, run
 
 
 def call(backend="xla", options=OPTIONS, **changes):
@@ -24,7 +24,7 @@ def call(backend="xla", options=OPTIONS, **changes):
 
 def test_traced_layer_equals_static_layer():
     case = BY_NAME["mixed"]
-    outs = [run(case, case.arguments().changed(layer=layer), "xla", jitted_soon)[0] for layer in (1, jnp.int32(1))]
+    outs = [run(case, case.arguments().changed(layer=layer), "xla")[0] for layer in (1, jnp.int32(1))]
     np.testing.assert_array_equal(*outs)
 
 

@@ -22,7 +22,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     to_canonical,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case
-from tests.kernels.attention_runs import SERVING
+from tests.kernels.attention_runs import SERVING, UNOPTIMIZED
 from tests.parameters import seeds
 
 
@@ -45,7 +45,7 @@ def compile_layers(backend, kv_dtype="float32", num_layers=3):
 
     rows = RaggedRows(ints(R), ints(R, M), ints(R + 1), ints())
     q = jax.ShapeDtypeStruct((T, Q, H), jnp.float32)
-    return jax.jit(step, donate_argnums=1).lower(q, pool, rows).compile(), pool
+    return jax.jit(step, donate_argnums=1, compiler_options=UNOPTIMIZED).lower(q, pool, rows).compile(), pool
 
 
 @pytest.mark.parametrize(("backend", "kv_dtype"), [*((name, "float32") for name in SERVING), (SERVING[0], "int8")])
@@ -120,7 +120,8 @@ def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, 
         moved = move_tokens(backend, from_canonical(backend, jax.tree.map(jnp.asarray, kv_pages)), *rows)
         return to_canonical(backend, moved)
 
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(move)(pool), jax.tree.map(expected, pool))
+    moved = jax.jit(move, compiler_options=UNOPTIMIZED)(pool)
+    jax.tree.map(np.testing.assert_array_equal, moved, jax.tree.map(expected, pool))
 
 
 @pytest.mark.parametrize("backend", SERVING)
@@ -131,16 +132,17 @@ def test_pages_for_larger_heads_are_several_of_smaller_ones(backend):
     table = jnp.array([[4, 1], [2, 0]], jnp.int32)
     rows = RaggedRows(jnp.array([6, 2]), table, jnp.array([0, 4, 6]), jnp.int32(2))
     pool = jnp.asarray(rng.normal(size=(1, 5, 4, 4, 8)), jnp.float32)  # [L, N, 2K, P, H] of K = 2
+    options = AttentionOptions(0.3)
+    attend = jax.jit(
+        functools.partial(ragged_paged_attention, layer=0, options=options, backend=backend),
+        static_argnames="num_parts",
+        compiler_options=UNOPTIMIZED,
+    )
     for part in range(2):
         inputs = AttentionInputs(q, k, v, rows._replace(page_table=2 * table + part))
         own = pool.reshape(1, 10, 2, 4, 8)
-        options = AttentionOptions(0.3)
-        expected, written = jax.jit(
-            functools.partial(ragged_paged_attention, layer=0, options=options, backend=backend)
-        )(inputs, own)
-        out, pool = jax.jit(
-            functools.partial(ragged_paged_attention, layer=0, options=options, num_parts=2, backend=backend)
-        )(inputs, pool)
+        expected, written = attend(inputs, own)
+        out, pool = attend(inputs, pool, num_parts=2)
         np.testing.assert_array_equal(out, expected)
         np.testing.assert_array_equal(pool.reshape(own.shape), written)
     with pytest.raises(ValueError, match="a page of 2 kv heads of 8 must be 3 pages of other heads, got 1 of 8"):

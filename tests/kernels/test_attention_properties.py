@@ -16,7 +16,6 @@ from tests.kernels.attention_runs import (
     SERVING,
     WITH_SCALES,
     assert_same_pool,
-    jitted_soon,
     live,
     run,
 )
@@ -156,9 +155,9 @@ def test_decode_row_does_not_depend_on_its_neighbours(backend, pasts, data):
 def test_a_tree_without_branches_is_plain_attention(name, backend):
     """Words of ones give the same bits as no mask."""
     case = BY_NAME[name]
-    plain, _ = run(case, case.arguments(), backend, jitted_soon)
+    plain, _ = run(case, case.arguments(), backend)
     ones = jnp.full(case.num_tokens, -1, jnp.int32)
-    chained, _ = run(case, case.arguments().changed(tree_mask=ones), backend, jitted_soon)
+    chained, _ = run(case, case.arguments().changed(tree_mask=ones), backend)
     np.testing.assert_array_equal(live(case, chained), live(case, plain))
 
 
@@ -205,13 +204,13 @@ def test_rows_attend_to_what_another_row_writes_in_the_same_step(name, backend):
     """The result is as if the row that writes the shared pages had run in an earlier step of its own."""
     case = BY_NAME[name]
     arguments, writer, readers = case.arguments(), slice(case.q_lens[0]), slice(case.q_lens[0], sum(case.q_lens))
-    together, _ = run(case, arguments, backend, jitted_soon)
-    _, written = run(case, arguments.changed(num_rows=jnp.int32(1)), backend, jitted_soon)
+    together, _ = run(case, arguments, backend)
+    _, written = run(case, arguments.changed(num_rows=jnp.int32(1)), backend)
     written = jax.tree.map(jnp.asarray, written)
-    afterwards, _ = run(case, arguments.changed(kv_pages=written), backend, jitted_soon)
+    afterwards, _ = run(case, arguments.changed(kv_pages=written), backend)
     np.testing.assert_array_equal(live(case, together), live(case, afterwards))
     other_values = arguments.changed(v=arguments.inputs.v.at[writer].multiply(-1))
-    other, _ = run(case, other_values, backend, jitted_soon)
+    other, _ = run(case, other_values, backend)
     assert (np.abs(other - together)[readers].max(axis=(1, 2)) > 1e-3).all()
 
 

@@ -33,7 +33,7 @@ from jaxserve.pallas_kernels.mla_attention.cases import CASES
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
-from tests.kernels.attention_runs import OTHER_SETS
+from tests.kernels.attention_runs import OTHER_SETS, UNOPTIMIZED, in_one
 from tests.oracles import torch
 from tests.parameters import some_by_default
 
@@ -46,8 +46,17 @@ jitted = jax.jit(
     mla_attention,
     static_argnames=("options", "backend"),
     donate_argnames="kv_pages",
-    compiler_options={"xla_backend_optimization_level": 0},
+    compiler_options=UNOPTIMIZED,
 )
+
+
+# One program for each shape of a pool, which makes a copy that can be donated.
+stored = in_one(lambda backend, pages: jax.tree.map(jnp.copy, from_canonical(backend, pages)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2), compiler_options=UNOPTIMIZED)
+def canonical(backend, pool, width):
+    return to_canonical(backend, pool, width=width)
 
 
 def run(case, arguments, backend):
@@ -60,9 +69,9 @@ def run(case, arguments, backend):
     if backend == "reference":
         out, pool = reference.write_and_attend(inputs, kv_pages, layer, case.options)
     else:
-        pool = from_canonical(backend, jax.tree.map(jnp.copy, kv_pages))
+        pool = stored(backend, kv_pages)
         out, pool = jitted(inputs, pool, layer, case.options, backend=backend)
-        pool = to_canonical(backend, pool, width=case.rows.head_dim)
+        pool = canonical(backend, pool, case.rows.head_dim)
     return np.asarray(out).astype(np.float32), pool
 
 
@@ -160,7 +169,12 @@ def test_expanded_attention_is_that_over_latents(name, backend):
     wanted, wanted_pool = reference.write_and_attend(
         exact.absorbed(exact.matrices.latent_q(exact.q)), kv_pages, layer, case.options
     )
-    attend = jax.jit(head_attention, static_argnames=("options", "backend"), donate_argnames="kv_pages")
+    attend = jax.jit(
+        head_attention,
+        static_argnames=("options", "backend"),
+        donate_argnames="kv_pages",
+        compiler_options=UNOPTIMIZED,
+    )
     pool = from_canonical(backend, jax.tree.map(jnp.copy, kv_pages))
     out, pool = attend(inputs, pool, layer, case.options, backend=backend)
     pool = to_canonical(backend, pool, width=case.rows.head_dim)
@@ -219,7 +233,7 @@ def test_donated_pool_is_updated_in_place(backend, has_matrices):
 
     rows = RaggedRows(ints(R), ints(R, M), ints(R + 1), ints())
     q = jax.ShapeDtypeStruct((T, Q, W), jnp.float32)
-    compiled = jax.jit(step, donate_argnums=1).lower(q, pool, rows).compile()
+    compiled = jax.jit(step, donate_argnums=1, compiler_options=UNOPTIMIZED).lower(q, pool, rows).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= math.prod(pool.shape) * 4
     assert memory.temp_size_in_bytes < 2**20 < math.prod(pool.shape) * 4

@@ -6,13 +6,17 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels import native, packed_linear
+from tests.parameters import mainly
 
 reason = packed_linear.unsupported("float32", jax.default_backend())
 INSTRUCTION_SETS = native.instruction_sets() if reason is None else []
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
-@partial(jax.jit, static_argnames="eps", compiler_options={"xla_backend_optimization_level": 0})
+UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # options that compile programs soon
+
+
+@partial(jax.jit, static_argnames="eps", compiler_options=UNOPTIMIZED)
 def product(matrix, x, norm, eps, operands):
     return packed_linear.multiply(matrix, x, rms_norm=None if norm is None else (norm, eps), **operands)
 
@@ -22,6 +26,8 @@ def multiply(matrix, x, *, rms_norm=(None, None), **operands):
     return np.asarray(product(matrix, x, *rms_norm, operands))
 
 
+unpack = jax.jit(packed_linear.unpack, compiler_options=UNOPTIMIZED)
+rows = jax.jit(packed_linear.rows, compiler_options=UNOPTIMIZED)
 SHAPES = [(16, 4), (17, 1), (40, 33), (64, 256), (200, 96), (31, 1024)]
 
 
@@ -29,7 +35,7 @@ def matrix(shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 5, 12, 13, 37, 130])
+@pytest.mark.parametrize("num_tokens", mainly([1, 5, 12, 13, 130], 2, 37))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_match_numpy(shape, num_tokens):
     weight, x = matrix(shape), matrix((num_tokens, shape[1]), 1)
@@ -57,7 +63,7 @@ def test_int8_weights_are_scaled_by_block(num_blocks, num_tokens):
     packed = packed_linear.pack(jnp.asarray(weight), jnp.asarray(scales))
     np.testing.assert_allclose(multiply(packed, jnp.asarray(x)), x @ real.T, rtol=0, atol=1e-4)
     ids = jnp.asarray([39, 0, 17])
-    np.testing.assert_allclose(packed_linear.rows(packed, ids), real[ids], rtol=1e-6)
+    np.testing.assert_allclose(rows(packed, ids), real[ids], rtol=1e-6)
 
 
 def quantized(shape, num_groups, dtype, seed=0):
@@ -181,14 +187,14 @@ def test_elements_in_words_are_unpacked_and_looked_up(shape, num_groups, dtype):
     elements, scales = quantized(shape, num_groups, dtype)
     zeros = None if dtype == "int8" else np.random.default_rng(1).integers(0, 8, scales.shape)
     packed = packed_linear.pack(elements, scales, zeros)
-    unpacked = packed_linear.unpack(packed)
+    unpacked = unpack(packed)
     lowest = -8 if dtype == "int4" else 0
     np.testing.assert_array_equal(unpacked.weight, elements.astype(np.int32) - lowest)
     np.testing.assert_array_equal(unpacked.scales, scales)
     if zeros is not None:
         np.testing.assert_array_equal(unpacked.zeros, zeros - lowest)
     ids = np.asarray([shape[0] - 1, 0, 7])
-    found = packed_linear.rows(packed, jnp.asarray(ids))
+    found = rows(packed, jnp.asarray(ids))
     real = dequantized(elements, scales, np.zeros(scales.shape) if zeros is None else zeros)
     np.testing.assert_allclose(found, real[ids], rtol=1e-6)
 
@@ -203,7 +209,7 @@ def swiglued(gate_up):
         return gate / (1 + np.exp(-gate)) * up
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 13, 40])
+@pytest.mark.parametrize("num_tokens", mainly([1, 13], 2, 40))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_fused_matches_numpy(shape, num_tokens):
     N, K = shape
@@ -231,7 +237,7 @@ def gated_products(shape, num_tokens):
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("num_tokens", [1, 2, 13, 40])
+@pytest.mark.parametrize("num_tokens", mainly([1, 13], 2, 40))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_gated_products_are_swiglu(shape, num_tokens, instruction_set):
     with native.using(instruction_set):
@@ -264,7 +270,7 @@ def test_gated_products_of_narrow_weights(num_tokens, instruction_set):
     int4 = packed_linear.pack(nibbles, nibble_scales / 8, gated=True)
     for packed, wide in [
         (int8, weight * np.repeat(scales, 32, axis=1)),
-        (half, packed_linear.unpack(half)[0]),
+        (half, unpack(half)[0]),
         (int4, dequantized(nibbles, nibble_scales / 8, np.zeros((80, 2)))),
     ]:
         with native.using(instruction_set):
@@ -319,7 +325,7 @@ def check_tokens_apart(
 
 def test_rows_are_gathered_and_clipped():
     weight = matrix((37, 8))
-    found = packed_linear.rows(packed_linear.pack(jnp.asarray(weight)), jnp.asarray([36, 0, 15, 16, 99, -5]))
+    found = rows(packed_linear.pack(jnp.asarray(weight)), jnp.asarray([36, 0, 15, 16, 99, -5]))
     np.testing.assert_array_equal(found, weight[[36, 0, 15, 16, 36, 0]])
 
 
@@ -329,7 +335,7 @@ def test_unpack_inverts_pack(shape, gated):
     N, K = shape[0] * (2 if gated else 1), shape[1]
     weight = jnp.asarray(matrix((N, K)))
     packed = packed_linear.pack(weight, gated=gated)
-    unpacked, scales, _ = packed_linear.unpack(packed)
+    unpacked, scales, _ = unpack(packed)
     np.testing.assert_array_equal(unpacked, weight)
     assert scales.shape == (N, 0)
     assert (packed.shape, packed.num_outputs, packed.gated) == ((N, K), shape[0], gated)

@@ -20,7 +20,6 @@ from tests.kernels.attention_runs import (
     SERVING,
     assert_same_pool,
     expected_of,
-    jitted_soon,
     live,
     run,
 )
@@ -67,7 +66,7 @@ assert set(BY_NAME) > QUICK_ON_XLA
 )
 def test_matches_reference(case, backend):
     expected, expected_pool = expected_of(case.name)
-    out, pool = run(case, case.arguments(), backend, jitted_soon)
+    out, pool = run(case, case.arguments(), backend)
     tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=tolerance, atol=tolerance)
     assert_same_pool(case, pool, expected_pool)
