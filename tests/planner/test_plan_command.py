@@ -19,6 +19,7 @@ from jaxserve.planner.plan import make_plan
 from jaxserve.planner.program import StepCompiler
 from jaxserve.planner.report import build_report, render
 from jaxserve.planner.targets import missing_compiler, parse_target
+from tests.parameters import mainly
 from tests.planner.plans import SUM_BYTES, plan_of, with_memory
 from tests.quant.quantized_checkpoints import CASES
 
@@ -212,7 +213,7 @@ print(code, "nvidia.cu13" in sys.modules)
 
 
 @pytest.mark.skipif(bool(list(metadata.distributions(name="jax-cuda13-plugin"))), reason="a CUDA plugin is installed")
-@pytest.mark.parametrize("is_default", [True, False])
+@pytest.mark.parametrize("is_default", mainly([True], False))
 def test_compilers_are_found_in_a_folder_of_their_own(is_default: bool, tmp_path: Path) -> None:
     """A plugin of a wrong version is reported before jax loads it; compilers beside it are importable by jax."""
     folder = tmp_path / "jaxserve" / "compilers" if is_default else tmp_path / "elsewhere"

@@ -1,6 +1,7 @@
 """Layers on calibration sequences, and factors moved inside them, against transformers."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,10 @@ from jaxserve.models import decoder, registry
 from jaxserve.quantize.grid import Grid
 from jaxserve.quantize.layer import empty_stats, layer_outputs, layer_stats
 from jaxserve.quantize.rounding import output_error
-from jaxserve.quantize.smoothing import Channels, balance_factors, fold_factors, search_factors
+from jaxserve.quantize.smoothing import Channels, InputStats, balance_factors, fold_factors, search_factors
 from tests.checkpoints import DELTA, FAMILIES, MIXTURES, reference_logits, write_checkpoint
 from tests.parameters import some_by_default
+from tests.quant.loaded import UNOPTIMIZED
 
 
 def layers_of(arch, checkpoint):
@@ -35,24 +37,38 @@ def test_folded_layers_compute_the_logits_of_transformers(tmp_path, family):
     checkpoint, kind = weights.open_checkpoint(tmp_path, specs), registry.family(arch)
     ids = np.random.default_rng(0).integers(0, arch.vocab_size, (2, 20)).astype(np.int32)
     others = checkpoint.load([spec for spec in specs if spec.path[0] != "layers"], jnp.float32)
-    positions = jnp.tile(jnp.arange(20), 2)
-    x = decoder.embed_tokens(others, arch, jnp.asarray(ids).reshape(-1), positions).reshape(2, 20, -1)
-    rng, num_folds = np.random.default_rng(1), 0
+    embed = jax.jit(decoder.embed_tokens, static_argnums=1, compiler_options=UNOPTIMIZED)
+    x = embed(others, arch, ids.reshape(-1), np.tile(np.arange(20), 2)).reshape(2, 20, -1)
+    rng, num_folds, folding = np.random.default_rng(1), 0, {}
+
+    def program(fold, matrices):
+        def folded(p, factors):
+            return fold_factors(p, fold, matrices, factors, jnp.float32, kind.norm_offset)
+
+        return jax.jit(folded, compiler_options=UNOPTIMIZED)
+
     for layer, (original, matrices) in enumerate(layers_of(arch, checkpoint)):
         p, plain = original, layer_outputs(original, arch, layer, x)
         for fold in kind.folds:
             channels = Channels.of(fold, matrices)
-            factors = jnp.asarray(np.exp(rng.normal(size=channels.heads * channels.size)), jnp.float32)
-            before = p
-            p, inputs = fold_factors(p, fold, matrices, factors, jnp.float32, kind.norm_offset)
-            np.testing.assert_allclose(p[fold.target], before[fold.target] * inputs[None, :], rtol=1e-6)
+            factors = np.exp(rng.normal(size=channels.heads * channels.size)).astype(np.float32)
+            before = np.asarray(p[fold.target])
+            if fold not in folding:  # layers are alike
+                folding[fold] = program(fold, matrices)
+            p, inputs = folding[fold](p, factors)
+            np.testing.assert_allclose(p[fold.target], before * np.asarray(inputs)[None, :], rtol=1e-6)
             assert len(np.unique(np.round(np.asarray(inputs), 4))) > 10
             num_folds += 1
         x = layer_outputs(p, arch, layer, x)
-        np.testing.assert_allclose(x, plain, rtol=0, atol=2e-5 * float(jnp.abs(plain).max()))
+        np.testing.assert_allclose(x, plain, rtol=0, atol=2e-5 * np.abs(plain).max())
     assert num_folds == len(kind.folds) * arch.num_layers > 0
-    hidden = kind.final_norm(x.reshape(40, -1), others["final_norm"], arch.norm_eps)
-    logits = np.asarray(decoder.compute_logits(others, arch, hidden)).reshape(2, 20, -1)
+
+    @partial(jax.jit, compiler_options=UNOPTIMIZED)
+    def logits_of(others, x):
+        hidden = kind.final_norm(x.reshape(40, -1), others["final_norm"], arch.norm_eps)
+        return decoder.compute_logits(others, arch, hidden)
+
+    logits = np.asarray(logits_of(others, x)).reshape(2, 20, -1)
     for row, sequence in zip(logits, ids, strict=True):
         np.testing.assert_allclose(row, reference_logits(model, sequence), rtol=0, atol=1e-4)
 
@@ -67,8 +83,8 @@ def layer(tmp_path_factory):
     scales = np.exp(2 * np.random.default_rng(2).normal(size=64))
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 64)) * scales, jnp.float32)
     stats = empty_stats(p, list(matrices))
-    for batch in x:
-        stats = layer_stats(p, arch, 0, batch[None], stats)
+    for batch in np.asarray(x):
+        stats = layer_stats(p, arch, 0, jnp.asarray(batch[None]), stats)
     return arch, p, matrices, x, stats
 
 
@@ -90,9 +106,7 @@ def test_rounded_norms_are_made_up_for_by_the_matrix(layer):
     norm = folded["input_norm"]
     np.testing.assert_array_equal(norm, norm.astype(jnp.bfloat16).astype(jnp.float32))
     plain = layer_outputs(p, arch, 0, x)
-    np.testing.assert_allclose(
-        layer_outputs(folded, arch, 0, x), plain, rtol=0, atol=1e-5 * float(jnp.abs(plain).max())
-    )
+    np.testing.assert_allclose(layer_outputs(folded, arch, 0, x), plain, rtol=0, atol=1e-5 * np.abs(plain).max())
 
 
 def test_awq_factors_lower_the_error_of_outputs(layer):
@@ -100,15 +114,23 @@ def test_awq_factors_lower_the_error_of_outputs(layer):
     grid = Grid(4, False, 1, 32, np.dtype(np.float32))
     for fold in registry.family(arch).folds[:2]:
         channels, weight = Channels.of(fold, matrices), p[fold.target]
-        inputs = channels.inputs(search_factors(weight, stats[fold.target], channels, grid))[None, :]
+        factors = search_factors(weight, stats[fold.target], channels, grid)
 
-        def error(inputs, weight=weight, gram=stats[fold.target].gram):
-            rounded = grid.rounded(weight * inputs, grid.scales(weight * inputs)) / inputs
-            return float(output_error(weight - rounded, gram))
+        @jax.jit
+        def errors(weight, gram, factors, channels=channels):
+            """Return the errors after scaling by the factors, and without."""
 
-        assert error(inputs) <= error(jnp.ones_like(inputs))
+            def error(inputs):
+                rounded = grid.rounded(weight * inputs, grid.scales(weight * inputs)) / inputs
+                return output_error(weight - rounded, gram)
+
+            inputs = channels.inputs(factors)[None, :]
+            return error(inputs), error(jnp.ones_like(inputs))
+
+        found, plain = errors(weight, stats[fold.target].gram, factors)
+        assert found <= plain
         if fold.part is None:
-            assert error(inputs) < 0.9 * error(jnp.ones_like(inputs))
+            assert found < 0.9 * plain
 
 
 def test_smoothquant_makes_peaks_of_inputs_and_weights_equal(layer):
@@ -116,6 +138,7 @@ def test_smoothquant_makes_peaks_of_inputs_and_weights_equal(layer):
     fold = registry.family(arch).folds[0]
     weight = p[fold.target]
     factors = balance_factors(weight, stats[fold.target], Channels.of(fold, matrices), 0.5)
-    peaks = stats[fold.target].divided(factors).peak
-    np.testing.assert_allclose(peaks, jnp.abs(weight * factors[None, :]).max(0), rtol=1e-4)
-    assert jax.numpy.ptp(jnp.log(peaks)) < jax.numpy.ptp(jnp.log(stats[fold.target].peak))
+    peaks = np.asarray(jax.jit(InputStats.divided)(stats[fold.target], factors).peak)
+    scaled = np.asarray(weight) * np.asarray(factors)[None, :]
+    np.testing.assert_allclose(peaks, np.abs(scaled).max(0), rtol=1e-4)
+    assert np.ptp(np.log(peaks)) < np.ptp(np.log(stats[fold.target].peak))
