@@ -51,13 +51,13 @@ def _dense(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str, 
         rope = {LAYER_TYPES[0]: {"rope_type": "default", "rope_theta": 10 ** rng.uniform(3, 5)}, LAYER_TYPES[1]: rope}
     windows = {"sliding_window": rng.choice([3, 8])}
     types = {"layer_types": rng.choice([None, _kinds(LAYER_TYPES, num_layers, rng)])}
-    no_rope = [rng.randint(0, 1) for _ in range(num_layers)]
+    no_rope = rng.sample([0, 1], 2) if num_layers == 2 else [rng.randint(0, 1) for _ in range(num_layers)]
     own: dict[str, dict[str, Any]] = {
         "phi3": {"sliding_window": rng.choice([None, 5, 16]), "original_max_position_embeddings": 16},
         "smollm3": {
             **maybe("use_sliding_window", "attention_bias", "mlp_bias"),
             **windows,
-            "no_rope_layers": rng.choice([None, no_rope]),
+            "no_rope_layers": rng.choice([None, no_rope] if num_layers != 2 else [no_rope]),
             "no_rope_layer_interval": rng.choice([2, 3]),
         },
         "seed_oss": maybe("attention_bias", "attention_out_bias", "mlp_bias"),
@@ -214,7 +214,7 @@ def _granite(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str
 
 
 def _dense_layers(rng: random.Random, layers: int) -> dict[str, Any]:
-    return {"first_k_dense_replace": rng.randint(0, layers - (layers == 2))}
+    return {"first_k_dense_replace": rng.randint(0, layers if layers > 2 else layers - 1)}
 
 
 def random_configs(family: str, count: int, seed: int = 0, num_layers: int | None = None) -> Iterator[dict[str, Any]]:
