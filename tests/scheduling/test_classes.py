@@ -21,7 +21,7 @@ ARRIVALS = st.lists(
 )
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     arrivals=ARRIVALS,
     max_num_seqs=st.integers(1, 4),

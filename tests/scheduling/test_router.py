@@ -47,7 +47,7 @@ def test_depths_are_few_and_dense() -> None:
         assert all(later <= max(earlier * 1.25, earlier + 1) for earlier, later in pairwise(depths))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data(), num_replicas=st.integers(1, 6))
 def test_the_cheapest_replica_is_chosen(data: st.DataObject, num_replicas: int) -> None:
     """The choice equals that of a scan, over any order of loads, notes and losses."""

@@ -60,7 +60,7 @@ def loop_of(scheduler: ShardedScheduler, *args: int, **kwargs: bool) -> Loop:
     max_steps=st.sampled_from([1, 4]),
     may_split=st.booleans(),
 )
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_outputs_are_those_of_each_request_alone(
     requests, arrivals, aborted, num_shards, seqs, budget, num_pages, depth, max_steps, may_split
 ):

@@ -17,11 +17,12 @@ from jaxserve.server.config import ServerConfig
 from jaxserve.server.degradation import BAND, DWELL_S, RUNGS, Ladder, threshold
 from jaxserve.server.rate_limits import Limits, RateLimits, TokenBucket
 from jaxserve.server.timeouts import read_timeouts
+from tests.random_runs import examples
 
 ARRIVALS = st.lists(st.tuples(st.floats(0, 40), st.integers(1, 70)), max_size=25)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(25))
 @given(ARRIVALS, st.integers(1, 60))
 def test_a_bucket_is_a_sliding_window_at_all_scales(arrivals: list[tuple[float, int]], size: int) -> None:
     """An amount is given exactly if, for every span that ends now, no more than size and inflow is given in it."""

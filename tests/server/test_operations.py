@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -278,19 +277,31 @@ def test_a_first_signal_lets_streams_end(engine: Engine, monkeypatch: pytest.Mon
     assert len(text) < LONG["max_tokens"]
 
 
-def test_two_signals_end_a_server_at_once(tmp_path: Path) -> None:
+COMMAND = """
+import sys
+from jaxserve.__main__ import main
+status = main()
+print(*(name for name in sys.modules if name.split(".")[0] in ("torch", "nvidia", "triton")))
+sys.exit(status)
+"""
+
+
+def test_two_signals_end_a_server_at_once_which_has_not_imported_torch(tmp_path: Path) -> None:
     options = ["--port", "0", "--shutdown-timeout-s", "60", "--compile-ahead", "minimal"]
     options += ["--max-num-seqs", "1", "--max-num-batched-tokens", "1", "--multi-step", "1"]  # one program
-    command = [sys.executable, "-m", "jaxserve", "serve", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ), cwd=tmp_path) as process:
+    command, pipe = [sys.executable, "-c", COMMAND, "serve", *options], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path) as process:
         assert process.stderr is not None
         url = next(line for line in process.stderr if "serving at" in line).split()[-1]
-        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"max_tokens": 900, "stream": True}) as reply:
-            next(reply.iter_lines())
+        body = LONG | {"max_tokens": 900, "n": 50, "stream": True}  # one sample after the other, for a minute
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as reply:
+            lines = reply.iter_lines()  # kept, as its end would close the reply
+            next(lines)
             process.send_signal(signal.SIGTERM)
             until(lambda: httpx.get(f"{url}/ready").status_code == 503)
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            loaded, _ = process.communicate(timeout=30)
+        assert (process.returncode, loaded.split()) == (0, [])
 
 
 def test_samples_count_as_open_requests_one_by_one(engine: Engine) -> None:

@@ -53,7 +53,7 @@ def merge(whole: dict[str, Any], part: dict[str, Any]) -> None:
             whole[key] = value
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     runs(),
     st.sampled_from([CHAT, COMPLETIONS]),

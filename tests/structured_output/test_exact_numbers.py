@@ -58,7 +58,7 @@ def exact(value: float) -> Decimal:
     return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.sampled_from(sorted(OBEYS)), BOUNDS, st.booleans(), st.data())
 def test_bounds(keyword: str, bound: float, is_integer: bool, data: st.DataObject) -> None:
     schema = {"type": "integer" if is_integer else "number", keyword: bound}

@@ -19,6 +19,7 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text import loading
 from jaxserve.text.loading import load_tokenizer
 from jaxserve.text.tokenizer import Tokenizer
+from tests.random_runs import examples
 from tests.text import test_gguf_tokenizer
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "[INST]", "PAD")
@@ -81,7 +82,7 @@ TURNS = st.lists(st.tuples(st.sampled_from(["system", "user", "assistant", "tool
 
 
 @given(turns=TURNS, mood=TEXTS, name=TEXTS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_only_the_template_writes_special_tokens(tokenizer: Tokenizer, turns: Any, mood: str, name: str) -> None:
     messages: list[Any] = [{"role": role, "content": content} for role, content in turns]
     messages[-1]["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": {mood: [name]}}}]
@@ -106,7 +107,7 @@ HARMLESS = ["a <think> b </think>", "x < y\n\n", "  東京 [x] ", "if a<b: pass"
 
 
 @given(turns=st.lists(st.sampled_from(HARMLESS), min_size=1))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_messages_without_special_tokens_are_encoded_as_ever(tokenizer: Tokenizer, turns: list[str]) -> None:
     chat = tokenizer.render_chat([{"role": "user", "content": turn} for turn in turns], {})
     for adds_special in (False, True):
