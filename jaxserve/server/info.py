@@ -89,8 +89,8 @@ class Info:
             if not isinstance(text, str):
                 raise BadRequestError(f"prompt must be text, got {brief(text)}", "prompt")
             tokens = tokenizer.encode(text, given.get("add_special_tokens", True))
-        texts = [tokenizer.token_text(token_id) for token_id in tokens] if given.get("return_token_strs") else None
-        return {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens, "token_strs": texts}
+        pieces = [tokenizer.piece(token_id) for token_id in tokens] if given.get("return_token_strs") else None
+        return {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens, "token_strs": pieces}
 
     def _text(self, body: Json) -> Json:
         refuse_unknown("body", body, {"model", "tokens"})

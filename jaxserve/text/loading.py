@@ -102,6 +102,7 @@ def _from_backend(
         literal=LiteralText(backend) if has_literals else None,
         byte_table=ByteTable.of(backend),
         vocabulary=backend.get_vocab,
+        piece=backend.id_to_token,
         json_text=backend.to_str,
         new_bound=partial(TokenBound.from_backend, backend),
         encode_pair=partial(_encode_pair, backend),
@@ -168,6 +169,7 @@ def _from_transformers(
         chat_template=_chat_templates(config, directory),
         chat_options=chat_options,
         vocabulary=slow.get_vocab,
+        piece=slow.convert_ids_to_tokens,
         encode_pair=lambda a, b: slow(a, b)["input_ids"],
     )
 

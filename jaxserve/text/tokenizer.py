@@ -31,6 +31,7 @@ class Tokenizer:
         literal: encoder of chats whose special tokens in contents are text; None where they are special tokens.
         token_text: token id -> its text by itself, special tokens included; decodes each id once.
         vocabulary: function that returns the id of each token.
+        piece: function from a token id to the token in the vocabulary, as it is written there; None for unknown ids.
         json_text: function that returns the text of `tokenizer.json`; None where the tokenizer has no such form.
         encode_pair: function that returns the token ids of two texts as one prompt.
     """
@@ -50,12 +51,13 @@ class Tokenizer:
         literal: LiteralText | None = None,
         byte_table: ByteTable | None = None,
         vocabulary: Callable[[], dict[str, int]] = dict,
+        piece: Callable[[int], str | None],
         json_text: Callable[[], str] | None = None,
         new_bound: Callable[[], TokenBound] = TokenBound,
         encode_pair: Callable[[str, str], TokenIds],
         spans: Callable[[str], tuple[TokenIds, list[tuple[int, int]]]] | None = None,
     ) -> None:
-        self.vocabulary, self.json_text, self.encode_pair = vocabulary, json_text, encode_pair
+        self.vocabulary, self.json_text, self.encode_pair, self.piece = vocabulary, json_text, encode_pair, piece
         self._new_bound, self._spans = new_bound, spans
         self._encode = encode
         self._decode = decode

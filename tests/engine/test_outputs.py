@@ -134,6 +134,7 @@ def test_the_thread_that_steps_decodes_and_makes_nothing(tokenizer: Tokenizer) -
         eos_token_ids=(),
         chat_template={},
         encode_pair=lambda a, b: [],
+        piece=str,
     )
     # requests without a detokenizer, which would decode the tokens too
     groups, found = [new_group(None, logprobs=20) for _ in range(2)], from_device(0)
