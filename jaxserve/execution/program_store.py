@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import pickle
+import re
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -35,6 +36,7 @@ _SETTINGS = (  # jax's settings that change what is traced
 )
 compile_counter = EventCounter("/jax/core/compile/backend_compile_duration")  # programs that XLA was asked for
 _cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # programs that came from XLA's own cache
+_FUNCTION = re.compile(r"<function ([\w.]+) at 0x[0-9a-f]+>")  # no name with <locals>: it may be of several
 MAX_BYTES = 1 << 30  # kept on disk; the longest unused go first
 
 
@@ -54,7 +56,7 @@ class ProgramStore:
         self._directory = directory
         self._devices = devices or jax.devices()[:1]
         facts = (*_environment(), *facts, [device.id for device in self._devices])
-        self._facts = hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()
+        self._facts = hashlib.sha256("\n".join(map(described, facts)).encode()).hexdigest()
 
     def get(self, name: str, compile_program: Callable[[], Compiled]) -> Compiled:
         """The program called `name`: from disk, else compiled now and kept."""
@@ -80,6 +82,11 @@ class ProgramStore:
         if self._directory is None:
             return None
         return self._directory / f"{hashlib.sha256(f'{self._facts} {name}'.encode()).hexdigest()[:40]}.program"
+
+
+def described(fact: object) -> str:
+    """Return the `repr` of a fact as it is in every process: without the addresses of functions of modules."""
+    return _FUNCTION.sub(r"<function \1>", repr(fact))
 
 
 def _read(path: Path, devices: Sequence[jax.Device]) -> Compiled | None:

@@ -6,6 +6,8 @@ import pytest
 
 from jaxserve.execution import program_store as programs
 from jaxserve.execution.program_store import ProgramStore
+from jaxserve.models import registry
+from tests.checkpoints import FAMILIES, hf_dict
 
 
 def compile_double():
@@ -72,6 +74,11 @@ def test_facts_and_names_tell_programs_apart(tmp_path, compiler):
     for facts, name in [(["a"], "x"), (["b"], "x"), (["a"], "y"), (["a", "b"], "x")]:
         ProgramStore(tmp_path, facts).get(name, compiler)
     assert compiler.num_calls == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_described_alike_in_every_process(family):
+    assert " at 0x" not in programs.described(registry.from_hf_config(hf_dict(family)))
 
 
 def test_settings_of_jax_tell_programs_apart(tmp_path, compiler):
