@@ -10,6 +10,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.option_values import read_targets, read_tenant_weights
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
+from jaxserve.scheduling.plan import StepShape
 from jaxserve.scheduling.policy import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS, Policy, prefill_share
 
 MAX_STEP_TOKENS = 1024  # most tokens sampled in one dispatch, over all rows: the program holds their log probabilities
@@ -157,31 +158,28 @@ class ScheduleConfig:
         """Return the most decode steps in one dispatch of a bucket's program, at most `limit`."""
         return max(1, min(limit, MAX_STEP_TOKENS // self.num_rows(bucket)))
 
-    def multi_step_buckets(self, max_steps: int) -> tuple[int, ...]:
-        """Return the buckets with a multi-step program: those with no more tokens than rows."""
-        buckets = self.buckets()
-        most = max(min(self.max_num_seqs, MULTI_STEP_ROWS) if self.few_programs else self.max_num_seqs, buckets[0])
-        return tuple(size for size in buckets if size <= most and self.max_steps(size, max_steps) > 1)
+    def shapes(self, max_steps: int = 1) -> tuple[StepShape, ...]:
+        """Return the shapes of all programs: plain ones, those with drafts, those that sample late; each ascending.
 
-    def step_buckets(self, max_steps: int) -> tuple[int, ...]:
-        """Return the buckets that need a single-step program.
-
-        On CPUs the multi-step program also runs single steps, as its loop has no measurable cost. An accelerator may
-        have to synchronise with the host before each iteration of a loop.
+        A plain program of no more tokens than rows goes several rounds if `max_steps` allows it. On CPUs it also runs
+        single steps, as its loop has no measurable cost; an accelerator may have to synchronise with the host before
+        each iteration, and has one of a single round beside it. Above SPECULATIVE_ROWS rows a step computes so many
+        tokens that drafts do not pay.
         """
-        shared = () if self.few_programs else self.multi_step_buckets(max_steps)
-        return tuple(size for size in self.buckets() if size not in shared)
-
-    def speculative_buckets(self) -> tuple[int, ...]:
-        """Return the numbers of rows with a speculative program, ascending; none without speculative decoding.
-
-        Above SPECULATIVE_ROWS rows a step computes so many tokens that drafts do not pay.
-        """
-        return self._numbers_of_rows(min(self.max_num_seqs, SPECULATIVE_ROWS)) if self.max_drafts else ()
-
-    def split_buckets(self) -> tuple[int, ...]:
-        """Return the numbers of rows with programs for split plans, two for each; none where no plan is split."""
-        return self._numbers_of_rows(self.max_num_seqs) if self.has_split_steps else ()
+        plain, sizes = list[StepShape](), self.buckets()
+        most = max(min(self.max_num_seqs, MULTI_STEP_ROWS) if self.few_programs else self.max_num_seqs, sizes[0])
+        for size in sizes:
+            num_rounds = self.max_steps(size, max_steps) if size <= most else 1
+            if self.few_programs and num_rounds > 1:
+                plain.append(StepShape(size))
+            plain.append(StepShape(size, num_rounds))
+        drafting = self._numbers_of_rows(min(self.max_num_seqs, SPECULATIVE_ROWS)) if self.max_drafts else ()
+        late = self._numbers_of_rows(self.max_num_seqs) if self.has_split_steps else ()
+        return (
+            *plain,
+            *(StepShape(size, self.max_rounds(size, max_steps), has_drafts=True) for size in drafting),
+            *(StepShape(size, samples_late=True) for size in late),
+        )
 
     def _numbers_of_rows(self, most: int) -> tuple[int, ...]:
         """Return numbers of rows, the last of them `most`, that are few: each holds the smaller ones' rows as well."""
@@ -200,8 +198,7 @@ class ScheduleConfig:
 
         Those that set masks and copy pages, for forms and beams alone, are not counted.
         """
-        num_plain = len(self.step_buckets(max_steps)) + len(self.multi_step_buckets(max_steps))
-        return 2 + num_plain + len(self.speculative_buckets()) + 2 * len(self.split_buckets())
+        return 2 + sum(1 + shape.samples_late for shape in self.shapes(max_steps))
 
 
 def _next_of_many(size: int) -> int:

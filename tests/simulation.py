@@ -11,7 +11,7 @@ from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.plan import PlanKind, StepPlan
+from jaxserve.scheduling.plan import StepPlan, StepShape, cheapest
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Scheduler
 
@@ -329,7 +329,7 @@ class SimulatedExecutor:
     """
 
     def __init__(self, schedule: ScheduleConfig, max_steps: int = 1) -> None:
-        self.schedule, self._max_steps = schedule, max_steps
+        self.schedule, self._programs = schedule, schedule.shapes(max_steps)
         self.device = Device(schedule.kv_groups)
         self.fails_at_launch: Exception | None = None
         self.fails_on_device: Exception | None = None
@@ -347,22 +347,13 @@ class SimulatedExecutor:
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         return num_tokens
 
-    def bucket_for(self, num_tokens: int) -> int:
-        return min(bucket for bucket in self.schedule.buckets() if bucket >= num_tokens)
+    def fit(self, step: StepShape) -> StepShape | None:
+        return cheapest(self._programs, step)
 
-    def multi_step_bucket_for(self, num_rows: int) -> int | None:
-        return self.bucket_for(num_rows) if self._max_steps > 1 else None
+    def wait_for(self, program: StepShape) -> None:
+        """All programs are there."""
 
-    def speculative_bucket_for(self, num_rows: int) -> int | None:
-        return min((b for b in self.schedule.speculative_buckets() if b >= num_rows), default=None)
-
-    def split_bucket_for(self, num_rows: int) -> int | None:
-        return min((b for b in self.schedule.split_buckets() if b >= num_rows), default=None)
-
-    def wait_for(self, bucket: int, kind: PlanKind) -> None:
-        """All buckets are there."""
-
-    def launch(self, plan: StepPlan, bucket: int) -> SimulatedStep:
+    def launch(self, plan: StepPlan, program: StepShape) -> SimulatedStep:
         if self.fails_at_launch is not None:
             error, self.fails_at_launch = self.fails_at_launch, None
             raise error

@@ -10,6 +10,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.execution.packer import BatchPacker
 from jaxserve.schedule_config import MAX_STEP_TOKENS, MULTI_STEP_ROWS, ScheduleConfig, default_batch, resolve_schedule
 from jaxserve.scheduling.pacer import MAX_STEPS
+from jaxserve.scheduling.plan import StepShape, cheapest
 from jaxserve.scheduling.policy import prefill_share
 
 MAX_PROGRAMS = 16  # programs on an accelerator, where each may take half a minute
@@ -17,6 +18,11 @@ MAX_PROGRAMS = 16  # programs on an accelerator, where each may take half a minu
 
 def schedule(seqs: int, budget: int, *, few: bool) -> ScheduleConfig:
     return ScheduleConfig(seqs, budget, max_model_len=1024, page_size=16, num_pages=64, few_programs=few)
+
+
+def several_rounds(sizes: ScheduleConfig, max_steps: int) -> list[int]:
+    """Return the tokens of the programs of several rounds."""
+    return [shape.num_tokens for shape in sizes.shapes(max_steps) if shape.num_rounds > 1]
 
 
 def padding(sizes: ScheduleConfig, num_tokens: int) -> tuple[int, float]:
@@ -37,8 +43,9 @@ def test_every_step_has_a_bucket(budget: int, few: bool) -> None:
 def test_split_plans_of_every_number_of_rows_have_a_layout(seqs: int, few: bool) -> None:
     sizes = dataclasses.replace(schedule(seqs, 256, few=few), has_split_steps=True)
     packer = BatchPacker(sizes, base_seed=0, vocab_size=100)
-    assert sizes.split_buckets()[-1] == seqs
-    assert all(packer.num_rows(bucket) == bucket for bucket in sizes.split_buckets())
+    late = [shape.num_tokens for shape in sizes.shapes() if shape.samples_late]
+    assert late[-1] == seqs
+    assert all(packer.num_rows(bucket) == bucket for bucket in late)
 
 
 @given(data=st.data(), budget=st.integers(1, 20_000))
@@ -67,7 +74,7 @@ def test_programs_of_an_accelerator_are_few_by_default(platform: str) -> None:
     config = EngineConfig()
     sizes = resolve_schedule(config, max_position=131_072, platform=platform, page_size=16, num_pages=10_000)
     assert sizes.buckets() == (16, 64, 256, 384, 512, 768, 1024, 1536, 2048)
-    assert sizes.multi_step_buckets(config.max_steps) == (16,)
+    assert several_rounds(sizes, config.max_steps) == [16]
     assert sizes.num_programs(config.max_steps) == 2 + 9 + 1 <= MAX_PROGRAMS
     larger = resolve_schedule(
         EngineConfig(max_num_batched_tokens=8192), max_position=131_072, platform=platform, page_size=16, num_pages=9
@@ -80,7 +87,7 @@ def test_programs_of_a_cpu_run_several_steps_and_single_ones() -> None:
     sizes = resolve_schedule(config, max_position=1024, platform="cpu", page_size=16, num_pages=64)
     assert not sizes.few_programs
     assert sizes.num_programs(config.max_steps) == 2 + len(sizes.buckets()) == 26
-    assert sizes.step_buckets(1) == sizes.buckets()
+    assert sizes.shapes() == tuple(StepShape(size) for size in sizes.buckets())
 
 
 @given(budget=st.integers(256, 1 << 20))
@@ -105,15 +112,32 @@ def test_by_default_prompts_have_their_share_beside_all_rows(
 @example(seqs=3, budget=300)
 def test_rows_that_may_go_several_steps(few: bool, seqs: int, budget: int) -> None:
     sizes = schedule(seqs, budget, few=few)
-    several = sizes.multi_step_buckets(MAX_STEPS)
-    assert several == sizes.buckets()[: len(several)]
+    several = several_rounds(sizes, MAX_STEPS)
+    assert several == [*sizes.buckets()[: len(several)]]
     assert (
         1
         <= max(several)
         <= (min(seqs, MULTI_STEP_ROWS) if few and seqs >= MULTI_STEP_ROWS else max(seqs, MULTI_STEP_ROWS))
     )
     assert all(1 < sizes.max_steps(size, MAX_STEPS) <= MAX_STEP_TOKENS // sizes.num_rows(size) for size in several)
-    assert sizes.multi_step_buckets(1) == ()
+    assert several_rounds(sizes, 1) == []
+
+
+@given(data=st.data(), few=st.booleans(), seqs=st.integers(1, 130), max_steps=st.integers(1, 64))
+def test_the_cheapest_program_of_every_step_holds_it(data: st.DataObject, few: bool, seqs: int, max_steps: int) -> None:
+    """None holds it with fewer tokens, and of those with as many tokens none with fewer rounds."""
+    sizes = dataclasses.replace(schedule(seqs, 256, few=few), has_split_steps=True, max_drafts=3)
+    shapes = sizes.shapes(max_steps)
+    kind = data.draw(st.sampled_from(shapes))
+    step = kind._replace(
+        num_tokens=data.draw(st.integers(1, kind.num_tokens)), num_rounds=data.draw(st.integers(1, kind.num_rounds))
+    )
+    found = cheapest(shapes, step)
+    assert found is not None
+    assert found.holds(step)
+    assert found <= kind
+    assert not any(shape.holds(step) for shape in shapes if shape < found)
+    assert cheapest(shapes, step._replace(num_tokens=257)) is None
 
 
 @given(max_model_len=st.integers(1, 1 << 20), num_pages=st.integers(1, 1 << 20))
@@ -122,4 +146,4 @@ def test_buckets_follow_from_the_step_alone(max_model_len: int, num_pages: int) 
     sizes = schedule(8, 2048, few=True)
     other = dataclasses.replace(sizes, max_model_len=max_model_len, num_pages=num_pages)
     assert other.buckets() == sizes.buckets()
-    assert other.multi_step_buckets(2) == sizes.multi_step_buckets(2)
+    assert other.shapes(2) == sizes.shapes(2)

@@ -31,6 +31,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.plan import StepShape
 from jaxserve.scheduling.sharded import new_scheduler
 
 logger = logging.getLogger(__name__)
@@ -145,6 +146,10 @@ def _from_json(kind: str, *fields: Any) -> ReplicaEvent:
         return Added(_read_request(*fields))
     if kind == "Finished":
         return Finished(fields[0], FinishReason(fields[1]))
+    if kind == "Scheduled" and fields[1] is not None:
+        max_steps, program, *others = fields
+        shape = [program] if isinstance(program, int) else program  # an older log has its tokens
+        return Scheduled(max_steps, StepShape(*shape), *others)
     return _KINDS[kind](*fields)
 
 

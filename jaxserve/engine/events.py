@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxserve.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from jaxserve.scheduling.plan import StepPlan
+    from jaxserve.scheduling.plan import StepPlan, StepShape
     from jaxserve.scheduling.sharded import AnyScheduler
 
 
@@ -65,7 +65,7 @@ class Scheduled(NamedTuple):
     """A plan of up to so many steps was asked for."""
 
     max_steps: int
-    bucket: int | None  # bucket that the plan runs in; None where there was nothing to plan
+    program: StepShape | None  # program that runs the plan; None if there was nothing to plan
     digest: int  # digest of all plans up to this one, since the last recovery
     num_drafts: Sequence[int] = ()  # tokens to draft by slot, if all rows are in decode
     timing: Sequence[float] = ()  # times that it depends on, if there are targets
@@ -102,7 +102,7 @@ Record = Callable[[ReplicaEvent], None]
 def replay(
     events: Iterable[ReplicaEvent],
     scheduler: AnyScheduler,
-    launch: Callable[[StepPlan, int], None] = lambda plan, bucket: None,
+    launch: Callable[[StepPlan, StepShape], None] = lambda plan, program: None,
     read_weights: Callable[[str], None] = lambda path: None,
 ) -> int:
     """Make the plans of a replica from its events, and return their number.
@@ -110,7 +110,7 @@ def replay(
     Args:
         events: all of them, in their order.
         scheduler: a new one, of the same sizes.
-        launch: called with each plan and its bucket.
+        launch: called with each plan and its program.
         read_weights: called with the directory of other weights.
 
     Raises:
@@ -128,18 +128,18 @@ def replay(
                 scheduler.withdraw()
             case CacheReset():
                 scheduler.reset_prefix_cache()
-            case Scheduled(max_steps, bucket, wanted, num_drafts, timing, may_split):
+            case Scheduled(max_steps, program, wanted, num_drafts, timing, may_split):
                 plan = scheduler.schedule(max_steps, num_drafts, timing, may_split=may_split)
                 digest = digest if plan is None else plan.digest(digest)
-                if digest != wanted or (plan is None) != (bucket is None):
+                if digest != wanted or (plan is None) != (program is None):
                     raise RuntimeError(
                         f"its plans differ from the {num_plans + 1}th on ({plan}); all processes must run the same "
                         "versions with the same options, and a log must be replayed by the version that recorded it"
                     )
-                if plan is not None and bucket is not None:
+                if plan is not None and program is not None:
                     num_plans += 1
                     in_flight.append(plan)
-                    launch(plan, bucket)
+                    launch(plan, program)
             case Updated(token_ids):
                 scheduler.update(in_flight.popleft(), token_ids)
             case Extended(request_id, token_ids):

@@ -13,7 +13,7 @@ from jaxserve.engine.events import replay
 from jaxserve.errors import ConfigError
 from jaxserve.execution.executor import Executor
 from jaxserve.execution.program_store import source_digest
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import StepPlan, StepShape
 from jaxserve.scheduling.sharded import AnyScheduler
 
 _OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that each process may have of its own
@@ -42,9 +42,9 @@ def _described(value: object) -> str:
 def follow(peers: Follower, scheduler: AnyScheduler, executor: Executor, devices: Devices) -> None:
     """Replay the leading process's events until it ends. End this process if that cannot go on."""
 
-    def launch(plan: StepPlan, bucket: int) -> None:
-        executor.wait_for(bucket, plan.kind)
-        executor.launch(plan, bucket)
+    def launch(plan: StepPlan, program: StepShape) -> None:
+        executor.wait_for(program)
+        executor.launch(plan, program)
 
     try:
         replay(

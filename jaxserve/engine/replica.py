@@ -27,7 +27,7 @@ from jaxserve.execution.executor import Executor, StepResult
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.draft_pacer import DISPATCH_S, DraftPacer
 from jaxserve.scheduling.pacer import MAX_STEPS, Pacer
-from jaxserve.scheduling.plan import PlanKind
+from jaxserve.scheduling.plan import StepShape
 from jaxserve.scheduling.sharded import new_scheduler
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from jaxserve.scheduling.plan import StepPlan
 
 logger = logging.getLogger(__name__)
+
+SEVERAL = 2  # rounds of which a multi-step program has at least that many
 
 
 class StepTokens(NamedTuple):
@@ -184,14 +186,15 @@ class Replica:
         timing = self._timing(now_s)
         plan = self.scheduler.schedule(max_steps, num_drafts, timing, may_split=may_split)
         self._is_stuck = plan is None
-        bucket = None if plan is None else _bucket(plan, self.executor)
+        program = None if plan is None else self.executor.fit(plan.shape)
         if plan is not None and self._record is not None:
             self._digest = plan.digest(self._digest)
-        self._note(Scheduled(max_steps, bucket, self._digest, num_drafts, timing, may_split))
-        if plan is not None and bucket is not None:
-            handle = self.executor.launch(plan, bucket)
+        self._note(Scheduled(max_steps, program, self._digest, num_drafts, timing, may_split))
+        if plan is not None:
+            assert program is not None, "what is planned has a program"
+            handle = self.executor.launch(plan, program)
             is_scout = self.draft_pacer.launched(max(plan.num_drafts, default=0))
-            self.in_flight.append(InFlight(plan, handle, bucket, now_s, is_scout))
+            self.in_flight.append(InFlight(plan, handle, program.num_tokens, now_s, is_scout))
             self._count_compiles(handle.num_compiles)
         return plan
 
@@ -214,7 +217,7 @@ class Replica:
         if plan.num_prefill_tokens or plan.num_drafts or plan.is_split:
             self.pacer.pause()
         else:
-            bucket = self.executor.multi_step_bucket_for(plan.num_even_rows)
+            bucket = self._bucket(StepShape(plan.num_even_rows, SEVERAL))
             self.pacer.ended(bucket, plan.num_steps, int(num_tokens.max()), result.ended_s)
         if not self.executor.schedule.pools:
             self._stats.num_sampled_tokens += int(num_tokens.sum())
@@ -305,11 +308,16 @@ class Replica:
         """Return whether rows with a constraint can compute a token before the host has read it."""
         if not self._constrained or self._most_in_flight == 1 or not self.scheduler.has_split_rows:
             return False
-        return self.executor.split_bucket_for(self.scheduler.num_even_rows) is not None
+        return self.executor.fit(StepShape(self.scheduler.num_even_rows, samples_late=True)) is not None
+
+    def _bucket(self, step: StepShape) -> int | None:
+        """Return the tokens of the program that runs a step; None if there is none."""
+        program = self.executor.fit(step)
+        return None if program is None else program.num_tokens
 
     def _max_steps(self, wanted: int) -> int:
         """Return the steps that the next dispatch may have: `wanted` as far as programs go, or as many as pay if 0."""
-        bucket = self.executor.multi_step_bucket_for(self.scheduler.num_even_rows)
+        bucket = self._bucket(StepShape(self.scheduler.num_even_rows, SEVERAL))
         if bucket is None or self._has_whole_logprobs():
             return 1
         return self.pacer.max_steps(bucket, wanted)
@@ -335,7 +343,7 @@ class Replica:
         schedule, scheduler = self.executor.schedule, self.scheduler
         if not (schedule.max_drafts and scheduler.num_running and self.may_draft):
             return (), 0
-        bucket = self.executor.speculative_bucket_for(scheduler.num_running)
+        bucket = self._bucket(StepShape(scheduler.num_running, has_drafts=True))
         if bucket is None or self._has_whole_logprobs():
             return (), 0
         slots = scheduler.running_slots
@@ -353,7 +361,7 @@ class Replica:
         """Let the pacer of drafts know how long a dispatch took, and what was accepted."""
         if not self.executor.schedule.max_drafts:
             return
-        bucket, rounds = self.executor.speculative_bucket_for(plan.num_rows), result.rounds
+        bucket, rounds = self._bucket(StepShape(plan.num_rows, has_drafts=True)), result.rounds
         if plan.admitted:
             self.draft_pacer.admit([r.slot for r in plan.admitted if r.slot >= 0])
         if plan.num_prefill_tokens or plan.is_split or bucket is None:
@@ -380,17 +388,3 @@ class Replica:
             self._is_stuck = False
         if self._record is not None:
             self._record(event)
-
-
-def _bucket(plan: StepPlan, executor: Executor) -> int:
-    match plan.kind:
-        case PlanKind.STEP:
-            return executor.bucket_for(plan.num_even_tokens)
-        case PlanKind.SPLIT:
-            bucket = executor.split_bucket_for(plan.num_even_rows)
-        case PlanKind.MULTI_STEP:
-            bucket = executor.multi_step_bucket_for(plan.num_even_rows)
-        case PlanKind.SPECULATIVE:
-            bucket = executor.speculative_bucket_for(plan.num_rows)
-    assert bucket is not None, "what is planned has a program"
-    return bucket

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.plan import PlanKind, StepPlan
+from jaxserve.scheduling.plan import StepPlan, StepShape
 
 if TYPE_CHECKING:
     from jaxserve.sampling import TokenLogprobs
@@ -105,22 +105,16 @@ class Executor(Protocol):
             num_scores: query-key pairs of one head, summed over the layers.
         """
 
-    def bucket_for(self, num_tokens: int) -> int:
-        """Return the smallest bucket that can run now and holds so many tokens."""
+    def fit(self, step: StepShape) -> StepShape | None:
+        """Return the cheapest program that can run a step of this shape now; None if there is none.
 
-    def multi_step_bucket_for(self, num_rows: int) -> int | None:
-        """Return the smallest bucket in which so many rows in decode can go several rounds; None where none can."""
+        Every step without drafts, of one round, that is not split, has one.
+        """
 
-    def speculative_bucket_for(self, num_rows: int) -> int | None:
-        """Return the smallest bucket in which so many rows in decode can go on with drafts; None where none can."""
+    def wait_for(self, program: StepShape) -> None:
+        """Block until a program can run; RuntimeError if it never will."""
 
-    def split_bucket_for(self, num_rows: int) -> int | None:
-        """Return the smallest bucket for a split plan of so many rows in decode; None where there is none."""
-
-    def wait_for(self, bucket: int, kind: PlanKind) -> None:
-        """Block until a bucket can run; RuntimeError if it never will."""
-
-    def launch(self, plan: StepPlan, bucket: int) -> StepHandle:
+    def launch(self, plan: StepPlan, program: StepShape) -> StepHandle:
         """Start the step that `plan` describes. To be called once per plan, before the scheduler is asked for more.
 
         Of a split plan it starts the model alone; `sample` must follow before the next launch, unless the step is

@@ -32,6 +32,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.dispatch import products_by
 from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.plan import StepShape
 from jaxserve.sharding import MODEL, over_devices, replicated, specs_of, tensor_size
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,16 @@ class Lowering:
             program = over_devices(program, self.mesh, (), specs_of(self.abstract_state()))
         return jax.jit(program).lower()
 
-    def step(self, bucket: int, *, multi_step: bool = False) -> jax.stages.Lowered:
-        """Trace and lower the step of one bucket, of one round or of several."""
+    def programs(self, shape: StepShape) -> dict[str, Lower]:
+        """Return what traces and lowers the programs of a shape, by name: two if it samples late, else one."""
+        if shape.samples_late:
+            compute, sample = self.split(shape.num_tokens)
+            return {f"compute {shape.num_tokens}": compute, f"sample {shape.num_tokens}": sample}
+        lower = self.speculative if shape.has_drafts else self.step
+        return {shape.name: partial(lower, shape.num_tokens, shape.num_rounds)}
+
+    def step(self, bucket: int, num_rounds: int = 1) -> jax.stages.Lowered:
+        """Trace and lower the step of one bucket, of one round or of up to `num_rounds`."""
         layout = BatchLayout.of(self.sizes, bucket)
         if self.arch.pooler is not None:
             pooling_step = make_pooling_step(self.arch, layout, backend=self.backend, num_devices=self.num_devices)
@@ -128,7 +137,7 @@ class Lowering:
             self.arch,
             layout,
             backend=self.backend,
-            max_steps=self.schedule.max_steps(bucket, self.max_steps) if multi_step else 1,
+            max_steps=num_rounds,
             num_devices=self.num_devices,
             observer=self.observer,
         )
@@ -154,8 +163,8 @@ class Lowering:
         """Shapes of the parameters of programs in which a proposer may observe."""
         return (self.param_shapes, self.draft_shapes) if self.observer else self.param_shapes
 
-    def speculative(self, bucket: int) -> jax.stages.Lowered:
-        """Trace and lower the speculative step of a bucket, a number of rows."""
+    def speculative(self, bucket: int, num_rounds: int) -> jax.stages.Lowered:
+        """Trace and lower the speculative step of a bucket, a number of rows, of up to `num_rounds`."""
         assert self.proposer is not None, "a speculative step has a proposer"
         layout = BatchLayout.of(self.sizes, bucket, is_speculative=True)
         step = make_speculative_step(
@@ -163,7 +172,7 @@ class Lowering:
             layout,
             self.proposer,
             backend=self.backend,
-            max_rounds=self.schedule.max_rounds(bucket, self.max_steps),
+            max_rounds=num_rounds,
             num_devices=self.num_devices,
         )
         return self._lower(step, layout, (self.param_shapes, self.draft_shapes))

@@ -20,7 +20,6 @@ from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling import SlotRow, pack_mask, pack_records
 from jaxserve.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.plan import PlanKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -59,10 +58,14 @@ class BatchPacker:
         self.config = config
         self._vocab_size = vocab_size
         self._base_seed = np.uint32(base_seed).view(np.int32)
-        buckets = {*config.buckets(), *config.split_buckets()}
-        self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in buckets}
+        shapes = config.shapes()
+        self.layouts = {
+            each.num_tokens: BatchLayout.of(config, each.num_tokens) for each in shapes if not each.has_drafts
+        }
         self._speculative_layouts = {
-            bucket: BatchLayout.of(config, bucket, is_speculative=True) for bucket in config.speculative_buckets()
+            each.num_tokens: BatchLayout.of(config, each.num_tokens, is_speculative=True)
+            for each in shapes
+            if each.has_drafts
         }
         self._admission = AdmissionLayout.of(config)
         self._masks = MaskLayout.of(config, vocab_size)
@@ -98,7 +101,8 @@ class BatchPacker:
             self._slots, self._slot_array = plan.slots, np.array(plan.slots, np.intp)  # finding the dtype takes long
         slots = self._slot_array
         counts = self._ones[:num_rows] if is_decode else np.array(plan.counts, _INT)
-        max_new = counts if is_decode and plan.kind is PlanKind.STEP else np.array(plan.max_new, _INT)
+        is_plain = plan.num_steps == 1 and not (plan.num_drafts or plan.is_split)
+        max_new = counts if is_decode and is_plain else np.array(plan.max_new, _INT)
         to["base_seed"][0], to["num_rows"][0], to["wants_logprobs"][0] = self._base_seed, num_rows, plan.wants_logprobs
         to["cu_q_lens"][num_rows + 1 :] = plan.num_tokens
         np.add.accumulate(counts, out=to["cu_q_lens"][1 : num_rows + 1])

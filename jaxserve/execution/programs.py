@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -17,22 +17,12 @@ from jaxserve.execution.lowering import Lower, Lowering, _known
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.state import ServeState
 from jaxserve.execution.xla_cache import Scope
-from jaxserve.scheduling.plan import PlanKind
+from jaxserve.scheduling.plan import StepShape, cheapest
 
 logger = logging.getLogger(__name__)
 
 Compiled = Any  # jax.stages.Compiled
-_NONE: tuple[int, ...] = ()
-
-
-class Buckets(NamedTuple):
-    """Buckets to compile, by the kind of program."""
-
-    steps: Iterable[int] = _NONE
-    multi_steps: Iterable[int] = _NONE
-    speculative: Iterable[int] = _NONE
-    split: Iterable[int] = _NONE
-
+Shapes = Sequence[StepShape]
 
 _WRITERS = ("new_state", "admit", "copy_pages", "set_slot", "set_masks")  # they allocate the state or write to it
 _POLL_S = 0.01
@@ -44,7 +34,7 @@ COMPILE_THREADS = 2  # threads while the caller waits: Python traces, and XLA mo
 
 
 class Programs:
-    """The compiled programs of a runner, by bucket.
+    """The table of a runner's compiled programs.
 
     Args:
         lowering: description of the programs, which traces and lowers each.
@@ -53,10 +43,7 @@ class Programs:
 
     Attributes:
         lowering: description of the programs, which traces and lowers each.
-        steps: the compiled steps, by bucket.
-        multi_steps: programs of several rounds, by bucket; some are in both tables.
-        speculative: programs of rounds with drafted tokens, by bucket.
-        split: programs of the model and of sampling for split plans, by bucket.
+        table: the compiled programs of steps by shape; of a shape that samples late, the model's and that of sampling.
         admit: the program that lets requests enter their slots.
         set_slot: the program that enters a request's other data.
         set_masks: the program that sets the masks of rows with a constraint.
@@ -64,16 +51,14 @@ class Programs:
     """
 
     def __init__(self, lowering: Lowering, *, directory: Path | None, cache_scope: Scope) -> None:
-        self.lowering, self._schedule, self._max_steps = lowering, lowering.schedule, lowering.max_steps
-        self.steps: dict[int, Compiled] = {}
-        self.multi_steps: dict[int, Compiled] = {}
-        self.speculative: dict[int, Compiled] = {}
-        self.split: dict[int, tuple[Compiled, Compiled]] = {}
+        self.lowering, self._shapes = lowering, lowering.schedule.shapes(lowering.max_steps)
+        self.table: dict[StepShape, tuple[Compiled, ...]] = {}
         self.admit: Compiled = None
         self.set_slot: Compiled = None
         self.set_masks: Compiled = None
         self.copy_pages: Compiled = None
         self._make_state: Compiled = None
+        self._fits: dict[StepShape, StepShape | None] = {}  # answers of `fit`; another dict when the table grows
         self._closing = threading.Event()
         self._is_long = threading.Event()  # the run is not a short one, or somebody waits for programs
         self._num_padded = 0  # steps for which a program was missing
@@ -107,22 +92,7 @@ class Programs:
         A thread of its own compiles: an interrupt of a caller that compiles would leave XLA working with nobody waiting
         for it, and the exit would take its client away.
         """
-        buckets, drafting = self._schedule.buckets(), self._schedule.speculative_buckets()
-        split = self._schedule.split_buckets()
-        multi_steps = self._schedule.multi_step_buckets(self._max_steps)
-        ends = dict.fromkeys((*drafting[:1], *drafting[-1:]))
-        decode = min(b for b in buckets if b >= self._schedule.max_num_seqs)  # bucket of a full batch: wanted first
-        rest = sorted(buckets[1:-1], key=lambda bucket: (bucket != decode, bucket))
-        in_turn: dict[str, list[Buckets]] = {
-            "all": [Buckets(buckets, multi_steps, drafting, split)],
-            "background": [
-                Buckets((buckets[0], buckets[-1])),
-                Buckets(speculative=ends),
-                Buckets(rest, multi_steps, drafting, split),
-            ],
-            "minimal": [Buckets((buckets[0], buckets[-1]), multi_steps[-1:], ends)],
-        }
-        first, *later = in_turn[compile_ahead]
+        first, *later = in_turn(self._shapes, compile_ahead, self.lowering.schedule.max_num_seqs)
         ready = threading.Event()
         self._compiled.clear()
         atexit.register(self._stop)
@@ -134,7 +104,7 @@ class Programs:
             raise self._compile_error
 
     def _compile_ahead(
-        self, first: Buckets, later: Sequence[Buckets], ready: threading.Event, after: "Programs | None"
+        self, first: Shapes, later: Sequence[Shapes], ready: threading.Event, after: "Programs | None"
     ) -> None:
         try:
             self._compile_writers()
@@ -159,59 +129,24 @@ class Programs:
             self._compiled.set()
             ready.set()
 
-    def _compile(self, wanted: Buckets, num_threads: int = 1, *, stored_only: bool = False) -> bool:
-        """Compile what is missing of some buckets, in order, several at a time.
+    def _compile(self, wanted: Shapes, num_threads: int = 1, *, stored_only: bool = False) -> bool:
+        """Compile what is missing of some programs, in order, several at a time.
 
         With `stored_only` only load what is stored; return whether that was all.
         """
-        single = self._schedule.step_buckets(self._max_steps)
-        steps = dict.fromkeys(wanted.steps)  # the smallest bucket may be the largest: two threads would compile it
-        shared = [bucket for bucket in steps if bucket not in single]
-        jobs = [(f"step {bucket}", partial(self._compile_step, bucket)) for bucket in steps if bucket in single]
-        for bucket in dict.fromkeys([*shared, *wanted.multi_steps]):
-            jobs.append((self._name_of_multi_step(bucket), partial(self._compile_multi_step, bucket)))
-        for bucket in wanted.speculative:
-            jobs.append((self._name_of_speculative(bucket), partial(self._compile_speculative, bucket)))
-        jobs += [(f"sample {bucket}", partial(self._compile_split, bucket)) for bucket in wanted.split]
-        chosen = [job for name, job in jobs if not stored_only or self._steps.has(name)]
+        lowers = {shape: self.lowering.programs(shape) for shape in dict.fromkeys(wanted)}
+        chosen = [shape for shape, parts in lowers.items() if not stored_only or all(map(self._steps.has, parts))]
         num_done, self._progress = itertools.count(1), (0, len(chosen))
 
-        def counted(job: Callable[[], None]) -> None:
-            job()
+        def compile_shape(shape: StepShape) -> None:
+            if shape not in self.table:
+                self.table[shape] = tuple(self._get(name, lower) for name, lower in lowers[shape].items())
+                self._fits = {}
             self._progress = next(num_done), len(chosen)
 
-        run_all([partial(counted, job) for job in chosen], num_threads, self._closing)
-        logger.debug("compiled steps of %s tokens, of several rounds %s", sorted(self.steps), sorted(self.multi_steps))
-        return len(chosen) == len(jobs)
-
-    def _compile_step(self, bucket: int) -> None:
-        if bucket not in self.steps:
-            self.steps[bucket] = self._get(f"step {bucket}", partial(self.lowering.step, bucket))
-
-    def _compile_multi_step(self, bucket: int) -> None:
-        program = self.multi_steps.get(bucket)  # `close` may clear the table meanwhile
-        if program is None:
-            lower = partial(self.lowering.step, bucket, multi_step=True)
-            program = self._get(self._name_of_multi_step(bucket), lower)
-            self.multi_steps[bucket] = program
-        if bucket not in self._schedule.step_buckets(self._max_steps):
-            self.steps[bucket] = program
-
-    def _compile_speculative(self, bucket: int) -> None:
-        if bucket not in self.speculative:
-            lower = partial(self.lowering.speculative, bucket)
-            self.speculative[bucket] = self._get(self._name_of_speculative(bucket), lower)
-
-    def _compile_split(self, bucket: int) -> None:
-        if bucket not in self.split:
-            compute, sample = self.lowering.split(bucket)
-            self.split[bucket] = self._get(f"compute {bucket}", compute), self._get(f"sample {bucket}", sample)
-
-    def _name_of_multi_step(self, bucket: int) -> str:
-        return f"multi-step {bucket} of {self._schedule.max_steps(bucket, self._max_steps)}"
-
-    def _name_of_speculative(self, bucket: int) -> str:
-        return f"speculative {bucket} of {self._schedule.max_rounds(bucket, self._max_steps)}"
+        run_all([partial(compile_shape, shape) for shape in chosen], num_threads, self._closing)
+        logger.debug("compiled programs: %s", ", ".join(shape.name for shape in sorted(self.table)))
+        return len(chosen) == len(lowers)
 
     def _compile_writers(self) -> None:
         made = {name: self._get(name, lower) for name, lower in self.lowering.writers().items()}
@@ -229,46 +164,35 @@ class Programs:
 
         return (self._writers if is_writer else self._steps).get(name, compile_now)
 
-    def bucket_for(self, num_tokens: int) -> int:
-        """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
-        bucket = min(b for b in tuple(self.steps) if b >= num_tokens)
-        if not self._is_long.is_set() and bucket > min(b for b in self._schedule.buckets() if b >= num_tokens):
+    def fit(self, step: StepShape) -> StepShape | None:
+        """Return the cheapest compiled program for a step; the largest one for prompts always is compiled."""
+        fits = self._fits
+        if step not in fits:  # the search takes long: it is asked for several times per step
+            fits[step] = cheapest(tuple(self.table), step)
+        return fits[step]
+
+    def take(self, program: StepShape, step: StepShape) -> tuple[Compiled, ...]:
+        """Return the program that runs a step; note if a better one is missing."""
+        if not self._is_long.is_set() and program != cheapest(self._shapes, step):
             self._num_padded += 1
             if self._num_padded >= _SHORT_RUN_STEPS:
                 self._is_long.set()
-        return bucket
+        return self.table[program]
 
-    def decode_bucket_for(self, kind: PlanKind, num_rows: int) -> int | None:
-        """Return the smallest compiled bucket of a kind for `num_rows` rows in decode; None if there is none."""
-        return min((b for b in tuple(self.of_kind(kind)) if b >= num_rows), default=None)
-
-    def of_kind(self, kind: PlanKind) -> dict[int, Compiled]:
-        """The compiled programs of a kind, by bucket; for split plans, pairs of them."""
-        match kind:
-            case PlanKind.STEP:
-                return self.steps
-            case PlanKind.MULTI_STEP:
-                return self.multi_steps
-            case PlanKind.SPECULATIVE:
-                return self.speculative
-            case PlanKind.SPLIT:
-                return self.split
-
-    def wait_for(self, bucket: int, kind: PlanKind) -> None:
-        """Block until one bucket is compiled; RuntimeError if it never will be."""
-        programs = self.of_kind(kind)
+    def wait_for(self, program: StepShape) -> None:
+        """Block until a program is compiled; RuntimeError if it never will be."""
         self._is_long.set()
-        while bucket not in programs:
-            if self._compiled.wait(_POLL_S) and bucket not in programs:
-                raise self._compile_error or RuntimeError(f"there is no program for {bucket} tokens here")
+        while program not in self.table:
+            if self._compiled.wait(_POLL_S) and program not in self.table:
+                raise self._compile_error or RuntimeError(f"there is no program {program.name!r} here")
 
     @property
     def is_warm(self) -> bool:
-        """True once every bucket is compiled."""
+        """True once every program is compiled."""
         return self._compiled.is_set() and self._compile_error is None
 
     def wait_until_warm(self) -> None:
-        """Block until every bucket is compiled."""
+        """Block until every program is compiled."""
         self._is_long.set()
         self._compiled.wait()
         if self._compile_error is not None:
@@ -277,16 +201,30 @@ class Programs:
     def close(self) -> None:
         """Let go of all programs, and compile none after the one at hand, for which nobody waits."""
         self._closing.set()
-        self.steps.clear()
-        self.multi_steps.clear()
-        self.speculative.clear()
-        self.split.clear()
+        self.table.clear()
+        self._fits = {}
         self.admit = self.set_slot = self.set_masks = self.copy_pages = None
 
     def _stop(self) -> None:
         """Stop compiling ahead of jax's clean-up at exit, which ends badly while XLA compiles."""
         self._closing.set()
         self._compiled.wait()
+
+
+def in_turn(shapes: Shapes, compile_ahead: str, max_num_seqs: int) -> list[list[StepShape]]:
+    """Return the programs to compile before the first request, then those to compile later (`compile_ahead`)."""
+    plain = [shape for shape in shapes if not (shape.has_drafts or shape.samples_late)]
+    drafting = [shape for shape in shapes if shape.has_drafts]
+    by_size = {shape.num_tokens: shape for shape in reversed(plain)}  # the one of fewer rounds
+    ends = [by_size[min(by_size)], by_size[max(by_size)]]
+    draft_ends = [*drafting[:1], *drafting[-1:]]
+    if compile_ahead == "all":
+        return [[*shapes]]
+    if compile_ahead == "minimal":
+        return [[*ends, *[shape for shape in plain if shape.num_rounds > 1][-1:], *draft_ends]]
+    full_batch = min(size for size in by_size if size >= max_num_seqs)  # wanted first
+    rest = sorted(by_size.values(), key=lambda shape: (shape.num_tokens != full_batch, shape))
+    return [ends, draft_ends, [*rest, *shapes]]
 
 
 def run_all(jobs: Iterable[Callable[[], None]], num_threads: int, stop: threading.Event) -> None:

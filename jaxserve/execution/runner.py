@@ -32,7 +32,7 @@ from jaxserve.models.registry import flop_counts, param_specs
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.sampling import LogprobLayout
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.plan import PlanKind, StepPlan
+from jaxserve.scheduling.plan import StepPlan, StepShape
 from jaxserve.sharding import tensor_size
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Unsampled(NamedTuple):
     """Inputs of the sampling of a split plan."""
 
     plan: StepPlan
-    bucket: int
+    program: StepShape
     blob: NDArray[np.int32]
     logits: jax.Array
 
@@ -231,29 +231,17 @@ class Runner:
 
     # Steps
 
-    def bucket_for(self, num_tokens: int) -> int:
-        """Return the smallest compiled bucket that holds so many tokens."""
-        return self.programs.bucket_for(num_tokens)
+    def fit(self, step: StepShape) -> StepShape | None:
+        """Return the cheapest compiled program for a step of this shape."""
+        return self.programs.fit(step)
 
-    def multi_step_bucket_for(self, num_rows: int) -> int | None:
-        """Return the smallest compiled bucket in which so many rows in decode can go several rounds."""
-        return self.programs.decode_bucket_for(PlanKind.MULTI_STEP, num_rows)
+    def wait_for(self, program: StepShape) -> None:
+        """Block until a program is compiled; RuntimeError if it never will be."""
+        self.programs.wait_for(program)
 
-    def speculative_bucket_for(self, num_rows: int) -> int | None:
-        """Return the smallest compiled bucket in which so many rows in decode can go on with drafts."""
-        return self.programs.decode_bucket_for(PlanKind.SPECULATIVE, num_rows)
-
-    def split_bucket_for(self, num_rows: int) -> int | None:
-        """Return the smallest compiled bucket for a split plan of so many rows in decode."""
-        return self.programs.decode_bucket_for(PlanKind.SPLIT, num_rows)
-
-    def wait_for(self, bucket: int, kind: PlanKind) -> None:
-        """Block until one bucket is compiled; RuntimeError if it never will be."""
-        self.programs.wait_for(bucket, kind)
-
-    def launch(self, plan: StepPlan, bucket: int) -> RunningStep:
+    def launch(self, plan: StepPlan, program: StepShape) -> RunningStep:
         """Dispatch one step: one upload, one program, and the download under way. Admissions go before it."""
-        compiles, upload = compile_counter.count, self.packer.pack(plan, bucket)
+        compiles, upload = compile_counter.count, self.packer.pack(plan, program.num_tokens)
         if self._one_at_a_time:
             jax.block_until_ready(self.state)
         for blob in upload.admissions:
@@ -265,13 +253,10 @@ class Runner:
             self.state = self._copy_pages(self.state, blob)
         takes_both = plan.num_drafts or self.programs.lowering.observer is not None
         params: Any = (self.params, self.draft_params) if takes_both else self.params
-        program: Any = self.programs.of_kind(plan.kind)[bucket]
-        output: StepOutput | Unsampled
+        compute, *_ = self.programs.take(program, plan.shape)
+        self.state, output = compute(params, self.state, upload.blob)
         if plan.is_split:
-            self.state, logits = program[0](params, self.state, upload.blob)
-            output = Unsampled(plan, bucket, upload.blob, logits)
-        else:
-            self.state, output = program(params, self.state, upload.blob)
+            output = Unsampled(plan, program, upload.blob, output)
         num_compiles = compile_counter.count - compiles
         wanted = plan.wants_logprobs, plan.wants_prompt_logprobs
         max_drafts = self.schedule.max_drafts if plan.num_drafts else None
@@ -286,13 +271,13 @@ class Runner:
         Returns the number of programs compiled for it.
         """
         assert isinstance(step.output, Unsampled), "a split plan is sampled once"
-        compiles, (plan, bucket, blob, logits) = compile_counter.count, step.output
+        compiles, (plan, program, blob, logits) = compile_counter.count, step.output
         if self._one_at_a_time:
             jax.block_until_ready(self.state)
         last, *others = [*self.packer.masks(plan)] or [self.packer.no_masks()]
         self._set_masks(others)
-        _, program = self.programs.split[bucket]
-        self.state, step.output = program(logits, self.state, blob, last)
+        _, sample = self.programs.table[program]
+        self.state, step.output = sample(logits, self.state, blob, last)
         step.start_download()
         return compile_counter.count - compiles
 

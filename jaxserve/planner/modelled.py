@@ -7,7 +7,7 @@ import numpy as np
 from jaxserve.execution.executor import StepResult
 from jaxserve.models.registry import flop_counts
 from jaxserve.planner.speed import Roofline
-from jaxserve.scheduling.plan import PlanKind, StepPlan
+from jaxserve.scheduling.plan import StepPlan, StepShape, cheapest
 
 TOKEN = 0  # token that every row samples
 
@@ -48,6 +48,7 @@ class ModelledExecutor:
         self.schedule = roofline.schedule
         self.now_s = 0.0
         self._roofline = roofline
+        self._programs = [StepShape(size) for size in self.schedule.buckets()]
         self._free_s = 0.0  # end of the last step launched
 
     @property
@@ -63,23 +64,14 @@ class ModelledExecutor:
         """Return the floating-point operations of a step."""
         return flop_counts(self._roofline.arch).step(num_tokens, num_rows, num_scores)
 
-    def bucket_for(self, num_tokens: int) -> int:
-        """Return the smallest bucket that holds `num_tokens` tokens."""
-        return min(bucket for bucket in self.schedule.buckets() if bucket >= num_tokens)
+    def fit(self, step: StepShape) -> StepShape | None:
+        """Return the program for a step of one round; the roofline does not model how much several save."""
+        return cheapest(self._programs, step)
 
-    def multi_step_bucket_for(self, num_rows: int) -> None:
-        """Return None: the roofline does not model the time that multi-step decode saves."""
+    def wait_for(self, program: StepShape) -> None:
+        """Return immediately: no program has to be compiled."""
 
-    def speculative_bucket_for(self, num_rows: int) -> None:
-        """Return None: there is no program with drafts."""
-
-    def split_bucket_for(self, num_rows: int) -> None:
-        """Return None: simulated requests have no constraints."""
-
-    def wait_for(self, bucket: int, kind: PlanKind) -> None:
-        """Return at once: no bucket has to be compiled."""
-
-    def launch(self, plan: StepPlan, bucket: int) -> ModelledStep:
+    def launch(self, plan: StepPlan, program: StepShape) -> ModelledStep:
         """Launch a step that starts as soon as the previous one has ended."""
         step_s = self._roofline.step_ms(plan.starts, plan.counts) / 1e3
         self._free_s = max(self._free_s, self.now_s) + step_s

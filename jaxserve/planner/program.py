@@ -115,15 +115,11 @@ class StepCompiler:
         Raises:
             ConfigError: a program cannot be compiled.
         """
-        schedule = self.schedule
-        steps = {f"step {size}": partial(self._lower, arch, size) for size in schedule.step_buckets(max_steps)}
-        multi_steps = {
-            f"multi-step {size}": partial(self._lower, arch, size, schedule.max_steps(size, max_steps))
-            for size in schedule.multi_step_buckets(max_steps)
-        }
+        programs = {"admit": partial(self._lower_admit, arch), "set_slot": partial(self._lower_set_slot, arch)}
+        for shape in self.schedule.shapes(max_steps):
+            programs[shape.name] = partial(self._lower, arch, shape.num_tokens, shape.num_rounds)
         with self._refusals():
-            small = {"admit": partial(self._lower_admit, arch), "set_slot": partial(self._lower_set_slot, arch)}
-            return {name: self._seconds(lower) for name, lower in (small | steps | multi_steps).items()}
+            return {name: self._seconds(lower) for name, lower in programs.items()}
 
     def _seconds(self, lower: Callable[[], jax.stages.Lowered]) -> float:
         started = time.perf_counter()

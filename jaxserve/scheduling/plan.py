@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
-import enum
 import zlib
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxserve.request import Request
 
 
-class PlanKind(enum.Enum):
-    """Kinds of programs: one round, one as two programs, several rounds, or rounds with drafted tokens."""
+class StepShape(NamedTuple):
+    """Shape of a step, and key of a program, which runs the steps that fit its shape.
 
-    STEP = enum.auto()
-    SPLIT = enum.auto()
-    MULTI_STEP = enum.auto()
-    SPECULATIVE = enum.auto()
+    Attributes:
+        num_tokens: length of the token axis; the number of rows if all rows are decoding.
+        num_rounds: maximum number of rounds.
+        has_drafts: True if rounds draft tokens.
+        samples_late: True if the model and the sampling are two programs.
+    """
+
+    num_tokens: int
+    num_rounds: int = 1
+    has_drafts: bool = False
+    samples_late: bool = False
+
+    def holds(self, step: StepShape) -> bool:
+        """Return whether a program of this shape can run a step."""
+        return self.num_tokens >= step.num_tokens and self.num_rounds >= step.num_rounds and self[2:] == step[2:]
+
+    @property
+    def name(self) -> str:
+        """Name of the program, as it is stored and logged."""
+        if self.samples_late:
+            return f"split {self.num_tokens}"
+        if self.num_rounds == 1 and not self.has_drafts:
+            return f"step {self.num_tokens}"
+        return f"{'speculative' if self.has_drafts else 'multi-step'} {self.num_tokens} of {self.num_rounds}"
+
+
+def cheapest(programs: Iterable[StepShape], step: StepShape) -> StepShape | None:
+    """Return the smallest program that can run a step; None if there is none."""
+    return min((program for program in programs if program.holds(step)), default=None)
 
 
 @dataclass(slots=True)
@@ -88,13 +114,11 @@ class StepPlan:
     is_split: bool = False
 
     @property
-    def kind(self) -> PlanKind:
-        """Kind of program that the plan needs."""
+    def shape(self) -> StepShape:
+        """Shape that the program of the plan must hold."""
         if self.num_drafts:
-            return PlanKind.SPECULATIVE
-        if self.is_split:
-            return PlanKind.SPLIT
-        return PlanKind.MULTI_STEP if self.num_steps > 1 else PlanKind.STEP
+            return StepShape(self.num_rows, self.num_steps, has_drafts=True)
+        return StepShape(self.num_even_tokens, self.num_steps, samples_late=self.is_split)
 
     @property
     def num_rows(self) -> int:

@@ -95,8 +95,7 @@ class Bench:
     def whole_start(self, shape: str) -> Figures:
         """Seconds until all programs of a further engine are there, compiled anew."""
         runner = self._served.get(shape).runner
-        runner.programs.steps.clear()
-        runner.programs.multi_steps.clear()
+        runner.programs.table.clear()
         started = time.perf_counter()
         runner.programs.warm_up("all")
         return {"num_programs": self._served.get(shape).num_programs, "warm_up_s": time.perf_counter() - started}

@@ -20,7 +20,6 @@ from jaxserve.engine.checkpoint import build_arch
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import build_schedule
 from jaxserve.engine.parameters import compute_dtype, stacked_if_scanned
-from jaxserve.execution.programs import Buckets
 from jaxserve.execution.runner import Runner
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, split_array
@@ -28,6 +27,7 @@ from jaxserve.models.registry import num_params, param_specs
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.quant import weight_format
+from jaxserve.scheduling.plan import StepShape, cheapest
 from jaxserve.sharding import tensor_mesh
 from jaxserve.weights.stored_tensor import HeldTensor, StoredTensor
 
@@ -74,25 +74,23 @@ class Served:
             mesh=mesh,
         )
         self.compile_s: dict[str, float] = {}
-        buckets = self.schedule.buckets()
+        single = [shape for shape in self.schedule.shapes(MAX_STEPS) if shape.num_rounds == 1]
         started = time.perf_counter()
         self._timed("writers", self.runner.programs._compile_writers)
-        self._compile(Buckets((buckets[0], buckets[-1])))
+        self._compile([single[0], single[-1]])
         self.first_programs_s = time.perf_counter() - started
 
     def compile_for(self, rows: Iterable[int], multi_step: bool) -> None:
         """Compile the programs of so many rows in decode, and those of several steps where they can go at once."""
-        buckets, multi_steps = self.schedule.buckets(), self.schedule.multi_step_buckets(MAX_STEPS)
-        wanted = dict.fromkeys(next(bucket for bucket in buckets if bucket >= count) for count in rows)
-        self._compile(Buckets(wanted, [bucket for bucket in wanted if bucket in multi_steps and multi_step]))
+        shapes = self.schedule.shapes(MAX_STEPS)
+        fitting = [cheapest(shapes, StepShape(count, least)) for count in rows for least in (1, 1 + multi_step)]
+        self._compile(dict.fromkeys(shape for shape in fitting if shape))
 
-    def _compile(self, wanted: Buckets) -> None:
+    def _compile(self, wanted: Iterable[StepShape]) -> None:
         """Compile what is missing, all at once; seconds of one program are with the others beside it."""
-        compile_now = self.runner.programs._compile
-        names = {f"step {bucket}": Buckets((bucket,)) for bucket in wanted.steps}
-        names |= {f"multi-step {bucket}": Buckets(multi_steps=(bucket,)) for bucket in wanted.multi_steps}
-        with ThreadPoolExecutor(max(1, len(names))) as threads:
-            list(threads.map(lambda name: self._timed(name, partial(compile_now, names[name])), names))
+        compile_now, shapes = self.runner.programs._compile, list(wanted)
+        with ThreadPoolExecutor(max(1, len(shapes))) as threads:
+            list(threads.map(lambda shape: self._timed(shape.name, partial(compile_now, [shape])), shapes))
 
     def _timed(self, name: str, compile_it: Callable[[], None]) -> None:
         """Note the seconds of what was not compiled before."""

@@ -14,7 +14,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.executor import StepResult
 from jaxserve.execution.packer import BatchPacker
 from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
-from jaxserve.scheduling.plan import PlanKind, StepPlan
+from jaxserve.scheduling.plan import StepPlan, StepShape, cheapest
 
 TOKEN = 7
 MODEL: dict[str, Any] = {  # no weights are made of it: only step statistics and limits read it
@@ -55,25 +55,16 @@ class NullExecutor:
     def __init__(self, schedule: ScheduleConfig, vocab_size: int) -> None:
         self.schedule = schedule
         self.packer = BatchPacker(schedule, 0, vocab_size)
-        self._buckets = schedule.buckets()
+        self._programs = [StepShape(size) for size in schedule.buckets()]  # one round: work of the host is measured
 
-    def bucket_for(self, num_tokens: int) -> int:
-        return min(b for b in self._buckets if b >= num_tokens)
+    def fit(self, step: StepShape) -> StepShape | None:
+        return cheapest(self._programs, step)
 
-    def multi_step_bucket_for(self, num_rows: int) -> None:
-        """One step per dispatch: what is measured is the host's work per step."""
+    def wait_for(self, program: StepShape) -> None:
+        """All programs are there."""
 
-    def speculative_bucket_for(self, num_rows: int) -> None:
-        """Return None: there is no program with drafts."""
-
-    def split_bucket_for(self, num_rows: int) -> None:
-        """Return None: no plan is split."""
-
-    def wait_for(self, bucket: int, kind: PlanKind) -> None:
-        """All buckets are there."""
-
-    def launch(self, plan: StepPlan, bucket: int) -> NullStep:
-        self.packer.pack(plan, bucket)
+    def launch(self, plan: StepPlan, program: StepShape) -> NullStep:
+        self.packer.pack(plan, program.num_tokens)
         return NullStep(time.monotonic(), plan.max_new)
 
     def sample(self, step: NullStep) -> int:

@@ -12,7 +12,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.execution.runner import RunningStep
 from jaxserve.pallas_kernels import native
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import StepPlan, StepShape
 from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., Engine]
@@ -41,8 +41,8 @@ class Failing:
         patch.setattr(self.runner, "launch", self.launch_and_fail)
         patch.setattr(engine.replicas[0], "_forbid_compiles", False)
 
-    def launch_and_fail(self, plan: StepPlan, bucket: int) -> RunningStep:
-        handle = self.launch(plan, bucket)
+    def launch_and_fail(self, plan: StepPlan, program: StepShape) -> RunningStep:
+        handle = self.launch(plan, program)
         self.calls += 1
         if self.calls == self.call:
             self.runner.state, handle.output = fail((self.runner.state, handle.output))

@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.plan import StepShape
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.workloads import assert_same, generate, tokens
 from tests.soon_compiled import few_programs
@@ -17,8 +18,7 @@ def test_tokens_are_those_of_many_programs(start: Callable[..., Engine]) -> None
     with few_programs():
         engine = start(max_num_batched_tokens=40, multi_step=STEPS, compile_ahead="all")
     runner = engine.replicas[0].executor
-    assert sorted(runner.programs.steps) == [16, 40]
-    assert list(runner.programs.multi_steps) == [16]  # each of at most four rows
+    assert sorted(runner.programs.table) == [(16, 1, 0, 0), (16, STEPS, 0, 0), (40, 1, 0, 0)]  # of at most four rows
     params = SamplingParams(temperature=1, max_tokens=12, ignore_eos=True, seed=5, frequency_penalty=0.5)
     for prompts in ([tokens(9, 0)], [tokens(n, n) for n in (20, 5, 14, 2)]):
         expected = generate(start(), prompts, params)
@@ -35,6 +35,6 @@ def test_more_rows_than_several_steps_have_draft_nevertheless(start: Callable[..
     sizes = {"max_num_seqs": 20, "max_num_batched_tokens": 80, "num_pages": 400, "multi_step": "auto"}
     with few_programs():
         engine = start(speculative_config=look_ups, **sizes)
-    assert engine.replicas[0].executor.multi_step_bucket_for(20) is None
+    assert engine.replicas[0].executor.fit(StepShape(20, 2)) is None
     generate(engine, [tokens(4, n) for n in range(20)], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     assert engine.stats.num_draft_rounds > 0

@@ -199,8 +199,9 @@ def test_log_probabilities_of_a_whole_vocabulary_have_room_for_one_step(start: S
             engine.reset_prefix_cache()
             (output,) = generate(engine, [[5, 6, 7]], replace(params, logprobs=logprobs))
             outputs.append(output.outputs[0].token_ids)
-        (bucket, program), *_ = engine.replicas[0].executor.programs.multi_steps.items()
-        layout = engine.replicas[0].executor.packer.layouts[bucket]
+        table = engine.replicas[0].executor.programs.table
+        shape, (program,) = next((shape, programs) for shape, programs in table.items() if shape.num_rounds > 1)
+        layout = engine.replicas[0].executor.packer.layouts[shape.num_tokens]
         words = LogprobLayout.of(engine.config.max_logprobs, engine.arch.vocab_size).num_words
         step_bytes = 4 * (layout.num_rows + layout.num_tokens) * words
         memory = program.memory_analysis()

@@ -18,7 +18,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.outputs import Logprob, RequestOutput
 from jaxserve.pallas_kernels import native
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import StepPlan, StepShape
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import TOLERANCE, generate, tokens
@@ -224,9 +224,9 @@ def test_prompt_logprobs_cost_nothing_after_the_prompt(start: Start, monkeypatch
     engine, asked = start(step_ahead=False), []
     launch = engine.replicas[0].executor.launch
 
-    def spy(plan: StepPlan, bucket: int) -> Any:
+    def spy(plan: StepPlan, program: StepShape) -> Any:
         asked.append(plan.wants_prompt_logprobs)
-        return launch(plan, bucket)
+        return launch(plan, program)
 
     monkeypatch.setattr(engine.replicas[0].executor, "launch", spy)
     params = SamplingParams(n=2, seed=0, max_tokens=5, ignore_eos=True, prompt_logprobs=0)

@@ -17,7 +17,7 @@ from jaxserve.execution.packer import StepUpload
 from jaxserve.execution.runner import Runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import StepPlan, StepShape
 from tests.e2e.workloads import generate, tokens
 from tests.parameters import mainly
 from tests.soon_compiled import as_shipped
@@ -39,7 +39,7 @@ def test_pool_is_updated_in_place(start: Start, tmp_path: Path, family: str, mul
     lowering = dataclasses.replace(lowering, schedule=dataclasses.replace(lowering.schedule, num_pages=50_000))
     pool = lowering.abstract_state().kv_pages
     with as_shipped():
-        compiled = (lowering.step(4, multi_step=True) if multi_step else lowering.step(16)).compile()
+        compiled = (lowering.step(4, 5) if multi_step else lowering.step(16)).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize > 100e6
     assert memory.temp_size_in_bytes < 1e6
@@ -53,7 +53,7 @@ def test_pool_is_updated_in_place(start: Start, tmp_path: Path, family: str, mul
 def test_tables_by_slot_are_not_copied(start: Start, bucket: int) -> None:
     """Slot tables grow with max_num_seqs and max_model_len or vocabulary; a step touches few of their elements."""
     runner = start().replicas[0].executor
-    program = runner.programs.steps[bucket].as_text()
+    [program] = (each.as_text() for each in runner.programs.table[StepShape(bucket)])
     state = runner.programs.lowering.abstract_state()
     for table in (state.slots.token_history, state.slots.token_counts, state.sequences.page_table):
         shape = rf"s32\[{table.shape[0]},{table.shape[1]}\]"
@@ -62,12 +62,12 @@ def test_tables_by_slot_are_not_copied(start: Start, bucket: int) -> None:
 
 
 def launch_upload(
-    runner: Runner, launch: Callable[[StepPlan, int], Any], plan: StepPlan, bucket: int, upload: StepUpload
+    runner: Runner, launch: Callable[..., Any], plan: StepPlan, program: StepShape, upload: StepUpload
 ) -> Any:
     """Launch a step that has been packed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner.packer, "pack", lambda *_: upload)
-        return launch(plan, bucket)
+        return launch(plan, program)
 
 
 class Twin:
@@ -79,14 +79,15 @@ class Twin:
         self.rng = np.random.default_rng(0)
         self.num_padded = self.num_multi_steps = 0
 
-    def launch_twice(self, plan: StepPlan, bucket: int) -> Any:
+    def launch_twice(self, plan: StepPlan, program: StepShape) -> Any:
+        bucket = program.num_tokens
         self.num_multi_steps += plan.num_steps > 1
         before, upload = jax.tree.map(np.array, self.runner.state), self.runner.packer.pack(plan, bucket)
-        clean = launch_upload(self.runner, self.launch, plan, bucket, upload).result()
+        clean = launch_upload(self.runner, self.launch, plan, program, upload).result()
         after = jax.tree.map(np.array, self.runner.state)
         self.runner.state = jax.device_put(before)
         spoilt = upload._replace(blob=self._spoil(upload.blob, bucket))
-        handle = launch_upload(self.runner, self.launch, plan, bucket, spoilt)
+        handle = launch_upload(self.runner, self.launch, plan, program, spoilt)
         fields = BatchLayout.of(self.schedule, bucket).blob.views(upload.blob)
         num_rows = fields["num_rows"].item()
         live = {"row": num_rows, "token": int(fields["cu_q_lens"][num_rows])}
@@ -161,10 +162,10 @@ def test_rows_that_have_stopped_compute_nothing(start: Start, monkeypatch: pytes
     engine = start(step_ahead=False, multi_step=multi_step)
     runner, launch, uploads = engine.replicas[0].executor, engine.replicas[0].executor.launch, []
 
-    def launch_and_keep(plan: StepPlan, bucket: int) -> Any:
-        upload = runner.packer.pack(plan, bucket)
-        uploads.append((plan, bucket, upload._replace(admissions=[], slot_rows=[])))
-        return launch_upload(runner, launch, plan, bucket, upload)
+    def launch_and_keep(plan: StepPlan, program: StepShape) -> Any:
+        upload = runner.packer.pack(plan, program.num_tokens)
+        uploads.append((plan, program, upload._replace(admissions=[], slot_rows=[])))
+        return launch_upload(runner, launch, plan, program, upload)
 
     monkeypatch.setattr(runner, "launch", launch_and_keep)
     params = SamplingParams(temperature=1.5, seed=4, max_tokens=13, stop_token_ids=list(range(20)))
@@ -180,8 +181,8 @@ def test_a_row_that_stops_leaves_the_others_to_go_on(start: Start, monkeypatch: 
     engine = start(step_ahead=False, multi_step=5)
     launch, num_tokens = engine.replicas[0].executor.launch, []
 
-    def launch_and_count(plan: StepPlan, bucket: int) -> Any:
-        handle = launch(plan, bucket)
+    def launch_and_count(plan: StepPlan, program: StepShape) -> Any:
+        handle = launch(plan, program)
         num_tokens.append(handle.result().num_tokens[: plan.num_rows].tolist())
         return handle
 
@@ -201,7 +202,7 @@ def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:
     """The sort of their top_k is in a branch, at every size: the entry computation always runs."""
     runner = start().replicas[0].executor
     for bucket in (1, 16):
-        program = runner.programs.steps[bucket].as_text()
+        [program] = (each.as_text() for each in runner.programs.table[StepShape(bucket)])
         entry = program[program.index("\nENTRY ") :]
         assert "top_k" in program
         assert "top_k" not in entry, bucket

@@ -150,7 +150,7 @@ def test_steps_without_drafts_are_those_of_an_engine_without_a_proposer(
         def noted(plan: StepPlan, bucket: int, pack: Any = pack, uploads: Any = uploads) -> Any:
             upload = pack(plan, bucket)
             sizes = [len(blob) for blob in (upload.blob, *upload.admissions)]
-            uploads.append((plan.kind, plan.num_steps, plan.counts, bucket, sizes, len(upload.slot_rows)))
+            uploads.append((plan.shape, plan.num_steps, plan.counts, bucket, sizes, len(upload.slot_rows)))
             return upload
 
         with monkeypatch.context() as patch:

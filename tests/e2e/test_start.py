@@ -221,7 +221,7 @@ def test_background_compiles_end_and_serve(llama: Path) -> None:
     engine = Engine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
     early = generate(engine, [tokens(9, 0)], GREEDY)
     engine.wait_until_warm()
-    assert sorted(engine.replicas[0].executor.programs.steps) == [1, 2, 3]
+    assert sorted(engine.replicas[0].executor.programs.table) == [(size, 1, 0, 0) for size in (1, 2, 3)]
     assert generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids == early[0].outputs[0].token_ids
     engine.close()
     engine.close()

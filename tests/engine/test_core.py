@@ -363,7 +363,7 @@ def record_log(
         def record(event: ReplicaEvent) -> None:
             counts[type(event).__name__] += 1
             counts["several steps"] += isinstance(event, Scheduled) and (event.max_steps > 1 or bool(event.num_drafts))
-            counts["plans"] += isinstance(event, Scheduled) and event.bucket is not None
+            counts["plans"] += isinstance(event, Scheduled) and event.program is not None
             log.record(event)
 
         return record

@@ -117,12 +117,12 @@ def programs(lowering: Lowering) -> dict[str, Lower]:
     compute, sample = lowering.split(ROWS)
     found: dict[str, Lower] = {
         "step": partial(lowering.step, 16),
-        "multi-step": partial(lowering.step, ROWS, multi_step=True),
-        "one row": partial(lowering.step, 1, multi_step=True),
+        "multi-step": partial(lowering.step, ROWS, lowering.max_steps),
+        "one row": partial(lowering.step, 1, lowering.max_steps),
         "compute": compute,
         "sample": sample,
     }
-    return found | ({"speculative": partial(lowering.speculative, ROWS)} if lowering.proposer else {})
+    return found | ({"speculative": partial(lowering.speculative, ROWS, 2)} if lowering.proposer else {})
 
 
 def check(lowering: Lowering, lower: Lower) -> None:

@@ -16,6 +16,7 @@ from jaxserve.execution.state import ServeState
 from jaxserve.models import registry
 from jaxserve.planner.program import abstract_params
 from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.plan import StepShape
 from tests.checkpoints import hf_dict
 
 
@@ -30,7 +31,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return object()
 
     monkeypatch.setattr(Programs, "_get", get)
-    monkeypatch.setattr(Lowering, "split", lambda *_: (None, None))
+    monkeypatch.setattr(Lowering, "split", lambda *_: (lambda: None, lambda: None))
     return names
 
 
@@ -63,6 +64,15 @@ def begun(
     return programs
 
 
+def take(programs: Programs, num_tokens: int) -> int:
+    """Return the tokens of the program that runs a step of `num_tokens`."""
+    step = StepShape(num_tokens)
+    program = programs.fit(step)
+    assert program is not None
+    assert programs.take(program, step) == programs.table[program]
+    return program.num_tokens
+
+
 @pytest.mark.parametrize("compile_ahead", ["all", "background", "minimal"])
 @pytest.mark.parametrize("budget", [1, 16, 40])
 @pytest.mark.parametrize("few_programs", [False, True])
@@ -76,10 +86,9 @@ def test_no_program_is_compiled_twice(names: list[str], compile_ahead: str, budg
 def test_a_program_of_several_steps_runs_single_ones() -> None:
     """One program runs both single and multi-step decode of few rows on a CPU."""
     programs = compiled("all", 2, 4)
-    assert sorted(programs.steps) == [1, 2, 3, 4]
-    assert sorted(programs.multi_steps) == [1, 2]
-    made = {id(program) for program in (*programs.steps.values(), *programs.multi_steps.values())}
-    assert 2 + len(made) == programs.lowering.schedule.num_programs(5) == 6
+    assert [shape[:2] for shape in sorted(programs.table)] == [(1, 5), (2, 5), (3, 1), (4, 1)]
+    assert programs.fit(StepShape(2)) == programs.fit(StepShape(2, 5)) == StepShape(2, 5)
+    assert 2 + len(programs.table) == programs.lowering.schedule.num_programs(5) == 6
 
 
 def stored(**options: Any) -> dict[str, Path | None]:
@@ -122,7 +131,7 @@ def test_a_short_run_compiles_nothing_in_the_background(names: list[str]) -> Non
     for _ in range(3):
         programs = begun("background", 4, 40)
         num_needed = len(names)
-        assert [programs.bucket_for(9) for _ in range(3)] == [40] * 3
+        assert [take(programs, 9) for _ in range(3)] == [40] * 3
         time.sleep(0.1)
         began_s = time.monotonic()
         programs.close()
@@ -135,9 +144,9 @@ def test_a_short_run_compiles_nothing_in_the_background(names: list[str]) -> Non
 def test_a_short_run_loads_what_is_stored(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ProgramStore, "has", lambda _, name: name == "step 8")
     programs = begun("background", 4, 40)
-    while 8 not in programs.steps:
+    while StepShape(8) not in programs.table:
         time.sleep(0.01)
-    assert programs.bucket_for(7) == 8
+    assert take(programs, 7) == 8
     assert "step 7" not in names
     programs.close()
 
@@ -147,6 +156,6 @@ def test_steps_that_lack_a_program_end_the_short_run(names: list[str]) -> None:
     num_needed = len(names)
     for _ in range(8):
         assert len(names) == num_needed
-        programs.bucket_for(9)
+        take(programs, 9)
     programs._compiled.wait()
-    assert programs.bucket_for(9) < 40
+    assert take(programs, 9) < 40

@@ -22,12 +22,8 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         return [step_program(num_tokens, self.target.num_devices) for num_tokens in buckets]
 
     def compile_times(self: StepCompiler, arch: Any, max_steps: int) -> dict[str, float]:
-        multi_step = self.schedule.multi_step_buckets(max_steps)
-        return {
-            "set_slot": 1.5,
-            **{f"step {size}": 2.0 for size in self.schedule.buckets()},
-            f"multi-step {multi_step}": 3.0,
-        }
+        shapes = self.schedule.shapes(max_steps)
+        return {"set_slot": 1.5, **{shape.name: 2.0 + (shape.num_rounds > 1) for shape in shapes}}
 
     monkeypatch.setattr(StepCompiler, "step_programs", step_programs)
     monkeypatch.setattr(StepCompiler, "compile_times", compile_times)

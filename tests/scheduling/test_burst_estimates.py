@@ -18,7 +18,7 @@ from jaxserve.models import registry
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import StepPlan, StepShape
 from jaxserve.scheduling.step_costs import Rates
 from tests.checkpoints import hf_dict
 from tests.simulation import SimulatedExecutor
@@ -58,7 +58,7 @@ class TimedExecutor(SimulatedExecutor):
     def took_s(self, num_prefill_tokens: int, num_rows: int, num_steps: int = 1) -> float:
         return self._random.lognormvariate(-0.02, 0.2) * num_steps * self._rates.step_s(num_prefill_tokens, num_rows)
 
-    def launch(self, plan: StepPlan, bucket: int) -> Any:
+    def launch(self, plan: StepPlan, program: StepShape) -> Any:
         self._free_s = max(self._free_s, self.now_s) + self.took_s(plan.num_prefill_tokens, plan.num_decode_tokens)
         return TimedStep(self, self.now_s, self._free_s, plan.max_new)
 

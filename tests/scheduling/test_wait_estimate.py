@@ -37,8 +37,8 @@ class Stopping:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executor, name)
 
-    def launch(self, plan: Any, bucket: int) -> Any:
-        handle = self._executor.launch(plan, bucket)
+    def launch(self, plan: Any, program: Any) -> Any:
+        handle = self._executor.launch(plan, program)
         read = handle.result
 
         def result() -> StepResult:

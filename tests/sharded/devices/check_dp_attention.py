@@ -18,6 +18,7 @@ from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, split_array, unsplit
 from jaxserve.planner.program import collectives
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.plan import StepShape
 from jaxserve.scheduling.sharded import ShardedScheduler
 from jaxserve.sharding import named_sharding, tensor_mesh
 from jaxserve.weights.rows import leaf_at
@@ -108,7 +109,7 @@ def test_the_pool_has_as_many_times_the_pages_and_is_never_exchanged(pair: Pair)
     for leaf, pool in zip(jax.tree.leaves(own), jax.tree.leaves(whole), strict=True):
         local = leaf.sharding.shard_shape(leaf.shape)
         assert (local[1], np.prod(local) * (1 if is_latent else num_holders)) == (pool.shape[1], pool.size)
-    compiled = runner.programs.steps[divided.schedule.buckets()[-1]]
+    [compiled] = runner.programs.table[StepShape(divided.schedule.buckets()[-1])]
     program = compiled.as_text()
     exchanged = re.findall(r"= (\S+) (?:all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute)", program)
     pools = {",".join(map(str, shape)) for shape in (own.shape, own.sharding.shard_shape(own.shape))}
@@ -144,7 +145,7 @@ def test_beams_and_rows_with_constraints(tmp_path: Path) -> None:
             ]
             outputs = run(llm.engine, workload)
             found.append(([beam.tokens for each in beams for beam in each.sequences], outputs))
-            assert llm.engine.replicas[0].executor.programs.split
+            assert any(shape.samples_late for shape in llm.engine.replicas[0].executor.programs.table)
             assert llm.engine.stats.num_compiles == 0
     (beams, wanted), (others, outputs) = found
     assert others == beams

@@ -18,6 +18,7 @@ from jaxserve.execution.state import abstract_state, new_state
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, unsplit
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.plan import StepShape
 from jaxserve.sharding import named_sharding, tensor_mesh
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
@@ -88,7 +89,9 @@ def test_greedy_rows_go_on_through_preemption_and_several_steps(start: Start, nu
 
 
 @pytest.mark.full
-def test_rows_with_constraints_have_the_same_tokens_in_split_plans(tmp_path: Path) -> None:
+def test_rows_with_constraints_have_the_same_tokens_in_split_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second program gets the logits as the first has left them, each device its part of the vocabulary."""
     pytest.importorskip("llguidance")
     write_checkpoint(tmp_path, "llama", **MODEL | {"vocab_size": 331})  # an odd number: padded on one device
@@ -97,15 +100,16 @@ def test_rows_with_constraints_have_the_same_tokens_in_split_plans(tmp_path: Pat
     options = SIZES | sizes | {"skip_tokenizer_init": False, "compile_ahead": "background"}
     engine = Engine(EngineConfig(str(tmp_path), tensor_parallel_size=2, **options))
     engine.wait_until_warm()
-    programs = engine.replicas[0].executor.programs
+    executor = engine.replicas[0].executor
+    fit = executor.fit
     form = {"regex": "[a-z]{8}[0-9]{20}"}
     workload = [
         Job(tokens(9, seed), SamplingParams(seed=seed, max_tokens=20, logprobs=2, structured_outputs=form))
         for seed in range(3)
     ]
-    assert list(programs.split) == [2]
+    assert fit(StepShape(2, samples_late=True)) == StepShape(2, samples_late=True)
     found = [run(engine, workload)]
-    programs.split.clear()
+    monkeypatch.setattr(executor, "fit", lambda step: None if step.samples_late else fit(step))
     found.append(run(engine, workload))
     for output, wanted in zip(*found, strict=True):
         assert_same(output, wanted)
@@ -116,7 +120,7 @@ def test_rows_with_constraints_have_the_same_tokens_in_split_plans(tmp_path: Pat
 def test_devices_meet_twice_a_layer(start: Start, multi_step: bool) -> None:
     """Devices exchange twice a layer, for the embedding, and for sampling: candidates, or logits of some rows."""
     programs = start(DEVICES).replicas[0].executor.programs
-    (program,) = (programs.multi_steps if multi_step else programs.steps).values()
+    [(program,)] = [each for shape, each in programs.table.items() if (shape.num_rounds > 1) == multi_step]
     found = [(m[1], line) for line in program.as_text().splitlines() if (m := re.search(COLLECTIVE, line))]
     assert sum(kind == "all-reduce" for kind, _ in found) == 1 + 2 * LAYERS
     for kind, line in found:
@@ -130,7 +134,7 @@ def test_pool_is_split_and_updated_in_place(start: Start) -> None:
     pool = lowering.abstract_state().kv_pages
     local = pool.sharding.shard_shape(pool.shape)
     assert np.prod(local) * DEVICES == pool.size
-    compiled = lowering.step(4, multi_step=True).compile()
+    compiled = lowering.step(4, lowering.max_steps).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize / DEVICES > 50e6
     assert memory.temp_size_in_bytes < 1e6
