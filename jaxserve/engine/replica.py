@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SEVERAL = 2  # rounds of which a multi-step program has at least that many
+TWO_ROUNDS = 2  # every multi-step program has that many
 
 
 class StepTokens(NamedTuple):
@@ -217,7 +217,7 @@ class Replica:
         if plan.num_prefill_tokens or plan.num_drafts or plan.is_split:
             self.pacer.pause()
         else:
-            bucket = self._bucket(StepShape(plan.num_even_rows, SEVERAL))
+            bucket = self._bucket(StepShape(plan.num_even_rows, TWO_ROUNDS))
             self.pacer.ended(bucket, plan.num_steps, int(num_tokens.max()), result.ended_s)
         if not self.executor.schedule.pools:
             self._stats.num_sampled_tokens += int(num_tokens.sum())
@@ -317,7 +317,7 @@ class Replica:
 
     def _max_steps(self, wanted: int) -> int:
         """Return the steps that the next dispatch may have: `wanted` as far as programs go, or as many as pay if 0."""
-        bucket = self._bucket(StepShape(self.scheduler.num_even_rows, SEVERAL))
+        bucket = self._bucket(StepShape(self.scheduler.num_even_rows, TWO_ROUNDS))
         if bucket is None or self._has_whole_logprobs():
             return 1
         return self.pacer.max_steps(bucket, wanted)

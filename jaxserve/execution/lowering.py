@@ -230,7 +230,7 @@ class Lowering:
             program = over_devices(program, self.mesh, (params, state, *blobs), specs)
         else:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        jitted = jax.jit(program, donate_argnums=1, compiler_options=_known(self.compiler_options))
+        jitted = jax.jit(program, donate_argnums=1, compiler_options=known_options(self.compiler_options))
         with products_by(self.linear_backend):
             return jitted.lower(params, state, *blobs)
 
@@ -239,7 +239,7 @@ class Lowering:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
 
 
-def _known(options: dict[str, str | bool]) -> dict[str, str | bool]:
+def known_options(options: dict[str, str | bool]) -> dict[str, str | bool]:
     """Return the options that the XLA in use knows: they come and go."""
     return {name: value for name, value in options.items() if _is_known(name, value)}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxserve.execution.lowering import Lower, Lowering, _known
+from jaxserve.execution.lowering import Lower, Lowering, known_options
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.state import ServeState
 from jaxserve.execution.xla_cache import Scope
@@ -158,7 +158,7 @@ class Programs:
 
         def compile_now() -> Compiled:
             # On a CPU, XLA's newer code generator takes one and a half times as long for writers, too.
-            options = _known(self.lowering.compiler_options) if is_writer and self._is_cpu else None
+            options = known_options(self.lowering.compiler_options) if is_writer and self._is_cpu else None
             with self._cache_scope():
                 return lower().compile(options)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.execution.batch import BatchLayout
-from jaxserve.execution.lowering import _known
+from jaxserve.execution.lowering import known_options
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import make_serve_step, step_options
 from jaxserve.models import registry
@@ -25,7 +25,7 @@ def step_bytes(arch: ArchConfig, page_size: int) -> float:
     state = abstract_state(arch, schedule, kv_dtype=jnp.float32, backend="native")
     blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
     step = make_serve_step(arch, layout, backend="native")
-    program = jax.jit(step, donate_argnums=1, compiler_options=_known(step_options("cpu")))
+    program = jax.jit(step, donate_argnums=1, compiler_options=known_options(step_options("cpu")))
     compiled = program.lower(abstract_params(arch, jnp.dtype("float32")), state, blob).compile()
     return float(compiled.cost_analysis()["bytes accessed"])
 

@@ -14,7 +14,7 @@ import pytest
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba_oracle
 from transformers.models.qwen3_next import modeling_qwen3_next as delta_oracle
 
-from jaxserve.execution.lowering import _known
+from jaxserve.execution.lowering import known_options
 from jaxserve.layers import decaying_memory
 from jaxserve.layers.decaying_memory import CHUNK, MemoryPool
 from jaxserve.layers.delta_net import DeltaInputs, GatedDelta
@@ -221,7 +221,7 @@ def test_the_pool_is_changed_in_place(num_tokens: int, form: Form) -> None:
         rows = StateRows(**fields | {"cu_q_lens": rows.cu_q_lens[:2]})
     inputs, pool = random_inputs(form, num_tokens), form.new(NUM_LAYERS, NUM_ENTRIES)
     program = jax.jit(
-        type(form).advance, static_argnums=0, donate_argnums=3, compiler_options=_known(unoptimized("cpu"))
+        type(form).advance, static_argnums=0, donate_argnums=3, compiler_options=known_options(unoptimized("cpu"))
     )
     compiled = program.lower(form, inputs, rows, pool, jnp.int32(LAYER)).compile()
     memory = compiled.memory_analysis()
