@@ -20,7 +20,7 @@ from jaxserve.execution.executor import StepResult
 from jaxserve.request import Request
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.schedule_config import resolve_schedule
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.plan import StepPlan, StepShape
 from synthetic.null_device import MODEL, NullExecutor
 
 VOCAB_SIZE = 320
@@ -85,8 +85,8 @@ class HashedExecutor(NullExecutor):
 
     step_s = 0.0
 
-    def launch(self, plan: StepPlan, bucket: int) -> Any:
-        self.packer.pack(plan, bucket)
+    def launch(self, plan: StepPlan, program: StepShape) -> Any:
+        self.packer.pack(plan, program.num_tokens)
         columns = zip(plan.requests, plan.starts, plan.counts, plan.max_new, strict=True)
         rows = [(request, start + count, max_new) for request, start, count, max_new in columns]
         return _Step(time.monotonic(), rows, self.step_s, sum(plan.counts))
