@@ -1,5 +1,6 @@
 """Spans of requests, as OpenTelemetry's own exporter gets them."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra otel is not installed")
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -28,6 +30,15 @@ def server(tmp_path_factory: pytest.TempPathFactory, exporter: InMemorySpanExpor
         yield server
 
 
+def finished(exporter: InMemorySpanExporter) -> ReadableSpan:
+    """Return the only span; it ends after its reply was sent."""
+    deadline_s = time.monotonic() + 10
+    while not (spans := exporter.get_finished_spans()) and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    (span,) = spans
+    return span
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_is_a_span_with_its_numbers(server: Running, exporter: InMemorySpanExporter, stream: bool) -> None:
     exporter.clear()
@@ -42,7 +53,7 @@ def test_a_request_is_a_span_with_its_numbers(server: Running, exporter: InMemor
     body |= {"temperature": 0.5, "top_p": 0.9}
     headers = {"traceparent": f"00-{trace}-{parent}-01"}
     assert server.client.post("/v1/completions", json=body, headers=headers).status_code == 200
-    (span,) = exporter.get_finished_spans()
+    span = finished(exporter)
     assert span.parent is not None
     assert (f"{span.context.trace_id:032x}", f"{span.parent.span_id:016x}") == (trace, parent)
     a = dict(span.attributes or {})
@@ -65,7 +76,7 @@ def test_spans_have_no_texts(server: Running, exporter: InMemorySpanExporter) ->
     headers = {"traceparent": "canary"}  # not W3C's: the span then has no parent
     body = {"prompt": "canary " * 5, "max_tokens": 3}
     assert server.client.post("/v1/completions", json=body, headers=headers).status_code == 200
-    (span,) = exporter.get_finished_spans()
+    span = finished(exporter)
     assert span.parent is None
     assert "canary" not in span.to_json()
 
