@@ -304,7 +304,8 @@ class Scheduler:
 
         Args:
             max_steps: most steps, or rounds with drafts.
-            num_drafts: tokens to draft by slot, where all rows are in decode; empty for a plan without drafts.
+            num_drafts: tokens to draft by slot, where all rows are in decode; empty for a plan without drafts. If there
+                is no room for them, the plan has one step.
             timing: the fields of a `Timing`, by which rows in decode get their tokens in time; empty if not known.
             may_split: True if a plan of one step without drafts may be split for rows that wait for tokens.
         """
@@ -315,7 +316,8 @@ class Scheduler:
         if num_drafts:
             num_steps = planning.most_steps(min(max_steps, planning.steps_left(num_drafts)), num_drafts)
         if not num_steps:
-            num_drafts = ()
+            if num_drafts:  # `max_steps` are rounds: no program may go several steps without drafts for so many rows
+                num_drafts, max_steps = (), 1
             num_steps = planning.most_steps(min(max_steps, planning.steps_left())) if max_steps > 1 else 1
         decoded = planning.decode(plan, max(num_steps, 1), num_drafts, may_split=may_split)
         times = Timing(*timing) if timing else None

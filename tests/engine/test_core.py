@@ -50,11 +50,18 @@ ARCH = ArchConfig(
 SIZES = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, page_size=4, num_pages=24)
 LARGER = replace(SIZES, max_num_seqs=6, max_num_batched_tokens=32)  # several prompts start in a step
 DRAFTING = replace(SIZES, max_drafts=3, targets=((0, 5.0, 1.0), (3, 9.0, 2.0)))
+FEW_PROGRAMS = replace(SIZES, max_num_seqs=24, max_num_batched_tokens=32, num_pages=40, few_programs=True)
 FAILURE = RuntimeError("the device has failed")
 
 
 def pass_on(error: BaseException) -> None:
     """Stand in for the leader of several processes, which tells the others."""
+
+
+def end_at_assertions(error: BaseException) -> None:
+    """Stand in likewise, but end the test if it is not the device that has failed."""
+    if isinstance(error, AssertionError):
+        raise error
 
 
 class Driven:
@@ -68,6 +75,7 @@ class Driven:
         max_steps: int = 1,
         step_ahead: bool = True,
         records: Sequence[Record] = (),
+        on_failure: Callable[[BaseException], None] = pass_on,
     ) -> None:
         config = EngineConfig("none", multi_step=max_steps, step_ahead=step_ahead)
         self.executors = [SimulatedExecutor(sizes, max_steps) for _ in range(num_replicas)]
@@ -75,7 +83,7 @@ class Driven:
             Replica(config, ARCH, executor, EngineStats(), record)
             for executor, record in zip_longest(self.executors, records)
         ]
-        self.core = EngineCore(self.replicas, step_ahead=step_ahead, on_failure=pass_on)
+        self.core = EngineCore(self.replicas, step_ahead=step_ahead, on_failure=on_failure)
         self.unfinished: dict[Request, list[int]] = {}
         self.ended: dict[Request, tuple[list[int], FinishReason]] = {}
         self.num_added = 0
@@ -150,14 +158,20 @@ class CoreMachine(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 3]),
         step_ahead=st.booleans(),
         splits=st.booleans(),
+        sizes=st.sampled_from([SIZES, FEW_PROGRAMS]),
     )
-    def start(self, num_replicas: int, max_steps: int, max_drafts: int, step_ahead: bool, splits: bool) -> None:
-        sizes = replace(SIZES, max_drafts=max_drafts, has_split_steps=splits)
-        self.driven = Driven(num_replicas, sizes=sizes, max_steps=max_steps, step_ahead=step_ahead)
+    def start(
+        self, num_replicas: int, max_steps: int, max_drafts: int, step_ahead: bool, splits: bool, sizes: ScheduleConfig
+    ) -> None:
+        sizes = replace(sizes, max_drafts=max_drafts, has_split_steps=splits)
+        self.driven = Driven(
+            num_replicas, sizes=sizes, max_steps=max_steps, step_ahead=step_ahead, on_failure=end_at_assertions
+        )
 
-    @rule(request=REQUESTS)
-    def submit(self, request: dict[str, Any]) -> None:
-        self.driven.submit(**request)
+    @rule(request=REQUESTS, count=st.sampled_from([1, 1, 20]))
+    def submit(self, request: dict[str, Any], count: int) -> None:
+        for _ in range(count):
+            self.driven.submit(**request)
 
     @precondition(lambda self: self.driven.unfinished)
     @rule(data=st.data(), times=st.integers(1, 2))
@@ -287,6 +301,20 @@ def test_wherever_a_step_breaks_off_everybody_is_told_and_the_core_serves_on(
     assert len(places) > (100 if devices_fail else 200)
     num_aborted = sum(reason is FinishReason.ABORT for _, reason in driven.ended.values())
     assert num_aborted > 2 if devices_fail else num_aborted == 2, "the cancelled ones alone"
+
+
+def test_where_pages_for_drafts_run_out_a_program_runs_what_is_planned() -> None:
+    """Few programs have several steps, but all numbers of rows have drafts."""
+    sizes = replace(FEW_PROGRAMS, max_num_seqs=32, max_num_batched_tokens=512, num_pages=131, max_drafts=8)
+    driven = Driven(sizes=sizes, max_steps=32)
+    for n in range(32):
+        driven.submit(prompt=[n % 5, *range(5)], max_tokens=20)
+    drafted = set()
+    while driven.unfinished:
+        driven.step()
+        drafted |= {bool(step.plan.num_drafts) for step in driven.replicas[0].in_flight if step.plan.num_rows > 16}
+    assert drafted == {True, False}
+    assert {reason for _, reason in driven.ended.values()} == {FinishReason.LENGTH}
 
 
 def test_executors_are_executors() -> None:
