@@ -254,8 +254,10 @@ class Reply:
             prompt = self._prompt_text(output)
             text, self._num_chars[index] = prompt + text, len(prompt)
             if tables is not None and output.prompt_tables is not None:
-                prompt_ids = output.prompt_token_ids
-                offsets = [0] * len(prompt_ids) if tokenizer is None else text_offsets(tokenizer, prompt, prompt_ids)
+                prompt_ids, keeps_first = output.prompt_token_ids, request.params.truncation_side == "right"
+                offsets = [0] * len(prompt_ids)
+                if tokenizer is not None:
+                    offsets = text_offsets(tokenizer, prompt, prompt_ids, keeps_first=keeps_first)
                 token_ids, tables = prompt_ids + token_ids, itertools.chain(output.prompt_tables, tables)
         return {"text": text, "logprobs": self._logprobs(index, token_ids, tables, offsets)}
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.text.token_stream import ByteStream, WindowStream
+from jaxserve.text.tokenizer import kept_parts
 
 if TYPE_CHECKING:
     from jaxserve.sampling_params import SamplingParams
@@ -71,13 +72,14 @@ class TokenTexts:
         return texts
 
 
-def text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> list[int]:
+def text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int], *, keeps_first: bool = False) -> list[int]:
     """Return the index in a text at which each of its tokens begins.
 
     Args:
         tokenizer: tokenizer of the model.
         text: text that was tokenised, or that the tokens were decoded to.
-        token_ids: its tokens, special ones around them included; only the last or the first if it was truncated.
+        token_ids: its tokens, special ones around them included; only some of them if it was truncated.
+        keeps_first: True if a longer text keeps its first tokens, see `Tokenizer.encode`.
     """
     plain = tokenizer.encode(text, add_special_tokens=False)
     starts = range(len(token_ids) - len(plain) + 1)
@@ -90,7 +92,12 @@ def text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> l
             return _begins(pieces)
     known = tokenizer.encode(text)
     if len(token_ids) < len(known):
-        return _kept(token_ids, known, text_offsets(tokenizer, text, known))
+        offsets = text_offsets(tokenizer, text, known)
+        first, last = kept_parts(known, plain, len(token_ids), keeps_first=keeps_first)
+        kept = [*offsets[first], *offsets[last]]
+        if keeps_first:  # special tokens stand at the ends of the text that is kept
+            return [min(offset, offsets[first.stop]) for offset in kept]
+        return [max(offset, offsets[last.start]) for offset in kept]
     known, spans = tokenizer.spans(text)
     if known[-1:] == list(token_ids[-1:]):  # a tokenizer that changes texts, such as to lower case
         return _last(token_ids, known, list(itertools.accumulate((begin for begin, _ in spans), max)))
@@ -99,15 +106,6 @@ def text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> l
 
 def _begins(pieces: Sequence[str]) -> list[int]:
     return list(itertools.accumulate(map(len, pieces[:-1]), initial=0))[:-1]
-
-
-def _kept(token_ids: Sequence[int], known: Sequence[int], offsets: Sequence[int]) -> list[int]:
-    """Return the offsets of the last tokens of others, or of their first ones."""
-    pairs = zip(token_ids, known, strict=False)
-    num_same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    if num_same * 2 <= len(token_ids) or num_same >= len(offsets):  # special tokens are at both ends
-        return _last(token_ids, known, offsets)
-    return [*offsets[:num_same], *[offsets[num_same]] * (len(token_ids) - num_same)]
 
 
 def _last(token_ids: Sequence[int], known: Sequence[int], offsets: Sequence[int]) -> list[int]:

@@ -110,14 +110,8 @@ class Tokenizer:
         if max_tokens is None or len(token_ids) <= max_tokens:
             return token_ids
         plain = self._encode(text, False) if add_special_tokens else token_ids
-        num_kept = max_tokens - (len(token_ids) - len(plain))
-        if num_kept <= 0:  # no room for text between the special tokens
-            return token_ids[:max_tokens] if keeps_first else token_ids[-max_tokens:]
-        starts = range(len(token_ids) - len(plain) + 1)
-        start = next((i for i in starts if token_ids[i : i + len(plain)] == plain), 0)
-        if keeps_first:
-            return token_ids[: start + num_kept] + token_ids[start + len(plain) :]
-        return token_ids[:start] + token_ids[start + len(plain) - num_kept :]
+        first, last = kept_parts(token_ids, plain, max_tokens, keeps_first=keeps_first)
+        return token_ids[first] + token_ids[last]
 
     def spans(self, text: str) -> tuple[TokenIds, list[tuple[int, int]]]:
         """Return the token ids of `text`, special ones included, and the part of it that each stands for."""
@@ -256,6 +250,26 @@ class Tokenizer:
             defaults = {"tools": None, "documents": None} | self.special_tokens
             self._compiled[source] = ChatTemplate(source, defaults)
         return self._compiled[source]
+
+
+def kept_parts(
+    token_ids: Sequence[int], plain: Sequence[int], max_tokens: int, *, keeps_first: bool
+) -> tuple[slice, slice]:
+    """Return the parts of a prompt that are kept if it is cut: one on each side of the tokens that are left out.
+
+    Args:
+        token_ids: tokens of the prompt, more than `max_tokens`.
+        plain: the same without the model's special tokens around them, which are kept if there is room.
+        max_tokens: number of tokens to keep.
+        keeps_first: True to keep the first tokens of the text instead of its last ones.
+    """
+    num_cut = len(token_ids) - max_tokens
+    starts = range(len(token_ids) - len(plain) + 1)
+    start = next((i for i in starts if list(token_ids[i : i + len(plain)]) == list(plain)), 0)
+    begin = start + len(plain) - num_cut if keeps_first else start
+    if num_cut >= len(plain):  # no room for text between the special tokens
+        begin = max_tokens if keeps_first else 0
+    return slice(begin), slice(begin + num_cut, None)
 
 
 class _TokenTexts(dict[int, str]):

@@ -95,7 +95,9 @@ def run(
     url = CHAT if "messages" in body else COMPLETIONS
     content = body if url == CHAT else body | {"prompt": prompt}
     request = parse_body(url, content | {"stream": True}, "m", (), family.own, SamplingParams(), may_stream=True)
-    ids = family.own.encode(prompt) if isinstance(prompt, str) else prompt
+    limit, keeps_first = request.params.truncate_prompt_tokens, request.params.truncation_side == "right"
+    is_text = isinstance(prompt, str)
+    ids = family.own.encode(prompt, max_tokens=limit, keeps_first=keeps_first) if is_text else prompt
     sample = Request("0#0", ids, request.params, seed=0, max_total_tokens=999)
     group = RequestGroup("0", prompt if isinstance(prompt, str) else None, [sample], family.own, lambda: 0.0)
     if request.params.prompt_logprobs is not None:
@@ -185,7 +187,8 @@ def test_offsets_of_the_beginning_of_a_text(family: Family) -> None:
     whole = family.own.encode(text)
     kept = family.own.encode(text, max_tokens=len(whole) - 1, keeps_first=True)
     assert kept != family.own.encode(text, max_tokens=len(whole) - 1)
-    assert text_offsets(family.own, text, kept) == text_offsets(family.own, text, whole)[: len(kept)]
+    offsets = text_offsets(family.own, text, kept, keeps_first=True)
+    assert offsets == text_offsets(family.own, text, whole)[: len(kept)]
 
 
 def test_offsets_of_the_end_of_a_text(family: Family) -> None:
@@ -197,6 +200,25 @@ def test_offsets_of_the_end_of_a_text(family: Family) -> None:
     assert offsets[-1] == text_offsets(family.own, text, family.own.encode(text))[-1]
     assert offsets[-2] > 0
     assert offsets[0] in text_offsets(family.own, text, family.own.encode(text))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_offsets_of_a_part_of_a_repetitive_text(family: Family, side: str) -> None:
+    """The tokens that are kept do not show the side on which they were cut off."""
+    text, token_ids = "to " * 12, [5]
+    body = {"logprobs": 2, "echo": True, "truncation_side": side}
+    plain, known = family.own.encode(text, add_special_tokens=False), family.own.encode(text)
+    start = next(i for i in range(len(known)) if known[i : i + len(plain)] == plain)
+    whole = run(family, text, token_ids, body, step=1)[0]["logprobs"]["text_offset"][start : start + len(plain)]
+    for num_kept in (1, 2, len(plain) // 2, len(plain) - 1):
+        limit = len(known) - len(plain) + num_kept
+        cut, _ = run(family, text, token_ids, body | {"truncate_prompt_tokens": limit}, step=1)
+        offsets = cut["logprobs"]["text_offset"][:limit]
+        assert offsets == sorted(offsets)
+        expected = whole[-num_kept:] if side == "left" else whole[:num_kept]
+        assert offsets[start : start + num_kept] == expected
+        first, last = (whole[-num_kept], len(text)) if side == "left" else (0, whole[num_kept])
+        assert all(first <= offset <= last for offset in offsets)
 
 
 @pytest.mark.parametrize("step", [1, 100])
