@@ -18,7 +18,7 @@ _POSITIVE = (
     *("body_timeout_s", "send_timeout_s", "stuck_after_s"),
 )
 
-
+_MAX_RETENTION_DAYS = 1_000_000  # dates of clients end with the year 9999
 _UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -77,7 +77,7 @@ class ServerConfig:
             resumes; without it there are neither.
         max_batch_file_bytes: largest file of requests.
         max_batch_storage_bytes: bytes that all files of a key may have.
-        batch_retention_days: days after which files, and batches that have ended, are deleted.
+        batch_retention_days: days after which files, and batches that have ended, are deleted; at most 1,000,000.
         return_tokens_as_token_ids: True to name tokens by their ids, as token_id:7, in all log probabilities.
     """
 
@@ -125,6 +125,9 @@ class ServerConfig:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.batch_retention_days > _MAX_RETENTION_DAYS:
+            message = f"batch_retention_days must be at most {_MAX_RETENTION_DAYS}, got {self.batch_retention_days}"
+            raise ConfigError(message)
         read_objectives(self.objectives)
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port must be in [0, 65536), got {self.port}")

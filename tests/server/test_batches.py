@@ -15,9 +15,11 @@ import pytest
 
 from jaxserve.engine.checkpoint import OutputLimits
 from jaxserve.engine.engine import Engine
+from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.server.batches import api, jobs
+from jaxserve.server.config import ServerConfig
 from tests.server.conftest import Running, running
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -301,6 +303,12 @@ def test_what_has_been_kept_for_its_time_is_deleted(engine: Engine, tmp_path: Pa
         with pytest.raises(openai.NotFoundError):
             client.batches.retrieve(batch.id)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("days", [float("inf"), float("nan"), 1e308, 0.0])
+def test_files_are_kept_for_a_time_that_has_an_end(days: float) -> None:
+    with pytest.raises(ConfigError, match=rf"batch_retention_days must be .*, got {re.escape(str(days))}"):
+        ServerConfig(batch_retention_days=days)
 
 
 def test_tenants_do_not_see_each_other(engine: Engine, tmp_path: Path) -> None:
