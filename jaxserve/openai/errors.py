@@ -35,20 +35,19 @@ def check_type(given: Json, name: str, wanted: type | UnionType) -> None:
         raise BadRequestError(f"{name} must be a {kind}, got {brief(given[name])}", name)
 
 
-def check_output_len(given: Json, wanted: int | None, max_model_len: int | None) -> None:
+def check_output_len(given: Json, max_model_len: int | None) -> None:
     """Refuse an output longer than the model allows with any prompt, in vLLM's words.
 
-    An output that only has no room beside its prompt is cut, as in vLLM.
+    An output that only has no room beside its prompt is cut, as in vLLM, and so is one of the default length.
 
     Args:
         given: fields of the body.
-        wanted: tokens of the output that they ask for.
         max_model_len: maximum of tokens of a prompt and its output; None to refuse nothing.
     """
-    if max_model_len is not None and wanted is not None and wanted > max_model_len:
-        name = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-        message = f"{name}={wanted} cannot be greater than max_model_len={max_model_len}. "
-        raise BadRequestError(f"{message}Please request fewer output tokens.", name, "invalid_value")
+    for name in ("max_completion_tokens", "max_tokens"):
+        if max_model_len is not None and given.get(name, 0) > max_model_len:
+            message = f"{name}={given[name]} cannot be greater than max_model_len={max_model_len}. "
+            raise BadRequestError(f"{message}Please request fewer output tokens.", name, "invalid_value")
 
 
 def as_bad_request(error: RequestError) -> BadRequestError:

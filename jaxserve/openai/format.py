@@ -248,7 +248,7 @@ def parse_body(
     is_chat = url == CHAT
     with naming_fields(url, _form_field(given)):
         params = _chat_params(given, defaults) if is_chat else _completion_params(given, defaults)
-        check_output_len(given, params.max_tokens, max_model_len)
+        check_output_len(given, max_model_len)
         read = partial(read_chat, response_role=response_role, takes_templates=takes_templates)
         chat = read(given, tokenizer, chat_format, params, check_prompt=check_prompt) if is_chat else None
     options = _stream_options(given, may_stream=may_stream)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -11,6 +12,7 @@ import pytest
 from jaxserve.engine.engine import Engine
 from tests.e2e.sizes import SIZES
 from tests.server.conftest import Running, running
+from tests.server.hashed_engine import hashed_engine, write_model
 
 LIMIT = SIZES["max_model_len"]
 LONG = "x " * LIMIT
@@ -112,6 +114,16 @@ def test_an_output_longer_than_any_can_be(server: Running, name: str) -> None:
         for kind, other in (("prompt", "input"), ("completion", "output"))
     )
     assert num_prompt + counts.get("cache_read_input_tokens", 0) + num_output == LIMIT
+
+
+def test_an_output_of_the_default_length_is_cut_to_the_room(tmp_path: Path) -> None:
+    sizes = {"max_model_len": 8, "page_size": 4, "num_pages": 8, "max_num_seqs": 1, "max_num_batched_tokens": 8}
+    with running(hashed_engine(write_model(tmp_path), **sizes)) as server:
+        body = {"prompt": [3, 4], "ignore_eos": True}
+        reply = server.client.post("/v1/completions", json=body)
+        assert (reply.status_code, reply.json()["usage"]["completion_tokens"]) == (200, 6)
+        refused = server.client.post("/v1/completions", json=body | {"max_tokens": 16})
+        assert "max_tokens=16 cannot be greater than max_model_len=8" in refused.json()["error"]["message"]
 
 
 def test_a_wrong_key_and_a_missing_key(server: Running) -> None:
