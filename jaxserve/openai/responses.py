@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from jaxserve.errors import brief
@@ -68,7 +69,7 @@ def chat_of_response(body: Json) -> Translation:
     if tools := [tool for tool in given if _left_out(tool) is None]:
         chat["tools"] = [by_type(tool, {"function": _tool}, "a tool", "tools") for tool in tools]
     if (choice := fields.any("tool_choice")) is not None:
-        chat["tool_choice"] = _tool_choice(choice)
+        chat["tool_choice"] = _tool_choice(choice, ignored)
     _read_text(chat, Fields(fields.take("text", dict, {}), "text", "text"), ignored)
     _read_reasoning(chat, Fields(fields.take("reasoning", dict, {}), "reasoning", "reasoning"), ignored)
     _read_logprobs(chat, fields.take("include", list, []), fields.take("top_logprobs", int), ignored)
@@ -142,20 +143,27 @@ def _tool(fields: Fields) -> Json:
     return {"type": "function", "function": function}
 
 
-def _tool_choice(choice: Any) -> Any:
+def _tool_choice(choice: Any, ignored: set[str]) -> Any:
     if isinstance(choice, str):
         return choice
-    return by_type(choice, {"function": _named, "allowed_tools": _allowed}, "tool_choice", "tool_choice")
+    readers: dict[str, Callable[[Fields], Any]] = {
+        "function": _named,
+        "allowed_tools": partial(_allowed, ignored=ignored),
+    }
+    return by_type(choice, readers, "tool_choice", "tool_choice")
 
 
 def _named(fields: Fields) -> Json:
     return {"type": "function", "function": {"name": fields.need("name", str)}}
 
 
-def _allowed(fields: Fields) -> Json:
-    where = "a tool of tool_choice"
-    tools = [by_type(tool, {"function": _named}, where, "tool_choice") for tool in fields.need("tools", list)]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": fields.need("mode", str), "tools": tools}}
+def _allowed(fields: Fields, ignored: set[str]) -> Any:
+    given, mode, where = fields.need("tools", list), fields.need("mode", str), "a tool of tool_choice"
+    ignored |= {f"tool_choice.{kind}" for tool in given if (kind := _left_out(tool)) is not None}
+    tools = [by_type(tool, {"function": _named}, where, "tool_choice") for tool in given if _left_out(tool) is None]
+    if given and not tools and mode == "auto":  # the model may call none of those that it is told of
+        return "none"
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def _messages(instructions: str | None, given: Any) -> list[Json]:

@@ -396,13 +396,24 @@ def test_allowed_tools(mode: str) -> None:
     found = read_tools({"tools": tools, "tool_choice": choice})
     assert (found.choice, [function.name for function in found.functions]) == (mode, ["f", "h"])
     assert list(found.given) == tools, "the model is shown all of them"
-    body = {
+    body: dict[str, Any] = {
         "input": "x",
         "tools": [{"type": "function", "name": name, "parameters": {}} for name in ("f", "g", "h")],
         "tool_choice": {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "h"}]},
     }
     of_response = read_tools(chat_of_response(body).chat)
     assert (of_response.choice, [function.name for function in of_response.functions]) == (mode, ["h"])
+    body["tools"].append({"type": "web_search"})
+    body["tool_choice"]["tools"].append({"type": "web_search"})
+    translated = chat_of_response(body)
+    assert read_tools(translated.chat) == of_response
+    assert translated.ignored == {"tools.web_search", "tool_choice.web_search"}
+    body["tool_choice"]["tools"] = [{"type": "web_search"}]
+    if mode == "auto":
+        assert read_tools(chat_of_response(body).chat).choice == "none"
+    else:
+        with pytest.raises(RequestError, match="allowed_tools must have the mode"):
+            read_tools(chat_of_response(body).chat)
     for wrong in (
         {"mode": "none", "tools": tools},
         {"mode": mode, "tools": []},
