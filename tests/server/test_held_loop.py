@@ -205,7 +205,9 @@ def test_a_client_that_pipelines_and_goes_is_cancelled(server: Running, path: st
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as sock:
         sock.sendall(request * 3)
+        until_s = time.monotonic() + 20
         while server.engine.stats.num_output_tokens == before:
+            assert time.monotonic() < until_s, sock.recv(65536)
             time.sleep(0.005)
     check_drained(server.engine)
     executor.step_s = 0.0
