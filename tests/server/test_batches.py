@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.server.batches import api, jobs
+from jaxserve.server.batches.store import Store
 from jaxserve.server.config import ServerConfig
 from tests.server.conftest import Running, running
 
@@ -303,6 +305,32 @@ def test_what_has_been_kept_for_its_time_is_deleted(engine: Engine, tmp_path: Pa
         with pytest.raises(openai.NotFoundError):
             client.batches.retrieve(batch.id)
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("deletes", ["expired", "wanted"])
+def test_a_batch_keeps_its_input_or_is_not_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deletes: str) -> None:
+    store, batches = Store(tmp_path, 10), []
+    (path := store.new_upload()).write_bytes(lines(1))
+    file = store.add_file(path, "a", "batch", "one")
+    fields = {"input_file_id": file["id"], "status": "validating"}
+    other = threading.Thread(target=lambda: batches.append(store.add_batch(fields, "one")))
+    objects = store.objects
+
+    def objects_before_the_batch(kind: str, owner: str | None = None) -> Iterator[dict[str, Any]]:
+        found = list(objects(kind, owner))
+        if other.ident is None:
+            other.start()
+            other.join(0.2)  # it waits for the store
+        return iter(found)
+
+    monkeypatch.setattr(store, "objects", objects_before_the_batch)
+    if deletes == "expired":
+        assert store.delete_expired(file["expires_at"]) == 1
+    else:
+        assert store.delete_file(file["id"]) is None
+    other.join(20)
+    assert batches == [None]
+    assert store.get(file["id"]) is None
 
 
 @pytest.mark.parametrize("days", [float("inf"), float("nan"), 1e308, 0.0])

@@ -112,16 +112,13 @@ class Batches:
 
     async def _delete(self, call: Call) -> None:
         file = self._find(call, "file")
-        for batch in self._store.objects("batch", call.owner):
-            if batch["input_file_id"] == file["id"] and batch["status"] in WAITING:
-                raise BadRequestError(
-                    f"{file['id']} must not be the input of an unfinished batch, but {batch['id']} reads it; cancel "
-                    "that first",
-                    "file_id",
-                    "file_in_use",
-                    409,
-                )
-        await asyncio.to_thread(self._store.delete, file["id"])
+        if (reader := await asyncio.to_thread(self._store.delete_file, file["id"])) is not None:
+            raise BadRequestError(
+                f"{file['id']} must not be the input of an unfinished batch, but {reader} reads it; cancel that first",
+                "file_id",
+                "file_in_use",
+                409,
+            )
         await call.send_json({"id": file["id"], "object": "file", "deleted": True})
 
     # Batches
@@ -132,10 +129,10 @@ class Batches:
             raise BadRequestError(f"{min(unknown)} is not supported in batches; leave it out", min(unknown))
         file_id, endpoint = body.get("input_file_id"), body.get("endpoint")
         file = self._store.get(file_id, call.owner) if isinstance(file_id, str) else None
+        message = f'input_file_id must be the id of a file with purpose "{BATCH}", got {brief(file_id)}'
+        no_file = BadRequestError(message, "input_file_id")
         if file is None or file["purpose"] != BATCH:
-            raise BadRequestError(
-                f'input_file_id must be the id of a file with purpose "{BATCH}", got {brief(file_id)}', "input_file_id"
-            )
+            raise no_file
         if endpoint not in self._endpoints:
             message = f"endpoint must be {' or '.join(self._endpoints)}, got {brief(endpoint)}"
             raise BadRequestError(message, "endpoint")
@@ -160,6 +157,8 @@ class Batches:
             "model": self._service.model_names[0],
         }
         batch = await asyncio.to_thread(self._store.add_batch, fields, call.owner)
+        if batch is None:
+            raise no_file
         self._jobs.wake()
         await call.send_json(batch)
 

@@ -74,10 +74,13 @@ class Store:
         self._save({**file_object, _OWNER: owner})
         return file_object
 
-    def add_batch(self, fields: Json, owner: str) -> Json:
-        """Add a batch to be run; return its object."""
+    def add_batch(self, fields: Json, owner: str) -> Json | None:
+        """Add a batch to be run; return its object, None if its input file has been deleted."""
         batch = {"id": f"batch_{secrets.token_hex(12)}", "object": "batch", "created_at": int(time.time()), **fields}
-        self._save({**batch, _OWNER: owner})
+        with self._lock:
+            if batch["input_file_id"] not in self._objects:
+                return None
+            self._save({**batch, _OWNER: owner})
         return batch
 
     def update(self, object_id: str, **fields: Any) -> None:
@@ -106,28 +109,27 @@ class Store:
         files = [x for x in list(self._objects.values()) if x["object"] == "file" and x[_OWNER] == owner]
         return sum(file["bytes"] for file in files)
 
-    def delete(self, object_id: str) -> None:
-        """Delete a file, or a batch that has ended."""
+    def delete_file(self, file_id: str) -> str | None:
+        """Delete a file; if an unfinished batch reads it, it stays, and the id of that batch is returned."""
         with self._lock:
-            self._objects.pop(object_id, None)
-            (self._folder / f"{object_id}.json").unlink(missing_ok=True)
-            for path in (self.content(object_id), self.records(object_id)):
-                path.unlink(missing_ok=True)
+            if (reader := self._readers().get(file_id)) is None:
+                self._delete(file_id)
+        return reader
 
     def delete_expired(self, now_s: int | float) -> int:
         """Delete the files and the ended batches that have been kept for their time; return their number.
 
         Files that an unfinished batch reads stay.
         """
-        batches = list(self.objects("batch"))
-        read = {each["input_file_id"] for each in batches if each["status"] in WAITING}
-        ended = [each for each in batches if each["status"] not in WAITING]
-        expired = [each["id"] for each in ended if each[f"{each['status']}_at"] + self._kept_s <= now_s]
-        for file in self.objects("file"):
-            if file.get("expires_at", file["created_at"] + self._kept_s) <= now_s and file["id"] not in read:
-                expired.append(file["id"])
-        for object_id in expired:
-            self.delete(object_id)
+        with self._lock:  # or a batch that is added meanwhile would lose its input
+            read = self._readers()
+            ended = [each for each in self.objects("batch") if each["status"] not in WAITING]
+            expired = [each["id"] for each in ended if each[f"{each['status']}_at"] + self._kept_s <= now_s]
+            for file in self.objects("file"):
+                if file.get("expires_at", file["created_at"] + self._kept_s) <= now_s and file["id"] not in read:
+                    expired.append(file["id"])
+            for object_id in expired:
+                self._delete(object_id)
         return len(expired)
 
     def content(self, file_id: str) -> Path:
@@ -137,6 +139,16 @@ class Store:
     def records(self, batch_id: str) -> Path:
         """Return the path of the records of a batch that runs."""
         return self._folder / f"{batch_id}.records"
+
+    def _readers(self) -> dict[str, str]:
+        """Return the ids of unfinished batches by the files that they read."""
+        return {each["input_file_id"]: each["id"] for each in self.objects("batch") if each["status"] in WAITING}
+
+    def _delete(self, object_id: str) -> None:
+        self._objects.pop(object_id, None)
+        (self._folder / f"{object_id}.json").unlink(missing_ok=True)
+        for path in (self.content(object_id), self.records(object_id)):
+            path.unlink(missing_ok=True)
 
     def _save(self, content: Json) -> None:
         with self._lock:
