@@ -220,7 +220,8 @@ def test_pipelined_requests_are_answered_in_order_and_bounded(server: Running) -
         sock.sendall(b"".join(b"GET /v1/models/%d HTTP/1.1\r\nHost: x\r\n\r\n" % i for i in range(5)))
         text = b""
         while text.count(b"HTTP/1.1 404") < 5:
-            text += sock.recv(65536)
+            text += (data := sock.recv(65536))
+            assert data, text
         assert [int(each) for each in re.findall(rb"got '(\d)'", text)] == list(range(5))
     with socket.create_connection((host, int(port)), timeout=20) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
