@@ -5,16 +5,18 @@ it. A program is found by a digest of all it follows from, our source among it.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import logging
 import os
 import pickle
 import re
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -36,7 +38,7 @@ _SETTINGS = (  # jax's settings that change what is traced
 )
 compile_counter = EventCounter("/jax/core/compile/backend_compile_duration")  # programs that XLA was asked for
 _cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # programs that came from XLA's own cache
-_FUNCTION = re.compile(r"<function ([\w.]+) at 0x[0-9a-f]+>")  # no name with <locals>: it may be of several
+_FUNCTION = re.compile(r"<function [\w.]+ at 0x([0-9a-f]+)>")  # no name with <locals>: it may be of several
 MAX_BYTES = 1 << 30  # kept on disk; the longest unused go first
 
 
@@ -85,8 +87,23 @@ class ProgramStore:
 
 
 def described(fact: object) -> str:
-    """Return the `repr` of a fact as it is in every process: without the addresses of functions of modules."""
-    return _FUNCTION.sub(r"<function \1>", repr(fact))
+    """Return the `repr` of a fact as it is in every process: functions of modules have no addresses, but modules."""
+    names = {id(each): f"<function {each.__module__}.{each.__qualname__}>" for each in _functions(fact)}
+    return _FUNCTION.sub(lambda found: names.get(int(found[1], 16), found[0]), repr(fact))
+
+
+def _functions(fact: object) -> Iterator[FunctionType]:
+    """Yield the functions in the fields and elements of a fact, at any depth."""
+    if isinstance(fact, FunctionType):
+        yield fact
+    elif dataclasses.is_dataclass(fact):
+        for field in dataclasses.fields(fact):
+            yield from _functions(getattr(fact, field.name, None))
+    elif isinstance(fact, Mapping):
+        yield from _functions([*fact.items()])
+    elif isinstance(fact, tuple | list | frozenset | set):
+        for element in fact:
+            yield from _functions(element)
 
 
 def _read(path: Path, devices: Sequence[jax.Device]) -> Compiled | None:

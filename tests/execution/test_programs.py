@@ -1,4 +1,6 @@
 import os
+import re
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +8,9 @@ import pytest
 
 from jaxserve.execution import program_store as programs
 from jaxserve.execution.program_store import ProgramStore
+from jaxserve.layers.mlp import geglu, swiglu
 from jaxserve.models import registry
-from tests.checkpoints import FAMILIES, hf_dict
+from tests.checkpoints import FAMILIES, MIXTURES, hf_dict
 
 
 def compile_double():
@@ -78,7 +81,30 @@ def test_facts_and_names_tell_programs_apart(tmp_path, compiler):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_is_described_alike_in_every_process(family):
-    assert " at 0x" not in programs.described(registry.from_hf_config(hf_dict(family)))
+    described = programs.described(registry.from_hf_config(hf_dict(family)))
+    assert " at 0x" not in described
+    functions = re.findall("<function (.*?)>", described)
+    assert {*functions} <= {f"{each.__module__}.{each.__name__}" for each in (swiglu, geglu)}
+    assert len(functions) == (family in MIXTURES and family != "gpt_oss"), "whose activation has fields"
+
+
+@dataclass
+class Fact:
+    content: object
+
+
+def function_of(module):
+    """Return a function `f` as a module of this name would define it."""
+    names = {"__name__": module}
+    exec("def f(x):\n    return x", names)
+    return names["f"]
+
+
+@pytest.mark.parametrize("put", [lambda f: f, lambda f: (1, {"act": [f]}), lambda f: Fact(Fact(f))])
+def test_functions_are_told_apart_by_their_modules(put):
+    one, again, other = (programs.described(put(function_of(module))) for module in ("one", "one", "other"))
+    assert one == again != other
+    assert "<function one.f>" in one
 
 
 def test_settings_of_jax_tell_programs_apart(tmp_path, compiler):
