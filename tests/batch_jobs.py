@@ -1,8 +1,9 @@
 """Input of a batch, and the wait for its first output."""
 
 import json
-import time
 from pathlib import Path
+
+from tests.waiting import until
 
 
 def batch_input(path: Path, count: int, **body: object) -> str:
@@ -13,7 +14,4 @@ def batch_input(path: Path, count: int, **body: object) -> str:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not (path.exists() and path.stat().st_size):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: path.exists() and path.stat().st_size)

@@ -18,7 +18,7 @@ def run_with_kills(command: Sequence[str], out_path: Path, num_kills: int, seed:
     for kills in range(num_kills):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if _wait_for_growth(process, out_path, rng, most_bytes):
-            assert process.wait() == 0
+            assert process.wait(60) == 0
             return kills
         process.kill()
         process.wait()

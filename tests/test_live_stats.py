@@ -12,6 +12,7 @@ import pytest
 from jaxserve.live_stats import LiveStats, stats_line, wait_until_warm
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates
 from jaxserve.sampling_params import SamplingParams
+from tests.waiting import until
 
 PEAK_RATES = PeakRates(flops_per_s=1e9, bytes_per_s=1e9)
 
@@ -47,8 +48,7 @@ def test_the_line_is_of_the_interval() -> None:
 def test_an_idle_engine_has_no_rows() -> None:
     stream = io.StringIO()
     with LiveStats(fake_engine.FakeEngine(None), stream, interval_s=0.01):
-        while not stream.getvalue().endswith("\n"):
-            time.sleep(0.001)
+        until(lambda: stream.getvalue().endswith("\n"))
     assert stream.getvalue().splitlines()[0] == "0 rows, in 0 tok/s, out 0 tok/s, 0 waiting, pages 0%, E 0%"
 
 
@@ -81,10 +81,7 @@ class CompilingEngine(fake_engine.FakeEngine):
         self._stream = stream
 
     def wait_until_warm(self) -> None:
-        deadline = time.monotonic() + 30
-        while not self._stream.getvalue().endswith("\n"):
-            assert time.monotonic() < deadline, "nothing has been said"
-            time.sleep(0.001)
+        until(lambda: self._stream.getvalue().endswith("\n"))
         super().wait_until_warm()
 
 

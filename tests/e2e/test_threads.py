@@ -21,6 +21,7 @@ from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import ONE_ROW
 from tests.e2e.workloads import wait_until_idle
+from tests.waiting import until
 
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=10, ignore_eos=True)
 PROMPTS = [f"Thread {i} speaks." for i in range(6)]
@@ -75,8 +76,7 @@ def test_a_short_call_does_not_wait_for_a_long_one(llm: LLM) -> None:
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(llm.engine.core, "step", counting)
         long = pool.submit(answer, llm, PROMPTS[0], 40)
-        while not steps[0]:
-            assert not long.done()
+        until(lambda: steps[0] or long.done())
         before = steps[0]
         answer(llm, PROMPTS[1], 2)
         assert steps[0] - before < 20

@@ -20,6 +20,7 @@ from jaxserve.errors import RequestError
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from synthetic.null_device import TOKEN, null_engine
+from tests.waiting import until
 
 FILES = {module.__file__ for module in (core, engine, frontend, load_balancer, replica, threads, llm_module)}
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -231,8 +232,7 @@ def test_a_listener_may_submit_while_somebody_pauses(llm: LLM) -> None:
 
     def submit(group: RequestGroup) -> None:
         if group.output.finished:
-            while not llm._threads._is_paused:
-                time.sleep(0.001)
+            until(lambda: llm._threads._is_paused)
             llm._threads.submit([second], lambda group: ended.put("b") if group.output.finished else None)
             ended.put("a")
 
@@ -397,10 +397,7 @@ def test_a_core_that_cannot_recover_is_closed(monkeypatch: pytest.MonkeyPatch) -
             pool.submit(llm.generate, [[1]], LONG, False).result(PATIENCE_S)
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([[1]], PARAMS, use_tqdm=False)
-    until_s = time.monotonic() + PATIENCE_S
-    while llm._threads._running:
-        assert time.monotonic() < until_s, "its thread must not go on for nobody"
-        time.sleep(0.01)
+    until(lambda: not llm._threads._running)  # its thread must not go on for nobody
 
 
 def test_those_that_end_beside_a_row_that_fails_are_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

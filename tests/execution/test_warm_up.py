@@ -157,5 +157,5 @@ def test_steps_that_lack_a_program_end_the_short_run(names: list[str]) -> None:
     for _ in range(8):
         assert len(names) == num_needed
         take(programs, 9)
-    programs._compiled.wait()
+    assert programs._compiled.wait(60)
     assert take(programs, 9) < 40

@@ -111,6 +111,14 @@ def new_fleet(actors: LocalActors, model: Path) -> Fleet:
     return Fleet(EngineConfig(model=str(model)), actors)
 
 
+def step_until_ready(served: Fleet) -> None:
+    for _ in range(100_000):
+        if all(seat.ready for seat in served._seats):
+            return
+        served.step()
+    raise AssertionError("some actors never start")
+
+
 def drain(served: Fleet) -> dict[str, RequestOutput | RequestFailure]:
     ended: dict[str, RequestOutput | RequestFailure] = {}
     while served.has_unfinished():
@@ -228,8 +236,7 @@ def test_requests_go_where_their_prefix_is(model: Path, tokenizer: Tokenizer) ->
     """The questions of a document are served by one actor, while all actors stay full."""
     actors = LocalActors(4, tokenizer, random.Random(0), never)
     served = new_fleet(actors, model)
-    while not all(seat.ready for seat in served._seats):
-        served.step()
+    step_until_ready(served)
     prompts = [f"document {i // 4} " + 300 * "long " + f"question {i}" for i in range(96)]
     for i in range(96):
         served.add_request(str(i), prompts[i], SamplingParams(max_tokens=2 + i % 7))
@@ -247,8 +254,7 @@ def test_who_waits_for_a_full_actor_adds_to_its_load(model: Path, tokenizer: Tok
     """Otherwise all questions of a document would wait for the actor that has it, however many they are."""
     actors = LocalActors(2, tokenizer, random.Random(0), never)
     served = new_fleet(actors, model)
-    while not all(seat.ready for seat in served._seats):
-        served.step()
+    step_until_ready(served)
     document = 300 * "long "
     served.add_request("first", document, SamplingParams(max_tokens=300, n=2 * MAX_NUM_SEQS))
     served.step()
@@ -271,8 +277,7 @@ def test_an_answer_costs_the_same_whatever_the_number_of_actors(
     """The cost is counted in calls of the router: loads are set for the few actors that changed."""
     actors = InstantActors(count)
     served = new_fleet(actors, model)
-    while not all(seat.ready for seat in served._seats):
-        served.step()
+    step_until_ready(served)
     set_load, looks = Router.set_load, []
     monkeypatch.setattr(Router, "set_load", lambda *args, **options: looks.append(1) or set_load(*args, **options))
     for i in range(2 * count * MAX_NUM_SEQS):
@@ -369,8 +374,7 @@ def test_actors_that_never_start_end_the_run(model: Path, tokenizer: Tokenizer) 
 def test_the_others_serve_what_an_actor_that_no_longer_starts_had(model: Path, tokenizer: Tokenizer) -> None:
     actors = LocalActors(2, tokenizer, random.Random(0), never)
     served = new_fleet(actors, model)
-    while not all(seat.ready for seat in served._seats):
-        served.step()
+    step_until_ready(served)
     for i in range(30):
         served.add_request(str(i), [i], SamplingParams(max_tokens=5))
     served.step()

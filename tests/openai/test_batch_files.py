@@ -190,7 +190,7 @@ def test_two_processes_cannot_write_one_output(engine: FakeEngine, tmp_path: Pat
     with pytest.raises(ConfigError, match="another process is writing"):
         run_batch(FakeEngine(engine.tokenizer), *paths, use_tqdm=False)
     leave.set()
-    thread.join()
+    thread.join(10)
     assert len(records_by_id(paths[1])) == 1
 
 

@@ -4,7 +4,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 
@@ -34,3 +35,17 @@ def join(processes: Sequence["subprocess.Popen[str]"], timeout_s: float = 240) -
         for process in processes:
             process.kill()
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def wait_for(
+    condition: Callable[[], bool], processes: Sequence["subprocess.Popen[str]"], timeout_s: float = 240
+) -> None:
+    """Wait until a condition holds, while all processes live; they are ended if it does not come true in time."""
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert all(process.poll() is None for process in processes), join(processes)
+        if time.monotonic() > end_s:
+            for process in processes:
+                process.kill()
+            raise AssertionError(f"it has not come true in {timeout_s} s: {join(processes)}")
+        time.sleep(0.05)

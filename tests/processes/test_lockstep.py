@@ -3,7 +3,6 @@
 import json
 import pickle
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from jaxserve.metrics import EngineStats
 from jaxserve.outputs import RequestOutput
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, jobs, run, tokens
-from tests.processes.spawning import join, start
+from tests.processes.spawning import join, start, wait_for
 from tests.random_runs import examples
 from tests.soon_compiled import few_programs
 
@@ -92,9 +91,7 @@ def test_refused_options_then_the_tokens_of_one_process_until_one_is_lost(
     uneven, other = good | {"tensor_parallel_size": 1}, good | {"max_num_batched_tokens": 8}
     options = [[uneven, other if index == count - 1 else good, good] for index in range(count)]
     processes = start_leader(count, devices, model, to_run, outputs, options)
-    while not outputs.exists():
-        assert all(process.poll() is None for process in processes), join(processes)
-        time.sleep(0.05)
+    wait_for(outputs.exists, processes)
     processes[1].kill()
     for index, (code, output) in enumerate(join(processes)):
         assert f"must be a multiple of the number of processes, got 1 and {count}" in output

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jaxserve.distributed.peers import EXIT_CODE
-from tests.processes.spawning import join, start
+from tests.processes.spawning import join, start, wait_for
 
 NUM_REQUESTS = 8
 SILENCE_S, GRACE_S = 8.0, 2.0  # less than in use, so that tests take less time
@@ -46,9 +46,7 @@ def batch(tmp_path: Path) -> Batch:
 
 def wait_for_records(path: Path, processes: list["subprocess.Popen[str]"], num_records: int) -> None:
     """Wait until so many records are written."""
-    while not path.exists() or path.read_bytes().count(b"\n") < num_records:
-        assert all(process.poll() is None for process in processes), join(processes)
-        time.sleep(0.05)
+    wait_for(lambda: path.exists() and path.read_bytes().count(b"\n") >= num_records, processes)
 
 
 @pytest.mark.parametrize(("end", "victim"), [(signal.SIGKILL, 0), (signal.SIGKILL, 3), (signal.SIGSTOP, 2)])

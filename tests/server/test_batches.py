@@ -23,6 +23,7 @@ from jaxserve.server.batches import api, jobs
 from jaxserve.server.batches.store import Store
 from jaxserve.server.config import ServerConfig
 from tests.server.conftest import Running, running
+from tests.waiting import until
 
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -178,8 +179,7 @@ def test_an_empty_file_fails_the_batch(server: Running) -> None:
 def test_a_cancelled_batch_keeps_what_is_done(server: Running) -> None:
     client = client_of(server)
     batch = begin(client, lines(300, max_tokens=40))
-    while not (found := client.batches.retrieve(batch.id)).request_counts or not found.request_counts.completed:
-        time.sleep(0.02)
+    until(lambda: (counts := client.batches.retrieve(batch.id).request_counts) and counts.completed)
     with pytest.raises(openai.ConflictError, match="cancel that first"):
         client.files.delete(batch.input_file_id)
     assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
@@ -198,8 +198,7 @@ def test_a_restarted_server_resumes(engine: Engine, tmp_path: Path, caplog: pyte
     with running(engine, batch_dir=tmp_path) as server:
         client = client_of(server)
         batch = begin(client, lines(40, max_tokens=20))
-        while not client.batches.retrieve(batch.id).request_counts.completed:
-            time.sleep(0.02)
+        until(lambda: client.batches.retrieve(batch.id).request_counts.completed)
         server.app._batches.stop()  # as the end of the server does, which here waits for the engine first
     (records,) = tmp_path.glob("*.records")
     num_before = records.read_bytes().count(b"\n")
@@ -278,10 +277,10 @@ def test_uploads_at_the_same_time_share_the_quota(engine: Engine, tmp_path: Path
     head += b"Content-Length: %d\r\n\r\n" % len(form)
     with running(engine, batch_dir=tmp_path, max_batch_storage_bytes=250_000) as server:
         host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), 20) as one, socket.create_connection((host, int(port))) as two:
+        one, two = (socket.create_connection((host, int(port)), timeout=20) for _ in range(2))
+        with one, two:
             one.sendall(head + form[:100_000])
-            while not server.app._batches._quota._uploads:
-                time.sleep(0.01)
+            until(lambda: server.app._batches._quota._uploads)
             two.sendall(head)
             assert two.recv(65536).startswith(b"HTTP/1.1 413")
             one.sendall(form[100_000:])

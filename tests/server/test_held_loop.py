@@ -153,7 +153,7 @@ def test_tenants_share_the_workers_fairly() -> None:
         workers, gate = Workers(), threading.Event()
 
         def work() -> None:
-            gate.wait()
+            gate.wait(30)
             done.append("long")
 
         long = [asyncio.ensure_future(workers.run("a", work, 2**20)) for _ in range(8)]

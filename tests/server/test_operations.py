@@ -23,16 +23,9 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.wait_estimate import Wait
 from jaxserve.server import serve
 from tests.server.conftest import Running, running
+from tests.waiting import until
 
 LONG: dict[str, Any] = {"prompt": "a b", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
-
-
-def until(condition: Any, seconds: float = 10) -> None:
-    """Wait until a condition holds."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it has not come true"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -119,7 +112,7 @@ def test_a_client_that_goes_is_cancelled(server: Running) -> None:
         body = json.dumps(LONG | {"n": 3, "stream": stream}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         before = server.engine.stats.num_output_tokens
-        with socket.create_connection((host, int(port))) as sock:
+        with socket.create_connection((host, int(port)), timeout=20) as sock:
             sock.sendall(head + body)
             until(lambda: server.app.service.streams)
         until(lambda: not server.engine.core.has_work() and not server.app.service.streams)
@@ -132,7 +125,7 @@ def test_a_client_that_takes_nothing_is_cut_off(engine: Engine, monkeypatch: pyt
         body = json.dumps(LONG | {"n": 3, "stream": True}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         monkeypatch.setattr(Reply, "events", lambda *_: iter([b": " + b"x" * 2**22 + b"\n"]))  # more than buffers hold
-        with socket.create_connection((host, int(port))) as sock:
+        with socket.create_connection((host, int(port)), timeout=20) as sock:
             sock.sendall(head + body)
             until(lambda: server.app.service.streams)
             until(lambda: not server.app.service.streams)

@@ -103,7 +103,7 @@ def test_a_form_of_many_requests_is_compiled_once(compiler: GrammarCompiler, mon
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert begun == ["a"]
     assert not compiler._turns
     assert not compiler._num_waiting
@@ -128,7 +128,7 @@ def test_grammars_of_others_compile_beside_a_flood(compiler: GrammarCompiler, mo
         compile_form(compiler, "other", regex=f"b{{{index + 1}}}")
         num_before.append(len(errors))
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert num_before[-1] < 4, "the other tenant has not waited for all of the flood"
     assert len(errors) == 4
 
