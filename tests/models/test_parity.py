@@ -23,7 +23,13 @@ from tests.random_configs import random_configs
 NUM_TOKENS = 40  # past the original context of the stretched ropes, and past every window
 TOLERANCE = 1e-4
 NUM_CASES = 3
-BOTH_FORMS = ("llama", "gpt2", "deepseek_v3")  # families whose default case is computed by XLA and by native kernels
+# Families whose default case is computed by XLA and by native kernels.
+BOTH_FORMS = ("llama", "gpt2", "deepseek_v3", "olmoe", "gpt_oss", "qwen3_5")
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+ORDERED = {  # default cases with two layers of one kind, whose order matters
+    "olmoe": {"num_hidden_layers": 2},
+    "qwen3_5": {"num_hidden_layers": 3, "layer_types": [LINEAR, LINEAR, FULL]},
+}
 TRANSFORMS = [matrix_transform]
 if packed_linear.unsupported("float32", jax.default_backend()) is None:
     TRANSFORMS.append(partial(matrix_transform, native=True))
@@ -106,17 +112,15 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_random_configs_match_transformers(tmp_path, family, case):
-    """The default case has one layer of each kind, at most two."""
+    """The default case has one layer of each kind, at most two, or those of `ORDERED`."""
     num_layers = None if case else 1 if has_equal_layers(family) else 2
-    configs = random_configs(family, NUM_CASES, num_layers=num_layers)
-    model = write_checkpoint(tmp_path, family, case, **list(configs)[case])
+    config = list(random_configs(family, NUM_CASES, num_layers=num_layers))[case]
+    model = write_checkpoint(tmp_path, family, case, **config | ({} if case else ORDERED.get(family, {})))
     for make_transform in TRANSFORMS if case or family in BOTH_FORMS else TRANSFORMS[-1:]:
         _, token_ids, logits, _ = load_logits(tmp_path, make_transform=make_transform)
         assert_close(logits, reference_logits(model, token_ids))
 
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-LINEAR = "linear_attention"
 SCANNED = {
     "llama": ({"num_hidden_layers": 3}, 1),
     "mistral": ({"num_hidden_layers": 3}, 1),
