@@ -16,10 +16,10 @@ DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "JAX_ENABLE_COMPILATION_C
 def test_on_eight_devices() -> None:
     """Run all checks in one process: it imports once, and engines share their programs.
 
-    Types and shapes are checked in full runs only, which takes a fifth of the time: most functions are those of one
-    device, whose tests check them.
+    Types and shapes are checked where `types_are_checked` is used; everywhere else in full runs only, as it takes a
+    fifth of the time: most functions are those of one device, whose tests check them.
     """
-    run_checks(sorted(DEVICES_DIR.glob("check_*.py")), "not full and not exhaustive", "-o", "addopts=--strict-markers")
+    run_checks(sorted(DEVICES_DIR.glob("check_*.py")), "not full and not exhaustive", JAXTYPING_DISABLE="1")
 
 
 @pytest.mark.full
@@ -32,9 +32,9 @@ def test_more_on_eight_devices(name: str) -> None:
     run_checks([DEVICES_DIR / f"check_{name}.py"], "full and not exhaustive")
 
 
-def run_checks(checks: list[Path], selection: str, *options: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", selection, *options, *map(str, checks)]
+def run_checks(checks: list[Path], selection: str, **environment: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", selection, *map(str, checks)]
     done = subprocess.run(
-        command, env={**os.environ, **DEVICES}, capture_output=True, text=True, timeout=1200, check=False
+        command, env={**os.environ, **DEVICES, **environment}, capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr

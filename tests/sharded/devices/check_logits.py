@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from jaxserve import weights
+from jaxserve.layers.norm import rms_norm
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
 from jaxserve.pallas_kernels import packed_linear
@@ -18,6 +20,7 @@ from tests.checkpoints import FAMILIES, reference_logits, write_checkpoint
 from tests.models.test_parity import attend
 from tests.parameters import some_by_default
 
+pytestmark = pytest.mark.usefixtures("types_are_checked")
 PACKED = packed_linear.unsupported("float32", "cpu") is None
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
@@ -55,6 +58,11 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, packed: bool = PA
     program = over_devices(run, mesh, (params, ids), PartitionSpec(None, TENSOR))
     logits = jax.jit(program, compiler_options={"xla_backend_optimization_level": 0})(params, ids)
     return np.asarray(logits)[:, : arch.vocab_size]
+
+
+def test_types_are_checked_here() -> None:
+    with pytest.raises(jaxtyping.TypeCheckError):
+        rms_norm(jnp.ones((2, 3)), jnp.ones(4), 1e-6)
 
 
 FAMILIES_OVER = [f"{family} over {n}" for family in FAMILIES for n in (2, 4, 8)]

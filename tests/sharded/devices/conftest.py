@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import pytest
 
 from jaxserve.config import EngineConfig
@@ -21,6 +22,12 @@ def fewer_programs() -> Iterator[None]:
     """Give engines few sizes of steps: how tokens are padded has nothing to do with the number of devices."""
     with few_programs():
         yield
+
+
+@pytest.fixture
+def types_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check types and shapes in runs that leave that to others, too."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="session")
