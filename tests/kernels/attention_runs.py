@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.execution.lowering import known_options
+from jaxserve.execution.step import step_options
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
@@ -31,12 +33,11 @@ WITH_SCALES = ("int8", "float8_e4m3fn")
 BY_NAME = {case.name: case for case in CASES}
 
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # options that compile programs soon
-jitted = jax.jit(
-    ragged_paged_attention,
-    static_argnames=("options", "backend"),
-    donate_argnames="kv_pages",
-    compiler_options=UNOPTIMIZED,
+compiled = functools.partial(
+    jax.jit, ragged_paged_attention, static_argnames=("options", "backend"), donate_argnames="kv_pages"
 )
+jitted = compiled(compiler_options=UNOPTIMIZED)
+jitted_as_shipped = compiled(compiler_options=known_options(step_options(jax.devices()[0].device_kind)))
 
 # One program for each shape of a pool, which makes a copy that can be donated.
 in_one = functools.partial(jax.jit, static_argnums=0, compiler_options=UNOPTIMIZED)
@@ -44,18 +45,19 @@ stored = in_one(lambda backend, pages: jax.tree.map(jnp.copy, from_canonical(bac
 canonical = in_one(to_canonical)
 
 
-def run(case, arguments, backend):
+def run(case, arguments, backend, jitted=jitted):
     """Return the output of all tokens and the pool in canonical layout.
 
     Args:
       case: case whose options are used.
       arguments: arguments of the call.
       backend: "reference", the name of a backend or "NAME:INSTRUCTION SET".
+      jitted: the jitted operation.
     """
     name, _, instruction_set = backend.partition(":")
     if instruction_set:
         with native.using(instruction_set):
-            return run(case, arguments, name)
+            return run(case, arguments, name, jitted)
     if name == "reference":
         out, pool = reference.write_and_attend(*arguments, case.options)
     else:
