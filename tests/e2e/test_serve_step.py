@@ -18,7 +18,7 @@ from jaxserve.execution.runner import Runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import StepPlan, StepShape
-from tests.e2e.workloads import generate, tokens
+from tests.e2e.workloads import Job, generate, run, tokens
 from tests.parameters import mainly
 from tests.soon_compiled import as_shipped
 
@@ -169,8 +169,11 @@ def test_rows_that_have_stopped_compute_nothing(start: Start, monkeypatch: pytes
 
     monkeypatch.setattr(runner, "launch", launch_and_keep)
     params = SamplingParams(temperature=1.5, seed=4, max_tokens=13, stop_token_ids=list(range(20)))
-    outputs = generate(engine, [tokens(4, n) for n in range(3)], params)
-    assert {output.outputs[0].finish_reason for output in outputs} == {"stop", "length"}
+    plain = dataclasses.replace(params, stop_token_ids=None, ignore_eos=True)
+    stopped = dataclasses.replace(params, stop_token_ids=list(range(64)), max_tokens=40)
+    ways = [stopped, plain, params]
+    outputs = run(engine, [Job(tokens(4, n), way) for n, way in enumerate(ways)])
+    assert {output.outputs[0].finish_reason for output in outputs[:2]} == {"stop", "length"}
     before = jax.tree.map(np.array, runner.state)
     for upload in uploads[-3:]:
         assert not launch_upload(runner, launch, *upload).result().num_tokens.any()

@@ -55,6 +55,7 @@ def between_instructions(call: Callable[[], object], meanwhile: Callable[[], obj
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces no instruction unless some frame has it by now
     sys.settrace(trace)
     try:
         call()

@@ -30,10 +30,19 @@ def step_bytes(arch: ArchConfig, page_size: int) -> float:
     return float(compiled.cost_analysis()["bytes accessed"])
 
 
+def update_bytes(num_columns: int) -> float:
+    """Return XLA's count for an update of the page table in place: it is taken for one of the whole table."""
+    table, new = jax.ShapeDtypeStruct((2 * R, num_columns), jnp.int32), jax.ShapeDtypeStruct((R,), jnp.int32)
+    program = jax.jit(lambda table, rows, columns, new: table.at[rows, columns].set(new, mode="drop"), donate_argnums=0)
+    return float(program.lower(table, new, new, new).compile().cost_analysis()["bytes accessed"])
+
+
 @pytest.mark.skipif(native.unavailable() is not None, reason="the native kernels were not built")
 def test_a_step_copies_no_page_tables() -> None:
     """Two KV groups, whose rows of the page table are looked up in place: four times as many pages cost nothing."""
     windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
     arch = registry.from_hf_config(hf_dict("qwen2", num_hidden_layers=2, **windows))
     assert len(arch.kv_windows) == 2
-    assert step_bytes(arch, 16) == step_bytes(arch, 64)
+    counts_update = jax.__version_info__ >= (0, 11)
+    update = update_bytes(4096 // 16) - update_bytes(4096 // 64) if counts_update else 0
+    assert step_bytes(arch, 16) - step_bytes(arch, 64) == update

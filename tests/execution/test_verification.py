@@ -13,6 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.memory import activation_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.executor import RoundCounts
+from jaxserve.execution.lowering import known_options
 from jaxserve.execution.proposer import Drafts
 from jaxserve.execution.round import Model, plain_round
 from jaxserve.execution.rows import Rows
@@ -31,7 +32,7 @@ from tests.simulation import make_request
 from tests.soon_compiled import unoptimized
 
 R, K = 8, 4
-SOON = unoptimized("cpu")  # options with which the same buffers and accesses are compiled faster
+SOON = known_options(unoptimized("cpu"))  # options with which the same buffers and accesses are compiled faster
 
 
 def test_verification_reads_the_weights_once() -> None:

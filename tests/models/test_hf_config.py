@@ -60,10 +60,11 @@ GPT_UNSUPPORTED = [
     ("gpt2", {"n_inner": 0}, ["n_inner"]),
     ("gpt2", {"activation_function": "swish"}, ["activation_function", "gelu_new"]),
     ("gpt_neo", {"window_size": 0}, ["window_size"]),
-    ("gpt_neo", {"attention_types": [[["global"], 3]]}, ["attention_types", "2", "3"]),
+    ("gpt_neo", {"attention_types": [[["global"], 3]], "attention_layers": None}, ["attention_types", "2", "3"]),
     ("gpt_neo", {"attention_types": [[["chunked"], 2]]}, ["attention_types", "local", "chunked"]),
     ("gpt_neo", {"attention_types": [["global", 2]]}, ["attention_types"]),
     ("gpt_neo", {"attention_types": None}, ["attention_types"]),
+    ("gpt_neo", {"attention_layers": ["global"]}, ["attention_layers", "2", "1"]),
 ]
 MIXTURE_UNSUPPORTED = [
     ("mixtral", {"num_local_experts": 0}, ["num_experts", "0"]),
@@ -252,7 +253,12 @@ def test_head_dim_must_follow_from_the_sizes():
         ("gpt2", {"reorder_and_upcast_attn": True}, "query_scale", None),
         ("gpt2", {"scale_attn_weights": False}, "query_scale", 1.0),
         ("gpt_neo", {"intermediate_size": None}, "ffn_size", 256),
-        ("gpt_neo", {"attention_types": [[["global"], 1], [["local"], 1]]}, "windows", (None, 9)),
+        (
+            "gpt_neo",
+            {"attention_types": [[["global"], 1], [["local"], 1]], "attention_layers": None},
+            "windows",
+            (None, 9),
+        ),
         ("mixtral", {"sliding_window": None}, "windows", (None, None)),
         ("qwen3_moe", {"mlp_only_layers": None}, "num_layers", 2),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "windows", (5, 5)),
