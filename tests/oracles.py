@@ -2,7 +2,7 @@
 
 There is no build of torch without CUDA for every version of Python, so that the suite must run without it: checkpoints
 are then written without transformers, and `tests/models/test_golden.py` has the logits of the main families on file.
-Modules import `torch` from here, not by its name. `pytest --torch-tests FILE` lists the tests that were skipped, which
+Modules import `torch` from here, not by its name. `pytest --torch-tests=FILE` lists the tests that were skipped, which
 are to be run where torch is installed: `pytest @FILE`.
 """
 
