@@ -76,7 +76,8 @@ def serve(model: Path, rows: int, num_steps: int) -> None:
     sizes = {"max_num_seqs": rows, "max_num_batched_tokens": rows, "max_model_len": 1024, "num_pages": 600}
     options: dict[str, Any] = {"multi_step": MULTI_STEP, "compile_ahead": "minimal", "enable_prefix_caching": False}
     llm = LLM(str(model), skip_tokenizer_init=True, **sizes, **options)
-    [(program,)] = llm.engine.replicas[0].executor.programs.table.values()
+    table = llm.engine.replicas[0].executor.programs.table
+    (program,) = table[max(table)]  # of all rows
     memory = program.memory_analysis()
     print(json.dumps({"temp_bytes": memory.temp_size_in_bytes}), flush=True)
 
