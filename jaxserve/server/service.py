@@ -154,7 +154,7 @@ class Service:
             shows_metrics=self.config.enable_per_request_metrics,
         )
 
-    def of_line(self, request: ParsedRequest) -> ParsedRequest:
+    def for_batch_line(self, request: ParsedRequest) -> ParsedRequest:
         """Return the request of a batch's line as the server takes it; BadRequestError if it has too many samples."""
         self.check_size(request)
         return request if request.pooling is not None else self.with_options(request)

@@ -148,7 +148,7 @@ class Jobs:
                 chat_format=service.chat_format,
                 response_role=service.config.response_role,
                 takes_templates=service.config.trust_request_chat_template,
-                adapt=service.of_line,
+                adapt=service.for_batch_line,
                 use_tqdm=False,
             )
         except BatchEndedError as end:
