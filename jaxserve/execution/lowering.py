@@ -128,7 +128,7 @@ class Lowering:
         return {shape.name: partial(lower, shape.num_tokens, shape.num_rounds)}
 
     def step(self, bucket: int, num_rounds: int = 1) -> jax.stages.Lowered:
-        """Trace and lower the step of one bucket, of one round or of up to `num_rounds`."""
+        """Trace and lower the step of a bucket that goes up to `num_rounds` rounds."""
         layout = BatchLayout.of(self.sizes, bucket)
         if self.arch.pooler is not None:
             pooling_step = make_pooling_step(self.arch, layout, backend=self.backend, num_devices=self.num_devices)
@@ -164,7 +164,7 @@ class Lowering:
         return (self.param_shapes, self.draft_shapes) if self.observer else self.param_shapes
 
     def speculative(self, bucket: int, num_rounds: int) -> jax.stages.Lowered:
-        """Trace and lower the speculative step of a bucket, a number of rows, of up to `num_rounds`."""
+        """Trace and lower the speculative step of a bucket (rows) that goes up to `num_rounds` rounds."""
         assert self.proposer is not None, "a speculative step has a proposer"
         layout = BatchLayout.of(self.sizes, bucket, is_speculative=True)
         step = make_speculative_step(

@@ -43,7 +43,7 @@ class Programs:
 
     Attributes:
         lowering: description of the programs, which traces and lowers each.
-        table: the compiled programs of steps by shape; of a shape that samples late, the model's and that of sampling.
+        table: compiled programs by the shape of steps; two, model and sampling, for a shape that samples late.
         admit: the program that lets requests enter their slots.
         set_slot: the program that enters a request's other data.
         set_masks: the program that sets the masks of rows with a constraint.
