@@ -11,6 +11,7 @@ from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.norm import RmsNorm
 from jaxserve.pallas_kernels import narrow_floats, packed_linear
 from jaxserve.quant.packed import NativeMatrix
+from tests.soon_compiled import UNOPTIMIZED
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
@@ -31,7 +32,7 @@ def test_packed_matrices_take_activations_that_their_kernel_does_not_have():
     x, weight, norm = arrays.pop("x"), arrays.pop("weight"), arrays.pop("norm")
     packed = NativeMatrix(packed_linear.pack(weight))
 
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @partial(jax.jit, compiler_options=UNOPTIMIZED)
     def multiply(matrix, x, norm, arrays):
         return linear(x, matrix, LinearContext(activation=jax.nn.gelu), norm=RmsNorm(norm, 1e-6), **arrays)
 
@@ -60,7 +61,7 @@ def test_products_and_rows_on_a_cpu(dtype):
     weight, *inputs = (rng.normal(size=(rows, 300)).astype(jnp.dtype(dtype)) for rows in (1000, *nums_tokens))
     of_tokens = [rng.integers(-3, 1003, num_tokens).astype(np.int32) for num_tokens in nums_tokens]
 
-    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @partial(jax.jit, compiler_options=UNOPTIMIZED)
     def computed(weight, inputs, of_tokens):
         products = [linear(x, weight, LinearContext(dtype=jnp.float32)) for x in inputs]
         return products, [embed(ids, weight) for ids in of_tokens]

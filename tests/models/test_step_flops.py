@@ -21,6 +21,7 @@ from jaxserve.models.weight_reads import WeightReads
 from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 from tests.parameters import some_by_default
+from tests.soon_compiled import UNOPTIMIZED
 
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 2048, "num_hidden_layers": 2}
 OWN_SIZES = {"gemma4": {"num_hidden_layers": 5, "hidden_size_per_layer_input": 64}}
@@ -74,7 +75,7 @@ def compiled_flops(arch: ArchConfig, num_tokens: int, num_rows: int) -> float:
     specs = registry.param_specs(arch)
     params = build_tree(specs, lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32))
     token_ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
-    options = {"xla_backend_optimization_level": 0}  # compiles faster to the same operations
+    options = UNOPTIMIZED  # compiles faster to the same operations
     (cost,) = [jax.jit(step).lower(params, token_ids).compile(options).cost_analysis()]
     return cost["flops"]
 

@@ -17,9 +17,9 @@ from jaxserve.models.params import matrix_transform
 from jaxserve.quant import weight_format
 from jaxserve.weights.safetensors_file import map_file, write_file
 from tests.oracles import torch
+from tests.soon_compiled import UNOPTIMIZED
 
 ONE_LAYER = {"num_hidden_layers": 1}
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # options that compile programs soon
 
 
 def loaded(path: Path, dtype: Any = jnp.float32, *, native: bool = False) -> tuple[Any, list[Any], Any]:

@@ -17,8 +17,7 @@ from jaxserve.sampling.by_token import (
     top_tokens,
 )
 from tests.random_runs import examples
-
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}
+from tests.soon_compiled import UNOPTIMIZED
 
 
 def logits_with_ties(seed, num_rows, vocab_size):

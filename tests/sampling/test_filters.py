@@ -8,8 +8,9 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from jaxserve.sampling.sampler import token_weights
 from tests.oracles import torch
+from tests.soon_compiled import UNOPTIMIZED
 
-weigh = jax.jit(token_weights, compiler_options={"xla_backend_optimization_level": 0})
+weigh = jax.jit(token_weights, compiler_options=UNOPTIMIZED)
 
 
 def reference_probs(logits, temperature, top_k, top_p, min_p):

@@ -10,12 +10,13 @@ import pytest
 from jaxserve.sampling import LogprobLayout, token_logprobs
 from jaxserve.sampling.by_token import top_one_by_one
 from tests.oracles import torch
+from tests.soon_compiled import UNOPTIMIZED
 
 NUM_TOP = 20
-compute = jax.jit(token_logprobs, static_argnums=2, compiler_options={"xla_backend_optimization_level": 0})
+compute = jax.jit(token_logprobs, static_argnums=2, compiler_options=UNOPTIMIZED)
 
 
-@partial(jax.jit, static_argnums=2, compiler_options={"xla_backend_optimization_level": 0})
+@partial(jax.jit, static_argnums=2, compiler_options=UNOPTIMIZED)
 def pack(logits, token_ids, num_top):
     return token_logprobs(logits, token_ids, num_top).pack()
 

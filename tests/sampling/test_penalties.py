@@ -9,8 +9,8 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from jaxserve.sampling import count_sampled, count_tokens
 from jaxserve.sampling.penalties import HISTORY_BLOCK, apply_penalties
 from tests.oracles import torch
+from tests.soon_compiled import UNOPTIMIZED
 
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 penalise = jax.jit(apply_penalties, compiler_options=UNOPTIMIZED)
 count = jax.jit(count_tokens, static_argnums=3, compiler_options=UNOPTIMIZED)
 count_one = jax.jit(count_sampled, compiler_options=UNOPTIMIZED)

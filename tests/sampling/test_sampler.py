@@ -14,9 +14,9 @@ from jaxserve.execution.step import step_options
 from jaxserve.sampling import sample, sampler
 from jaxserve.sampling.sampler import token_weights
 from tests.parameters import mainly
+from tests.soon_compiled import UNOPTIMIZED
 
 BASE_SEED = np.uint32(42)
-UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # compiles in a fraction of the time
 draw = jax.jit(sample, compiler_options=UNOPTIMIZED)
 weigh = jax.jit(token_weights, compiler_options=UNOPTIMIZED)
 
@@ -66,24 +66,23 @@ def test_draws_of_seeds_and_of_positions_are_independent():
 def test_same_token_alone_in_a_batch_and_in_any_row():
     """Programs are optimised as those shipped, one for each number of rows."""
     rng, draw = np.random.default_rng(8), jax.jit(sample, compiler_options=known_options(step_options("cpu")))
-    num_rows, vocab_size = 64, 300
+    num_rows, vocab_size = 33, 300
     logits, rows = random_logits((num_rows, vocab_size)), any_rows(rng, num_rows)
     table = any_table(rng, num_rows, vocab_size)
     together = np.asarray(draw(logits, rows, table, BASE_SEED))
     shuffled = rng.permutation(num_rows)
     assert np.array_equal(together[shuffled], draw(logits[shuffled], take_rows(rows, shuffled), table, BASE_SEED))
-    live = np.nonzero(rows.live)[0]
-    assert np.array_equal(together[live[:17]], draw(logits[live[:17]], take_rows(rows, live[:17]), table, BASE_SEED))
-    for r in live:
+    for r in np.nonzero(rows.live)[0]:
         assert together[[r]] == np.asarray(draw(logits[[r]], take_rows(rows, [r]), table, BASE_SEED))
 
 
 @pytest.mark.parametrize("num_rows", mainly([17], 40, 150))
 def test_same_token_however_many_rows_are_sampled_at_a_time(monkeypatch, num_rows):
     rng = np.random.default_rng(num_rows)
-    logits, rows = random_logits((num_rows, 300)), any_rows(rng, num_rows)
-    table = any_table(rng, max(num_rows, 64), 300)
-    expected = draw(logits, rows, table, BASE_SEED)
+    at_once = max(num_rows, 64)
+    logits, rows, table = random_logits((at_once, 300)), any_rows(rng, at_once), any_table(rng, at_once, 300)
+    expected = draw(logits, rows, table, BASE_SEED)[:num_rows]
+    logits, rows = logits[:num_rows], take_rows(rows, range(num_rows))
     monkeypatch.setattr(sampler, "target_platform", lambda: "tpu")
     by_blocks = jax.jit(partial(sample), compiler_options=UNOPTIMIZED)  # traced anew
     assert np.array_equal(by_blocks(logits, rows, table, BASE_SEED), expected)
@@ -117,7 +116,7 @@ def test_greedy_rows_take_the_first_of_the_largest_logits(temperature):
     assert np.array_equal(all_greedy, logits.argmax(1))
 
 
-QUICK_SIZES = [(1, 300), (64, 300), (16, 1024)]
+QUICK_SIZES = [(64, 300), (16, 1024)]
 
 
 @pytest.mark.parametrize(
