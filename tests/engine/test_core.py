@@ -249,12 +249,13 @@ class BreakOff:
     ("num_replicas", "stride", "devices_fail", "error"),
     [
         (1, 7, False, ValueError),
-        (2, 23, True, KeyboardInterrupt),
+        (2, 61, True, KeyboardInterrupt),
+        pytest.param(1, 7, False, KeyboardInterrupt, marks=pytest.mark.full),
         *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in ((1, 7, False, KeyboardInterrupt), (2, 23, True, ValueError))
+            pytest.param(*sizes, error, marks=pytest.mark.full)
+            for sizes in ((2, 23, True), (3, 31, False))
+            for error in (KeyboardInterrupt, ValueError)
         ),
-        *(pytest.param(3, 31, False, error, marks=pytest.mark.full) for error in (KeyboardInterrupt, ValueError)),
     ],
 )
 def test_wherever_a_step_breaks_off_everybody_is_told_and_the_core_serves_on(
@@ -437,18 +438,21 @@ def record_log(
 
 @pytest.mark.usefixtures("no_type_checks")  # they would take most of the time
 @pytest.mark.parametrize(
-    ("num_replicas", "sizes"),
+    ("num_events", "num_replicas", "sizes"),
     [
-        (3, DRAFTING),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, SIZES), (1, LARGER), (3, LARGER))),
+        (3_000, 3, DRAFTING),
+        *(
+            pytest.param(10_000, *case, marks=pytest.mark.full)
+            for case in ((3, DRAFTING), (1, SIZES), (1, LARGER), (3, LARGER))
+        ),
     ],
 )
-def test_a_log_of_ten_thousand_events_replays_to_the_same_plans(
-    tmp_path: Path, num_replicas: int, sizes: ScheduleConfig
+def test_a_log_of_thousands_of_events_replays_to_the_same_plans(
+    tmp_path: Path, num_events: int, num_replicas: int, sizes: ScheduleConfig
 ) -> None:
-    paths, counts = record_log(tmp_path / "events", 10_000, num_replicas, sizes=sizes)
-    assert sum(len(path.read_text().splitlines()) for path in paths) > 10_000
-    assert sum(map(replay_log, paths)) == counts["plans"] > 2000
+    paths, counts = record_log(tmp_path / "events", num_events, num_replicas, sizes=sizes)
+    assert sum(len(path.read_text().splitlines()) for path in paths) > num_events
+    assert sum(map(replay_log, paths)) == counts["plans"] > num_events // 5
     happened = {"Finished", "CacheReset", "Recovered", "several steps", "preempted"}
     assert all(counts[what] for what in happened | ({"Withdrawn"} if num_replicas > 1 else set())), counts
 

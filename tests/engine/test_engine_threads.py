@@ -130,7 +130,9 @@ def test_an_interrupt_at_any_line_stops_nobody_else(action: Callable[[LLM], None
 
 
 @pytest.mark.usefixtures("no_type_checks")
-@pytest.mark.parametrize(("num_replicas", "stride"), [(2, 3), pytest.param(1, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("num_replicas", "stride"), [(2, 7), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 3), (1, 1)))]
+)
 def test_an_interrupt_at_any_line_of_a_step_by_hand_loses_no_output(num_replicas: int, stride: int) -> None:
     """Each request that was queued is returned as finished, or its end is raised."""
     engine, line, was_interrupted = new_llm(num_replicas).engine, 0, True
