@@ -144,6 +144,7 @@ def test_a_device_reads_its_own_experts_alone(tmp_path: Path, monkeypatch: pytes
             assert np.prod(local[spec.path].shape) * DEVICES == np.prod(spec.shape)
 
 
+@pytest.mark.full  # check_dp_attention.py saves those of as many shares as devices by default
 def test_experts_are_saved_in_their_order(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf", "olmoe", **MIXTURE)
     _, specs, params = load(tmp_path / "hf", 2)
