@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jaxserve.engine.events import CacheReset, Cancelled, Event, Submitted
+from jaxserve.engine.events import CacheReset, Cancelled, Drafting, Event, Submitted
 from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.engine.replica import Replica
 from jaxserve.errors import PeerLostError
@@ -125,6 +125,9 @@ class EngineCore:
                 case CacheReset():
                     for replica in self.replicas:
                         replica.reset_prefix_cache()
+                case Drafting(is_allowed):
+                    for replica in self.replicas:
+                        replica.chooser.may_draft = is_allowed
             self.inbox.popleft()
         for replica in self.replicas:
             self._settle(replica)

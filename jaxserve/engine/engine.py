@@ -15,7 +15,7 @@ from jaxserve.engine.checkpoint import build_arch, build_sampling_params, output
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.devices import Devices
 from jaxserve.engine.event_log import EventLog, event_to_json
-from jaxserve.engine.events import CacheReset, Record, ReplicaEvent, WeightsRead
+from jaxserve.engine.events import CacheReset, Drafting, Record, ReplicaEvent, WeightsRead
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.lock_step import fail_others, require_same_options
 from jaxserve.engine.memory import claim_memory
@@ -214,6 +214,10 @@ class Engine:
         self.devices.check_open()
         self.core.inbox.append(CacheReset())
         self.core.take_events()
+
+    def allow_drafts(self, *, is_allowed: bool) -> None:
+        """Go on with drafts, if there are any, or without. From any thread."""
+        self.core.inbox.append(Drafting(is_allowed))
 
     # Weights and memory
 

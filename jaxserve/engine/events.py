@@ -39,7 +39,13 @@ class CacheReset(NamedTuple):
     """The prefix cache is to be emptied."""
 
 
-Event = Submitted | Cancelled | CacheReset
+class Drafting(NamedTuple):
+    """Drafts are allowed from now on, or not."""
+
+    is_allowed: bool
+
+
+Event = Submitted | Cancelled | CacheReset | Drafting
 
 # Of a replica
 

@@ -13,8 +13,8 @@ some dispatches are probes with another k. After plain steps those are the large
 positions, and the best k but for 0; after rounds with drafts all others, plain steps among them. The kind whose
 measurement is the oldest goes first; single plain steps and dispatches of several are kinds of their own, and a probe
 says which it needs. Plain probes, those with drafts and scouts may each lose the share PROBE_SHARE of the time of each
-bucket: with many rows, of which a draft model has missed much, a probe costs more than hundreds with one row, and those
-must not wait for it; nor must plain steps, where drafts do not pay any more.
+program: with many rows, of which a draft model has missed much, a probe costs more than hundreds with one row, and
+those must not wait for it; nor must plain steps, where drafts do not pay any more.
 
 Scouts are probes in which only some of many rows draft, others in each. While plain steps are the best, they show the
 acceptance, and a draft model catches up with a few rows alone; their times are not kept. Where they are accepted so
@@ -29,13 +29,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from jaxserve.scheduling.plan import StepShape
 
 DISPATCH_S = 0.010  # time that the rounds of a dispatch may take together
 DECAY = 0.95  # factor on the weight of a round's acceptance with each later round
@@ -113,7 +115,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class _Costs:
-    """Times of one bucket: seconds per round by k, of plain steps by one and by several in a dispatch.
+    """Times of one program: seconds per round by k, of plain steps by one and by several in a dispatch.
 
     A machine is now faster, now slower, and a kind that is not in use is measured seldom. So times are kept as
     multiples of `slowness`, which the usual kind shows around them; those of the usual kind itself stay as they are.
@@ -203,7 +205,7 @@ def _median_s(times: Iterable[tuple[float, int]]) -> float:
 class _Probe:
     """Dispatches of another kind than the best."""
 
-    bucket: int
+    program: StepShape
     kind: int
     sort: str  # sort of probe whose time it may lose
     num_left: int  # dispatches to choose
@@ -226,7 +228,6 @@ class DraftPacer:
         adaptive: choose by what is measured; otherwise always draft K tokens.
         has_multi_step: True if plain dispatches of one step and of several are to be compared, where there may be
             several; otherwise all of them are of one kind, however many steps they have.
-        max_rounds: function that returns the most rounds of a bucket's dispatch.
         dispatch_s: time that the rounds of a dispatch may take together; infinite for as many rounds as there may be.
     """
 
@@ -237,16 +238,15 @@ class DraftPacer:
         *,
         adaptive: bool,
         has_multi_step: bool,
-        max_rounds: Callable[[int], int],
         dispatch_s: float = DISPATCH_S,
     ) -> None:
         self._max_drafts, self._adaptive = max_drafts, adaptive
-        self._max_rounds, self._dispatch_s = max_rounds, dispatch_s
+        self._dispatch_s = dispatch_s
         self._acceptance = Acceptance(max_drafts, num_slots)
         self._has_multi_step = has_multi_step
         self._plain: Sequence[int] = [SINGLE]  # kinds of plain dispatches that the next one may be of
-        self._costs: dict[int, _Costs] = {}
-        self._last: tuple[int, int, bool] | None = None  # bucket and k of the latest end, and whether a scout's
+        self._costs: dict[StepShape, _Costs] = {}
+        self._last: tuple[StepShape, int, bool] | None = None  # program and k of the latest end, and whether a scout's
         self._now_s = 0.0
         self._probe: _Probe | None = None
         self._is_probe = False  # the latest choice is a dispatch of the probe
@@ -256,29 +256,29 @@ class DraftPacer:
         """Forget what was counted of the requests that had these slots."""
         self._acceptance.admit(slots)
 
-    def choose(self, bucket: int, slots: Sequence[int], max_steps: int = 1) -> tuple[NDArray[np.int64], int]:
+    def choose(self, program: StepShape, slots: Sequence[int], max_steps: int = 1) -> tuple[NDArray[np.int64], int]:
         """Return the tokens to draft for each of the running slots, and the most rounds of the dispatch.
 
         The tokens are all zero where plain steps are to be taken. The rounds are then the steps of a dispatch that is
         to be measured, and 0 where their number does not matter.
 
         Args:
-            bucket: bucket of the rows among those with drafts.
+            program: program with drafts that holds the rows.
             slots: slots of the running requests.
             max_steps: most steps of a plain dispatch of these rows.
         """
         self._plain = [SINGLE, SEVERAL] if self._has_multi_step and max_steps > 1 else [SINGLE]
         self._is_probe = False
         chances = self._acceptance.chances(slots)
-        kind, is_measured = self._best(bucket, chances) if self._adaptive else (self._max_drafts, True)
+        kind, is_measured = self._best(program, chances) if self._adaptive else (self._max_drafts, True)
         if kind <= 0:
-            return np.zeros(len(slots), np.int64), self._plain_steps(bucket, kind) if is_measured else 0
+            return np.zeros(len(slots), np.int64), self._plain_steps(program, kind) if is_measured else 0
         wanted = np.full(len(slots), kind, np.int64)
         if self._is_probe and self._probe is not None and self._probe.is_scout:
             wanted[(np.arange(len(slots)) - self._next_scout) % len(slots) >= SCOUTS] = 0
         elif not is_measured:
             wanted = np.minimum(wanted, np.maximum((chances >= WORTHLESS).sum(axis=1), 1))
-        return wanted, self._num_rounds(bucket, kind)
+        return wanted, self._num_rounds(program, kind)
 
     def launched(self, num_drafts: int) -> bool:
         """Note the most tokens that are drafted for a row in the dispatch that was planned after the latest choice.
@@ -296,7 +296,7 @@ class DraftPacer:
             probe.num_left -= 1
             probe.num_running += 1
             return probe.is_scout
-        costs = self._costs[probe.bucket]
+        costs = self._costs[probe.program]
         costs.credit_s[probe.sort] = -MAX_CREDIT_S
         costs.measured_s[probe.kind] = self._now_s  # the next is of another kind
         probe.num_left = 0
@@ -306,7 +306,7 @@ class DraftPacer:
 
     def ended(
         self,
-        bucket: int,
+        program: StepShape,
         num_drafts: int,
         num_rounds: int,
         num_tokens: float,
@@ -317,7 +317,7 @@ class DraftPacer:
         """Note the end of a dispatch in which all rows were in decode.
 
         Args:
-            bucket: bucket that its rows have, or would have, among those with drafts.
+            program: program with drafts that ran, or would have run its rows.
             num_drafts: most tokens drafted for a row in a round; 0 in a plain dispatch.
             num_rounds: rounds, or steps, that ran.
             num_tokens: tokens of a row, on average; of a row that drafted in a dispatch of a scout.
@@ -328,9 +328,9 @@ class DraftPacer:
         of a kind is left out: a draft model may have had to catch up.
         """
         last, seconds = self._last, end_s - self._now_s
-        self._last, self._now_s = (bucket, num_drafts, is_scout), end_s
-        costs, probe = self._costs.setdefault(bucket, _Costs()), self._probe
-        if probe is not None and (probe.bucket, probe.num_drafts, probe.is_scout) == self._last:
+        self._last, self._now_s = (program, num_drafts, is_scout), end_s
+        costs, probe = self._costs.setdefault(program, _Costs()), self._probe
+        if probe is not None and (probe.program, probe.num_drafts, probe.is_scout) == self._last:
             probe.num_running -= 1
             if last is not None:
                 lost_s = seconds - (num_rounds if is_scout else num_tokens) * probe.usual_s
@@ -341,7 +341,7 @@ class DraftPacer:
                 self._probe = None
                 if is_scout and num_tokens * probe.usual_s > num_rounds * costs.guess_s(num_drafts):
                     self._acceptance.fade(SURPRISE)
-                    self._probe = _Probe(bucket, probe.kind, SCOUT, TRIALS)
+                    self._probe = _Probe(program, probe.kind, SCOUT, TRIALS)
         if last is None:
             return
         for sort, credit_s in costs.credit_s.items():
@@ -359,11 +359,11 @@ class DraftPacer:
         """Note that something else ran, so that the time of the next dispatch cannot be told from its end."""
         self._last = self._probe = None
 
-    def _best(self, bucket: int, chances: NDArray[np.float64]) -> tuple[int, bool]:
+    def _best(self, program: StepShape, chances: NDArray[np.float64]) -> tuple[int, bool]:
         """Return the kind of the next dispatch, and whether it is chosen to be measured: then it must be just that."""
-        costs = self._costs.setdefault(bucket, _Costs())
+        costs = self._costs.setdefault(program, _Costs())
         for kind in dict.fromkeys([*self._plain, self._max_drafts, max(self._max_drafts // 2, 1)]):
-            num_rounds = self._num_rounds(bucket, kind) if kind > 0 else self._plain_steps(bucket, kind)
+            num_rounds = self._num_rounds(program, kind) if kind > 0 else self._plain_steps(program, kind)
             if not costs.is_tried(kind, num_rounds):
                 return kind, True
         round_s = costs.round_s(self._max_drafts, self._plain)
@@ -372,29 +372,29 @@ class DraftPacer:
         best_drafts = 1 + int(np.argmax(tokens[1:] / round_s[1:]))
         costs.usual = best or min(self._plain, key=costs.median_s)
         costs.has_scouts = not best and len(chances) > SCOUTS
-        return self._probed(bucket, best, best_drafts, round_s[best] / float(tokens[best]) * len(chances))
+        return self._probed(program, best, best_drafts, round_s[best] / float(tokens[best]) * len(chances))
 
-    def _plain_steps(self, bucket: int, kind: int) -> int:
+    def _plain_steps(self, program: StepShape, kind: int) -> int:
         """Return the steps of a plain dispatch of a kind; 0 if dispatches of one step and of several are one kind."""
         if SEVERAL not in self._plain:
             return 0
-        step_s = min(map(self._costs[bucket].median_s, self._plain))
+        step_s = min(map(self._costs[program].median_s, self._plain))
         return 1 if kind == SINGLE else max(int(self._dispatch_s / step_s), 2)
 
-    def _probed(self, bucket: int, best: int, best_drafts: int, usual_s: float) -> tuple[int, bool]:
+    def _probed(self, program: StepShape, best: int, best_drafts: int, usual_s: float) -> tuple[int, bool]:
         """Return what `_best` does, for a probe while one is due; a token of each row usually takes `usual_s`."""
-        if self._probe is not None and (self._probe.bucket != bucket or self._probe.kind == best):
+        if self._probe is not None and (self._probe.program != program or self._probe.kind == best):
             self._probe = None  # if its rounds paid, the choice has followed it
-        costs = self._costs[bucket]
+        costs = self._costs[program]
         kinds = [*self._plain, *range(1, self._max_drafts + 1)] if best else [self._max_drafts, best_drafts]
         sort_of = {kind: DRAFTS if kind > 0 else PLAIN for kind in kinds if kind != best}
         due = [kind for kind, sort in sort_of.items() if costs.credit_s[sort] > 0]
         if self._probe is None and due:
             oldest = min(due, key=lambda kind: (costs.measured_s.get(kind, -math.inf), kind))
-            self._probe = _Probe(bucket, oldest, sort_of[oldest], TRIALS)
+            self._probe = _Probe(program, oldest, sort_of[oldest], TRIALS)
         elif self._probe is None and costs.has_scouts and costs.credit_s[SCOUT] > 0:
             self._next_scout += SCOUTS
-            self._probe = _Probe(bucket, self._max_drafts, SCOUT, TRIALS, is_scout=True)
+            self._probe = _Probe(program, self._max_drafts, SCOUT, TRIALS, is_scout=True)
         if self._probe is not None:
             self._probe.usual_s = usual_s
         if self._probe is None or not self._probe.num_left:
@@ -402,9 +402,9 @@ class DraftPacer:
         self._is_probe = True
         return self._probe.kind, True
 
-    def _num_rounds(self, bucket: int, num_drafts: int) -> int:
-        most = self._max_rounds(bucket)
+    def _num_rounds(self, program: StepShape, num_drafts: int) -> int:
+        most = program.num_rounds
         if math.isinf(self._dispatch_s):
             return most
-        costs = self._costs.get(bucket)
+        costs = self._costs.get(program)
         return min(most, FIRST_ROUNDS if costs is None else max(int(self._dispatch_s / costs.guess_s(num_drafts)), 1))

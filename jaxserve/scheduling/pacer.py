@@ -1,4 +1,4 @@
-"""Pacer: chooses how many decode steps go in one dispatch, by measuring each bucket while serving.
+"""Pacer: chooses how many decode steps go in one dispatch, by measuring each program while serving.
 
 A dispatch of several steps saves the host's work between steps, and the device's start and end of a program. In
 exchange a request that comes meanwhile waits for it, and for the one planned behind it. Which of the two weighs more
@@ -8,9 +8,10 @@ that was faster in most of the latest rounds is taken, until the next round. Tok
 
 import math
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
+
+from jaxserve.scheduling.plan import StepShape
 
 MAX_STEPS = 64  # most steps in one dispatch with multi_step="auto"
 DISPATCH_S = 0.010  # time that several steps may take; a new request may have to wait for two dispatches
@@ -22,7 +23,7 @@ REST_S = 2.0  # decoding between two rounds, which takes fifty times as long as 
 
 @dataclass(slots=True)
 class _Trial:
-    """One bucket's rounds: each a stretch of single steps, then dispatches of several, of a moment with equal noise."""
+    """One program's rounds: each a stretch of single steps, then dispatches of several, of one moment's noise."""
 
     limit: int  # steps that its program may go
     gains: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # time of a single step by one of several
@@ -68,27 +69,23 @@ class Pacer:
 
     Args:
         multi_step: EngineConfig's: "auto" measures; a number is taken as far as programs go.
-        limit_of: steps that the program of a bucket may go.
     """
 
-    def __init__(self, multi_step: str | int, limit_of: Callable[[int], int] = lambda _: MAX_STEPS) -> None:
+    def __init__(self, multi_step: str | int) -> None:
         self._fixed = None if multi_step == "auto" else int(multi_step)
-        self._limit_of = limit_of
-        self._trials: dict[int, _Trial] = {}
-        self._last: tuple[int | None, int] = (None, 0)
+        self._trials: dict[StepShape, _Trial] = {}
+        self._last: tuple[StepShape | None, int] = (None, 0)
         self._last_end_s = 0.0
 
-    def max_steps(self, bucket: int, wanted: int = 0) -> int:
-        """Return the most steps of the next dispatch of rows in decode: `wanted`, as far as programs go, unless 0."""
-        if wanted:
-            return min(wanted, self._limit_of(bucket))
-        return self._trial(bucket).max_steps() if self._fixed is None else min(self._fixed, self._limit_of(bucket))
+    def max_steps(self, program: StepShape) -> int:
+        """Return the most steps of the next dispatch, of rows in decode, by a program of several rounds."""
+        return self._trial(program).max_steps() if self._fixed is None else min(self._fixed, program.num_rounds)
 
-    def ended(self, bucket: int | None, num_planned: int, num_steps: int, end_s: float) -> None:
+    def ended(self, program: StepShape | None, num_planned: int, num_steps: int, end_s: float) -> None:
         """Note the end of a dispatch in which all rows were in decode.
 
         Args:
-            bucket: bucket of the dispatch; None where it has no program of several steps.
+            program: program of several rounds for so many rows; None if there is none.
             num_planned: steps that were planned.
             num_steps: steps that ran.
             end_s: time of the end.
@@ -98,19 +95,19 @@ class Pacer:
         if self._fixed is not None:
             return
         seconds, last = end_s - self._last_end_s, self._last
-        self._last, self._last_end_s = (bucket, num_planned), end_s
-        if bucket is None or bucket != last[0]:
+        self._last, self._last_end_s = (program, num_planned), end_s
+        if program is None or program != last[0]:
             return
-        trial = self._trial(bucket)
+        trial = self._trial(program)
         if num_planned > 1 and last[1] > 1:
             trial.add_multi(num_steps, seconds)
         elif num_planned == last[1] == 1:
             trial.add_single(seconds)
 
-    def _trial(self, bucket: int) -> _Trial:
-        if bucket not in self._trials:
-            self._trials[bucket] = _Trial(self._limit_of(bucket))
-        return self._trials[bucket]
+    def _trial(self, program: StepShape) -> _Trial:
+        if program not in self._trials:
+            self._trials[program] = _Trial(program.num_rounds)
+        return self._trials[program]
 
     def pause(self) -> None:
         """Note that nothing runs any more: what ends next has no end before it to count from."""

@@ -39,6 +39,13 @@ def test_a_draft_that_is_right_saves_target_passes(
     assert metrics.num_accepted_tokens == metrics.num_drafted_tokens == stats.num_accepted_tokens
     assert sum(metrics.num_accepted_per_position) == metrics.num_accepted_tokens
     assert len(metrics.num_accepted_per_position) == num_tokens
+    drafted = engine.stats.num_drafted_tokens
+    engine.allow_drafts(is_allowed=False)
+    assert_same(*generate(engine, [prompt], GREEDY), *expected)
+    assert engine.stats.num_drafted_tokens == drafted
+    engine.allow_drafts(is_allowed=True)
+    assert_same(*generate(engine, [prompt], GREEDY), *expected)
+    assert engine.stats.num_drafted_tokens > drafted
 
 
 @pytest.mark.full

@@ -93,7 +93,9 @@ def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
         patch.setattr(RunningStep, "result", failing(RunningStep.result, 2, RuntimeError("out of memory"), after=False))
         with pytest.raises(RuntimeError, match="out of memory"):
             generate(engine, prompts, PARAMS)
-    assert engine.replicas[0].pacer._last == Pacer("auto")._last, "no step's time counts from before the failure"
+    assert engine.replicas[0].chooser._pacer._last == Pacer("auto")._last, (
+        "no step's time counts from before the failure"
+    )
     assert not engine.has_unfinished()
     assert [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)] == expected
 

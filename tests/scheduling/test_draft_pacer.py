@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxserve.scheduling.draft_pacer import Acceptance, DraftPacer
+from jaxserve.scheduling.plan import StepShape
 from tests.parameters import mainly
 
 K = 4
@@ -42,13 +43,17 @@ class Phase:
         return self.num_rows * expected_tokens(self.p, num_drafts) / round_s(self.num_rows, num_drafts)
 
 
+def program_of(num_rows: int, num_rounds: int = MAX_STEPS) -> StepShape:
+    return StepShape(num_rows, num_rounds, has_drafts=True)
+
+
 class Simulation:
     """A pacer and what it paces, without an engine."""
 
     def __init__(self, seed: int, noise: float = 0.05, *, multi_step: bool = False, slow_s: float = 0.0) -> None:
         self.rng = np.random.default_rng(seed)
         self.noise, self.now_s, self.multi_step, self.slow_s = noise, 0.0, multi_step, slow_s
-        options = {"adaptive": True, "has_multi_step": multi_step, "max_rounds": lambda bucket: MAX_STEPS}
+        options = {"adaptive": True, "has_multi_step": multi_step}
         self.pacer = DraftPacer(K, 64, dispatch_s=0.3, **options) if multi_step else DraftPacer(K, 64, **options)
         self.num_plain = 0  # plain dispatches behind each other: the pacer of steps begins with single ones
         self.in_flight: list[tuple[NDArray[np.int64], int, bool]] = []
@@ -59,7 +64,9 @@ class Simulation:
         """Return the tokens per second of a phase; choices are a dispatch ahead, as the engine's are."""
         slots, num_tokens, start_s = list(range(phase.num_rows)), 0, self.now_s
         while self.now_s < start_s + phase.seconds:
-            wanted, num_rounds = self.pacer.choose(phase.num_rows, slots, MAX_STEPS if self.multi_step else 1)
+            wanted, num_rounds = self.pacer.choose(
+                program_of(phase.num_rows), slots, MAX_STEPS if self.multi_step else 1
+            )
             is_scout = self.pacer.launched(int(wanted.max()))
             self.in_flight.append((wanted, self._num_rounds(int(wanted.max()), num_rounds), is_scout))
             if len(self.in_flight) == 2:
@@ -91,7 +98,7 @@ class Simulation:
         if num_drafts:
             self.pacer.accepted(slots, np.broadcast_to(wanted[:, None], accepted.shape).astype(np.int32), accepted)
         mean = float(accepted[drafting].sum(axis=1).mean() + num_rounds) if is_scout else num_tokens / len(slots)
-        self.pacer.ended(phase.num_rows, num_drafts, num_rounds, mean, self.now_s, is_scout=is_scout)
+        self.pacer.ended(program_of(phase.num_rows), num_drafts, num_rounds, mean, self.now_s, is_scout=is_scout)
         return num_tokens
 
 
@@ -151,15 +158,15 @@ def test_plain_steps_that_were_slow_at_first_are_measured_again(seed: int) -> No
 def test_tokens_that_are_hardly_accepted_are_measured_and_then_not_drafted() -> None:
     """A token that is accepted after fifteen others is nearly worthless; trials of all of them end nevertheless."""
     most, chosen, now_s = 16, [], 0.0
-    pacer = DraftPacer(most, 1, adaptive=True, has_multi_step=False, max_rounds=lambda bucket: 1)
+    pacer = DraftPacer(most, 1, adaptive=True, has_multi_step=False)
     for _ in range(200):
-        wanted, _ = pacer.choose(1, [0])
+        wanted, _ = pacer.choose(program_of(1, 1), [0])
         chosen.append(int(wanted[0]))
         pacer.launched(chosen[-1])
         if chosen[-1]:
             pacer.accepted([0], np.array([[chosen[-1]]], np.int32), np.zeros((1, 1), np.int32))
         now_s += 0.001 * (1 + chosen[-1])
-        pacer.ended(1, chosen[-1], 1, 1.0, now_s)
+        pacer.ended(program_of(1, 1), chosen[-1], 1, 1.0, now_s)
     assert most in chosen
     assert chosen.count(0) > 150
 
@@ -170,7 +177,7 @@ def run_accepted(
     """Let 32 rows decode while every draft is accepted; return the numbers of tokens that were wanted."""
     chosen, slots = [], range(32)
     for _ in range(500):
-        wanted, num_rounds = pacer.choose(64, slots, max_steps)
+        wanted, num_rounds = pacer.choose(program_of(64, 3), slots, max_steps)
         chosen.append(int(wanted.max()))
         k = launch(chosen[-1])
         pacer.launched(k)
@@ -179,19 +186,19 @@ def run_accepted(
         if k:
             drafts = np.full((32, num_rounds), k, np.int32)
             pacer.accepted(slots, drafts, drafts)
-        pacer.ended(64, k, num_rounds, num_rounds * (k + 1.0), now_s)
+        pacer.ended(program_of(64, 3), k, num_rounds, num_rounds * (k + 1.0), now_s)
     return chosen
 
 
 @pytest.mark.parametrize("max_steps", [1, 16])
 def test_drafts_are_tried_where_plain_dispatches_have_one_step(max_steps: int) -> None:
     """Programs of several plain steps have fewer rows than those with drafts on accelerators."""
-    pacer = DraftPacer(K, 64, adaptive=True, has_multi_step=True, max_rounds=lambda bucket: 3)
+    pacer = DraftPacer(K, 64, adaptive=True, has_multi_step=True)
     assert run_accepted(pacer, max_steps).count(K) > 400
 
 
 def test_a_probe_that_could_not_be_planned_is_not_waited_for() -> None:
-    pacer = DraftPacer(K, 64, adaptive=True, has_multi_step=False, max_rounds=lambda bucket: 3)
+    pacer = DraftPacer(K, 64, adaptive=True, has_multi_step=False)
     run_accepted(pacer, 1)
     chosen = run_accepted(pacer, 1, lambda k: k if k in (0, K) else 0, now_s=100.0)  # as where pages are short
     assert 1 < sum(k not in (0, K) for k in chosen) < 20
@@ -222,10 +229,10 @@ def test_acceptance_is_of_positions_and_of_requests() -> None:
 
 
 def test_a_fixed_number_is_always_drafted() -> None:
-    pacer = DraftPacer(K, 4, adaptive=False, has_multi_step=True, max_rounds=lambda bucket: 3)
+    pacer = DraftPacer(K, 4, adaptive=False, has_multi_step=True)
     for _ in range(100):
-        wanted, num_rounds = pacer.choose(2, [0, 3])
+        wanted, num_rounds = pacer.choose(program_of(2, 3), [0, 3])
         assert wanted.tolist() == [K, K]
         assert 1 <= num_rounds <= 3
         pacer.accepted([0, 3], np.full((2, 3), K, np.int32), np.zeros((2, 3), np.int32))
-        pacer.ended(2, K, 3, 3.0, random.random())
+        pacer.ended(program_of(2, 3), K, 3, 3.0, random.random())

@@ -7,6 +7,9 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.pacer import DISPATCH_S, DISPATCHES, MAX_STEPS, REST_S, ROUNDS, STRETCH, Pacer
+from jaxserve.scheduling.plan import StepShape
+
+PROGRAM = StepShape(1, MAX_STEPS)
 
 
 class Clock:
@@ -16,14 +19,14 @@ class Clock:
         self.pacer, self.now = pacer, 0.0
         self.single_s, self.multi_step_s, self.dispatch_s = single_s, multi_step_s, dispatch_s
 
-    def run(self, num_dispatches, bucket=1, limit=10**6):
+    def run(self, num_dispatches, program=PROGRAM, limit=10**6):
         lengths = []
         for _ in range(num_dispatches):
-            wanted = self.pacer.max_steps(bucket)
+            wanted = self.pacer.max_steps(program)
             num_steps = min(wanted, limit)
             dispatch_total_s = self.dispatch_s + num_steps * self.multi_step_s
             self.now += dispatch_total_s if num_steps > 1 else self.single_s
-            self.pacer.ended(bucket, wanted, num_steps, self.now)
+            self.pacer.ended(program, wanted, num_steps, self.now)
             lengths.append(num_steps)
         return lengths
 
@@ -61,7 +64,7 @@ def test_a_choice_made_in_noise_is_mended(better):
     noisy = {"single_s": quiet["multi_step_s"], "multi_step_s": quiet["single_s"]}
     clock = Clock(Pacer("auto"), **noisy)
     clock.run(200)
-    assert (clock.pacer.max_steps(1) > 1) != (better == "multi_step")
+    assert (clock.pacer.max_steps(PROGRAM) > 1) != (better == "multi_step")
     clock.single_s, clock.multi_step_s = quiet["single_s"], quiet["multi_step_s"]
     end_s = clock.now + (ROUNDS // 2 + 2) * REST_S
     while clock.now < end_s:
@@ -85,10 +88,10 @@ def test_dispatches_get_shorter_as_steps_get_longer():
 def test_an_end_seen_late_makes_no_dispatch_longer():
     pacer, now = Pacer("auto"), 0.0
     for index in range(200):
-        num_steps = pacer.max_steps(1)
+        num_steps = pacer.max_steps(PROGRAM)
         now += 0.001 * num_steps
         late_s = 0.005 if num_steps > 1 and index % 5 == 0 else 0.0
-        pacer.ended(1, num_steps, num_steps, now + late_s)
+        pacer.ended(PROGRAM, num_steps, num_steps, now + late_s)
         assert num_steps * 0.001 <= 2 * DISPATCH_S
 
 
@@ -97,22 +100,22 @@ def test_long_steps_go_one_by_one():
 
 
 def test_no_dispatch_has_more_steps_than_its_program():
-    pacer = Pacer("auto", {1: 6, 64: 3}.__getitem__)
-    for bucket, limit in ((1, 6), (64, 3)):
-        assert max(Clock(pacer, 0.0011, 0.001).run(100, bucket)) == limit
-        assert Pacer(5, {1: 6, 64: 3}.__getitem__).max_steps(bucket) == min(5, limit)
+    pacer = Pacer("auto")
+    for program in (StepShape(1, 6), StepShape(64, 3)):
+        assert max(Clock(pacer, 0.0011, 0.001).run(100, program)) == program.num_rounds
+        assert Pacer(5).max_steps(program) == min(5, program.num_rounds)
 
 
 def test_pauses_do_not_decide():
     clock = Clock(Pacer("auto"), 0.002, 0.001)
     for _ in range(60):
         clock.run(1)
-        if clock.pacer.max_steps(1) > 1:
+        if clock.pacer.max_steps(PROGRAM) > 1:
             clock.now += 5.0  # once in the midst of each kind
             clock.run(1)
             break
     clock.run(80)
-    assert clock.pacer.max_steps(1) > 1
+    assert clock.pacer.max_steps(PROGRAM) > 1
 
 
 def test_dispatches_cut_short_do_not_decide():
@@ -127,17 +130,17 @@ def test_prefills_are_not_timed():
     pacer = Pacer("auto")
     for i in range(100):
         if i % 2:
-            pacer.ended(1, 1, 1, float(i))
+            pacer.ended(PROGRAM, 1, 1, float(i))
         else:
             pacer.pause()
-        assert pacer.max_steps(1) == 1
+        assert pacer.max_steps(PROGRAM) == 1
 
 
-def test_buckets_are_chosen_by_themselves():
-    pacer = Pacer("auto")
-    Clock(pacer, 0.002, 0.001).run(60, bucket=1)
-    Clock(pacer, 0.002, 0.003).run(60, bucket=8)
-    assert pacer.max_steps(1) > 1 == pacer.max_steps(8)
+def test_programs_are_measured_by_themselves():
+    pacer, other = Pacer("auto"), StepShape(8, MAX_STEPS)
+    Clock(pacer, 0.002, 0.001).run(60)
+    Clock(pacer, 0.002, 0.003).run(60, other)
+    assert pacer.max_steps(PROGRAM) > 1 == pacer.max_steps(other)
 
 
 @pytest.mark.parametrize("steps", [1, 7])

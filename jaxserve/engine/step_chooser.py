@@ -1,0 +1,176 @@
+"""StepChooser: what the next plan may be. It alone decides by measured times, in which the tokens have no say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from jaxserve.execution.executor import Executor, StepResult
+from jaxserve.scheduling.draft_pacer import DISPATCH_S, DraftPacer
+from jaxserve.scheduling.pacer import MAX_STEPS, Pacer
+from jaxserve.scheduling.plan import StepPlan, StepShape
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine.step_stats import InFlight
+    from jaxserve.request import Request
+    from jaxserve.scheduling.sharded import AnyScheduler
+    from jaxserve.scheduling.step_costs import StepCosts
+
+TWO_ROUNDS = 2  # every multi-step program has that many
+
+
+class StepLimits(NamedTuple):
+    """Limits of the next plan.
+
+    Attributes:
+        max_steps: most steps, or rounds with drafts.
+        num_drafts: tokens to draft by slot; empty for a plan without drafts.
+        timing: the fields of its `Timing`; empty without targets, or before steps were measured.
+        may_split: True if it may be split for rows that wait for tokens.
+    """
+
+    max_steps: int
+    num_drafts: Sequence[int]
+    timing: Sequence[float]
+    may_split: bool
+
+
+class StepChooser:
+    """Chooses the limits of each plan, and learns from the steps that have ended.
+
+    Args:
+        config: options of the engine.
+        scheduler: the rows there are.
+        executor: the programs there are.
+        costs: times of steps so far.
+
+    Attributes:
+        may_draft: False to go on without drafts.
+    """
+
+    def __init__(self, config: EngineConfig, scheduler: AnyScheduler, executor: Executor, costs: StepCosts) -> None:
+        speculation, is_timed, schedule = config.speculation, config.multi_step == "auto", executor.schedule
+        self.may_draft = True
+        self._scheduler, self._executor, self._costs = scheduler, executor, costs
+        self._most_in_flight = 2 if config.step_ahead else 1
+        self._max_drafts, self._max_logprobs = schedule.max_drafts, schedule.max_logprobs
+        self._pacer = Pacer(config.multi_step)
+        self._draft_pacer = DraftPacer(
+            schedule.max_drafts,
+            schedule.max_num_seqs,
+            adaptive=speculation is not None and speculation.adaptive,
+            has_multi_step=is_timed,
+            dispatch_s=DISPATCH_S if is_timed else math.inf,
+        )
+
+    def may_launch(self, in_flight: Sequence[InFlight], constrained: Collection[Request]) -> bool:
+        """Return whether a step may start before those in flight are read.
+
+        Args:
+            in_flight: steps in flight, oldest first.
+            constrained: unfinished requests with a constraint.
+        """
+        scheduler = self._scheduler
+        if in_flight and constrained and len(scheduler.waiting_slots) == scheduler.num_running:
+            can_split = self._may_split(constrained) and not any(request.may_be_extended for request in constrained)
+            if not can_split:  # one step with all rows is faster than two, each with those that the other leaves
+                return False
+        return len(in_flight) < self._most_in_flight
+
+    def choose(
+        self, now_s: float, in_flight: Sequence[InFlight], constrained: Collection[Request]
+    ) -> StepLimits | None:
+        """Return the limits of the next plan; None if no step may start yet. For the rest see `may_launch`."""
+        if not self.may_launch(in_flight, constrained):
+            return None
+        num_drafts, max_rounds = self._choose_drafts()
+        may_split = not num_drafts and self._may_split(constrained)
+        max_steps = 1 if may_split else max_rounds if num_drafts else self._max_steps(max_rounds)
+        return StepLimits(max_steps, num_drafts, self._timing(now_s, in_flight), may_split)
+
+    def launched(self, plan: StepPlan) -> bool:
+        """Note the plan that was made by the latest limits; return whether its dispatch is one of a scout."""
+        return self._draft_pacer.launched(max(plan.num_drafts, default=0))
+
+    def ended(self, step: InFlight, result: StepResult) -> None:
+        """Learn from a step that has ended."""
+        plan = step.plan
+        if self._max_drafts:
+            self._learn_drafts(step, result)
+        if plan.num_prefill_tokens or plan.num_drafts or plan.is_split:
+            self._pacer.pause()
+            return
+        program = self._executor.fit(StepShape(plan.num_even_rows, TWO_ROUNDS))
+        num_steps = int(result.num_tokens[: plan.num_rows].max())
+        self._pacer.ended(program, plan.num_steps, num_steps, result.ended_s)
+
+    def pause(self) -> None:
+        """Note that the next step that ends has no end before it to count from."""
+        self._pacer.pause()
+        self._draft_pacer.pause()
+
+    def _may_split(self, constrained: Collection[Request]) -> bool:
+        """Return whether rows with a constraint can compute a token before the host has read it."""
+        if not constrained or self._most_in_flight == 1 or not self._scheduler.has_split_rows:
+            return False
+        return self._executor.fit(StepShape(self._scheduler.num_even_rows, samples_late=True)) is not None
+
+    def _max_steps(self, wanted: int) -> int:
+        """Return the steps that the next dispatch may have: `wanted` as far as programs go, or as many as pay if 0."""
+        program = self._executor.fit(StepShape(self._scheduler.num_even_rows, TWO_ROUNDS))
+        if program is None or self._has_whole_logprobs():
+            return 1
+        return min(wanted, program.num_rounds) if wanted else self._pacer.max_steps(program)
+
+    def _has_whole_logprobs(self) -> bool:
+        """Return whether a request may want log probabilities of the whole vocabulary: of one step at a time."""
+        return self._max_logprobs < 0 and self._scheduler.wants_logprobs
+
+    def _choose_drafts(self) -> tuple[Sequence[int], int]:
+        """Return the tokens to draft by slot and the most rounds, as `DraftPacer.choose` does; () for no tokens."""
+        scheduler = self._scheduler
+        if not (self._max_drafts and scheduler.num_running and self.may_draft):
+            return (), 0
+        program = self._executor.fit(StepShape(scheduler.num_running, has_drafts=True))
+        if program is None or self._has_whole_logprobs():
+            return (), 0
+        slots = scheduler.running_slots
+        wanted, max_rounds = self._draft_pacer.choose(program, slots, self._max_steps(MAX_STEPS))
+        by_slot = np.zeros(self._executor.schedule.max_num_seqs, np.int64)
+        by_slot[slots] = wanted
+        by_slot[scheduler.waiting_slots] = 0
+        return by_slot.tolist() if by_slot.any() else (), max_rounds
+
+    def _learn_drafts(self, step: InFlight, result: StepResult) -> None:
+        """Learn how long a dispatch took, and what was accepted."""
+        plan, rounds, num_tokens = step.plan, result.rounds, result.num_tokens[: step.plan.num_rows]
+        program = self._executor.fit(StepShape(plan.num_rows, has_drafts=True))
+        if plan.admitted:
+            self._draft_pacer.admit([r.slot for r in plan.admitted if r.slot >= 0])
+        if plan.num_prefill_tokens or plan.is_split or program is None:
+            self._draft_pacer.pause()
+            return
+        num_rounds, num_drafts = int(num_tokens.max()), np.array(plan.num_drafts)
+        if rounds is not None:
+            num_rounds = int(rounds.sampled[: plan.num_rows].any(axis=0).sum())
+            own = [row for row, request in enumerate(plan.requests) if request.slot == plan.slots[row]]
+            slots = [plan.slots[row] for row in own]
+            self._draft_pacer.accepted(slots, rounds.wanted[own], rounds.accepted[own])
+        counted = num_tokens[num_drafts > 0] if step.is_scout else num_tokens
+        most, mean = int(num_drafts.max(initial=0)), float(counted.mean())
+        self._draft_pacer.ended(program, most, num_rounds, mean, result.ended_s, is_scout=step.is_scout)
+
+    def _timing(self, now_s: float, in_flight: Sequence[InFlight]) -> Sequence[float]:
+        rates = self._costs.rates() if self._scheduler.policy.targets else None
+        if rates is None:
+            return ()
+        starts_s = now_s
+        if in_flight:
+            plan = in_flight[-1].plan
+            step_s = plan.num_steps * rates.step_s(plan.num_prefill_tokens, plan.num_decode_tokens)
+            starts_s = max(now_s, in_flight[-1].handle.launched_s + step_s)
+        return (starts_s, rates.prefill_step_s, rates.prefill_token_s, rates.decode_token_s)
