@@ -78,6 +78,7 @@ class Request:
     waits_for_tokens: bool = False  # True if each token must be read before the next is sampled
     may_be_extended: bool = False  # True if tokens may be appended: each token is read before it is computed
     constraint: Constraint | None = None  # tokens that may come next, of a request that waits for tokens
+    key: int = 0  # number that the frontend has given it, and no other
     arrival: int = 0  # index of the request in order of arrival
     arrival_s: float = 0.0  # time of arrival, where classes have targets
     priority: int = 0  # class: requests of a lower number go first

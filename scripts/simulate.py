@@ -11,7 +11,8 @@ import json
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.core import Delta, EngineCore
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.deltas import Delta
 from jaxserve.engine.events import Submitted
 from jaxserve.engine.replica import Replica
 from jaxserve.errors import ConfigError
@@ -40,12 +41,12 @@ def serve(arch: Any, executor: ModelledExecutor, lengths: list[int], num_output:
     core = EngineCore([replica], step_ahead=True, on_failure=lambda _: None)
     params = SamplingParams(max_tokens=num_output)
     requests = [
-        Request(f"{i}#0", [i, *range(1, n)], params, seed=0, max_total_tokens=n + num_output, arrival=i)
+        Request(f"{i}#0", [i, *range(1, n)], params, seed=0, max_total_tokens=n + num_output, key=i, arrival=i)
         for i, n in enumerate(lengths)
     ]
     for request in requests:
         core.inbox.append(Submitted([request]))
-    first: dict[Request, tuple[int, float]] = {}
+    first: dict[int, tuple[int, float]] = {}
     num_steps = 0
     while core.has_work():
         core.step(executor.now_s)
@@ -53,10 +54,10 @@ def serve(arch: Any, executor: ModelledExecutor, lengths: list[int], num_output:
             delta = core.outbox.popleft()
             if isinstance(delta, Delta) and delta.step is not None:
                 num_steps += 1
-                for request, token_ids in zip(delta.step.plan.requests, delta.step.token_ids, strict=True):
+                for key, token_ids in zip(delta.step.keys, delta.step.token_ids, strict=True):
                     if token_ids:
-                        first.setdefault(request, (num_steps, delta.at_s))
-    return [first[request] for request in requests]
+                        first.setdefault(key, (num_steps, delta.at_s))
+    return [first[request.key] for request in requests]
 
 
 def main() -> None:

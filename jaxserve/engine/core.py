@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from jaxserve.engine.deltas import Admitted, Delta, Ended, StepDelta
 from jaxserve.engine.events import CacheReset, Cancelled, Drafting, Event, Submitted
 from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.engine.replica import Replica
@@ -20,29 +20,9 @@ from jaxserve.errors import PeerLostError
 from jaxserve.request import FinishReason, Request, RequestStatus
 
 if TYPE_CHECKING:
-    from jaxserve.engine.replica import StepTokens
     from jaxserve.execution.executor import StepResult
     from jaxserve.metrics import StepStats
     from jaxserve.scheduling.plan import StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """News of requests. Immutable, and so is what it holds but for the requests themselves.
-
-    Attributes:
-        at_s: the time of the news.
-        admitted: requests that got a slot, with the number of prompt tokens that were found in the cache.
-        step: new tokens of the rows of a step, and the requests that they ended.
-        ended: requests that ended otherwise, each with the reason.
-        error: exception that ended those; None where they were cancelled.
-    """
-
-    at_s: float
-    admitted: Sequence[tuple[Request, int]] = ()
-    step: StepTokens | None = None
-    ended: Sequence[tuple[Request, FinishReason]] = ()
-    error: BaseException | None = None
 
 
 class EngineCore:
@@ -190,7 +170,7 @@ class EngineCore:
         """Take the tokens of the oldest step in flight of a replica."""
         step = replica.update(result)
         self._now_s = max(self._now_s, result.ended_s)
-        self.outbox.append(Delta(result.ended_s, step=step))
+        self.outbox.append(Delta(result.ended_s, step=StepDelta.of(*step)))
         for request in step.ended:
             self._load_balancer.finish(request)
             del self._requests[request.request_id]
@@ -205,7 +185,7 @@ class EngineCore:
     def _emit_admitted(self, replica: Replica, plan: StepPlan) -> None:
         self._now_s = max(self._now_s, replica.in_flight[-1].handle.launched_s)
         if plan.admitted:
-            admitted = [(request, request.num_cached_tokens) for request in plan.admitted]
+            admitted = [Admitted(r.key, r.num_cached_tokens, r.num_preemptions) for r in plan.admitted]
             self.outbox.append(Delta(self._now_s, admitted=admitted))
 
     def _fail(self, replica: Replica, error: BaseException) -> None:
@@ -227,7 +207,8 @@ class EngineCore:
 
     def _finish(self, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None) -> None:
         """End requests. An interrupted call can be repeated: what it has forgotten, it has told."""
-        self.outbox.append(Delta(self._now_s, ended=[(request, reason) for request in requests], error=error))
+        ended = [Ended.of(request, reason) for request in requests]
+        self.outbox.append(Delta(self._now_s, ended=ended, error=error))
         for request in requests:
             if self._requests.get(request.request_id) is request:
                 self._load_balancer.finish(request, reason)

@@ -6,23 +6,22 @@ too, comes through there, so that outputs have one writer.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxserve.engine.core import Delta
+from jaxserve.engine.deltas import Delta, Ended, PromptShare, StepDelta
 from jaxserve.engine.events import Cancelled, Event, Submitted
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.replica import StepTokens
 from jaxserve.errors import RequestError
 from jaxserve.metrics import EngineStats
 from jaxserve.pooling import Pooler
-from jaxserve.request import FinishReason, Request
-from jaxserve.scheduling.plan import StepPlan, wants_prompt_logprobs
+from jaxserve.request import FinishReason
 
 if TYPE_CHECKING:
     from jaxserve.sampling import TokenLogprobs
@@ -51,8 +50,9 @@ class Frontend:
     ) -> None:
         self._inbox, self._outbox, self._stats, self._pooler = inbox, outbox, stats, pooler
         self._groups: dict[str, RequestGroup] = {}
-        # By each unfinished sample itself: a step in flight may still hold an earlier request of the same id.
-        self._group_of: dict[Request, RequestGroup] = {}
+        # Each unfinished sample by its key: a step in flight may still hold an earlier request of the same id.
+        self._samples: dict[int, tuple[RequestGroup, int]] = {}
+        self._keys = itertools.count(1)
         self._taken: Delta | BaseException | None = None  # the last delta that was begun with
         self._untold: dict[str, RequestGroup] = {}  # requests with news, whose listeners are not through
         self.lock = threading.Lock()  # guards all outputs: a reader on another thread finds them between two deltas
@@ -89,7 +89,7 @@ class Frontend:
         """Begin all unfinished requests again."""
         for group in list(self._groups.values()):
             for request in group.requests:
-                self._group_of.pop(request, None)
+                self._samples.pop(request.key, None)
             self._inbox.append(Cancelled(group.requests, FinishReason.ABORT))
             with self.lock:
                 group.restart()
@@ -97,7 +97,9 @@ class Frontend:
 
     def _queue(self, group: RequestGroup) -> None:
         requests = group.requests
-        self._group_of.update(dict.fromkeys(requests, group))
+        for index, request in enumerate(requests):
+            request.key = next(self._keys)
+            self._samples[request.key] = (group, index)
         self._inbox.append(Submitted(requests))
 
     def has_unfinished(self) -> bool:
@@ -111,7 +113,7 @@ class Frontend:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each unfinished sample is of an unfinished request."""
-        assert {id(group) for group in self._group_of.values()} == {id(group) for group in self._groups.values()}
+        assert {id(group) for group, _ in self._samples.values()} == {id(group) for group in self._groups.values()}
 
     # From the core to users
 
@@ -133,20 +135,17 @@ class Frontend:
         try:
             with self.lock:
                 self._taken = delta
-                for request, num_cached_tokens in delta.admitted:
-                    if (group := self._group_of.get(request)) is not None:
-                        group.admitted(request, num_cached_tokens, delta.at_s)
+                for key, num_cached_tokens, num_preemptions in delta.admitted:
+                    if (sample := self._samples.get(key)) is not None:
+                        group, index = sample
+                        group.admitted(index, num_cached_tokens, num_preemptions, delta.at_s)
                 if delta.step is not None:
                     self._take_step(delta.step)
-                for request, reason in delta.ended:
-                    # By its id, too: an interrupt may have come in `start`.
-                    group = self._group_of.get(request) or self._groups.get(request.request_id.rpartition("#")[0])
-                    if group is not None and group.has_open(request):
-                        group.error = delta.error
-                        self._finish(group, request, reason, delta.at_s)
+                for ended in delta.ended:
+                    self._take_end(ended, delta)
         except BaseException as error:  # outputs may be half written
-            rows = delta.step.plan.requests if delta.step is not None else [request for request, _ in delta.ended]
-            abandoned = {self._group_of[request] for request in rows if request in self._group_of}
+            keys = delta.step.keys if delta.step is not None else [ended.key for ended in delta.ended]
+            abandoned = {self._samples[key][0] for key in keys if key in self._samples}
             self.abandon(abandoned, error)
             if not isinstance(error, Exception):
                 raise
@@ -158,7 +157,7 @@ class Frontend:
         """End requests at once, whatever their outputs are, because of an error."""
         for group in groups:
             for request in group.requests:
-                self._group_of.pop(request, None)
+                self._samples.pop(request.key, None)
             self._inbox.append(Cancelled(group.requests, FinishReason.ABORT))
             with self.lock:
                 group.abandon(error)
@@ -170,29 +169,29 @@ class Frontend:
         """End all requests that are unfinished at once."""
         self.abandon(list(self._groups.values()), error)
 
-    def _take_step(self, step: StepTokens) -> None:
+    def _take_step(self, step: StepDelta) -> None:
         result, at_s = step.result, step.result.ended_s
-        if result.prompt_logprobs is not None:
-            self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
         logprobs = result.logprobs
+        if result.prompt_logprobs is not None:
+            self._collect_prompt_logprobs(step.prompt_shares, result.prompt_logprobs)
         width = 0 if logprobs is None else len(logprobs.logprob) // len(result.token_ids)  # tokens of a row
-        ended = set(step.ended)
         num_output_tokens = 0
         iterations: Counter[int] = Counter()  # tokens by the round that gave them
-        for row, (request, token_ids) in enumerate(zip(step.plan.requests, step.token_ids, strict=True)):
-            group = self._group_of.get(request) if token_ids else None
-            if group is None:  # it has ended: by a stop string or a cancel, of which the core did not know
+        for row, (key, token_ids) in enumerate(zip(step.keys, step.token_ids, strict=True)):
+            sample = self._samples.get(key) if token_ids else None
+            if sample is None:  # it has ended: by a stop string or a cancel, of which the core did not know
                 continue
-            reason = request.finish_reason if request in ended else None
+            group, index = sample
+            reason = step.ended[row].reason if row in step.ended else None
             self._untold[group.request_id] = group
             if self._pooler is not None and group.pooling is not None and result.pooled is not None:
-                group.pool(request, self._pooler.finish(result.pooled[row], group.pooling), at_s)
-                self._finish(group, request, FinishReason.STOP, at_s)
+                group.pool(index, self._pooler.finish(result.pooled[row], group.pooling), at_s)
+                self._finish(group, index, FinishReason.STOP, at_s)
                 continue
             if result.rounds is not None:
-                group.count_drafts(request, result.rounds.drafted[row].tolist(), result.rounds.accepted[row].tolist())
-            iterations[0] += group.num_prompt_tokens_computed(request)
-            num_kept, stop = group.append(request, token_ids, reason, at_s, logprobs, row * width)
+                group.count_drafts(index, result.rounds.drafted[row].tolist(), result.rounds.accepted[row].tolist())
+            iterations[0] += group.num_prompt_tokens_computed(index)
+            num_kept, stop = group.append(index, token_ids, reason, at_s, logprobs, row * width)
             num_output_tokens += num_kept
             if num_kept == 1:  # nearly always
                 iterations[0] += 1
@@ -202,33 +201,39 @@ class Frontend:
                 rounds = np.repeat(np.arange(result.rounds.sampled.shape[1]), result.rounds.sampled[row])
                 iterations.update(rounds[:num_kept].tolist())
             if stop is not None:
-                self._inbox.append(Cancelled([request], FinishReason.STOP))
-                self._finish(group, request, FinishReason.STOP, at_s, stop)
+                self._inbox.append(Cancelled([group.requests[index]], FinishReason.STOP))
+                self._finish(group, index, FinishReason.STOP, at_s, stop)
             elif reason is not None:
-                self._finish(group, request, reason, at_s)
+                self._finish(group, index, reason, at_s)
         self._stats.num_output_tokens += num_output_tokens
         self._stats.add_iterations(iterations.values())
 
-    def _collect_prompt_logprobs(self, plan: StepPlan, logprobs: TokenLogprobs) -> None:
-        token = 0  # first of the row on the step's token axis
-        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
-            group = self._group_of.get(request)
-            if group is not None and wants_prompt_logprobs(request, start):
-                ids = request.prompt_token_ids[
-                    start + 1 : start + 1 + count
-                ]  # the predicted tokens lie one position further
-                group.append_prompt_logprobs(start + 1, ids, logprobs, token)
-            token += count
+    def _collect_prompt_logprobs(self, shares: Sequence[PromptShare], logprobs: TokenLogprobs) -> None:
+        for key, start, count, first in shares:
+            if (sample := self._samples.get(key)) is not None:
+                group, _ = sample
+                group.append_prompt_logprobs(start + 1, count, logprobs, first)  # of the tokens that these predict
+
+    def _take_end(self, ended: Ended, delta: Delta) -> None:
+        # Not by its key alone: an interrupt may have come in `start`.
+        request_id, _, number = ended.request_id.rpartition("#")
+        group, index = self._groups.get(request_id), int(number)
+        if group is None or group.requests[index].key != ended.key or not group.is_open(index):
+            return
+        group.error = delta.error
+        group.preempted(index, ended.num_preemptions)
+        self._finish(group, index, ended.reason, delta.at_s)
 
     def _finish(
-        self, group: RequestGroup, request: Request, reason: FinishReason, at_s: float, stop: str | None = None
+        self, group: RequestGroup, index: int, reason: FinishReason, at_s: float, stop: str | None = None
     ) -> None:
         """Let go of a sample that has ended."""
         self._untold[group.request_id] = group
-        if group.finish(request, reason, at_s, stop):
+        if group.finish(index, reason, at_s, stop):
             del self._groups[group.request_id]
             self._stats.num_finished += 1
-        self._group_of.pop(request, None)  # last of all: `_take` looks here for whom an error concerns
+        # Last of all: `_take` looks here for whom an error concerns.
+        self._samples.pop(group.requests[index].key, None)
 
     def _tell(self) -> None:
         """Call the listeners of requests with news."""

@@ -62,8 +62,8 @@ class RequestGroup:
         self._clock = clock
         hidden = hidden_ids(tokenizer, self.params) if tokenizer is not None else frozenset[int]()
         self._texts = TokenTexts(tokenizer, hidden) if tokenizer is not None and self.params.detokenize else None
-        self._completions = {r.request_id: self._new_completion(i, r) for i, r in enumerate(requests)}
-        outputs = [c.output for c in self._completions.values()]
+        self._completions = [self._new_completion(i, r) for i, r in enumerate(requests)]
+        outputs = [c.output for c in self._completions]
         # A copy: the caller may change what it gets, and the prefix cache remembers the prompt.
         self.output = RequestOutput(request_id, prompt, list(requests[0].prompt_token_ids), outputs)
         self._prompt_logprobs = self._new_prompt_logprobs()
@@ -88,43 +88,48 @@ class RequestGroup:
     @property
     def requests(self) -> list[Request]:
         """The samples as the scheduler knows them."""
-        return [c.request for c in self._completions.values()]
+        return [c.request for c in self._completions]
 
-    def has_open(self, request: Request) -> bool:
-        """Return whether this very request is one of the samples, and has not ended."""
-        completion = self._completions.get(request.request_id)
-        return completion is not None and completion.request is request and not completion.output.finish_reason
+    def is_open(self, index: int) -> bool:
+        """Return whether a sample has not ended."""
+        return not self._completions[index].output.finish_reason
 
-    def num_prompt_tokens_computed(self, request: Request) -> int:
+    def num_prompt_tokens_computed(self, index: int) -> int:
         """Return how many prompt tokens of a sample were computed for its first token; 0 once it has that."""
-        metrics = self._completions[request.request_id].output.metrics
-        return 0 if metrics.num_output_tokens else request.num_prompt_tokens - metrics.num_cached_tokens
+        completion = self._completions[index]
+        metrics = completion.output.metrics
+        return 0 if metrics.num_output_tokens else completion.request.num_prompt_tokens - metrics.num_cached_tokens
 
     def restart(self) -> list[Request]:
         """Begin all samples again, as new requests; their outputs are emptied, where they are."""
         requests = [_again(request) for request in self.requests]
-        for completion, request in zip(list(self._completions.values()), requests, strict=True):
-            output, metrics = completion.output, completion.output.metrics
-            again = self._new_completion(output.index, request)
-            again.output.metrics.arrival_s = metrics.arrival_s
-            again.output.metrics.num_restarts = metrics.num_restarts + 1
+        for index, request in enumerate(requests):
+            output = self._completions[index].output
+            again = self._new_completion(index, request)
+            again.output.metrics.arrival_s = output.metrics.arrival_s
+            again.output.metrics.num_restarts = output.metrics.num_restarts + 1
             vars(output).update(vars(again.output))
-            self._completions[request.request_id] = _Completion(request, output, again.detokenizer, again.logprobs)
+            self._completions[index] = _Completion(request, output, again.detokenizer, again.logprobs)
         self._prompt_logprobs = self._new_prompt_logprobs()
         self.output.follow(self._prompt_logprobs)
         self.output.pooled = None
         return requests
 
-    def admitted(self, request: Request, num_cached_tokens: int, now_s: float) -> None:
-        """Note that a sample got its slot, with so many tokens of its prompt in the cache."""
-        metrics = self._completions[request.request_id].output.metrics
+    def admitted(self, index: int, num_cached_tokens: int, num_preemptions: int, now_s: float) -> None:
+        """Note that a sample got a slot, with so many tokens of its prompt in the cache, after so many preemptions."""
+        self.preempted(index, num_preemptions)
+        metrics = self._completions[index].output.metrics
         if metrics.scheduled_s is None:
             metrics.scheduled_s = now_s
             metrics.num_cached_tokens = num_cached_tokens
 
+    def preempted(self, index: int, count: int) -> None:
+        """Note how often a sample has lost its slot."""
+        self._completions[index].output.metrics.num_preemptions = count
+
     def append(
         self,
-        request: Request,
+        index: int,
         token_ids: TokenIds,
         reason: FinishReason | None,
         now_s: float,
@@ -136,14 +141,14 @@ class RequestGroup:
         Tokens that follow a stop string are dropped: the output ends where it would have, had they come one by one.
 
         Args:
-            request: the sample.
+            index: index of the sample.
             token_ids: its new tokens.
             reason: reason why the last of them ended the sample, if it did.
             now_s: the time at which they came.
             logprobs: their log probabilities, among others.
             first_row: the position of the first new token's in `logprobs`; the others follow it.
         """
-        completion = self._completions[request.request_id]
+        completion = self._completions[index]
         output, metrics = completion.output, completion.output.metrics
         num_kept, stop_string = self._extend_text(completion, token_ids, reason)
         if num_kept < len(token_ids):
@@ -158,15 +163,15 @@ class RequestGroup:
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
         return num_kept, stop_string
 
-    def pool(self, request: Request, vector: NDArray[np.float32], now_s: float) -> None:
+    def pool(self, index: int, vector: NDArray[np.float32], now_s: float) -> None:
         """Take the vector of the prompt, which came at `now_s`."""
-        metrics = self._completions[request.request_id].output.metrics
+        metrics = self._completions[index].output.metrics
         metrics.first_token_s = metrics.last_token_s = now_s
         self.output.pooled = vector
 
-    def count_drafts(self, request: Request, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def count_drafts(self, index: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Count the tokens that were drafted and accepted for a sample in each of some rounds."""
-        metrics = self._completions[request.request_id].output.metrics
+        metrics = self._completions[index].output.metrics
         for num_drafted, num_accepted in zip(drafted, accepted, strict=True):
             if not num_drafted:
                 continue
@@ -194,17 +199,18 @@ class RequestGroup:
                 return num_tokens, stop_string
         return len(token_ids), None
 
-    def append_prompt_logprobs(self, start: int, token_ids: TokenIds, logprobs: TokenLogprobs, row: int) -> None:
-        """Take the logprobs of the prompt tokens `token_ids`, the first at position `start`; skips those it has."""
+    def append_prompt_logprobs(self, start: int, count: int, logprobs: TokenLogprobs, row: int) -> None:
+        """Take the logprobs of so many prompt tokens, the first at position `start`; skips those it has."""
         entries = self._prompt_logprobs
         assert entries is not None, "no one asked for prompt logprobs"
+        token_ids = self._completions[0].request.prompt_token_ids[start : start + count]
         for offset, token_id in enumerate(token_ids):
             if start + offset == len(entries):
                 _append_logprobs(entries, logprobs, row + offset, token_id, self.params.prompt_logprobs or 0)
 
-    def finish(self, request: Request, reason: FinishReason, now_s: float, stop_string: str | None = None) -> bool:
+    def finish(self, index: int, reason: FinishReason, now_s: float, stop_string: str | None = None) -> bool:
         """Close a sample that has ended; returns whether that ended the whole group."""
-        completion = self._completions[request.request_id]
+        completion = self._completions[index]
         output, metrics = completion.output, completion.output.metrics
         stop_string = completion.detokenizer.finish() or stop_string
         if completion.logprobs is not None and stop_string is None:
@@ -219,13 +225,12 @@ class RequestGroup:
         ):
             output.stop_reason = output.token_ids[-1]
         metrics.finished_s = now_s
-        metrics.num_preemptions = request.num_preemptions
-        self.output.finished = all(c.output.finish_reason for c in self._completions.values())
+        self.output.finished = all(c.output.finish_reason for c in self._completions)
         return self.output.finished
 
     def release_logprobs(self) -> None:
         """Drop the log probabilities, on a thread that has time, once the request has ended and its reply is sent."""
-        for entries in (self._prompt_logprobs, *(c.logprobs for c in self._completions.values())):
+        for entries in (self._prompt_logprobs, *(c.logprobs for c in self._completions)):
             if entries is not None:
                 entries.release()
 
@@ -233,7 +238,7 @@ class RequestGroup:
         """Close all samples as they are, because of an error that left nobody to go on with them."""
         if not self.output.finished:
             self.error = error
-        for completion in self._completions.values():
+        for completion in self._completions:
             output = completion.output
             output.finish_reason = output.finish_reason or str(FinishReason.ABORT)
         self.output.finished = True

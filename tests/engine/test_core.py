@@ -1,6 +1,7 @@
 """The core over a device that checks what it is told: whatever comes in, outputs are right and nothing is lost."""
 
 import json
+import pickle
 import re
 import sys
 from collections import Counter
@@ -19,7 +20,8 @@ from simulation import SeenTokens, SimulatedExecutor, generate_alone, make_reque
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import core, load_balancer, replica
-from jaxserve.engine.core import Delta, EngineCore
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.deltas import Delta
 from jaxserve.engine.event_log import EventLog, read_log, replay_log
 from jaxserve.engine.events import CacheReset, Cancelled, Record, ReplicaEvent, Scheduled, Submitted
 from jaxserve.engine.replica import Replica
@@ -84,6 +86,7 @@ class Driven:
             for executor, record in zip_longest(self.executors, records)
         ]
         self.core = EngineCore(self.replicas, step_ahead=step_ahead, on_failure=on_failure)
+        self.requests: list[Request] = []  # by key
         self.unfinished: dict[Request, list[int]] = {}
         self.ended: dict[Request, tuple[list[int], FinishReason]] = {}
         self.num_added = 0
@@ -91,6 +94,8 @@ class Driven:
     def submit(self, **kwargs: Any) -> Request:
         request = make_request(f"{self.num_added}#0", arrival=self.num_added, **kwargs)
         self.num_added += 1
+        request.key = len(self.requests)
+        self.requests.append(request)
         request.constraint = SeenTokens() if request.waits_for_tokens else None
         self.unfinished[request] = []
         self.core.inbox.append(Submitted([request]))
@@ -107,18 +112,17 @@ class Driven:
     def take(self) -> None:
         """Check each delta as a frontend would see it."""
         while self.core.outbox:
-            delta = self.core.outbox.popleft()
+            delta = pickle.loads(pickle.dumps(self.core.outbox.popleft()))  # values: they could go to another process
             assert isinstance(delta, Delta)
             if delta.step is not None:
-                for request, token_ids in zip(delta.step.plan.requests, delta.step.token_ids, strict=True):
+                for key, token_ids in zip(delta.step.keys, delta.step.token_ids, strict=True):
                     if token_ids:
-                        self.unfinished[request] += token_ids
-                for request in delta.step.ended:
-                    assert request.finish_reason is not None
-                    self._end(request, request.finish_reason)
-            for request, reason in delta.ended:
-                if request in self.unfinished:
-                    self._end(request, reason)
+                        self.unfinished[self.requests[key]] += token_ids
+                for ended in delta.step.ended.values():
+                    self._end(self.requests[ended.key], ended.reason)
+            for ended in delta.ended:
+                if self.requests[ended.key] in self.unfinished:
+                    self._end(self.requests[ended.key], ended.reason)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         token_ids = self.unfinished.pop(request)

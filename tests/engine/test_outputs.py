@@ -54,8 +54,7 @@ def new_group(tokenizer: Tokenizer | None, **params: int) -> RequestGroup:
 
 
 def append(group: RequestGroup, token_id: int, logprobs: TokenLogprobs, row: int) -> CompletionOutput:
-    (request,) = group.requests
-    group.append(request, [token_id], None, 1.0, logprobs, row)
+    group.append(0, [token_id], None, 1.0, logprobs, row)
     return group.output.outputs[0]
 
 
@@ -111,8 +110,8 @@ def test_entries_are_those_of_the_device(tokenizer: Tokenizer, top: int, whole: 
 
 def test_entries_of_the_prompt_follow_none(tokenizer: Tokenizer) -> None:
     group, found = new_group(tokenizer, prompt_logprobs=2), from_device(0)
-    group.append_prompt_logprobs(1, [4, 5], found, 0)
-    group.append_prompt_logprobs(2, [5, 6], found, 1)  # a preempted request has the first of them
+    group.append_prompt_logprobs(1, 2, found, 0)
+    group.append_prompt_logprobs(2, 2, found, 1)  # a preempted request has the first of them
     rows = [(0, 4), (1, 5), (2, 6)]
     prompt = [3, 4, 5, 6]
     expected = [None, *(entry(tokenizer, found, row, token_id, 2, prompt[: row + 1]) for row, token_id in rows)]
@@ -139,7 +138,7 @@ def test_the_thread_that_steps_decodes_and_makes_nothing(tokenizer: Tokenizer) -
     # requests without a detokenizer, which would decode the tokens too
     groups, found = [new_group(None, logprobs=20) for _ in range(2)], from_device(0)
     for group in groups:
-        for completion in group._completions.values():
+        for completion in group._completions:
             assert completion.logprobs is not None
             completion.logprobs._texts = TokenTexts(tokenizer, frozenset())
     outputs = [append(group, 7, found, 0) for group in groups]
@@ -159,7 +158,7 @@ def test_the_thread_that_steps_decodes_and_makes_nothing(tokenizer: Tokenizer) -
 
 def test_without_detokenization_no_token_is_decoded(tokenizer: Tokenizer) -> None:
     group, found = new_group(tokenizer, logprobs=2, prompt_logprobs=1, detokenize=False), from_device(0)
-    group.append_prompt_logprobs(1, [4, 5, 6], found, 0)
+    group.append_prompt_logprobs(1, 3, found, 0)
     output = append(group, 7, found, 1)
     tables = [*(output.logprobs or []), *(group.output.prompt_logprobs or [])[1:]]
     assert len(tables) == 4

@@ -9,7 +9,8 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.backlog import Backlog
-from jaxserve.engine.core import Delta, EngineCore
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.deltas import Delta
 from jaxserve.engine.events import Submitted
 from jaxserve.engine.replica import Replica
 from jaxserve.execution.executor import StepResult
@@ -144,7 +145,7 @@ def errors_in_burst(rates: Rates, history: History, seed: int) -> list[float]:
     for wall_s, counts in history(device, rng):
         replica.step_stats.costs.ended(wall_s, **counts)
     core = EngineCore([replica], step_ahead=True, on_failure=lambda _: None)
-    backlog, expected_s, found = Backlog(core), dict[Request, float](), list[float]()
+    backlog, expected_s, found = Backlog(core), dict[int, float](), list[float]()
     for index in range(90):
         num_tokens, output = rng.randint(20, 100), rng.randint(20, 60)
         ids = [index, *range(2, num_tokens + 1)]
@@ -152,14 +153,15 @@ def errors_in_burst(rates: Rates, history: History, seed: int) -> list[float]:
         if index > 2 * SCHEDULE.max_num_seqs and index % 8 == 0:  # the first waits are few steps long
             wait = backlog.wait(num_tokens)
             assert wait is not None
-            expected_s[request] = float(wait.start_s)
+            request.key = index
+            expected_s[index] = float(wait.start_s)
         core.inbox.append(Submitted([request]))
     while core.has_work():
         core.step(device.now_s)
         while core.outbox:
             delta = core.outbox.popleft()
             assert isinstance(delta, Delta)
-            found += [expected_s[each] / delta.at_s for each, _ in delta.admitted if each in expected_s]
+            found += [expected_s[each.key] / delta.at_s for each in delta.admitted if each.key in expected_s]
     return found
 
 

@@ -14,7 +14,7 @@ TOKENS = [5, 6, 7]
 
 def group_of(params):
     request = Request("a#0", [1, 2], params, seed=0, max_total_tokens=9)
-    return request, RequestGroup("a", None, [request], None, lambda: 0.0)
+    return RequestGroup("a", None, [request], None, lambda: 0.0)
 
 
 def logprobs_of_steps():
@@ -32,15 +32,15 @@ def logprobs_of_steps():
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_logprobs_of_several_steps_are_those_of_each(num_tokens):
     params, steps = SamplingParams(logprobs=2), logprobs_of_steps()
-    request, together = group_of(params)
-    together.append(request, TOKENS[:num_tokens], None, 0.0, steps, ROW * NUM_STEPS)
-    single_request, single = group_of(params)
+    together = group_of(params)
+    together.append(0, TOKENS[:num_tokens], None, 0.0, steps, ROW * NUM_STEPS)
+    single = group_of(params)
     for step, token_id in enumerate(TOKENS[:num_tokens]):
         position = ROW * NUM_STEPS + step
         of_step = TokenLogprobs(
             *(getattr(steps, name)[position, None] for name in ("logprob", "rank", "top_ids", "top_logprobs"))
         )
-        single.append(single_request, [token_id], None, 0.0, of_step, 0)
+        single.append(0, [token_id], None, 0.0, of_step, 0)
     got, expected = (group.output.outputs[0] for group in (together, single))
     assert got.token_ids == expected.token_ids == TOKENS[:num_tokens]
     assert list(got.logprobs) == list(expected.logprobs)

@@ -10,7 +10,8 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.backlog import Backlog
-from jaxserve.engine.core import Delta, EngineCore
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.deltas import Delta
 from jaxserve.engine.events import Submitted
 from jaxserve.engine.replica import Replica
 from jaxserve.execution.executor import StepResult
@@ -66,15 +67,17 @@ def relative_errors(schedule: ScheduleConfig, load: float, *, stops: bool, seed:
         params = SamplingParams(max_tokens=output)
         stop_ids = frozenset({END}) if stops else frozenset()
         ids = [index, *range(2, prompt + 1)]
-        arrivals.append((now, Request(f"{index}#0", ids, params, 0, prompt + output, stop_ids, arrival=index)))
-    expected: dict[Request, tuple[float, float]] = {}
+        request = Request(f"{index}#0", ids, params, 0, prompt + output, stop_ids=stop_ids, key=index, arrival=index)
+        arrivals.append((now, request))
+    requests = [request for _, request in arrivals]
+    expected: dict[int, tuple[float, float]] = {}
     errors = []
     while arrivals or core.has_work():
         while arrivals and arrivals[0][0] <= executor.now_s:
             now, request = arrivals.pop(0)
             wait = backlog.wait(request.num_prompt_tokens) if request.arrival % 3 == 0 else None
             if wait is not None:
-                expected[request] = now, wait.start_s
+                expected[request.key] = now, wait.start_s
             core.inbox.append(Submitted([request]))
         if not core.has_work():
             executor.now_s = arrivals[0][0]
@@ -83,13 +86,13 @@ def relative_errors(schedule: ScheduleConfig, load: float, *, stops: bool, seed:
         while core.outbox:
             delta = core.outbox.popleft()
             assert isinstance(delta, Delta)
-            for request, _ in delta.admitted:
-                came, wait_s = expected.pop(request, (0.0, 0.0))
+            for admitted in delta.admitted:
+                came, wait_s = expected.pop(admitted.key, (0.0, 0.0))
                 if came and max(delta.at_s - came, wait_s) > 0.1:
                     errors.append(abs(wait_s - (delta.at_s - came)) / max(delta.at_s - came, 1e-2))
-            for request in delta.step.ended if delta.step else ():
-                at_limit = request.finish_reason is FinishReason.LENGTH
-                backlog.lengths.ended(len(request.output_token_ids), at_limit=at_limit)
+            for ended in delta.step.ended.values() if delta.step else ():
+                at_limit = ended.reason is FinishReason.LENGTH
+                backlog.lengths.ended(len(requests[ended.key].output_token_ids), at_limit=at_limit)
     return errors
 
 

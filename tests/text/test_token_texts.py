@@ -101,16 +101,16 @@ def run(
     sample = Request("0#0", ids, request.params, seed=0, max_total_tokens=999)
     group = RequestGroup("0", prompt if isinstance(prompt, str) else None, [sample], family.own, lambda: 0.0)
     if request.params.prompt_logprobs is not None:
-        group.append_prompt_logprobs(1, ids[1:], found(ids[1:], 3), 0)
+        group.append_prompt_logprobs(1, len(ids) - 1, found(ids[1:], 3), 0)
     streamed, reader = Reply(request, family.own, response_id="x", created_s=1), OutputReader(group.output)
     events: list[bytes] = []
     for start in range(0, len(token_ids), step):
         part = token_ids[start : start + step]
         is_last = start + step >= len(token_ids)
         reason = FinishReason.LENGTH if is_last else None
-        _, stopped = group.append(sample, part, reason, 1.0, found(part, 3))
+        _, stopped = group.append(0, part, reason, 1.0, found(part, 3))
         if is_last or stopped:
-            group.finish(sample, reason or FinishReason.STOP, 1.0, stopped)
+            group.finish(0, reason or FinishReason.STOP, 1.0, stopped)
         events += streamed.events(0, group.output, reader.read())
         if stopped:
             break
