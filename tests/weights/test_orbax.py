@@ -89,7 +89,7 @@ def orbax(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("dtype", some_by_default(["float32", "float16", "bfloat16"], "bfloat16"))
-@pytest.mark.parametrize("family", some_by_default(FAMILIES, "gpt2", "gemma4", "deepseek_v3", "gpt_oss", "qwen3_5"))
+@pytest.mark.parametrize("family", some_by_default(FAMILIES, "gpt2", "gpt_oss", "qwen3_5"))
 def test_there_and_back_is_the_same_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
 ) -> None:
