@@ -167,6 +167,7 @@ def test_int8_weights(start: Start) -> None:
     assert narrow.replicas[0].executor.state.kv_pages.dtype == "float32"
 
 
+@pytest.mark.full
 def test_int8_weights_run_in_bfloat16(start: Start) -> None:
     engine = start(**ONE_ROW, dtype="bfloat16", quantization="int8")
     assert engine.replicas[0].executor.state.kv_pages.dtype == "bfloat16"
@@ -279,8 +280,10 @@ sys.exit(main(sys.argv[2:]))
 
 @pytest.mark.parametrize(
     ("program", "arguments"),
-    [("2", ["generate", "x"]), ("4", ["bench", "offline"])],  # the first step's; one in the background, waited for
-    ids=["generate", "bench"],
+    [
+        pytest.param("2", ["generate", "x"], marks=pytest.mark.full, id="generate"),  # the first step's
+        pytest.param("4", ["bench", "offline"], id="bench"),  # one in the background, waited for
+    ],
 )
 def test_an_interrupt_while_compiling_ends_the_process_in_order(
     program: str, arguments: list[str], tmp_path: Path

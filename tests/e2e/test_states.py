@@ -20,12 +20,12 @@ from tests.random_runs import examples
 
 Start = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
-LAYERS = ["linear_attention", "linear_attention", "full_attention"]
+LAYERS = ["linear_attention", "full_attention"]
 
 
 @pytest.fixture(scope="module", params=some_by_default(["qwen3_5", "granite_moe_hybrid"], "qwen3_5"))
 def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a checkpoint of three layers."""
+    """Return a checkpoint of a layer of each kind."""
     family: str = request.param
     path: Path = tmp_path_factory.mktemp(family)
     sizes = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": EOS}
