@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions
@@ -46,9 +47,11 @@ class Case:
     def arguments(self, seed: int = 0) -> Arguments:
         """Return random arguments, the same for the same seed."""
         inputs, kv_pages, layer = self.rows.arguments(seed)
-        rope = None if inputs.rope is None else inputs.rope[:, :, : (self.rows.head_dim - self.rank) // 2]
-        own = LatentInputs(inputs.q, inputs.k[:, 0], inputs.rows, rope, inputs.tree_mask)
-        return Arguments(own, jax.tree.map(lambda x: x[:, :, :, 0], kv_pages), layer)
+        pages = jax.tree.map(lambda x: np.asarray(x)[:, :, :, 0], kv_pages)
+        num_angles = (self.rows.head_dim - self.rank) // 2
+        angles = None if inputs.rope is None else np.asarray(inputs.rope)[:, :, :num_angles]
+        latents, rope, pages = jax.device_put((np.asarray(inputs.k)[:, 0], angles, pages))
+        return Arguments(LatentInputs(inputs.q, latents, inputs.rows, rope, inputs.tree_mask), pages, layer)
 
 
 def _case(name: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], rank: int = 32, **facts: Any) -> Case:

@@ -12,12 +12,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
+from jaxserve.pallas_kernels.ragged_paged_attention import reference
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     QUANTIZED,
     Pages,
-    decode,
-    encode,
     pool_dtype,
 )
 
@@ -188,15 +187,11 @@ class Case:
 
     def _stored(self, pool: np.ndarray) -> Pages:
         """Return the pool in its dtype; stale elements of a quantised pool have stale scales."""
-        dtype = jnp.dtype(self.kv_dtype)
-        return _encode(_array(pool, "float32"), dtype) if self.kv_dtype in QUANTIZED else _array(pool, dtype)
+        return jax.device_put(reference.encode(pool.astype(np.float32), jnp.dtype(self.kv_dtype)))
 
     def _pad_rows(self, rng: np.random.Generator, values: np.ndarray) -> Int32[Array, "n"]:
         garbage = rng.integers(-100, 100, size=self.padding_rows)
         return _array(np.concatenate([values, garbage]), jnp.int32)
-
-
-_encode = jax.jit(encode, static_argnums=1)
 
 
 def _array(x: np.ndarray | int, dtype: DTypeLike) -> Array:
@@ -240,7 +235,7 @@ def pool_error(found: Pages, expected: Pages, num_rotated: int = 0) -> float:
 
 def _numbers(kv_pages: Pages) -> tuple[np.ndarray, np.ndarray]:
     """Return the finite elements of the pages in float32, then the others, each with zeros for the rest."""
-    x = np.asarray(decode(jax.tree.map(jnp.asarray, kv_pages)))
+    x = reference.decode(jax.tree.map(np.asarray, kv_pages))
     finite = np.isfinite(x)
     return np.where(finite, x, 0), np.where(finite, 0, x)
 

@@ -1,26 +1,30 @@
 """Ragged paged attention by its definition: float32, one row and one query at a time, in NumPy.
 
 The oracle for all backends, which only tests and checks on devices import. It runs outside jit alone and copies the
-pool that it is given, in the canonical layout.
+pool that it is given, in the canonical layout. It calls no operation of jax, since XLA would compile a program for each
+shape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import jax.numpy as jnp
+import jax
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32
 
+from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     INT4,
     QUANTIZED_MAX,
     Pages,
     QuantizedPages,
+    has_scales,
     pool_dtype,
 )
 
+HostPages = np.ndarray | QuantizedPages  # arrays of NumPy
 _GROUP = 64  # elements of a group of int4 pools
 
 
@@ -28,41 +32,58 @@ def write_and_attend(
     inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
 ) -> tuple[Float[Array, "T Q H"], Pages]:
     """Rotate, write to a copy of the canonical pool and attend."""
-    dtype = inputs.q.dtype
+    dtype, layer = inputs.q.dtype, int(layer)
+    inputs, pages = jax.tree.map(np.asarray, (inputs, kv_pages))
+    q, k, v = (np.asarray(x).astype(np.float32) for x in (inputs.q, inputs.k, inputs.v))
     if inputs.rope is not None:
-        inputs = inputs._replace(q=rotate(inputs.q, inputs.rope), k=rotate(inputs.k, inputs.rope))
-    kv_pages = _write_kv(kv_pages, inputs.k, inputs.v, layer, inputs.rows)
-    return _attend(inputs, kv_pages, layer, options).astype(dtype), kv_pages
+        q, k = (rotate(x, np.asarray(inputs.rope)) for x in (q, k))
+    pages = _write_kv(pages, k, v, layer, inputs.rows, pool_dtype(kv_pages))
+    out = _attend(q, inputs, pages, layer, options)
+    return jax.device_put((out.astype(dtype), pages))
 
 
-def rotate(x: Float[Array, "T N H"], rope: Float32[Array, "2 T half"]) -> Float32[Array, "T N H"]:
+def rotate(x: Float32[np.ndarray, "T N H"], rope: Float32[np.ndarray, "2 T half"]) -> Float32[np.ndarray, "T N H"]:
     """Turn the pairs of the two halves of a head, as complex numbers, by their angles."""
-    first, second = np.split(np.asarray(x).astype(np.float32), 2, axis=-1)
-    cos, sin = np.asarray(rope)[:, :, None]
+    first, second = np.split(x, 2, axis=-1)
+    cos, sin = rope[:, :, None]
     turned = (first + 1j * second) * (cos + 1j * sin)
-    return jnp.asarray(np.concatenate([turned.real, turned.imag], axis=-1))
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def encode(x: Float32[np.ndarray, "*vectors H"], kv_dtype: np.dtype) -> HostPages:
+    """Return vectors as a pool stores them; those of a quantised pool that are not finite stand for NaN."""
+    if has_scales(kv_dtype):
+        return _quantized(x, kv_dtype)
+    return _pack(_mixed(x)) if kv_dtype == INT4 else x.astype(kv_dtype)
+
+
+def decode(pages: HostPages) -> Float32[np.ndarray, "*vectors H"]:
+    """Return the vectors that some elements of a pool stand for; those of int4 pools stay rotated."""
+    if isinstance(pages, QuantizedPages):
+        values, scales = (np.asarray(x).astype(np.float32) for x in pages)
+        return np.asarray(values * scales[..., None])
+    return _unpack(pages) if pages.dtype == np.uint8 else pages.astype(np.float32)
 
 
 def _write_kv(
-    kv_pages: Pages,
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    layer: int | Int32[Array, ""],
-    rows: RaggedRows,
-) -> Pages:
+    pages: HostPages, k: np.ndarray, v: np.ndarray, layer: int, rows: RaggedRows, dtype: np.dtype
+) -> HostPages:
     """Return a copy of the pool with the keys and values of this step in their pages."""
-    kv = np.stack([np.asarray(k), np.asarray(v)], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2K, H]
-    if not isinstance(kv_pages, QuantizedPages):
-        is_int4 = pool_dtype(kv_pages) == INT4
-        return _write(kv_pages, _pack(_mixed(kv.astype(np.float32))) if is_int4 else kv, layer, rows)
-    kv = kv.astype(np.float32)
-    step = np.float32(1 / QUANTIZED_MAX[kv_pages.values.dtype.name])
-    scales = np.maximum(np.abs(kv).max(axis=-1) * step, np.finfo(np.float32).tiny)
+    kv = np.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2K, H]
+    return jax.tree.map(lambda pool, new: _write(pool, new, layer, rows), pages, encode(kv, dtype))
+
+
+def _quantized(x: np.ndarray, dtype: np.dtype) -> QuantizedPages:
+    """Return each vector in `dtype` with its scale, rounded up to bfloat16."""
+    is_finite = np.isfinite(x).all(axis=-1)
+    x = np.where(is_finite[..., None], x, 0)
+    step = np.float32(1 / QUANTIZED_MAX[dtype.name])
+    scales = np.maximum(np.abs(x).max(axis=-1) * step, np.finfo(np.float32).tiny)
     nearest = scales.astype("bfloat16")
     scales = np.where(nearest < scales, np.nextafter(nearest, nearest.dtype.type(np.inf)), nearest)
-    values = kv * (1 / scales.astype(np.float32))[..., None]
-    values = np.rint(values) if kv_pages.values.dtype == np.int8 else values
-    return QuantizedPages(_write(kv_pages.values, values, layer, rows), _write(kv_pages.scales, scales, layer, rows))
+    values = x * (1 / scales.astype(np.float32))[..., None]
+    values = np.rint(values) if dtype == np.int8 else values
+    return QuantizedPages(values.astype(dtype), np.where(is_finite, scales, scales.dtype.type(np.nan)))
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
@@ -84,19 +105,22 @@ def _pack(x: np.ndarray) -> np.ndarray:
     """Return the bytes of vectors in an int4 pool."""
     size = x.shape[-1] if x.shape[-1] % _GROUP else _GROUP
     groups = x.reshape(*x.shape[:-1], -1, size)
+    is_finite = np.isfinite(groups).all(axis=-1)
+    groups = np.where(is_finite[..., None], groups, 0)
     least, largest = groups.min(axis=-1), groups.max(axis=-1)
     least = least.astype("bfloat16")
     step = (largest - least.astype(np.float32)) * np.float32(1 / 15)
     step = np.maximum(step, np.finfo(np.float32).tiny).astype("bfloat16")
-    numbers = np.stack([step, least], axis=-1)
-    step, least = (numbers[..., i, None].astype(np.float32) for i in (0, 1))
+    numbers = np.stack([np.where(is_finite, step, step.dtype.type(np.nan)), least], axis=-1)
+    step, least = (each[..., None].astype(np.float32) for each in (step, least))
     elements = np.rint((groups - least) * (1 / step)).clip(0, 15).astype(np.uint8)
     packed = elements[..., : size // 2] + 16 * elements[..., size // 2 :]
     return np.concatenate([packed, numbers.view(np.uint8)], axis=-1).reshape(*x.shape[:-1], -1)
 
 
-def _unpack(stored: np.ndarray, head_dim: int) -> np.ndarray:
-    """Return the vectors that bytes of an int4 pool stand for, `f32[..., H]`."""
+def _unpack(stored: np.ndarray) -> np.ndarray:
+    """Return the vectors that bytes of an int4 pool stand for, `f32[..., H]`, rotated."""
+    head_dim = int4.vector_size(stored.shape[-1])
     num_groups = 1 if head_dim % _GROUP else head_dim // _GROUP
     groups = stored.reshape(*stored.shape[:-1], num_groups, -1)
     numbers = np.ascontiguousarray(groups[..., -4:]).view("bfloat16").astype(np.float32)
@@ -104,24 +128,25 @@ def _unpack(stored: np.ndarray, head_dim: int) -> np.ndarray:
     return np.asarray(elements * numbers[..., :1] + numbers[..., 1:]).reshape(*stored.shape[:-1], head_dim)
 
 
-def _write(
-    pages: Shaped[Array, "L N P *token"], new: np.ndarray, layer: int | Int32[Array, ""], rows: RaggedRows
-) -> Shaped[Array, "L N P *token"]:
-    pool = np.array(pages)
-    page_size, new, pages_of = pool.shape[2], new.astype(pool.dtype), _tables(rows)
+def _write(pages: np.ndarray, new: np.ndarray, layer: int, rows: RaggedRows) -> np.ndarray:
+    pool = pages.copy()
+    page_size, pages_of = pool.shape[2], _tables(rows)
     for row_id, token_id, position in _tokens(rows):
         page = pages_of[row_id][position // page_size]
-        pool[int(layer), page, position % page_size] = new[token_id]
-    return jnp.asarray(pool)
+        pool[layer, page, position % page_size] = new[token_id]
+    return pool
 
 
 def _attend(
-    inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
-) -> Float[Array, "T Q H"]:
-    """Attend with every query over the keys that it sees; zeros for padding tokens."""
-    queries, rows = np.asarray(inputs.q).astype(np.float32), inputs.rows
-    pages = _numbers(kv_pages, int(layer), queries.shape[-1])
-    pages_of = _tables(rows)
+    queries: Float32[np.ndarray, "T Q H"],
+    inputs: AttentionInputs,
+    pages: HostPages,
+    layer: int,
+    options: AttentionOptions,
+) -> Float32[np.ndarray, "T Q H"]:
+    """Attend with every query, rotated, over the keys that it sees; zeros for padding tokens."""
+    rows, pages_of = inputs.rows, _tables(inputs.rows)
+    vectors = _vectors(pages, layer, queries.shape[-1])
     sinks = None if inputs.sinks is None else np.asarray(inputs.sinks).astype(np.float32)
     out = np.zeros_like(queries)
     for row_id, token_id, position in _tokens(rows):
@@ -132,31 +157,28 @@ def _attend(
             is_ancestor = (int(inputs.tree_mask[token_id]) >> np.clip(node, 0, 31)) & 1 == 1
             positions = positions[(node < 0) | is_ancestor | (positions == position)]
         positions = positions[-(options.window or len(positions)) :]
-        k, v = _read(pages, pages_of[row_id], positions)
+        k, v = _read(vectors, pages_of[row_id], positions)
         out[token_id] = _attend_one(queries[token_id], k, v, options, sinks)
-    return jnp.asarray(out.astype(inputs.q.dtype))
+    return out
 
 
-def _numbers(kv_pages: Pages, layer: int, head_dim: int) -> np.ndarray:
+def _vectors(pages: HostPages, layer: int, head_dim: int) -> np.ndarray:
     """Return the pages of one layer in float32, `[N, P, 2K, H]`."""
-    if pool_dtype(kv_pages) == INT4:
-        # Mixed twice, a vector is as many times as large as a block.
-        return _mixed(_unpack(np.asarray(kv_pages)[layer], head_dim)) / _block_size(head_dim)
-    if not isinstance(kv_pages, QuantizedPages):
-        return np.asarray(kv_pages)[layer]
-    values, scales = (np.asarray(x)[layer] for x in kv_pages)
-    return np.asarray(values.astype(np.float32) * scales.astype(np.float32)[..., None])
+    pages = jax.tree.map(lambda x: x[layer], pages)
+    if isinstance(pages, QuantizedPages) or pages.dtype != np.uint8:
+        return decode(pages)
+    return _mixed(decode(pages)) / _block_size(head_dim)  # mixed twice, a vector is as many times as large as a block
 
 
 def _tables(rows: RaggedRows) -> list[np.ndarray]:
     """Return the pages of each live row."""
     num_rows, table = int(rows.num_rows), np.asarray(rows.page_table)
-    return list(table[:num_rows] if rows.table_row is None else table[np.asarray(rows.table_row)[:num_rows]])
+    return list(table[:num_rows] if rows.table_row is None else table[np.asarray(rows.table_row[:num_rows])])
 
 
 def _tokens(rows: RaggedRows) -> Iterator[tuple[int, int, int]]:
     """Yield every live token as (row, index in the step, position in its sequence)."""
-    cu_q_lens, kv_lens = np.asarray(rows.cu_q_lens), np.asarray(rows.kv_lens)
+    cu_q_lens, kv_lens = rows.cu_q_lens, rows.kv_lens
     for row_id in range(int(rows.num_rows)):
         for token_id in range(int(cu_q_lens[row_id]), int(cu_q_lens[row_id + 1])):
             yield row_id, token_id, int(kv_lens[row_id]) - int(cu_q_lens[row_id + 1]) + token_id

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxserve.execution.lowering import known_options
 from jaxserve.execution.step import step_options
@@ -20,6 +21,8 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.pallas_kernels.ragged_paged_attention.layout import HeadMajor, TransposedKeys
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
 
 OPTIONS = AttentionOptions(1.0)
 PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
@@ -41,8 +44,36 @@ jitted_as_shipped = compiled(compiler_options=known_options(step_options(jax.dev
 
 # One program for each shape of a pool, which makes a copy that can be donated.
 in_one = functools.partial(jax.jit, static_argnums=0, compiler_options=UNOPTIMIZED)
-stored = in_one(lambda backend, pages: jax.tree.map(jnp.copy, from_canonical(backend, pages)))
-canonical = in_one(to_canonical)
+stored_by_xla = in_one(lambda backend, pages: jax.tree.map(jnp.copy, from_canonical(backend, pages)))
+canonical_by_xla = in_one(to_canonical)
+
+
+def stored(backend, pages):
+    """Return a copy of canonical pages in a backend's layout, without a program if it is a layout of CPUs."""
+    if not isinstance(BACKENDS[backend].LAYOUT, HeadMajor):
+        return stored_by_xla(backend, pages)
+    pages = jax.tree.map(lambda x: np.asarray(x).swapaxes(2, 3), pages)
+    return jax.device_put(with_keys(backend, pages, lambda keys: keys.swapaxes(3, 4)), may_alias=False)
+
+
+def canonical(backend, pages):
+    """Invert `stored`, to arrays on the host if it is a layout of CPUs."""
+    if not isinstance(BACKENDS[backend].LAYOUT, HeadMajor):
+        return jax.tree.map(np.asarray, canonical_by_xla(backend, pages))
+    *_, P, H = values_of(pages).shape
+    pages = jax.tree.map(np.asarray, pages)
+    turned = with_keys(backend, pages, lambda keys: keys.reshape(*keys.shape[:3], H, P).swapaxes(3, 4))
+    return jax.tree.map(lambda x: x.swapaxes(2, 3), turned)
+
+
+def with_keys(backend, pages, turn):
+    """Return head-major pages on the host, their keys turned if the layout has transposed ones."""
+    if not isinstance(BACKENDS[backend].LAYOUT, TransposedKeys):
+        return pages
+    values = np.array(pages.values if isinstance(pages, QuantizedPages) else pages)
+    keys = turn(values[:, :, 0::2])
+    values[:, :, 0::2] = keys.reshape(values[:, :, 0::2].shape)
+    return pages._replace(values=values) if isinstance(pages, QuantizedPages) else values
 
 
 def run(case, arguments, backend, jitted=jitted):
@@ -50,7 +81,7 @@ def run(case, arguments, backend, jitted=jitted):
 
     Args:
       case: case whose options are used.
-      arguments: arguments of the call.
+      arguments: arguments of the call, on the host or a device.
       backend: "reference", the name of a backend or "NAME:INSTRUCTION SET".
       jitted: the jitted operation.
     """
@@ -59,12 +90,34 @@ def run(case, arguments, backend, jitted=jitted):
         with native.using(instruction_set):
             return run(case, arguments, name, jitted)
     if name == "reference":
-        out, pool = reference.write_and_attend(*arguments, case.options)
+        inputs, kv_pages = jax.device_put(arguments[:2])
+        out, pool = reference.write_and_attend(inputs, kv_pages, arguments.layer, case.options)
     else:
         pool = stored(name, arguments.kv_pages)
         out, pool = jitted(arguments.inputs, pool, arguments.layer, case.options, backend=name)
         pool = canonical(name, pool)
     return np.asarray(out).astype(np.float32), jax.tree.map(np.asarray, pool)
+
+
+def on_backends(backends, names, *, on_xla):
+    """Return a parameter for each case and backend, of which the default run has some on XLA, which compiles slowly.
+
+    Args:
+      backends: backends, with instruction sets.
+      names: cases; True for those of the default run, False for those of the full one.
+      on_xla: cases of the default run on XLA.
+    """
+    assert set(on_xla) <= {name for name, is_quick in names.items() if is_quick}
+    return [
+        pytest.param(
+            name,
+            backend,
+            id=f"{name}-{backend}",
+            marks=[] if is_quick and (backend != "xla" or name in on_xla) else pytest.mark.full,
+        )
+        for name, is_quick in names.items()
+        for backend in backends
+    ]
 
 
 def live(case, out):

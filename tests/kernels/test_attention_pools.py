@@ -22,11 +22,19 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     to_canonical,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case
-from tests.kernels.attention_runs import SERVING, UNOPTIMIZED
-from tests.parameters import seeds
+from tests.kernels.attention_runs import (
+    SERVING,
+    UNOPTIMIZED,
+    canonical,
+    canonical_by_xla,
+    stored,
+    stored_by_xla,
+)
+from tests.parameters import mainly, seeds
 
 
-def compile_layers(backend, kv_dtype="float32", num_layers=3):
+@functools.cache
+def compile_layers(backend, kv_dtype="float32", num_layers=2):
     """Compile several layers over one donated pool; keys of a layer depend on the output of the layer before."""
     T, R, M, Q, K, H, P, N = 32, 8, 64, 4, 2, 32, 16, 2048
     sizes = {"num_layers": num_layers, "num_pages": N, "page_size": P, "num_kv_heads": K, "head_dim": H}
@@ -71,8 +79,8 @@ def test_slices_of_one_projection_reach_the_kernel_uncopied(backend):
         q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
         return ragged_paged_attention(inputs._replace(q=q, k=k, v=v), kv_pages, layer, case.options, backend=backend)
 
-    qkv = jnp.concatenate([inputs.q, inputs.k, inputs.v], axis=1)
-    compiled = jax.jit(attend, donate_argnums=1).lower(qkv, from_canonical(backend, kv_pages)).compile()
+    qkv = np.concatenate([inputs.q, inputs.k, inputs.v], axis=1)
+    compiled = jax.jit(attend, donate_argnums=1).lower(qkv, stored(backend, kv_pages)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < inputs.k.nbytes
 
 
@@ -83,16 +91,18 @@ def test_xla_plans_the_rows_once_for_all_layers():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_canonical_round_trip(backend):
-    canonical = CASES[0].arguments().kv_pages
-    pool = from_canonical(backend, canonical)
-    L, N, P, KV, H = canonical.shape
+    case_pages = CASES[0].arguments().kv_pages
+    pool = stored_by_xla(backend, case_pages)
+    L, N, P, KV, H = case_pages.shape
     layout, dims = BACKENDS[backend].LAYOUT, PoolDims(L, N, P, KV // 2, H)
     assert pool.shape == layout.kv_shape(dims)
     assert layout.pool_dims(pool.shape) == dims
-    np.testing.assert_array_equal(to_canonical(backend, pool), canonical)
+    np.testing.assert_array_equal(canonical_by_xla(backend, pool), case_pages)
+    np.testing.assert_array_equal(stored(backend, case_pages), pool)
+    np.testing.assert_array_equal(canonical(backend, pool), case_pages)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", mainly(["int8"], "float32"))  # that of the default run has an array of scales
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", seeds(1))
 def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, seed):
@@ -117,8 +127,7 @@ def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, 
 
     def move(kv_pages):
         rows = (jnp.asarray(x, jnp.int32) for x in (page_table, table_row, first, source))
-        moved = move_tokens(backend, from_canonical(backend, jax.tree.map(jnp.asarray, kv_pages)), *rows)
-        return to_canonical(backend, moved)
+        return to_canonical(backend, move_tokens(backend, from_canonical(backend, kv_pages), *rows))
 
     moved = jax.jit(move, compiler_options=UNOPTIMIZED)(pool)
     jax.tree.map(np.testing.assert_array_equal, moved, jax.tree.map(expected, pool))
@@ -128,10 +137,10 @@ def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, 
 def test_pages_for_larger_heads_are_several_of_smaller_ones(backend):
     """Two layers of one head of 8 take the pages of one layer of two heads of 8, each its own half of every page."""
     rng, T = np.random.default_rng(0), 6
-    q, k, v = (jnp.asarray(rng.normal(size=(T, n, 8)), jnp.float32) for n in (2, 1, 1))
-    table = jnp.array([[4, 1], [2, 0]], jnp.int32)
-    rows = RaggedRows(jnp.array([6, 2]), table, jnp.array([0, 4, 6]), jnp.int32(2))
-    pool = jnp.asarray(rng.normal(size=(1, 5, 4, 4, 8)), jnp.float32)  # [L, N, 2K, P, H] of K = 2
+    q, k, v = (rng.normal(size=(T, n, 8)).astype(np.float32) for n in (2, 1, 1))
+    table = np.array([[4, 1], [2, 0]], np.int32)
+    rows = RaggedRows(np.array([6, 2], np.int32), table, np.array([0, 4, 6], np.int32), np.int32(2))
+    pool = rng.normal(size=(1, 5, 4, 4, 8)).astype(np.float32)  # [L, N, 2K, P, H] of K = 2
     options = AttentionOptions(0.3)
     attend = jax.jit(
         functools.partial(ragged_paged_attention, layer=0, options=options, backend=backend),
@@ -142,8 +151,8 @@ def test_pages_for_larger_heads_are_several_of_smaller_ones(backend):
         inputs = AttentionInputs(q, k, v, rows._replace(page_table=2 * table + part))
         own = pool.reshape(1, 10, 2, 4, 8)
         expected, written = attend(inputs, own)
-        out, pool = attend(inputs, pool, num_parts=2)
+        out, pool = map(np.asarray, attend(inputs, pool, num_parts=2))
         np.testing.assert_array_equal(out, expected)
         np.testing.assert_array_equal(pool.reshape(own.shape), written)
     with pytest.raises(ValueError, match="a page of 2 kv heads of 8 must be 3 pages of other heads, got 1 of 8"):
-        ragged_paged_attention(inputs, pool, 0, options, num_parts=3, backend=backend)
+        attend(inputs, pool, num_parts=3)

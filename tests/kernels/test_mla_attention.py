@@ -30,18 +30,18 @@ from jaxserve.pallas_kernels.mla_attention import (
     to_canonical,
 )
 from jaxserve.pallas_kernels.mla_attention.cases import CASES
+from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
-from tests.kernels.attention_runs import OTHER_SETS, UNOPTIMIZED, in_one
+from tests.kernels.attention_runs import OTHER_SETS, UNOPTIMIZED, in_one, on_backends
 from tests.oracles import torch
-from tests.parameters import some_by_default
 
 PLAIN = Problem(4, 32, 16, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
 BY_NAME = {case.name: case for case in CASES}
 # Each case is a program that XLA compiles slowly: by default it runs some.
-QUICK_ON_XLA = ("two_prompts_of_many_tiles", "shared_prefix_written_now", "stale_nan", "float8", "tree")
+QUICK_ON_XLA = ("shared_prefix_written_now", "all_decode_ragged", "float8", "tree")
 jitted = jax.jit(
     mla_attention,
     static_argnames=("options", "backend"),
@@ -50,13 +50,31 @@ jitted = jax.jit(
 )
 
 
+attend_heads = jax.jit(
+    head_attention,
+    static_argnames=("options", "backend"),
+    donate_argnames="kv_pages",
+    compiler_options=UNOPTIMIZED,
+)
+
+
 # One program for each shape of a pool, which makes a copy that can be donated.
-stored = in_one(lambda backend, pages: jax.tree.map(jnp.copy, from_canonical(backend, pages)))
+stored_by_xla = in_one(lambda backend, pages: jax.tree.map(jnp.copy, from_canonical(backend, pages)))
+canonical_by_xla = jax.jit(to_canonical, static_argnums=0, static_argnames="width", compiler_options=UNOPTIMIZED)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2), compiler_options=UNOPTIMIZED)
-def canonical(backend, pool, width):
-    return to_canonical(backend, pool, width=width)
+def stored(backend, pages):
+    """Return a copy of canonical pages in a backend's layout, without a program if that is the same."""
+    if isinstance(BACKENDS[backend].LAYOUT, TokenMajor):
+        return jax.device_put(jax.tree.map(np.asarray, pages), may_alias=False)
+    return stored_by_xla(backend, pages)
+
+
+def canonical(backend, pages, width):
+    """Invert `stored`."""
+    if isinstance(BACKENDS[backend].LAYOUT, TokenMajor):
+        return pages
+    return canonical_by_xla(backend, pages, width=width)
 
 
 def run(case, arguments, backend):
@@ -67,7 +85,7 @@ def run(case, arguments, backend):
         with native.using(instruction_set):
             return run(case, arguments, backend)
     if backend == "reference":
-        out, pool = reference.write_and_attend(inputs, kv_pages, layer, case.options)
+        out, pool = reference.write_and_attend(*jax.device_put((inputs, kv_pages)), layer, case.options)
     else:
         pool = stored(backend, kv_pages)
         out, pool = jitted(inputs, pool, layer, case.options, backend=backend)
@@ -85,17 +103,7 @@ def expected_of(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        pytest.param(
-            name,
-            backend,
-            id=f"{name}-{backend}",
-            marks=[] if backend != "xla" or name in QUICK_ON_XLA else pytest.mark.full,
-        )
-        for name in BY_NAME
-        for backend in SERVING + OTHER_SETS
-    ],
+    ("name", "backend"), on_backends(SERVING + OTHER_SETS, dict.fromkeys(BY_NAME, True), on_xla=QUICK_ON_XLA)
 )
 def test_matches_reference(name, backend):
     case, (expected, expected_pool) = BY_NAME[name], expected_of(name)
@@ -106,11 +114,11 @@ def test_matches_reference(name, backend):
     if case.rows.kv_dtype in QUANTIZED_MAX:
         assert pool_error(pool, expected_pool) <= case.rows.pool_tolerance
         return
-    stored, wanted = (np.asarray(x, np.float32) for x in (pool, expected_pool))
-    np.testing.assert_array_equal(stored[..., : case.rank], wanted[..., : case.rank])
+    found, wanted = (np.asarray(x, np.float32) for x in (pool, expected_pool))
+    np.testing.assert_array_equal(found[..., : case.rank], wanted[..., : case.rank])
     # Rotations are rounded: elements near zero are as exact as those that they are made of.
     step = float(jnp.finfo(case.rows.kv_dtype).eps)
-    np.testing.assert_allclose(stored[..., case.rank :], wanted[..., case.rank :], rtol=step, atol=1e-6)
+    np.testing.assert_allclose(found[..., case.rank :], wanted[..., case.rank :], rtol=step, atol=1e-6)
 
 
 def test_reference_is_multi_head_attention_over_expanded_latents():
@@ -121,7 +129,7 @@ def test_reference_is_multi_head_attention_over_expanded_latents():
     q_nope = rng.normal(size=(inputs.q.shape[0], Q, nope)) / 5
     q_rope = np.asarray(inputs.q)[..., rank:]
     absorbed = np.concatenate([np.einsum("tqn,qnr->tqr", q_nope, w_k), q_rope], axis=-1)
-    inputs = inputs._replace(q=jnp.asarray(absorbed, jnp.float32))
+    inputs = inputs._replace(q=absorbed.astype(np.float32))
     out, pool = run(case, (inputs, kv_pages, layer), "reference")
     found = np.einsum("tqr,qvr->tqv", out, w_v)
     pool, table, start = np.asarray(pool)[layer], np.asarray(inputs.rows.page_table), 0
@@ -145,49 +153,40 @@ def head_inputs(case, rng):
     (inputs, kv_pages, layer), Q, nope_dim, value_dim = case.arguments(), case.rows.num_query_heads, 8, 12
     dtype = inputs.q.dtype
     matrices = HeadMatrices(
-        *(jnp.asarray(rng.normal(size=(Q, n, case.rank)) / n**0.5, dtype) for n in (nope_dim, value_dim))
+        *((rng.normal(size=(Q, n, case.rank)) / n**0.5).astype(dtype) for n in (nope_dim, value_dim))
     )
-    q = jnp.asarray(rng.normal(size=(*inputs.q.shape[:2], nope_dim + case.rows.head_dim - case.rank)), dtype)
-    return HeadInputs(q, inputs.latents, matrices, inputs.rows, inputs.rope, inputs.tree_mask), kv_pages, layer
+    q = rng.normal(size=(*inputs.q.shape[:2], nope_dim + case.rows.head_dim - case.rank)).astype(dtype)
+    given = HeadInputs(q, inputs.latents, matrices, inputs.rows, inputs.rope, inputs.tree_mask)
+    return jax.device_put(given), kv_pages, layer
 
 
-@pytest.mark.parametrize("backend", SERVING)
-@pytest.mark.parametrize(
-    "name",
-    some_by_default(
-        ("shared_prefix_written_now", "two_prompts_of_many_tiles", "ragged", "stale_nan", "float8", "bfloat16", "tree"),
-        "shared_prefix_written_now",
-        "float8",
-    ),
-)
+EXPANDED = dict.fromkeys(("two_prompts_of_many_tiles", "ragged", "stale_nan", "bfloat16", "tree"), False)
+EXPANDED |= {"shared_prefix_written_now": True, "float8": True}
+
+
+@pytest.mark.parametrize(("name", "backend"), on_backends(SERVING, EXPANDED, on_xla=["shared_prefix_written_now"]))
 def test_expanded_attention_is_that_over_latents(name, backend):
     """Rows of many tokens, of few and of one, beside each other."""
     case = BY_NAME[name]
     inputs, kv_pages, layer = head_inputs(case, np.random.default_rng(2))
     assert 1 < expanded.fewest_queries(inputs.matrices) <= max(case.rows.q_lens)
-    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, inputs)
-    wanted, wanted_pool = reference.write_and_attend(
-        exact.absorbed(exact.matrices.latent_q(exact.q)), kv_pages, layer, case.options
-    )
-    attend = jax.jit(
-        head_attention,
-        static_argnames=("options", "backend"),
-        donate_argnames="kv_pages",
-        compiler_options=UNOPTIMIZED,
-    )
-    pool = from_canonical(backend, jax.tree.map(jnp.copy, kv_pages))
-    out, pool = attend(inputs, pool, layer, case.options, backend=backend)
-    pool = to_canonical(backend, pool, width=case.rows.head_dim)
+    exact = jax.tree.map(lambda x: np.asarray(x, np.float32) if x.dtype == jnp.bfloat16 else np.asarray(x), inputs)
+    q_nope, q_rope = np.split(exact.q, [exact.matrices.to_keys.shape[1]], axis=-1)
+    absorbed = np.concatenate([np.einsum("tqn,qnr->tqr", q_nope, exact.matrices.to_keys), q_rope], axis=-1)
+    wanted, wanted_pool = run(case, (exact.absorbed(jnp.asarray(absorbed)), kv_pages, layer), "reference")
+    wanted = np.einsum("tqr,qvr->tqv", wanted, exact.matrices.to_values)
+    out, pool = attend_heads(inputs, stored(backend, kv_pages), layer, case.options, backend=backend)
+    pool = canonical(backend, pool, case.rows.head_dim)
     tolerance = 2e-2 if case.rows.dtype == "bfloat16" else 1e-5
-    found, wanted = (np.asarray(x).astype(np.float32) for x in (out, exact.matrices.values(wanted)))
+    found = np.asarray(out).astype(np.float32)
     np.testing.assert_allclose(live(case, found), live(case, wanted), rtol=tolerance, atol=tolerance)
     assert np.isfinite(found).all()
     if case.rows.kv_dtype in QUANTIZED_MAX:
         assert pool_error(pool, wanted_pool) <= case.rows.pool_tolerance
     else:
         step = float(jnp.finfo(case.rows.kv_dtype).eps)
-        stored, expected = (np.asarray(x, np.float32) for x in (pool, wanted_pool))
-        np.testing.assert_allclose(stored, expected, rtol=step, atol=1e-6)
+        found, wanted = (np.asarray(x, np.float32) for x in (pool, wanted_pool))
+        np.testing.assert_allclose(found, wanted, rtol=step, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
@@ -195,15 +194,16 @@ def test_a_decode_row_does_not_depend_on_its_neighbours(backend):
     case = BY_NAME["all_decode_ragged"]
     inputs, kv_pages, layer = case.arguments()
     out, _ = run(case, (inputs, kv_pages, layer), backend)
+    inputs = jax.tree.map(np.asarray, inputs)
     for row in (1, 5):
         rolled = inputs._replace(
-            q=jnp.roll(inputs.q, -row, 0),
-            latents=jnp.roll(inputs.latents, -row, 0),
-            rope=jnp.roll(inputs.rope, -row, 1),
+            q=np.roll(inputs.q, -row, 0),
+            latents=np.roll(inputs.latents, -row, 0),
+            rope=np.roll(inputs.rope, -row, 1),
             rows=inputs.rows._replace(
-                kv_lens=jnp.roll(inputs.rows.kv_lens, -row),
-                page_table=jnp.roll(inputs.rows.page_table, -row, 0),
-                num_rows=jnp.int32(1),
+                kv_lens=np.roll(inputs.rows.kv_lens, -row),
+                page_table=np.roll(inputs.rows.page_table, -row, 0),
+                num_rows=np.int32(1),
             ),
         )
         alone, _ = run(case, (rolled, kv_pages, layer), backend)
@@ -213,8 +213,8 @@ def test_a_decode_row_does_not_depend_on_its_neighbours(backend):
 @pytest.mark.parametrize("has_matrices", [False, True])
 @pytest.mark.parametrize("backend", SERVING)
 def test_donated_pool_is_updated_in_place(backend, has_matrices):
-    T, R, M, Q, rank, W, P, N, L = 32, 8, 64, 4, 32, 48, 16, 512, 3
-    matrices = HeadMatrices(jnp.zeros((Q, 8, rank)), jnp.zeros((Q, 8, rank)))
+    T, R, M, Q, rank, W, P, N, L = 32, 8, 64, 4, 32, 48, 16, 512, 2
+    matrices = HeadMatrices(*jax.device_put([np.zeros((Q, 8, rank), np.float32)] * 2))
     pool = jax.ShapeDtypeStruct(BACKENDS[backend].LAYOUT.kv_shape(PoolDims(L, N, P, W)), jnp.float32)
 
     def step(q, pool, rows):
@@ -247,13 +247,14 @@ def test_tokens_move_within_their_rows(backend):
     values = rng.normal(size=(2, 7, 8, 12)).astype(np.float32)
     table, table_row = np.array([[0, 6], [3, 1]]), np.array([1, 0])
     first, source = np.array([5, 2]), np.array([[0, 2, 2], [0, 1, 2]])
-    pool = from_canonical(backend, jnp.asarray(values))
+    pool = stored(backend, values)
     dims = BACKENDS[backend].LAYOUT.pool_dims(pool.shape)
     assert dims[:3] == (2, 7, 8)
     assert dims.width >= 12
     assert BACKENDS[backend].LAYOUT.kv_shape(PoolDims(2, 7, 8, 12)) == pool.shape
-    rows = (jnp.asarray(x, jnp.int32) for x in (table, table_row, first, source))
-    moved = to_canonical(backend, move_tokens(backend, pool, *rows), width=12)
+    rows = (x.astype(np.int32) for x in (table, table_row, first, source))
+    move = jax.jit(functools.partial(move_tokens, backend), compiler_options=UNOPTIMIZED)
+    moved = canonical(backend, move(pool, *rows), width=12)
     expected = values.copy()
     expected[:, 3, 6] = expected[:, 3, 7]  # tokens 5, 6 and 7 of row 0 become 5, 7 and 7
     np.testing.assert_array_equal(moved, expected)
@@ -270,14 +271,14 @@ def call(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"latents": jnp.zeros((40, 32))}, r"q must be \[T, Q, W\] and latents \[T, W\]"),
+        ({"latents": np.zeros((40, 32))}, r"q must be \[T, Q, W\] and latents \[T, W\]"),
         ({"options": LatentOptions(49, 1.0)}, "rank must be at most the 48 elements"),
-        ({"rope": jnp.zeros((2, 40, 24))}, r"rope must be float32 of shape \(2, 40, 8\)"),
-        ({"kv_pages": jnp.zeros((2, 9, 16, 40))}, "kv_pages holds latents of 40 elements, those of this call have 48"),
-        ({"kv_pages": jnp.zeros((2, 9, 2, 16, 48))}, r"must be \[L, N, P, W\]"),
-        ({"kv_pages": jnp.zeros((2, 9, 16, 48), jnp.float8_e4m3fn)}, "got float8_e4m3fn without scales; use new_pages"),
+        ({"rope": np.zeros((2, 40, 24))}, r"rope must be float32 of shape \(2, 40, 8\)"),
+        ({"kv_pages": np.zeros((2, 9, 16, 40))}, "kv_pages holds latents of 40 elements, those of this call have 48"),
+        ({"kv_pages": np.zeros((2, 9, 2, 16, 48))}, r"must be \[L, N, P, W\]"),
+        ({"kv_pages": np.zeros((2, 9, 16, 48), jnp.float8_e4m3fn)}, "got float8_e4m3fn without scales; use new_pages"),
         ({"layer": 2}, r"layer must be in \[0, 2\), got 2"),
-        ({"tree_mask": jnp.zeros(3, jnp.int32)}, r"tree_mask must be int32 of shape \(40,\)"),
+        ({"tree_mask": np.zeros(3, np.int32)}, r"tree_mask must be int32 of shape \(40,\)"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -308,6 +309,7 @@ def test_backends_that_cannot_serve_say_why():
 @pytest.mark.skipif("native" not in SERVING, reason="kernels not built: test_native_build.py fails then")
 def test_the_native_kernel_refuses_pools_of_bytes():
     inputs, kv_pages, layer = BY_NAME["ragged"].arguments()
+    pages = np.zeros(kv_pages.shape, np.uint8)
     attend = jax.jit(BACKENDS["native"].write_and_attend, static_argnums=3, donate_argnums=1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="latents must be float32, bfloat16 or float8_e4m3fn"):
-        jax.block_until_ready(attend(inputs, kv_pages.astype(jnp.uint8), layer, BY_NAME["ragged"].options))
+        jax.block_until_ready(attend(inputs, pages, layer, BY_NAME["ragged"].options))

@@ -1,4 +1,5 @@
-from functools import partial
+import itertools
+from functools import cache, lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +17,36 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}  # options that compile programs soon
 
 
-@partial(jax.jit, static_argnames="eps", compiler_options=UNOPTIMIZED)
-def product(matrix, x, norm, eps, operands):
-    return packed_linear.multiply(matrix, x, rms_norm=None if norm is None else (norm, eps), **operands)
+EPS = 1e-5  # of all norms
 
 
-def multiply(matrix, x, *, rms_norm=(None, None), **operands):
-    """Return a product that is computed when this returns, by the instruction set that is in use."""
-    return np.asarray(product(matrix, x, *rms_norm, operands))
+@partial(jax.jit, compiler_options=UNOPTIMIZED)
+def products(calls):
+    return [
+        packed_linear.multiply(matrix, x, rms_norm=None if norm is None else (norm, EPS), **operands)
+        for matrix, x, norm, operands in calls
+    ]
 
 
-unpack = jax.jit(packed_linear.unpack, compiler_options=UNOPTIMIZED)
-rows = jax.jit(packed_linear.rows, compiler_options=UNOPTIMIZED)
+def call(matrix, x, norm=None, **operands):
+    return matrix, x, norm, operands
+
+
+def multiply(*calls):
+    """Return products by the instruction set that is in use, all of one program: one for each would take seconds."""
+    return list(map(np.asarray, products(calls)))
+
+
+@partial(jax.jit, compiler_options=UNOPTIMIZED)
+def unpack(*matrices):
+    return list(map(packed_linear.unpack, matrices))
+
+
+@partial(jax.jit, compiler_options=UNOPTIMIZED)
+def rows(*calls):
+    return [packed_linear.rows(*each) for each in calls]
+
+
 SHAPES = [(16, 4), (17, 1), (40, 33), (64, 256), (200, 96), (31, 1024)]
 
 
@@ -35,35 +54,37 @@ def matrix(shape, seed=0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("num_tokens", mainly([1, 5, 12, 13, 130], 2, 37))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_products_match_numpy(shape, num_tokens):
-    weight, x = matrix(shape), matrix((num_tokens, shape[1]), 1)
-    y = multiply(packed_linear.pack(jnp.asarray(weight)), jnp.asarray(x))
-    expected = x.astype(np.float64) @ weight.T.astype(np.float64)
-    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * shape[1] ** 0.5 * np.abs(expected).max())
+@pytest.mark.parametrize("token_counts", mainly([(1, 5, 12, 13, 130)], (2, 37)))
+def test_products_match_numpy(token_counts):
+    cases = [(matrix(shape), matrix((num_tokens, shape[1]), 1)) for shape in SHAPES for num_tokens in token_counts]
+    found = multiply(*(call(packed_linear.pack(weight), x) for weight, x in cases))
+    for (weight, x), y in zip(cases, found, strict=True):
+        expected = x.astype(np.float64) @ weight.T.astype(np.float64)
+        np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * weight.shape[1] ** 0.5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("num_tokens", [1, 7])
-def test_bfloat16_weights_are_read_exactly(num_tokens):
-    weight = jnp.asarray(matrix((48, 64)), jnp.bfloat16)
-    x = jnp.asarray(matrix((num_tokens, 64), 1))
-    half = multiply(packed_linear.pack(weight), x)
-    whole = multiply(packed_linear.pack(weight.astype(jnp.float32)), x)
-    np.testing.assert_array_equal(half, whole)
+def test_bfloat16_weights_are_read_exactly():
+    weight, inputs = matrix((48, 64)).astype(jnp.bfloat16), [matrix((num_tokens, 64), 1) for num_tokens in (1, 7)]
+    half, whole = packed_linear.pack(weight), packed_linear.pack(weight.astype(np.float32))
+    found = multiply(*(call(packed, x) for x in inputs for packed in (half, whole)))
+    for by_half, by_whole in zip(found[::2], found[1::2], strict=True):
+        np.testing.assert_array_equal(by_half, by_whole)
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 8])
-@pytest.mark.parametrize("num_tokens", [1, 3, 20])
-def test_int8_weights_are_scaled_by_block(num_blocks, num_tokens):
+def test_int8_weights_are_scaled_by_block():
     weight = np.random.default_rng(0).integers(-127, 128, (40, 64)).astype(np.int8)
-    scales = np.abs(matrix((40, num_blocks), 1)) / 100
-    x = matrix((num_tokens, 64), 2)
-    real = (weight.reshape(40, num_blocks, -1) * scales[:, :, None].astype(np.float64)).reshape(40, 64)
-    packed = packed_linear.pack(jnp.asarray(weight), jnp.asarray(scales))
-    np.testing.assert_allclose(multiply(packed, jnp.asarray(x)), x @ real.T, rtol=0, atol=1e-4)
-    ids = jnp.asarray([39, 0, 17])
-    np.testing.assert_allclose(rows(packed, ids), real[ids], rtol=1e-6)
+    inputs, ids = [matrix((num_tokens, 64), 2) for num_tokens in (1, 3, 20)], np.asarray([39, 0, 17])
+    matrices, real = [], []
+    for num_blocks in (1, 2, 8):
+        scales = np.abs(matrix((40, num_blocks), 1)) / 100
+        matrices.append(packed_linear.pack(weight, scales))
+        real.append(dequantized(weight, scales))
+    found = multiply(*(call(packed, x) for packed in matrices for x in inputs))
+    expected = [x @ wide.T for wide in real for x in inputs]
+    for y, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-4)
+    for found_rows, wide in zip(rows(*((packed, ids) for packed in matrices)), real, strict=True):
+        np.testing.assert_allclose(found_rows, wide[ids], rtol=1e-6)
 
 
 def quantized(shape, num_groups, dtype, seed=0):
@@ -75,8 +96,8 @@ def quantized(shape, num_groups, dtype, seed=0):
 
 
 def dequantized(elements, scales, zeros=0.0):
-    groups = elements.astype(np.float64).reshape(*scales.shape, -1)
-    return ((groups - np.asarray(zeros, np.float64)[..., None]) * scales[..., None]).reshape(elements.shape)
+    groups, zeros = elements.astype(np.float64).reshape(*scales.shape, -1), np.broadcast_to(zeros, scales.shape)
+    return ((groups - zeros[..., None]) * scales[..., None]).reshape(elements.shape)
 
 
 GROUPED = [
@@ -89,35 +110,52 @@ GROUPED = [
 ]  # odd sizes, too
 
 
+@cache
+def quantised_calls(dtype):
+    """Return products of quantised matrices of all shapes, and numpy's results."""
+    has_zeros, calls, expected = dtype == "zeros", [], []
+    for shape, num_groups in GROUPED:
+        elements, scales = quantized(shape, num_groups, "uint4" if has_zeros else dtype)
+        zeros = np.random.default_rng(1).integers(0, 16, scales.shape) if has_zeros else None
+        real = dequantized(elements, scales, zeros if has_zeros else np.zeros(scales.shape))
+        packed = packed_linear.pack(elements, scales, zeros)
+        norm, bias = matrix(shape[1:], 3), matrix(shape[:1], 5)
+        for num_tokens in (1, 3, 20):
+            x, residual = matrix((num_tokens, shape[1]), 2), matrix((num_tokens, shape[0]), 4)
+            calls.append(call(packed, x, norm, bias=bias, residual=residual))
+            expected.append(rms_normed(x, norm, EPS) @ real.T + bias + residual)
+    return calls, expected
+
+
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", ["int8", "int4", "uint4", "zeros"])
-@pytest.mark.parametrize(("shape", "num_groups"), GROUPED)
-def test_quantised_products_match_numpy(shape, num_groups, dtype, instruction_set):
+def test_quantised_products_match_numpy(dtype, instruction_set):
     """Everything that is fused with them, for a lone tile and for blocks of columns."""
-    has_zeros = dtype == "zeros"
-    elements, scales = quantized(shape, num_groups, "uint4" if has_zeros else dtype)
-    zeros = np.random.default_rng(1).integers(0, 16, scales.shape) if has_zeros else None
-    real = dequantized(elements, scales, zeros if has_zeros else np.zeros(scales.shape))
-    packed = packed_linear.pack(elements, scales, zeros)
-    norm, bias = matrix(shape[1:], 3), matrix(shape[:1], 5)
-    for num_tokens in (1, 3, 20):
-        x, residual = matrix((num_tokens, shape[1]), 2), matrix((num_tokens, shape[0]), 4)
-        expected = rms_normed(x, norm, 1e-5) @ real.T + bias + residual
-        with native.using(instruction_set):
-            operands = {"bias": jnp.asarray(bias), "residual": jnp.asarray(residual)}
-            y = multiply(packed, jnp.asarray(x), rms_norm=(jnp.asarray(norm), 1e-5), **operands)
-        np.testing.assert_allclose(y, expected, rtol=0, atol=4e-6 * shape[1] ** 0.5 * np.abs(expected).max())
+    calls, expected = quantised_calls(dtype)
+    with native.using(instruction_set):
+        found = multiply(*calls)
+    for (_, x, *_), y, wanted in zip(calls, found, expected, strict=True):
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=4e-6 * x.shape[1] ** 0.5 * np.abs(wanted).max())
+
+
+@cache
+def calls_of_blocks():
+    """Return products of many tokens, 1365 of whose columns may be a block, and numpy's results."""
+    calls, expected = [], []
+    for dtype, shape in itertools.product(["float32", "bfloat16", "float16"], [(17, 1), (40, 33), (31, 1500)]):
+        weight, x = matrix(shape).astype(jnp.dtype(dtype)), matrix((300, shape[1]), 1)
+        calls.append(call(packed_linear.pack(weight), x))
+        expected.append(x.astype(np.float64) @ weight.astype(np.float64).T)
+    return calls, expected
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(17, 1), (40, 33), (31, 1500)])  # 1365 columns may be a block
-def test_blocks_of_columns_match_numpy(shape, dtype, instruction_set):
-    weight, x = jnp.asarray(matrix(shape), dtype), matrix((300, shape[1]), 1)
-    expected = x.astype(np.float64) @ np.asarray(weight, np.float64).T
+def test_blocks_of_columns_match_numpy(instruction_set):
+    calls, expected = calls_of_blocks()
     with native.using(instruction_set):
-        y = multiply(packed_linear.pack(weight), jnp.asarray(x))
-    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * shape[1] ** 0.5 * np.abs(expected).max())
+        found = multiply(*calls)
+    for (_, x, *_), y, wanted in zip(calls, found, expected, strict=True):
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=2e-6 * x.shape[1] ** 0.5 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
@@ -125,8 +163,8 @@ def test_every_float16_is_read_exactly(instruction_set):
     """Denormals, infinities and NaNs included: one column times 1."""
     weight = np.arange(1 << 16, dtype=np.uint16).view(np.float16)[:, None]
     with native.using(instruction_set):
-        (y,) = multiply(packed_linear.pack(weight), jnp.ones((1, 1)))
-    np.testing.assert_array_equal(y, weight[:, 0].astype(np.float32))
+        (y,) = multiply(call(packed_linear.pack(weight), np.ones((1, 1), np.float32)))
+    np.testing.assert_array_equal(y[0], weight[:, 0].astype(np.float32))
 
 
 EXTREMES = {
@@ -151,10 +189,10 @@ def test_errors_are_small_beside_the_largest_input_of_a_block(name, dtype, instr
     zeros = np.random.default_rng(1).integers(0, 16, scales.shape) if dtype == "uint4" else None
     real = dequantized(elements, scales, np.zeros(scales.shape) if zeros is None else zeros) * 1e-3
     packed = packed_linear.pack(elements, scales * np.float32(1e-3), zeros)
-    for num_tokens in (1, 11):
-        x = EXTREMES[name](matrix((num_tokens, K), 1))
-        with native.using(instruction_set):
-            y = multiply(packed, jnp.asarray(x))
+    inputs = [EXTREMES[name](matrix((num_tokens, K), 1)) for num_tokens in (1, 11)]
+    with native.using(instruction_set):
+        found = multiply(*(call(packed, x) for x in inputs))
+    for x, y in zip(inputs, found, strict=True):
         errors = np.abs(y - x.astype(np.float64) @ real.T)
         starts = [start for group in range(0, K, 200) for start in (group, group + 128)]
         largest = np.maximum.reduceat(np.abs(x).astype(np.float64), starts, axis=1)
@@ -173,8 +211,7 @@ def test_inputs_that_are_not_finite_are_seen_in_their_token_alone(value, dtype, 
     broken = x.copy()
     broken[[0, 13], [299, 4]] = value
     with native.using(instruction_set):
-        whole, y = (np.asarray(multiply(packed, jnp.asarray(inputs))) for inputs in (x, broken))
-        alone = np.asarray(multiply(packed, jnp.asarray(broken[13:14])))
+        whole, y, alone = multiply(*(call(packed, inputs) for inputs in (x, broken, broken[13:14])))
     rest = np.setdiff1d(np.arange(20), [0, 13])
     np.testing.assert_array_equal(y[rest], whole[rest])
     assert not np.isfinite(y[[0, 13]]).any()
@@ -182,21 +219,21 @@ def test_inputs_that_are_not_finite_are_seen_in_their_token_alone(value, dtype, 
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4", "uint4"])
-@pytest.mark.parametrize(("shape", "num_groups"), GROUPED)
-def test_elements_in_words_are_unpacked_and_looked_up(shape, num_groups, dtype):
-    elements, scales = quantized(shape, num_groups, dtype)
-    zeros = None if dtype == "int8" else np.random.default_rng(1).integers(0, 8, scales.shape)
-    packed = packed_linear.pack(elements, scales, zeros)
-    unpacked = unpack(packed)
-    lowest = -8 if dtype == "int4" else 0
-    np.testing.assert_array_equal(unpacked.weight, elements.astype(np.int32) - lowest)
-    np.testing.assert_array_equal(unpacked.scales, scales)
-    if zeros is not None:
-        np.testing.assert_array_equal(unpacked.zeros, zeros - lowest)
-    ids = np.asarray([shape[0] - 1, 0, 7])
-    found = rows(packed, jnp.asarray(ids))
-    real = dequantized(elements, scales, np.zeros(scales.shape) if zeros is None else zeros)
-    np.testing.assert_allclose(found, real[ids], rtol=1e-6)
+def test_elements_in_words_are_unpacked_and_looked_up(dtype):
+    matrices, ids = [], [np.asarray([shape[0] - 1, 0, 7]) for shape, _ in GROUPED]
+    for shape, num_groups in GROUPED:
+        elements, scales = quantized(shape, num_groups, dtype)
+        zeros = None if dtype == "int8" else np.random.default_rng(1).integers(0, 8, scales.shape)
+        matrices.append((elements, scales, zeros))
+    packed, lowest = [packed_linear.pack(*each) for each in matrices], -8 if dtype == "int4" else 0
+    found = zip(unpack(*packed), rows(*zip(packed, ids, strict=True)), strict=True)
+    for (unpacked, found_rows), (elements, scales, zeros), wanted in zip(found, matrices, ids, strict=True):
+        np.testing.assert_array_equal(unpacked.weight, elements.astype(np.int32) - lowest)
+        np.testing.assert_array_equal(unpacked.scales, scales)
+        if zeros is not None:
+            np.testing.assert_array_equal(unpacked.zeros, zeros - lowest)
+        real = dequantized(elements, scales, np.zeros(scales.shape) if zeros is None else zeros)
+        np.testing.assert_allclose(found_rows, real[wanted], rtol=1e-6)
 
 
 def rms_normed(x, weight, eps):
@@ -209,91 +246,99 @@ def swiglued(gate_up):
         return gate / (1 + np.exp(-gate)) * up
 
 
-@pytest.mark.parametrize("num_tokens", mainly([1, 13], 2, 40))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_fused_matches_numpy(shape, num_tokens):
-    N, K = shape
-    weight, x, norm = matrix(shape), matrix((num_tokens, K), 1) * 3, matrix((K,), 3)
-    residual, bias = matrix((num_tokens, N), 4), matrix((N,), 5)
-    packed = packed_linear.pack(jnp.asarray(weight))
-    tolerance = {"rtol": 0, "atol": 1e-5 * K**0.5 * 10}
-    y = multiply(packed, jnp.asarray(x), rms_norm=(jnp.asarray(norm), 1e-5))
-    np.testing.assert_allclose(y, rms_normed(x, norm, 1e-5) @ weight.T, **tolerance)
-    y = multiply(packed, jnp.asarray(x), residual=jnp.asarray(residual))
-    np.testing.assert_allclose(y, x @ weight.T + residual, **tolerance)
-    y = multiply(packed, jnp.asarray(x), bias=jnp.asarray(bias), residual=jnp.asarray(residual))
-    np.testing.assert_allclose(y, x @ weight.T + bias + residual, **tolerance)
+@pytest.mark.parametrize("token_counts", mainly([(1, 13)], (2, 40)))
+def test_what_is_fused_matches_numpy(token_counts):
+    calls, expected = [], []
+    for (N, K), num_tokens in itertools.product(SHAPES, token_counts):
+        weight, x, norm = matrix((N, K)), matrix((num_tokens, K), 1) * 3, matrix((K,), 3)
+        residual, bias = matrix((num_tokens, N), 4), matrix((N,), 5)
+        packed = packed_linear.pack(weight)
+        calls.append(call(packed, x, norm))
+        expected.append(rms_normed(x, norm, EPS) @ weight.T)
+        calls.append(call(packed, x, residual=residual))
+        expected.append(x @ weight.T + residual)
+        calls.append(call(packed, x, bias=bias, residual=residual))
+        expected.append(x @ weight.T + bias + residual)
+    for (_, x, *_), y, wanted in zip(calls, multiply(*calls), expected, strict=True):
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5 * x.shape[1] ** 0.5 * 10)
 
 
-def gated_products(shape, num_tokens):
-    """Return SwiGLU of a product with all options of a gated matrix, and numpy's result of the same."""
-    F, K = shape
-    weight, x, norm = matrix((2 * F, K)) / K**0.5, matrix((num_tokens, K), 1), matrix((K,), 3)
-    bias, residual = matrix((2 * F,), 4), matrix((num_tokens, F), 5)
-    packed = packed_linear.pack(jnp.asarray(weight), gated=True)
-    operands = {"bias": jnp.asarray(bias), "residual": jnp.asarray(residual)}
-    y = multiply(packed, jnp.asarray(x), rms_norm=(jnp.asarray(norm), 1e-5), **operands)
-    return y, swiglued(rms_normed(x, norm, 1e-5) @ weight.T + bias) + residual
+@cache
+def gated_calls(token_counts):
+    """Return products with all options of gated matrices, and numpy's SwiGLU of the same."""
+    calls, expected = [], []
+    for (F, K), num_tokens in itertools.product(SHAPES, token_counts):
+        weight, x, norm = matrix((2 * F, K)) / np.float32(K**0.5), matrix((num_tokens, K), 1), matrix((K,), 3)
+        bias, residual = matrix((2 * F,), 4), matrix((num_tokens, F), 5)
+        packed = packed_linear.pack(weight, gated=True)
+        calls.append(call(packed, x, norm, bias=bias, residual=residual))
+        expected.append(swiglued(rms_normed(x, norm, EPS) @ weight.T + bias) + residual)
+    return calls, expected
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("num_tokens", mainly([1, 13], 2, 40))
-@pytest.mark.parametrize("shape", SHAPES)
-def test_gated_products_are_swiglu(shape, num_tokens, instruction_set):
+@pytest.mark.parametrize("token_counts", mainly([(1, 13)], (2, 40)))
+def test_gated_products_are_swiglu(token_counts, instruction_set):
+    calls, expected = gated_calls(token_counts)
     with native.using(instruction_set):
-        y, expected = gated_products(shape, num_tokens)
-    assert y.shape == (num_tokens, shape[0])
-    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * shape[1] ** 0.5)
+        found = multiply(*calls)
+    for (_, x, *_), y, wanted in zip(calls, found, expected, strict=True):
+        np.testing.assert_allclose(y, wanted, rtol=1e-5, atol=1e-5 * x.shape[1] ** 0.5)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_swiglu_of_large_gates_saturates(instruction_set):
     gates = np.asarray([-np.inf, -3e38, -200, -90, -0.0, 90, 200, np.inf, np.nan, 1, 1], np.float32)
     ups = np.asarray([1, 1, 1, 1, 1, 1, 1, 1, 1, np.inf, np.nan], np.float32)
-    packed = packed_linear.pack(jnp.zeros((2 * len(gates), 3)), gated=True)
+    packed = packed_linear.pack(np.zeros((2 * len(gates), 3), np.float32), gated=True)
     with native.using(instruction_set):
-        (y,) = multiply(packed, jnp.ones((1, 3)), bias=jnp.concatenate([gates, ups]))
+        ((y,),) = multiply(call(packed, np.ones((1, 3), np.float32), bias=np.concatenate([gates, ups])))
     np.testing.assert_allclose(y, swiglued(np.concatenate([gates, ups])[None])[0], rtol=1e-6, atol=1e-37)
     np.testing.assert_array_equal(y[1:4], 0)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 20])
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-def test_gated_products_of_narrow_weights(num_tokens, instruction_set):
-    """The products equal those of the same elements in float32."""
+@cache
+def narrow_calls():
+    """Return products of narrow gated matrices, each followed by that of the same elements in float32."""
     weight = np.random.default_rng(0).integers(-127, 128, (80, 64)).astype(np.int8)
-    scales = np.abs(matrix((80, 2), 1)) / 200
-    int8 = packed_linear.pack(jnp.asarray(weight), jnp.asarray(scales), gated=True)
-    half = packed_linear.pack(jnp.asarray(matrix((80, 64), 3), jnp.bfloat16), gated=True)
-    x = jnp.asarray(matrix((num_tokens, 64), 2))
+    scales, half = np.abs(matrix((80, 2), 1)) / 200, matrix((80, 64), 3).astype(jnp.bfloat16)
     nibbles, nibble_scales = quantized((80, 64), 2, "int4")
-    int4 = packed_linear.pack(nibbles, nibble_scales / 8, gated=True)
-    for packed, wide in [
-        (int8, weight * np.repeat(scales, 32, axis=1)),
-        (half, unpack(half)[0]),
-        (int4, dequantized(nibbles, nibble_scales / 8, np.zeros((80, 2)))),
-    ]:
-        with native.using(instruction_set):
-            y = multiply(packed, x)
-            expected = multiply(packed_linear.pack(jnp.asarray(wide, jnp.float32), gated=True), x)
+    matrices = [
+        (packed_linear.pack(weight, scales, gated=True), weight * np.repeat(scales, 32, axis=1)),
+        (packed_linear.pack(half, gated=True), half),
+        (
+            packed_linear.pack(nibbles, nibble_scales / 8, gated=True),
+            dequantized(nibbles, nibble_scales / 8, np.zeros((80, 2))),
+        ),
+    ]
+    inputs = [matrix((num_tokens, 64), 2) for num_tokens in (1, 3, 20)]
+    pairs = [(packed, packed_linear.pack(wide.astype(np.float32), gated=True)) for packed, wide in matrices]
+    return [call(packed, x) for x in inputs for pair in pairs for packed in pair]
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_gated_products_of_narrow_weights(instruction_set):
+    """The products equal those of the same elements in float32."""
+    with native.using(instruction_set):
+        found = multiply(*narrow_calls())
+    for y, expected in zip(found[::2], found[1::2], strict=True):
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_x_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="does not fit"):
-        packed_linear.multiply(packed_linear.pack(jnp.zeros((16, 8))), jnp.zeros((2, 16)))
+        packed_linear.multiply(packed_linear.pack(np.zeros((16, 8), np.float32)), jnp.zeros((2, 16)))
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "uint4"])
 @pytest.mark.parametrize(("gated", "num_groups"), [(False, 15), (True, 15), (True, 2)])
-def test_a_token_is_the_same_whatever_its_neighbours(gated, num_groups, dtype, instruction_set):
+def test_a_token_is_the_same_whatever_its_neighbours(gated, num_groups, instruction_set):
     """A row has several blocks of columns, also where a first-level cache of 128 KiB holds 1365 of them."""
-    check_tokens_apart((90, 1500), num_groups, 150, dtype, instruction_set, gated=gated)
+    dtypes, ranges = ("float32", "bfloat16", "int8", "int4", "uint4"), ((0, 1), (3, 5), (40, 53), (20, 84))
+    check_tokens_apart(tokens_apart((90, 1500), num_groups, 150, dtypes, ranges, gated=gated), instruction_set, ranges)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-@pytest.mark.parametrize("dtype", ["float32", "int8", "int4", "uint4"])
 @pytest.mark.parametrize(
     ("shape", "num_tokens", "ranges"),
     [
@@ -301,44 +346,51 @@ def test_a_token_is_the_same_whatever_its_neighbours(gated, num_groups, dtype, i
         pytest.param((90, 400), 300, ((299, 300), (262, 267)), id="tasks"),  # several tasks of tokens
     ],
 )
-def test_a_token_is_the_same_however_a_product_is_cut(shape, num_tokens, ranges, dtype, instruction_set):
-    check_tokens_apart(shape, 25, num_tokens, dtype, instruction_set, ranges=ranges)
+def test_a_token_is_the_same_however_a_product_is_cut(shape, num_tokens, ranges, instruction_set):
+    dtypes = ("float32", "int8", "int4", "uint4")
+    check_tokens_apart(tokens_apart(shape, 25, num_tokens, dtypes, ranges), instruction_set, ranges)
 
 
-def check_tokens_apart(
-    shape, num_groups, num_tokens, dtype, instruction_set, *, gated=False, ranges=((0, 1), (3, 5), (40, 53), (20, 84))
-):
-    """Compare some tokens' results among all with those of the same tokens alone."""
-    scales = None
-    weight = jnp.asarray(matrix(shape) / 10, None if "int" in dtype else dtype)
-    if "int" in dtype:
-        weight, scales = quantized(shape, num_groups, dtype)
-    packed = packed_linear.pack(weight, scales, gated=gated)
-    x = jnp.asarray(matrix((num_tokens, shape[1]), 1))
-    residual = jnp.asarray(matrix((num_tokens, packed.num_outputs), 2))
+@lru_cache(maxsize=1)
+def tokens_apart(shape, num_groups, num_tokens, dtypes, ranges, gated=False):
+    """Return the products of each dtype: of all tokens, then of those of each range alone."""
+    calls = []
+    for dtype in dtypes:
+        if "int" in dtype:
+            weight, scales = quantized(shape, num_groups, dtype)
+        else:
+            weight, scales = (matrix(shape) / 10).astype(jnp.dtype(dtype)), None
+        packed = packed_linear.pack(weight, scales, gated=gated)
+        x, residual = matrix((num_tokens, shape[1]), 1), matrix((num_tokens, packed.num_outputs), 2)
+        for start, end in ((0, num_tokens), *ranges):
+            calls.append(call(packed, x[start:end], residual=residual[start:end]))
+    return calls
+
+
+def check_tokens_apart(calls, instruction_set, ranges):
     with native.using(instruction_set):
-        together = np.asarray(multiply(packed, x, residual=residual))
+        found = iter(multiply(*calls))
+    for together in found:
         for start, end in ranges:
-            alone = multiply(packed, x[start:end], residual=residual[start:end])
-            np.testing.assert_array_equal(alone, together[start:end])
+            np.testing.assert_array_equal(next(found), together[start:end])
 
 
 def test_rows_are_gathered_and_clipped():
     weight = matrix((37, 8))
-    found = rows(packed_linear.pack(jnp.asarray(weight)), jnp.asarray([36, 0, 15, 16, 99, -5]))
+    (found,) = rows((packed_linear.pack(weight), np.asarray([36, 0, 15, 16, 99, -5])))
     np.testing.assert_array_equal(found, weight[[36, 0, 15, 16, 36, 0]])
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_unpack_inverts_pack(shape, gated):
-    N, K = shape[0] * (2 if gated else 1), shape[1]
-    weight = jnp.asarray(matrix((N, K)))
-    packed = packed_linear.pack(weight, gated=gated)
-    unpacked, scales, _ = unpack(packed)
-    np.testing.assert_array_equal(unpacked, weight)
-    assert scales.shape == (N, 0)
-    assert (packed.shape, packed.num_outputs, packed.gated) == ((N, K), shape[0], gated)
+def test_unpack_inverts_pack(gated):
+    weights = [matrix((N * (2 if gated else 1), K)) for N, K in SHAPES]
+    matrices = [packed_linear.pack(weight, gated=gated) for weight in weights]
+    for weight, packed, (unpacked, scales, _) in zip(weights, matrices, unpack(*matrices), strict=True):
+        N, K = weight.shape
+        np.testing.assert_array_equal(unpacked, weight)
+        assert scales.shape == (N, 0)
+        num_outputs = N // 2 if gated else N
+        assert (packed.shape, packed.num_outputs, packed.gated) == ((N, K), num_outputs, gated)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -352,7 +404,7 @@ def test_rows_may_come_in_any_order(shape, num_rows, gated):
     for start in reversed(range(0, N, num_rows)):
         packer.write(start, weight[start : start + num_rows], scales[start : start + num_rows])
     packed = packer.matrix()
-    whole = packed_linear.pack(jnp.asarray(weight), jnp.asarray(scales), gated=gated)
+    whole = packed_linear.pack(weight, scales, gated=gated)
     np.testing.assert_array_equal(packed.weights, whole.weights)
     np.testing.assert_array_equal(packed.scales, whole.scales)
     assert packed.weights.unsafe_buffer_pointer() == packer._weights.ctypes.data
@@ -360,12 +412,12 @@ def test_rows_may_come_in_any_order(shape, num_rows, gated):
 
 def test_a_gate_needs_as_many_rows_to_gate():
     with pytest.raises(ValueError, match="even number of rows, got 33"):
-        packed_linear.pack(jnp.zeros((33, 8)), gated=True)
+        packed_linear.pack(np.zeros((33, 8), np.float32), gated=True)
 
 
 def test_blocks_that_do_not_divide_a_row_are_refused():
     with pytest.raises(ValueError, match="64 weights must divide into 3 groups"):
-        packed_linear.pack(jnp.zeros((16, 64), jnp.int8), jnp.ones((16, 3)))
+        packed_linear.pack(np.zeros((16, 64), np.int8), np.ones((16, 3), np.float32))
 
 
 def test_unsupported_says_why():
@@ -373,42 +425,45 @@ def test_unsupported_says_why():
     assert "float64" in packed_linear.unsupported("float64", "cpu")
 
 
-def pack(shape, seed=0):
-    return packed_linear.pack(jnp.asarray(matrix(shape, seed)))
+@cache
+def calls_of_kinds():
+    """Return products of each kind of matrix and of several numbers of tokens, one of them with a norm."""
+    weight = np.random.default_rng(0).integers(-127, 128, (40, 96)).astype(np.int8)
+    int8 = packed_linear.pack(weight, np.abs(matrix((40, 3))) / 100)
+    whole, half = matrix((40, 96)), matrix((40, 96)).astype(jnp.bfloat16)
+    kinds = [(packed_linear.pack(whole), None), (packed_linear.pack(half), np.ones(96, np.float32)), (int8, None)]
+    return [call(packed, matrix((num_tokens, 96), 1), norm) for num_tokens in (1, 4, 13) for packed, norm in kinds]
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS[1:])
-@pytest.mark.parametrize("num_tokens", [1, 4, 13])
-def test_every_instruction_set_gives_the_same_products(instruction_set, num_tokens):
-    x = jnp.asarray(matrix((num_tokens, 96), 1))
-    weight = np.random.default_rng(0).integers(-127, 128, (40, 96)).astype(np.int8)
-    int8 = packed_linear.pack(jnp.asarray(weight), jnp.asarray(np.abs(matrix((40, 3))) / 100))
-    half = packed_linear.pack(jnp.asarray(matrix((40, 96)), jnp.bfloat16))
-    for packed, options in [(pack((40, 96)), {}), (half, {"rms_norm": (jnp.ones(96), 1e-6)}), (int8, {})]:
-        expected = multiply(packed, x, **options)
-        with native.using(instruction_set):
-            np.testing.assert_allclose(multiply(packed, x, **options), expected, rtol=0, atol=2e-4)
+def test_every_instruction_set_gives_the_same_products(instruction_set):
+    calls = calls_of_kinds()
+    expected = multiply(*calls)
+    with native.using(instruction_set):
+        found = multiply(*calls)
+    for y, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(y, wanted, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"residual": jnp.zeros((1, 40))}, "a residual must be"),
-        ({"rms_norm": (jnp.ones(3), 1e-6)}, "a norm must be"),
-        ({"bias": jnp.zeros(80)}, "a bias must be"),
+        ({"residual": np.zeros((1, 40), np.float32)}, "a residual must be"),
+        ({"rms_norm": (np.ones(3, np.float32), 1e-6)}, "a norm must be"),
+        ({"bias": np.zeros(80, np.float32)}, "a bias must be"),
     ],
 )
 @pytest.mark.usefixtures("without_jaxtyping")
 def test_shapes_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        packed_linear.multiply(pack((40, 96)), jnp.zeros((4, 96)), **options)
+        packed_linear.multiply(packed_linear.pack(matrix((40, 96))), np.zeros((4, 96), np.float32), **options)
 
 
 def test_int8_needs_scales():
     with pytest.raises(ValueError, match="must have scales, got int8 in 0 groups"):
-        packed_linear.pack(jnp.zeros((16, 8), jnp.int8))
+        packed_linear.pack(np.zeros((16, 8), np.int8))
 
 
 def test_only_4_bits_have_zero_points():
     with pytest.raises(ValueError, match="can have zero points, got int8"):
-        packed_linear.pack(jnp.zeros((16, 8), jnp.int8), jnp.ones((16, 1)), jnp.ones((16, 1)))
+        packed_linear.pack(np.zeros((16, 8), np.int8), np.ones((16, 1), np.float32), np.ones((16, 1), np.float32))

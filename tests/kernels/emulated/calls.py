@@ -10,6 +10,7 @@ import functools
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ COMPILED_FOR = {"generic": "generic", "neondot": "generic+dotprod"}  # processor
 WEIGHT_FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2, "int32": 3, "uint32": 4}
 POOL_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "float8_e4m3fn": 3, "uint8": 4}
 PANEL_ROWS = 16
+ONE_AT_A_TIME = threading.Lock()  # a program may make several calls at the same time, a machine has one memory
 INT4_GROUP, INT4_NUMBERS = 64, 4
 
 Pointer, Int, Float, Bool, Enum = ctypes.c_uint64, ctypes.c_int64, ctypes.c_float, ctypes.c_bool, ctypes.c_int
@@ -107,7 +109,10 @@ def emulated_call(machine: Machine, target: str, results: Any, **_: Any) -> Call
     """Return what `jax.ffi.ffi_call` returns, for a kernel of the machine."""
 
     def call(*operands: jax.Array, **attributes: np.generic) -> Any:
-        solve = functools.partial(SOLVERS[target], machine, results, attributes)
+        def solve(*arrays: jax.Array) -> Any:
+            with ONE_AT_A_TIME:
+                return SOLVERS[target](machine, results, attributes, *arrays)
+
         return jax.pure_callback(solve, results, *operands)
 
     return call
