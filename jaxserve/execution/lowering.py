@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
@@ -247,8 +248,9 @@ def known_options(options: dict[str, str | bool]) -> dict[str, str | bool]:
 @cache
 def _is_known(name: str, value: str | bool) -> bool:
     """Return whether XLA takes this option; warn if not, unless the option only shortens compilation, as on CPUs."""
+    own = os.getpid()  # in the program, since another process may be storing the same one in XLA's cache just now
     try:
-        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+        jax.jit(lambda: own, compiler_options={name: value}).lower().compile()
     except jax.errors.JaxRuntimeError as error:
         level = logging.INFO if name.startswith("xla_cpu_") else logging.WARNING
         logger.log(level, "jax %s has no option %s=%s and compiles without it: %s", jax.__version__, name, value, error)
