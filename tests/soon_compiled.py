@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import jax
 import pytest
 
 from jaxserve.engine import build
@@ -22,10 +21,6 @@ def unoptimized(device_kind: str) -> dict[str, str | bool]:
     options = step_options(device_kind)
     soon = {"xla_backend_optimization_level": "0", "xla_cpu_parallel_codegen_split_count": "1"}
     return options | soon if device_kind == "cpu" else options
-
-
-# Options of the programs that tests compile themselves.
-UNOPTIMIZED = lowering.known_options(unoptimized(jax.devices()[0].device_kind))
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from jaxserve.layers.delta_net import DeltaInputs, GatedDelta
 from jaxserve.layers.mamba import Mamba, MambaInputs
 from jaxserve.layers.state_forms import StateRows
 from tests.oracles import torch
+from tests.own_programs import UNOPTIMIZED
 from tests.parameters import mainly
-from tests.soon_compiled import UNOPTIMIZED
 
 DELTA = GatedDelta(num_key_heads=2, num_value_heads=4, key_dim=6, value_dim=5, width=4)
 MAMBA = Mamba(num_groups=2, num_heads=6, state_dim=7, head_dim=5, width=4)

@@ -11,7 +11,7 @@ from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.norm import RmsNorm
 from jaxserve.pallas_kernels import narrow_floats, packed_linear
 from jaxserve.quant.packed import NativeMatrix
-from tests.soon_compiled import UNOPTIMIZED
+from tests.own_programs import UNOPTIMIZED
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

@@ -17,9 +17,9 @@ from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 from jaxserve.quant import weight_format
 from tests.checkpoints import FAMILIES, ROPES, hf_dict, reference_logits, write_checkpoint
+from tests.own_programs import UNOPTIMIZED
 from tests.parameters import mainly, some_by_default
 from tests.random_configs import random_configs
-from tests.soon_compiled import UNOPTIMIZED
 
 NUM_TOKENS = 40  # past the original context of the stretched ropes, and past every window
 TOLERANCE = 1e-4

@@ -20,8 +20,8 @@ from jaxserve.models.params import Params, ParamSpec, build_tree, device_bytes, 
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+from tests.own_programs import UNOPTIMIZED
 from tests.parameters import some_by_default
-from tests.soon_compiled import UNOPTIMIZED
 
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 2048, "num_hidden_layers": 2}
 OWN_SIZES = {"gemma4": {"num_hidden_layers": 5, "hidden_size_per_layer_input": 64}}

@@ -17,7 +17,7 @@ from jaxserve.models.params import matrix_transform
 from jaxserve.quant import weight_format
 from jaxserve.weights.safetensors_file import map_file, write_file
 from tests.oracles import torch
-from tests.soon_compiled import UNOPTIMIZED
+from tests.own_programs import UNOPTIMIZED
 
 ONE_LAYER = {"num_hidden_layers": 1}
 

@@ -16,8 +16,8 @@ from jaxserve.sampling.by_token import (
     top_one_by_one,
     top_tokens,
 )
+from tests.own_programs import UNOPTIMIZED
 from tests.random_runs import examples
-from tests.soon_compiled import UNOPTIMIZED
 
 
 def logits_with_ties(seed, num_rows, vocab_size):

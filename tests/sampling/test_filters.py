@@ -8,7 +8,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from jaxserve.sampling.sampler import token_weights
 from tests.oracles import torch
-from tests.soon_compiled import UNOPTIMIZED
+from tests.own_programs import UNOPTIMIZED
 
 weigh = jax.jit(token_weights, compiler_options=UNOPTIMIZED)
 

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.sampling import LogprobLayout, token_logprobs
 from jaxserve.sampling.by_token import top_one_by_one
 from tests.oracles import torch
-from tests.soon_compiled import UNOPTIMIZED
+from tests.own_programs import UNOPTIMIZED
 
 NUM_TOP = 20
 compute = jax.jit(token_logprobs, static_argnums=2, compiler_options=UNOPTIMIZED)

@@ -9,7 +9,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from jaxserve.sampling import count_sampled, count_tokens
 from jaxserve.sampling.penalties import HISTORY_BLOCK, apply_penalties
 from tests.oracles import torch
-from tests.soon_compiled import UNOPTIMIZED
+from tests.own_programs import UNOPTIMIZED
 
 penalise = jax.jit(apply_penalties, compiler_options=UNOPTIMIZED)
 count = jax.jit(count_tokens, static_argnums=3, compiler_options=UNOPTIMIZED)

@@ -13,8 +13,8 @@ from jaxserve.execution.lowering import known_options
 from jaxserve.execution.step import step_options
 from jaxserve.sampling import sample, sampler
 from jaxserve.sampling.sampler import token_weights
+from tests.own_programs import UNOPTIMIZED
 from tests.parameters import mainly
-from tests.soon_compiled import UNOPTIMIZED
 
 BASE_SEED = np.uint32(42)
 draw = jax.jit(sample, compiler_options=UNOPTIMIZED)

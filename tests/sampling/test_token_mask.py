@@ -9,7 +9,7 @@ from sampling_cases import make_rows, make_table
 
 from jaxserve.sampling.sampler import adjust_logits
 from jaxserve.sampling.token_mask import bad_word_ends, mask_part, mask_size, pack_mask, unpack_mask
-from tests.soon_compiled import UNOPTIMIZED
+from tests.own_programs import UNOPTIMIZED
 
 VOCAB = 77
 unpack = jax.jit(unpack_mask, static_argnums=1, compiler_options=UNOPTIMIZED)
