@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.deltas import Admitted, Delta, Ended, StepDelta
-from jaxserve.engine.events import CacheReset, Cancelled, Drafting, Event, Submitted
+from jaxserve.engine.events import CacheReset, Cancelled, Event, Submitted
 from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.engine.replica import Replica
 from jaxserve.errors import PeerLostError
@@ -105,9 +105,6 @@ class EngineCore:
                 case CacheReset():
                     for replica in self.replicas:
                         replica.reset_prefix_cache()
-                case Drafting(is_allowed):
-                    for replica in self.replicas:
-                        replica.chooser.may_draft = is_allowed
             self.inbox.popleft()
         for replica in self.replicas:
             self._settle(replica)
@@ -170,7 +167,7 @@ class EngineCore:
         """Take the tokens of the oldest step in flight of a replica."""
         step = replica.update(result)
         self._now_s = max(self._now_s, result.ended_s)
-        self.outbox.append(Delta(result.ended_s, step=StepDelta.of(*step)))
+        self.outbox.append(Delta(result.ended_s, step=StepDelta.from_plan(*step)))
         for request in step.ended:
             self._load_balancer.finish(request)
             del self._requests[request.request_id]
@@ -207,7 +204,7 @@ class EngineCore:
 
     def _finish(self, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None) -> None:
         """End requests. An interrupted call can be repeated: what it has forgotten, it has told."""
-        ended = [Ended.of(request, reason) for request in requests]
+        ended = [Ended.from_request(request, reason) for request in requests]
         self.outbox.append(Delta(self._now_s, ended=ended, error=error))
         for request in requests:
             if self._requests.get(request.request_id) is request:

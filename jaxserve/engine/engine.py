@@ -15,7 +15,7 @@ from jaxserve.engine.checkpoint import build_arch, build_sampling_params, output
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.devices import Devices
 from jaxserve.engine.event_log import EventLog, event_to_json
-from jaxserve.engine.events import CacheReset, Drafting, Record, ReplicaEvent, WeightsRead
+from jaxserve.engine.events import CacheReset, Record, ReplicaEvent, WeightsRead
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.lock_step import fail_others, require_same_options
 from jaxserve.engine.memory import claim_memory
@@ -216,8 +216,12 @@ class Engine:
         self.core.take_events()
 
     def allow_drafts(self, *, is_allowed: bool) -> None:
-        """Go on with drafts, if there are any, or without. From any thread."""
-        self.core.inbox.append(Drafting(is_allowed))
+        """Go on with drafts, if there are any, or without, from the next step on. From any thread.
+
+        No event: an idle core would leave it in its inbox, where it looks like a request that nobody serves.
+        """
+        for replica in self.replicas:
+            replica.chooser.may_draft = is_allowed
 
     # Weights and memory
 

@@ -39,13 +39,7 @@ class CacheReset(NamedTuple):
     """The prefix cache is to be emptied."""
 
 
-class Drafting(NamedTuple):
-    """Drafts are allowed from now on, or not."""
-
-    is_allowed: bool
-
-
-Event = Submitted | Cancelled | CacheReset | Drafting
+Event = Submitted | Cancelled | CacheReset
 
 # Of a replica
 

@@ -113,10 +113,8 @@ class Admission:
 
     def update(self, now_s: int | float) -> None:
         """Take the load, and put it into effect."""
-        had_drafts = not self.ladder.has("speculation")
         self.ladder.update(self.load(), now_s)
-        if (has_drafts := not self.ladder.has("speculation")) != had_drafts:
-            self._engine.allow_drafts(is_allowed=has_drafts)
+        self._engine.allow_drafts(is_allowed=not self.ladder.has("speculation"))
         if self._streams is not None:
             self._streams.interval_s = COALESCED_S if self.ladder.has("coalesce") else 0.0
         if self.ladder.has("shed"):

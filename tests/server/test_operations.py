@@ -198,6 +198,23 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once(engine: Engine) -
         assert server.client.post("/v1/completions", json=LONG).status_code == 200
 
 
+def test_an_idle_server_changes_whether_its_engine_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left that `/health` would take for a request that nobody serves."""
+    changes: list[bool] = []
+    monkeypatch.setattr(engine, "allow_drafts", lambda *, is_allowed: changes.append(is_allowed))
+    with running(engine, degradation=["speculation"]) as server:
+        admission = server.app.service.admission
+        admission.load = lambda: 0.5  # type: ignore[method-assign]
+        until(lambda: not changes[-1])
+        admission.load = lambda: 0.0  # type: ignore[method-assign]
+        until(lambda: changes[-1])
+    monkeypatch.undo()
+    for is_allowed in (False, True):
+        engine.allow_drafts(is_allowed=is_allowed)
+        assert engine.replicas[0].chooser.may_draft is is_allowed
+        assert not engine.core.has_work()
+
+
 def test_cancelled_requests_leave_within_a_step(engine: Engine) -> None:
     """Their pages are free for the plan that is made next."""
     groups = [engine.reader.read(f"gone-{i}", [5, 6, 7], SamplingParams(max_tokens=40)) for i in range(2)]
