@@ -31,7 +31,7 @@ class Ended(NamedTuple):
     num_preemptions: int
 
     @classmethod
-    def of(cls, request: Request, reason: FinishReason) -> Ended:
+    def from_request(cls, request: Request, reason: FinishReason) -> Ended:
         """Return the end of a request."""
         return cls(request.key, request.request_id, reason, request.num_preemptions)
 
@@ -47,11 +47,11 @@ class PromptShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepDelta:
-    """New tokens of the rows of a step.
+    """New tokens of a step's rows.
 
     Attributes:
         keys: sample of each row.
-        token_ids: new tokens of each row, without those behind one that ended it.
+        token_ids: new tokens of each row, up to one that ended it.
         ended: samples that these tokens ended, by row.
         prompt_shares: rows whose prompt tokens' log probabilities are wanted.
         result: results of the device.
@@ -64,7 +64,7 @@ class StepDelta:
     result: StepResult
 
     @classmethod
-    def of(
+    def from_plan(
         cls, plan: StepPlan, token_ids: Sequence[list[int]], ended: Collection[Request], result: StepResult
     ) -> StepDelta:
         """Return the news of a plan; see `StepTokens`."""
@@ -72,7 +72,9 @@ class StepDelta:
         if ended:
             reasons = {request: request.finish_reason for request in ended}
             rows = enumerate(plan.requests)
-            by_row = {row: Ended.of(each, reason) for row, each in rows if (reason := reasons.get(each)) is not None}
+            by_row = {
+                row: Ended.from_request(each, reason) for row, each in rows if (reason := reasons.get(each)) is not None
+            }
         shares = [] if result.prompt_logprobs is None else _prompt_shares(plan)
         return cls([request.key for request in plan.requests], token_ids, by_row, shares, result)
 
@@ -93,7 +95,7 @@ class Delta:
     Attributes:
         at_s: the time of the news.
         admitted: samples that got a slot.
-        step: new tokens of the rows of a step, and the samples that they ended.
+        step: new tokens of a step, and the samples that they ended.
         ended: samples that ended otherwise.
         error: exception that ended those; None where they were cancelled.
     """

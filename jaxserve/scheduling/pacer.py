@@ -78,7 +78,7 @@ class Pacer:
         self._last_end_s = 0.0
 
     def max_steps(self, program: StepShape) -> int:
-        """Return the most steps of the next dispatch, of rows in decode, by a program of several rounds."""
+        """Return the most steps of the next dispatch, if all rows decode, by a program of several rounds."""
         return self._trial(program).max_steps() if self._fixed is None else min(self._fixed, program.num_rounds)
 
     def ended(self, program: StepShape | None, num_planned: int, num_steps: int, end_s: float) -> None:

@@ -140,7 +140,7 @@ class _Decoder(json.JSONDecoder):
 
 
 def _after_space(text: str, position: int) -> int:
-    return _SPACE.match(text, position).end()  # type: ignore[union-attr]  # matches no space, too
+    return _SPACE.match(text, position).end()  # type: ignore[union-attr]  # never None: the empty string matches
 
 
 def _is_shallow(content: dict[str, Any], max_depth: int) -> bool:

@@ -51,14 +51,14 @@ def rotate(x: Float32[np.ndarray, "T N H"], rope: Float32[np.ndarray, "2 T half"
 
 
 def encode(x: Float32[np.ndarray, "*vectors H"], kv_dtype: np.dtype) -> HostPages:
-    """Return vectors as a pool stores them; those of a quantised pool that are not finite stand for NaN."""
+    """Return vectors as a pool stores them; a quantised pool stores NaN for each that is not finite."""
     if has_scales(kv_dtype):
         return _quantized(x, kv_dtype)
     return _pack(_mixed(x)) if kv_dtype == INT4 else x.astype(kv_dtype)
 
 
 def decode(pages: HostPages) -> Float32[np.ndarray, "*vectors H"]:
-    """Return the vectors that some elements of a pool stand for; those of int4 pools stay rotated."""
+    """Return the vectors that a pool's elements stand for; vectors from int4 pools stay rotated."""
     if isinstance(pages, QuantizedPages):
         values, scales = (np.asarray(x).astype(np.float32) for x in pages)
         return np.asarray(values * scales[..., None])

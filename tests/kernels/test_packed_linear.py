@@ -139,7 +139,7 @@ def test_quantised_products_match_numpy(dtype, instruction_set):
 
 
 @cache
-def calls_of_blocks():
+def block_calls():
     """Return products of many tokens, 1365 of whose columns may be a block, and numpy's results."""
     calls, expected = [], []
     for dtype, shape in itertools.product(["float32", "bfloat16", "float16"], [(17, 1), (40, 33), (31, 1500)]):
@@ -151,7 +151,7 @@ def calls_of_blocks():
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_blocks_of_columns_match_numpy(instruction_set):
-    calls, expected = calls_of_blocks()
+    calls, expected = block_calls()
     with native.using(instruction_set):
         found = multiply(*calls)
     for (_, x, *_), y, wanted in zip(calls, found, expected, strict=True):
@@ -426,7 +426,7 @@ def test_unsupported_says_why():
 
 
 @cache
-def calls_of_kinds():
+def kind_calls():
     """Return products of each kind of matrix and of several numbers of tokens, one of them with a norm."""
     weight = np.random.default_rng(0).integers(-127, 128, (40, 96)).astype(np.int8)
     int8 = packed_linear.pack(weight, np.abs(matrix((40, 3))) / 100)
@@ -437,7 +437,7 @@ def calls_of_kinds():
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS[1:])
 def test_every_instruction_set_gives_the_same_products(instruction_set):
-    calls = calls_of_kinds()
+    calls = kind_calls()
     expected = multiply(*calls)
     with native.using(instruction_set):
         found = multiply(*calls)
