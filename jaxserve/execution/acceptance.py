@@ -19,7 +19,7 @@ from jaxserve.execution.batch import SpeculativeBatch
 from jaxserve.execution.proposer import Drafts
 from jaxserve.execution.round import Model, StepOutput
 from jaxserve.execution.rows import Rows, advance, ends_sequence
-from jaxserve.execution.state import CLIPPED, ServeState
+from jaxserve.execution.state import CLIPPED, Lengths, ServeState
 from jaxserve.sampling import DraftedTokens, SamplingRows, count_sampled, sample
 
 
@@ -82,9 +82,9 @@ class _SampledAtOnce:
             return jnp.broadcast_to(of_rows, (N + 1, *of_rows.shape)).reshape(-1, *of_rows.shape[1:])
 
         depth = drafts.depth
-        position = (rows.start + rows.q_lens)[None] + depth.T
+        before = Lengths(*((length[None] + depth.T).reshape(-1) for length in rows.end))
         records = flat(state.sequences.records.at[rows.slot].get(**CLIPPED))
-        sampling = SamplingRows(records, position.reshape(-1), flat(rows.samples))
+        sampling = SamplingRows(records, before.history, flat(rows.samples))
         depends = sampling.is_masked | sampling.is_biased | sampling.is_penalised
         is_done = ~(jnp.any(depends) | (batch.wants_logprobs > 0))
         drawn = None
@@ -99,7 +99,7 @@ class _SampledAtOnce:
             lambda: jnp.zeros((N + 1) * R, jnp.int32),
         )
         is_last = ends_sequence(
-            state.sequences, flat(rows.slot), sampling.position, sampling.min_position, state.slots, sampled
+            state.sequences, flat(rows.slot), before, sampling.min_history_len, state.slots, sampled
         )
         sampled, is_last = (x.reshape(N + 1, R).T for x in (sampled, is_last))
         parent, words = drafts.parent, drafts.words
@@ -130,9 +130,9 @@ class _SampledAtOnce:
         index = jnp.arange(num_levels)[None]
         is_kept = index < self.num_kept[:, None]
         slot = jnp.where(is_kept, rows.slot[:, None], S)  # out of range, dropped
-        position = (rows.start + rows.q_lens)[:, None] + index
-        history = slots.token_history.at[slot, position].set(self.token_ids, mode="drop")
-        length = sequences.length.at[slot[:, 0]].set(rows.start + rows.q_lens + self.num_kept - 1, mode="drop")
+        end = rows.end.history
+        history = slots.token_history.at[slot, end[:, None] + index].set(self.token_ids, mode="drop")
+        length = sequences.length.at[slot[:, 0]].set(end + self.num_kept - 1, mode="drop")
         stopped = sequences.stopped.at[jnp.where(self.ends, rows.slot, S)].set(True, mode="drop")
         state = dataclasses.replace(
             state,
@@ -176,9 +176,9 @@ def _accept_in_turn(
             following = jnp.minimum(index, N - 1)
             weights = lax.dynamic_index_in_dim(drafts.weights, following, 0, keepdims=False)
             drawn = DraftedTokens(drafts.token_ids[:, following], live & (index < drafts.count), weights)
-        sampling = SamplingRows(records, rows.start + rows.q_lens + index, live)
+        sampling = SamplingRows(records, rows.end.history + index, live)
         sampled = draw(logits_at, sampling, state.slots, batch.base_seed, drawn)
-        history = state.slots.token_history.at[jnp.where(live, rows.slot, S), sampling.position]
+        history = state.slots.token_history.at[jnp.where(live, rows.slot, S), sampling.history_len]
         slots = dataclasses.replace(state.slots, token_history=history.set(sampled, mode="drop"))
         counts = count_sampled(slots.token_counts, sampling, sampled, split.first_id if split else 0)
         sequences = advance(state.sequences, at, sampling, slots, sampled)

@@ -244,7 +244,9 @@ class Admission:
     Attributes:
         slot: the slot of each request.
         start: tokens that it found in the prefix cache.
-        max_len: tokens at which its sequence ends.
+        end_position: position at which its sequence ends.
+        position_offset: difference of a token's position from the number of tokens before it.
+        cache_offset: difference of the number of cached tokens from that of all; 0 or less.
         records: words of SAMPLING_RECORD.
         stop_ids: the first of its stop ids; -1 pads.
         new_pages: pages that rows got.
@@ -252,7 +254,9 @@ class Admission:
 
     slot: Int[Array, " A"]
     start: Int[Array, " A"]
-    max_len: Int[Array, " A"]
+    end_position: Int[Array, " A"]
+    position_offset: Int[Array, " A"]
+    cache_offset: Int[Array, " A"]
     records: Int[Array, "A words"]
     stop_ids: Int[Array, "A 8"]
     new_pages: PageEntries
@@ -278,7 +282,7 @@ class AdmissionLayout:
         return BlobLayout(
             (
                 ("slot", (self.num_rows,), self.num_slots),
-                *((name, (self.num_rows,), 0) for name in ("start", "max_len")),
+                *((name, (self.num_rows,), 0) for name in ("start", "end_position", "position_offset", "cache_offset")),
                 ("records", (self.num_rows, RECORD_WORDS), 0),
                 ("stop_ids", (self.num_rows, ADMITTED_STOP_IDS), -1),
                 _page_field(self.num_new_pages),

@@ -159,7 +159,7 @@ class BatchPacker:
             for row, request in enumerate(now):
                 to["slot"][row] = request.slot
                 to["start"][row] = start_of[request]
-                to["max_len"][row] = request.max_total_tokens
+                to["end_position"][row] = request.max_total_tokens
                 stop_ids = sorted(request.stop_ids)[:ADMITTED_STOP_IDS]
                 to["stop_ids"][row, : len(stop_ids)] = stop_ids
             to["records"][: len(now)] = pack_records(now)

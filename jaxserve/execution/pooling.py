@@ -39,9 +39,10 @@ def make_pooling_step(arch: ArchConfig, layout: BatchLayout, *, backend: str, nu
         state = dataclasses.replace(without_counts(state), sequences=set_pages(state.sequences, batch.new_pages))
         sequences = state.sequences
         rows = planned_rows(sequences, batch, jnp.int32(0))
-        row, _, position, live = place_tokens(rows, layout.num_tokens)
+        row, _, before, live = place_tokens(rows, layout.num_tokens)
         planned = jnp.arange(layout.num_tokens, dtype=jnp.int32)  # no row has stopped
-        tokens = Tokens(row, position, live, planned, token_ids=jnp.maximum(batch.token_ids, 0))
+        token_ids = jnp.maximum(batch.token_ids, 0)
+        tokens = Tokens(row, before.history, before.position, live, planned, token_ids)
         hidden, _, state = run_model(
             params, state, rows, tokens, batch.num_rows, model, state_rows=state_rows(batch, rows, tokens)
         )
@@ -50,7 +51,7 @@ def make_pooling_step(arch: ArchConfig, layout: BatchLayout, *, backend: str, nu
             if has_head:
                 pooled = linear(pooled.astype(hidden.dtype), params[HEAD], LinearContext(dtype=jnp.float32))
         S = sequences.length.shape[0]  # out of range, dropped
-        length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.kv_lens, mode="drop")
+        length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.end.history, mode="drop")
         sequences = dataclasses.replace(sequences, length=length)
         state = dataclasses.replace(state, sequences=sequences, pooled=kept)
         counted = jnp.stack([rows.samples.astype(jnp.int32), jnp.zeros_like(rows.slot)], axis=1)
@@ -74,7 +75,7 @@ def pool(
     """
     if kept is None:
         return hidden.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED).astype(jnp.float32), None
-    first, earlier = rows.start == 0, kept.at[rows.slot].get(**CLIPPED)
+    first, earlier = rows.start.history == 0, kept.at[rows.slot].get(**CLIPPED)
     if kind is PoolingKind.CLS:
         own = hidden.at[rows.cu_q_lens[:-1]].get(**CLIPPED).astype(jnp.float32)
         total = jnp.where(first[:, None], own, earlier)
@@ -86,4 +87,4 @@ def pool(
         total = own + jnp.where(first[:, None], 0.0, earlier)
     place = jnp.where(rows.q_lens > 0, rows.slot, kept.shape[0])
     kept = kept.at[place].set(total, mode="drop")
-    return total if kind is PoolingKind.CLS else total / jnp.maximum(rows.kv_lens, 1)[:, None], kept
+    return total if kind is PoolingKind.CLS else total / jnp.maximum(rows.end.history, 1)[:, None], kept

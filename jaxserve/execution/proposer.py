@@ -95,7 +95,7 @@ class Proposer(Protocol):
         num_drafts: Int[Array, " R"],
         base_seed: UInt32[Array, ""],
     ) -> tuple[Drafts, Any]:
-        """Propose tokens to follow the last known one of each row, which is at `rows.start`.
+        """Propose tokens to follow the last known one of each row, the first token of `rows`.
 
         Args:
             params: parameters of the model and of the proposer.

@@ -215,7 +215,7 @@ def sample_rows(
 ) -> tuple[ServeState, Int[Array, " R"]]:
     """Sample from logits, and count what the round has computed; return the state and the tokens."""
     split, sequences = model.split, state.sequences
-    sampling = SamplingRows(sequences.records.at[rows.slot].get(**CLIPPED), rows.kv_lens, rows.samples)
+    sampling = SamplingRows(sequences.records.at[rows.slot].get(**CLIPPED), rows.end.history, rows.samples)
     with jax.named_scope("sample"):
         sampled = (split.sample if split else sample)(logits, sampling, state.slots, batch.base_seed)
         slots = remember(state.slots, rows, tokens, sampled)

@@ -10,7 +10,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from jaxserve.execution.batch import StateBatch, StepBatch
-from jaxserve.execution.state import CLIPPED, DROPPED, Sequences
+from jaxserve.execution.state import CLIPPED, DROPPED, Lengths, Sequences
 from jaxserve.layers.state_forms import StateRows
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 from jaxserve.sampling import SamplingRows, SlotTable
@@ -23,28 +23,32 @@ class Rows:
 
     Attributes:
         slot: the slot of each row.
-        start: tokens computed before.
+        start: lengths of their sequences before this round.
         q_lens: tokens to compute.
         cu_q_lens: the first token of each row, and the end of the last.
         samples: True if the row's last token is the last of its sequence, so that a further one is sampled.
     """
 
     slot: Int[Array, " R"]
-    start: Int[Array, " R"]
+    start: Lengths
     q_lens: Int[Array, " R"]
     cu_q_lens: Int[Array, " R1"]
     samples: Bool[Array, " R"]
 
     @staticmethod
-    def of(slot: Array, start: Array, q_lens: Array, samples: Array) -> Rows:
+    def of(slot: Array, start: Lengths, q_lens: Array, samples: Array) -> Rows:
         """Return rows one behind the other on the token axis."""
         cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
         return Rows(slot=slot, start=start, q_lens=q_lens, cu_q_lens=cu_q_lens, samples=samples)
 
+    def moved(self, by: Array, q_lens: Array) -> Rows:
+        """Return rows of the same sequences that begin `by` tokens later, or earlier if that is negative."""
+        return Rows.of(self.slot, self.start.plus(by), q_lens, self.samples)
+
     @property
-    def kv_lens(self) -> Int[Array, " R"]:
-        """Tokens of each sequence once this round's are computed."""
-        return self.start + self.q_lens
+    def end(self) -> Lengths:
+        """Lengths of each sequence once this round's tokens are computed."""
+        return self.start.plus(self.q_lens)
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -54,13 +58,15 @@ class Tokens:
 
     Attributes:
         row: the row of each token; clipped to a valid one for padding.
-        position: the position of each token in its sequence; 0 or more for padding.
+        history: index of each token in the history of its sequence; 0 for padding.
+        position: position of each token; 0 for padding.
         live: True if the token is not padding.
         planned: position of the token on the token axis that the host packed, from which stopped rows are not missing.
         token_ids: ids; any for padding.
     """
 
     row: Int[Array, " T"]
+    history: Int[Array, " T"]
     position: Int[Array, " T"]
     live: Bool[Array, " T"]
     planned: Int[Array, " T"]
@@ -69,7 +75,7 @@ class Tokens:
 
 def ragged_rows(sequences: Sequences, rows: Rows, num_rows: Int[Array, ""]) -> list[RaggedRows]:
     """Return the rows of a round as attention over each KV group sees them, with their places in the page table."""
-    page_table, kv_lens, cu_q_lens = sequences.page_table, rows.kv_lens, rows.cu_q_lens
+    page_table, kv_lens, cu_q_lens = sequences.page_table, rows.end.cached, rows.cu_q_lens
     return [RaggedRows(kv_lens, page_table, cu_q_lens, num_rows, row) for row in sequences.table_rows(rows.slot)]
 
 
@@ -83,7 +89,7 @@ def state_rows(batch: StepBatch, rows: Rows, tokens: Tokens) -> StateRows | None
     return StateRows(
         source=batch.source,
         target=rows.slot,
-        start=rows.start,
+        start=rows.start.history,
         cu_q_lens=rows.cu_q_lens,
         row=tokens.row,
         offset=jnp.arange(tokens.row.shape[0], dtype=jnp.int32) - rows.cu_q_lens[tokens.row],
@@ -109,36 +115,36 @@ def planned_rows(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]
     is_on = takes_part(sequences, batch, index)
     planned = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     q_lens = jnp.where(is_on, jnp.where(index == 0, planned, 1), 0)
-    start = sequences.length.at[batch.slot].get(**CLIPPED)
-    return Rows.of(batch.slot, start, q_lens, samples=is_on & (batch.max_new > 0))
+    return Rows.of(batch.slot, sequences.lengths(batch.slot), q_lens, samples=is_on & (batch.max_new > 0))
 
 
-def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Array, Array]:
-    """Return row, place in the row, position and liveness of each token on an axis of so many; see `Tokens`."""
+def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Lengths, Array]:
+    """Return row, place in the row, lengths before and liveness of each token on an axis of so many; see `Tokens`."""
     R = rows.slot.shape[0]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.sum(token[:, None] >= rows.cu_q_lens[None, 1:], axis=1, dtype=jnp.int32)  # less to compile than a search
     live, row = row < R, jnp.minimum(row, R - 1)
     offset = token - rows.cu_q_lens[row]
-    return row, offset, jnp.where(live, rows.start[row] + offset, 0), live
+    return row, offset, Lengths(*(jnp.where(live, start[row] + offset, 0) for start in rows.start)), live
 
 
 def tokens_of(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Array, ""]) -> Tokens:
     """Return the tokens of a round: those that the host sends, and from the history those that were sampled."""
     T = batch.token_ids.shape[0]
-    row, offset, position, live = place_tokens(rows, T)
+    row, offset, before, live = place_tokens(rows, T)
     planned = jnp.where(live, batch.cu_q_lens[row] + offset, T)
     sent = jnp.where(index == 0, batch.token_ids.at[planned].get(**CLIPPED), -1)
-    sampled = slots.token_history.at[rows.slot[row], position].get(**CLIPPED)
-    return Tokens(row, position, live, planned, token_ids=jnp.where(sent < 0, sampled, sent))
+    sampled = slots.token_history.at[rows.slot[row], before.history].get(**CLIPPED)
+    token_ids = jnp.where(sent < 0, sampled, sent)
+    return Tokens(row, before.history, before.position, live, planned, token_ids)
 
 
 def remember(slots: SlotTable, rows: Rows, tokens: Tokens, sampled: Int[Array, " R"]) -> SlotTable:
     """Write the tokens of a round, and those it sampled, to the history of their sequences."""
     S = slots.token_history.shape[0]  # out of range, dropped
     slot = [jnp.where(tokens.live, rows.slot[tokens.row], S), jnp.where(rows.samples, rows.slot, S)]
-    position, token_ids = [tokens.position, rows.kv_lens], [tokens.token_ids, sampled]
-    place = jnp.concatenate(slot), jnp.concatenate(position)
+    index, token_ids = [tokens.history, rows.end.history], [tokens.token_ids, sampled]
+    place = jnp.concatenate(slot), jnp.concatenate(index)
     history = slots.token_history.at[place].set(jnp.concatenate(token_ids), **DROPPED)
     return dataclasses.replace(slots, token_history=history)
 
@@ -148,8 +154,8 @@ def advance(
 ) -> Sequences:
     """Count what was computed, and stop the sequences that a token has ended or that are as long as they may be."""
     S = sequences.length.shape[0]
-    is_last = ends_sequence(sequences, rows.slot, rows.kv_lens, sampling.min_position, slots, sampled)
-    length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.kv_lens, **DROPPED)
+    is_last = ends_sequence(sequences, rows.slot, rows.end, sampling.min_history_len, slots, sampled)
+    length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.end.history, **DROPPED)
     stopped = sequences.stopped.at[jnp.where(rows.samples & is_last, rows.slot, S)].set(True, **DROPPED)
     return dataclasses.replace(sequences, length=length, stopped=stopped)
 
@@ -157,13 +163,13 @@ def advance(
 def ends_sequence(
     sequences: Sequences,
     slot: Int[Array, " R"],
-    position: Int[Array, " R"],
-    min_position: Int[Array, " R"],
+    before: Lengths,
+    min_history_len: Int[Array, " R"],
     slots: SlotTable,
     sampled: Int[Array, " R"],
 ) -> Bool[Array, " R"]:
-    """Mask of tokens, sampled for some positions, that end the sequences in their slots."""
+    """Mask of tokens, sampled after sequences of some lengths, that end the sequences in their slots."""
     stop_ids = slots.stop_ids.at[slot].get(**CLIPPED)
-    is_stop = jnp.any(sampled[:, None] == stop_ids, axis=1) & (position >= min_position)
-    is_full = position + 1 >= sequences.max_len.at[slot].get(**CLIPPED)
+    is_stop = jnp.any(sampled[:, None] == stop_ids, axis=1) & (before.history >= min_history_len)
+    is_full = before.position + 1 >= sequences.end_position(slot)
     return is_stop | is_full

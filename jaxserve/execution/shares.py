@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxserve.execution.rows import Rows, Tokens, place_tokens
-from jaxserve.execution.state import CLIPPED
+from jaxserve.execution.state import CLIPPED, Lengths
 
 
 class Shares(NamedTuple):
@@ -49,8 +49,9 @@ class Shares(NamedTuple):
         is_own = (self.shard == index) & (rows.q_lens > 0)
         order = jnp.argsort(~is_own, stable=True)[: self.most_rows]
         q_lens = jnp.where(is_own, rows.q_lens, 0)[order]
-        own = Rows.of(rows.slot[order], rows.start[order], q_lens, rows.samples[order])
-        row, offset, position, live = place_tokens(own, self.live.shape[0] // self.num_shards)
+        start = Lengths(*(length[order] for length in rows.start))
+        own = Rows.of(rows.slot[order], start, q_lens, rows.samples[order])
+        row, offset, before, live = place_tokens(own, self.live.shape[0] // self.num_shards)
         place = jnp.where(live, rows.cu_q_lens[order[row]] + offset, 0)
         of_round = (each.at[place].get(**CLIPPED) for each in (tokens.planned, tokens.token_ids))
-        return own, Tokens(row, position, live, *of_round), jnp.sum(is_own, dtype=jnp.int32)
+        return own, Tokens(row, before.history, before.position, live, *of_round), jnp.sum(is_own, dtype=jnp.int32)

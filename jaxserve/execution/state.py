@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -40,21 +40,41 @@ DROPPED: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
 MANY = 1024  # factor on heads or tokens with which they take more room, however they are padded
 
 
+class Lengths(NamedTuple):
+    """Three lengths of sequences up to a token; each token computed makes all of them one longer.
+
+    They are equal unless an admission sets offsets: if tokens have been dropped from the pool, fewer are cached than
+    the history has; positions differ from both if they do not count tokens.
+    """
+
+    history: Int[Array, "*R"]
+    """Tokens before: index in the token history, by which random draws, penalties and minimum lengths go."""
+    position: Int[Array, "*R"]
+    """Position: by it tokens are rotated, and sequences end."""
+    cached: Int[Array, "*R"]
+    """Tokens before with keys and values in the pool: where those of the token lie in the row's pages."""
+
+    def plus(self, count: Int[Array, "*R"] | int) -> Lengths:
+        """Return the lengths `count` tokens later."""
+        return Lengths(*(length + count for length in self))
+
+
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class Sequences:
     """Sequences by slot, S of them; a request keeps its slot while it runs.
 
     Attributes:
-        length: tokens computed so far, whose keys and values are in the pool.
-        max_len: tokens at which the sequence ends.
+        length: tokens computed so far.
+        admitted: numbers that an admission sets, in one array, as each array costs a dispatch a microsecond: position
+            at which the sequence ends, then the differences of position and cached length from `length`.
         stopped: True if it has ended.
         page_table: its pages, M at most in each of G KV groups; row `slot * G + g` has those of group g.
         records: words of SAMPLING_RECORD.
     """
 
     length: Int[Array, " S"]
-    max_len: Int[Array, " S"]
+    admitted: Int[Array, "3 S"]
     stopped: Bool[Array, " S"]
     page_table: Int[Array, "SG M"]
     records: Int[Array, "S words"]
@@ -63,6 +83,16 @@ class Sequences:
         """Return the rows of the page table that have the pages of some sequences in each KV group."""
         num_groups = self.page_table.shape[0] // self.length.shape[0]
         return [slot * num_groups + group for group in range(num_groups)]
+
+    def lengths(self, slot: Int[Array, " R"]) -> Lengths:
+        """Return the lengths of some sequences before their next token."""
+        history = self.length.at[slot].get(**CLIPPED)
+        position, cached = (history + self.admitted.at[row, slot].get(**CLIPPED) for row in (1, 2))
+        return Lengths(history, position, cached)
+
+    def end_position(self, slot: Int[Array, " R"]) -> Int[Array, " R"]:
+        """Return the positions at which some sequences end."""
+        return self.admitted.at[0, slot].get(**CLIPPED)
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -110,7 +140,7 @@ def new_sequences(schedule: ScheduleConfig) -> Sequences:
     S = schedule.max_num_seqs
     return Sequences(
         length=jnp.zeros(S, jnp.int32),
-        max_len=jnp.zeros(S, jnp.int32),
+        admitted=jnp.zeros((3, S), jnp.int32),
         stopped=jnp.ones(S, bool),
         page_table=jnp.zeros((S * schedule.kv_groups.size, schedule.max_pages_per_row), jnp.int32),
         records=jnp.zeros((S, RECORD_WORDS), jnp.int32),

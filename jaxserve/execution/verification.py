@@ -94,8 +94,8 @@ def _with_sent_tokens(state: ServeState, batch: SpeculativeBatch) -> ServeState:
     slots = state.slots
     token_ids = batch.token_ids.at[batch.cu_q_lens[:-1]].get(**CLIPPED)
     slot = jnp.where(batch.is_row & (token_ids >= 0), batch.slot, slots.token_history.shape[0])  # out of range, dropped
-    position = state.sequences.length.at[batch.slot].get(**CLIPPED)
-    history = slots.token_history.at[slot, position].set(token_ids, mode="drop")
+    last = state.sequences.length.at[batch.slot].get(**CLIPPED)
+    history = slots.token_history.at[slot, last].set(token_ids, mode="drop")
     return dataclasses.replace(state, slots=dataclasses.replace(slots, token_history=history))
 
 
@@ -115,7 +115,7 @@ def _round(
     wanted = jnp.where(rows.samples, jnp.maximum(wanted, 0), 0)
     with jax.named_scope("propose"):
         drafts, draft_state = proposer.propose(params, state, rows, wanted, batch.base_seed)
-        room = state.sequences.max_len.at[rows.slot].get(**CLIPPED) - 2 - rows.start  # pages end there
+        room = state.sequences.end_position(rows.slot) - 2 - rows.start.position  # pages end there
         drafts = dataclasses.replace(drafts, count=jnp.minimum(drafts.count, jnp.maximum(room, 0)))
         state = dataclasses.replace(state, draft=draft_state)
     with jax.named_scope("verify"):
@@ -129,9 +129,9 @@ def _round(
     if isinstance(proposer, Observer):
         with jax.named_scope("observe"):
             kept = Rows.of(rows.slot, rows.start, out.sampled[:, 0] - num_sampled, rows.samples)
-            row, node, position, _ = place_tokens(kept, rows.slot.shape[0] * (proposer.max_drafts + 1))
+            row, node, before, _ = place_tokens(kept, rows.slot.shape[0] * (proposer.max_drafts + 1))
             place = row * (proposer.max_nodes + 1) + path.at[row, node].get(**CLIPPED)
-            token_ids = state.slots.token_history.at[kept.slot[row], position].get(**CLIPPED)
+            token_ids = state.slots.token_history.at[kept.slot[row], before.history].get(**CLIPPED)
             draft_state = proposer.observe(params, state, kept, token_ids, observed[place])
         state = dataclasses.replace(state, draft=draft_state)
     return state, out, round_words(wanted, drafts.num_levels, num_accepted, out.sampled[:, 0] - num_sampled)
@@ -151,14 +151,15 @@ def _verify(
     """
     R, N = drafts.token_ids.shape
     all_rows = Rows.of(rows.slot, rows.start, rows.q_lens + drafts.count, rows.samples)
-    row, node, position, live = place_tokens(all_rows, R * (N + 1))
-    known = state.slots.token_history.at[rows.slot[row], position].get(**CLIPPED)
+    row, node, (history, position, _), live = place_tokens(all_rows, R * (N + 1))
+    known = state.slots.token_history.at[rows.slot[row], history].get(**CLIPPED)
     drafted = drafts.token_ids[row, jnp.maximum(node - 1, 0)]
     tree_mask = None
     if drafts.ancestors is not None:
         tree_mask = drafts.words.at[row, node].get(**CLIPPED)
-        position = jnp.where(live, rows.start[row] + lax.population_count(tree_mask), 0)
-    tokens = Tokens(row, position, live, position, token_ids=jnp.where(node == 0, known, drafted))
+        position = jnp.where(live, rows.start.position[row] + lax.population_count(tree_mask), 0)
+    token_ids = jnp.where(node == 0, known, drafted)
+    tokens = Tokens(row, history, position, live, planned=history, token_ids=token_ids)
     hidden, observed, state = run_model(params, state, all_rows, tokens, num_rows, model, tree_mask)
     place = all_rows.cu_q_lens[None, :-1] + jnp.arange(N + 1)[:, None]
     logits = decoder.compute_logits(params, model.arch, hidden.at[place.reshape(-1)].get(**CLIPPED))
@@ -170,5 +171,5 @@ def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Mod
     kv_pages = state.kv_pages
     sequences, forms = state.sequences, model.arch.kv_group_forms
     for form, table_row in zip(forms, sequences.table_rows(rows.slot), strict=True):
-        kv_pages = form.move_tokens(model.backend, kv_pages, sequences.page_table, table_row, rows.start, path)
+        kv_pages = form.move_tokens(model.backend, kv_pages, sequences.page_table, table_row, rows.start.cached, path)
     return kv_pages

@@ -56,17 +56,17 @@ class SamplingRows:
 
     Attributes:
         records: words of SAMPLING_RECORD, possibly followed by others.
-        position: index of the token to sample, i.e. the number of tokens before it.
+        history_len: tokens before the one to sample, which is its index in the token history.
         live: False for padding and for rows whose sample is not used.
     """
 
     records: Int[Array, "R words"]
-    position: Int[Array, " R"]
+    history_len: Int[Array, " R"]
     live: Bool[Array, " R"]
 
     slot = RowParameter(np.int32, "slot")  # slot of the row in `SlotTable`
     top_k = RowParameter(np.int32)  # number of largest logits to keep; 0 or less keeps all
-    min_position = RowParameter(np.int32, "min_position")  # first position at which stop ids are not masked
+    min_history_len = RowParameter(np.int32, "min_position")  # fewest tokens after which stop ids are not masked
     # 1 for rows to which the bias, the bad words and the allowed tokens of their slot apply, 2 if only the last do
     use_bias = RowParameter(np.int32, "bias_kind")
     seed = RowParameter((np.uint32, 2), "seed_words")  # low and high word of the request's 64-bit seed
@@ -96,7 +96,7 @@ class SamplingRows:
     @property
     def is_masked(self) -> Bool[Array, " R"]:
         """Mask of live rows that may not stop yet."""
-        return self.live & (self.position < self.min_position)
+        return self.live & (self.history_len < self.min_history_len)
 
     @property
     def is_penalised(self) -> Bool[Array, " R"]:
@@ -123,7 +123,7 @@ class SlotTable:
     """Per-request device state, S slots; a request keeps its slot while it runs.
 
     Attributes:
-        token_history: tokens of the request, C at most; entries from the row's `position` on are stale.
+        token_history: tokens of the request, C at most; entries from the row's `history_len` on are stale.
         token_counts: counts in the form of `penalties.count_tokens` for each token of the vocabulary, or of one
         device's part of it, and possibly of some beyond; stale for requests without penalties.
         prompt_len: tokens of the prompt, after which the output begins.
@@ -131,7 +131,7 @@ class SlotTable:
         bad_words: token ids of each bad word, padded in front with -1.
         bias_ids: token ids with a logit bias, each at most once; padded with -1.
         bias_values: biases of those tokens' logits.
-        stop_ids: ids that end the output, masked before `min_position`; padded with -1.
+        stop_ids: ids that end the output, masked before `min_history_len`; padded with -1.
     """
 
     token_history: Int[Array, "S C"]

@@ -52,7 +52,7 @@ def sample(
 ) -> Int[Array, " R"]:
     """Return token ids i32[R] drawn from `logits` [R, V] as each row asks; also in [0, V) for rows not live.
 
-    The order is vLLM's: logit bias, stop ids before `min_position`, penalties; then greedy rows take the most likely
+    The order is vLLM's: logit bias, stop ids before `min_history_len`, penalties; then greedy rows take the most likely
     token, the others go through temperature, min_p, top_k and top_p. A row's draw depends only on its logits, its seed
     and position, and the base seed, whatever its neighbours.
 
@@ -130,10 +130,10 @@ def _bias_and_mask(
 
 def _recent_output(rows: SamplingRows, table: SlotTable, count: int) -> Int[Array, "R N"]:
     """Return the last `count` tokens of each row's output, with -2 before its first token."""
-    position = rows.position[:, None] - jnp.arange(count, 0, -1)[None]
+    index = rows.history_len[:, None] - jnp.arange(count, 0, -1)[None]
     slot = rows.slot[:, None]
-    token_ids = table.token_history.at[slot, jnp.maximum(position, 0)].get(mode="clip")
-    return jnp.where(position >= table.prompt_len.at[slot].get(mode="clip"), token_ids, -2)
+    token_ids = table.token_history.at[slot, jnp.maximum(index, 0)].get(mode="clip")
+    return jnp.where(index >= table.prompt_len.at[slot].get(mode="clip"), token_ids, -2)
 
 
 def draw_tokens(
@@ -170,7 +170,7 @@ def accept_or_draw(
     residual = jnp.maximum(p - q, 0.0)
     own = jnp.clip(drafted.token_ids, 0, vocab_size - 1)[:, None]
     p_own, q_own = (jnp.take_along_axis(x, own, axis=1)[:, 0] for x in (p, q))
-    uniform = uniform_noise(rows.seed, rows.position, base_seed, 1, ACCEPT)[:, 0]
+    uniform = uniform_noise(rows.seed, rows.history_len, base_seed, 1, ACCEPT)[:, 0]
     # Where p and q differ by rounding alone, nothing is left to draw from.
     accepted = has_draft & ((uniform * q_own < p_own) | (jnp.max(residual, axis=1) <= 0))
     stream = jnp.where(has_draft, RESIDUAL, TARGET).astype(jnp.uint32)
@@ -225,7 +225,7 @@ def draw_by_weight(
     num_rows, vocab_size = weights.shape
     num_blocks = -(-vocab_size // DRAW_BLOCK)
     sampled = rows.is_sampled[:, None]
-    noise = gumbel_noise(rows.seed, rows.position, base_seed, num_blocks + DRAW_BLOCK, stream)
+    noise = gumbel_noise(rows.seed, rows.history_len, base_seed, num_blocks + DRAW_BLOCK, stream)
     noise = jnp.where(sampled, noise, 0.0)
 
     padded = jnp.pad(weights, ((0, 0), (0, num_blocks * DRAW_BLOCK - vocab_size)))

@@ -165,10 +165,8 @@ class DraftLayer:
         feature = project_features(params[1], self.head, observed.astype(self.dtype))
         # The first token of a row goes with the feature kept from the step before, if there was one.
         first = jnp.where(draft.is_known.at[rows.slot].get(**CLIPPED), 0, 1)
-        at = Rows.of(
-            rows.slot, jnp.maximum(rows.start - 1 + first, 0), jnp.maximum(rows.q_lens - first, 0), rows.samples
-        )
-        row, offset, position, live = place_tokens(at, token_ids.shape[0])
+        at = rows.moved(jnp.maximum(first - 1, -rows.start.cached), jnp.maximum(rows.q_lens - first, 0))
+        row, offset, (_, position, _), live = place_tokens(at, token_ids.shape[0])
         offset = offset + first[row]
         token = rows.cu_q_lens[row] + offset
         before = jnp.where(
@@ -199,19 +197,19 @@ class DraftLayer:
         own: DraftLayerState = state.draft
         num_drafts = jnp.where(own.is_known.at[rows.slot].get(**CLIPPED), num_drafts, 0)
         records = state.sequences.records.at[rows.slot].get(**CLIPPED)
-        known = state.slots.token_history.at[rows.slot, rows.start].get(**CLIPPED)
+        known = state.slots.token_history.at[rows.slot, rows.start.history].get(**CLIPPED)
 
         def draft(index: Int[Array, ""], so_far: _Drafting) -> _Drafting:
             live = index < num_drafts
-            at = Rows.of(rows.slot, jnp.maximum(rows.start - 1 + index, 0), live.astype(jnp.int32), live)
-            row, _, position, is_token = place_tokens(at, R)
+            at = rows.moved(jnp.maximum(index - 1, -rows.start.cached), live.astype(jnp.int32))
+            row, _, (_, position, _), is_token = place_tokens(at, R)
             drafted = so_far.token_ids.at[:, index - 1].get(**CLIPPED)
             ids = jnp.where(index == 0, known, drafted)[row]
             feature = so_far.feature[row]
             hidden, kv_pages = self._forward(params, state, at, ids, feature, position, is_token, so_far.kv_pages)
             hidden = hidden.at[at.cu_q_lens[1:] - 1].get(**CLIPPED)
             normed = rms_norm(hidden, params[1]["final_norm"], self.head.arch.norm_eps)
-            sampling = SamplingRows(records, rows.start + 1 + index, live)
+            sampling = SamplingRows(records, rows.start.history + 1 + index, live)
             logits = self._logits(params, normed)
             token_ids, weights = draw_draft(logits, sampling, index, so_far.weights, base_seed)
             return _Drafting(

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.round import AttentionCarry, paged_attend
 from jaxserve.execution.rows import Rows, place_tokens, ragged_rows
-from jaxserve.execution.state import CLIPPED, ServeState, new_pool
+from jaxserve.execution.state import CLIPPED, Lengths, ServeState, new_pool
 from jaxserve.layers.experts import RoutedTokens
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
@@ -116,11 +116,11 @@ class DraftModel:
         own = state.draft
         if self.tree is not None:
             table_row = state.sequences.table_rows(rows.slot)[self.kv_group]
-            places = (state.sequences.page_table, table_row, rows.start, path)
+            places = (state.sequences.page_table, table_row, rows.start.cached, path)
             own = dataclasses.replace(own, kv_pages=self.arch.kv.move_tokens(self.backend, own.kv_pages, *places))
         slot = jnp.where(drafts.count > 0, rows.slot, own.length.shape[0])
         length = state.sequences.length.at[rows.slot].get(**CLIPPED)
-        computed = jnp.minimum(rows.start + drafts.num_levels, length)
+        computed = jnp.minimum(rows.start.history + drafts.num_levels, length)
         return dataclasses.replace(own, length=own.length.at[slot].set(computed, mode="drop"))
 
     def propose(
@@ -133,16 +133,16 @@ class DraftModel:
     ) -> tuple[Drafts, DraftState]:
         """Catch up with the sequences, then draft token by token, or level by level."""
         # Drafted tokens behind the draft model's longest sequence would be worthless.
-        num_drafts = jnp.minimum(num_drafts, jnp.maximum(self.arch.max_position - 1 - rows.start, 0))
-        length = state.draft.length.at[rows.slot].get(**CLIPPED)
-        length = jnp.where(num_drafts > 0, length, rows.start)
+        num_drafts = jnp.minimum(num_drafts, jnp.maximum(self.arch.max_position - 1 - rows.start.position, 0))
+        missing = rows.start.history - state.draft.length.at[rows.slot].get(**CLIPPED)
+        missing = jnp.where(num_drafts > 0, jnp.minimum(missing, rows.start.cached), 0)  # dropped tokens have no place
         _, own_params = params
-        kv_pages, length = self._catch_up(own_params, state, rows, length)
+        kv_pages, missing = self._catch_up(own_params, state, rows, missing)
         state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, kv_pages=kv_pages))
         if self.tree is None:
-            drafts, kv_pages = self._draft_chain(own_params, state, rows, length, num_drafts, base_seed)
+            drafts, kv_pages = self._draft_chain(own_params, state, rows, missing, num_drafts, base_seed)
         else:
-            drafts, kv_pages = self._draft_tree(own_params, state, rows, length, num_drafts, self.tree)
+            drafts, kv_pages = self._draft_tree(own_params, state, rows, missing, num_drafts, self.tree)
         return drafts, dataclasses.replace(state.draft, kv_pages=kv_pages)
 
     def _draft_chain(
@@ -150,7 +150,7 @@ class DraftModel:
         params: Params,
         state: ServeState,
         rows: Rows,
-        length: Int[Array, " R"],
+        missing: Int[Array, " R"],
         num_drafts: Int[Array, " R"],
         base_seed: UInt32[Array, ""],
     ) -> tuple[Drafts, Pages]:
@@ -160,11 +160,11 @@ class DraftModel:
 
         def draft(index: Int[Array, ""], so_far: _Drafting) -> _Drafting:
             live = index < num_drafts
-            start = jnp.where(index == 0, length, rows.start + index)
-            at = Rows.of(rows.slot, start, jnp.where(live, rows.start + 1 + index - start, 0), live)
+            by = jnp.where(index == 0, -missing, index)
+            at = rows.moved(by, jnp.where(live, 1 + index - by, 0))
             hidden, kv_pages = self._forward(params, state, at, rows.start, so_far.token_ids, so_far.kv_pages, 2 * R)
             logits = self._logits(params, hidden.at[at.cu_q_lens[1:] - 1].get(**CLIPPED))
-            sampling = SamplingRows(records, rows.start + 1 + index, live)
+            sampling = SamplingRows(records, rows.start.history + 1 + index, live)
             assert so_far.weights is not None, "tokens of a chain are drawn"
             token_ids, weights = draw_draft(logits, sampling, index, so_far.weights, base_seed)
             token_ids = lax.dynamic_update_slice(so_far.token_ids, token_ids[:, None], (0, index))
@@ -183,7 +183,7 @@ class DraftModel:
         params: Params,
         state: ServeState,
         rows: Rows,
-        length: Int[Array, " R"],
+        missing: Int[Array, " R"],
         num_drafts: Int[Array, " R"],
         tree: TokenTree,
     ) -> tuple[Drafts, Pages]:
@@ -201,14 +201,13 @@ class DraftModel:
 
         def draft(level: Int[Array, ""], so_far: _Drafting) -> _Drafting:
             live = level < num_drafts
-            start = jnp.where(level == 0, length, rows.start)
-            q_lens = rows.start + 1 - start + num_within[level]
-            at = Rows.of(rows.slot, start, jnp.where(live, q_lens, 0), live)
+            before = jnp.where(level == 0, missing, 0)
+            at = rows.moved(-before, jnp.where(live, before + 1 + num_within[level], 0))
             hidden, kv_pages = self._forward(
                 params, state, at, rows.start, so_far.token_ids, so_far.kv_pages, R * (N + 1), words
             )
             parents = levels[level]
-            token = at.cu_q_lens[:-1, None] + (rows.start - start)[:, None] + parents[None]
+            token = at.cu_q_lens[:-1, None] + before[:, None] + parents[None]
             logits = self._logits(params, hidden.at[token.reshape(-1)].get(**CLIPPED))
             _, likely = lax.top_k(logits, max(tree.rank) + 1)
             likely = likely.reshape(R, len(tree.levels[0]), -1)
@@ -222,24 +221,23 @@ class DraftModel:
         return Drafts(drafting.token_ids, num_within[num_drafts], None, ancestors), drafting.kv_pages
 
     def _catch_up(
-        self, params: Params, state: ServeState, rows: Rows, length: Int[Array, " R"]
+        self, params: Params, state: ServeState, rows: Rows, missing: Int[Array, " R"]
     ) -> tuple[Pages, Int[Array, " R"]]:
         """Compute the missing tokens of rows but their last two, so that drafting begins with one or two."""
 
         def lags(carry: tuple[Pages, Array]) -> Bool[Array, ""]:
-            return jnp.any(rows.start - carry[1] > 1)
+            return jnp.any(carry[1] > 1)
 
         def compute(carry: tuple[Pages, Array]) -> tuple[Pages, Array]:
-            kv_pages, length = carry
-            missing = rows.start - length
+            kv_pages, missing = carry
             before = jnp.cumsum(missing) - missing
             q_lens = jnp.clip(self.chunk - before, 0, missing)
-            at = Rows.of(rows.slot, length, q_lens, q_lens > 0)
+            at = rows.moved(-missing, q_lens)
             token_ids = jnp.zeros((rows.slot.shape[0], 1), jnp.int32)
             _, kv_pages = self._forward(params, state, at, rows.start, token_ids, kv_pages, self.chunk)
-            return kv_pages, length + q_lens
+            return kv_pages, missing - q_lens
 
-        caught_up: tuple[Pages, Array] = lax.while_loop(lags, compute, (state.draft.kv_pages, length))
+        caught_up: tuple[Pages, Array] = lax.while_loop(lags, compute, (state.draft.kv_pages, missing))
         return caught_up
 
     def _forward(
@@ -247,26 +245,26 @@ class DraftModel:
         params: Params,
         state: ServeState,
         rows: Rows,
-        last: Int[Array, " R"],
+        last: Lengths,
         drafted: Int[Array, "R N"],
         kv_pages: Pages,
         num_tokens: int,
         words: Int[Array, " N1"] | None = None,
     ) -> tuple[Float[Array, "T D"], Pages]:
-        """Return the hidden states of rows, whose tokens after place `last` are drafted ones, and the pool.
+        """Return the hidden states of rows, whose tokens after the one at `last` are drafted ones, and the pool.
 
         `words` has the ancestors of each node of a tree; rows with drafted tokens then begin at `last`.
         """
-        row, offset, place, live = place_tokens(rows, num_tokens)
-        known = state.slots.token_history.at[rows.slot[row], place].get(**CLIPPED)
-        node = place - last[row]
+        row, offset, (history, position, _), live = place_tokens(rows, num_tokens)
+        known = state.slots.token_history.at[rows.slot[row], history].get(**CLIPPED)
+        node = history - last.history[row]
         ids = jnp.where(node > 0, drafted[row, jnp.clip(node - 1, 0, drafted.shape[1] - 1)], known)
         if self.is_mapped:
             ids = params["inputs"].at[ids].get(**CLIPPED)
         tree_mask = None if words is None else words.at[offset].get(**CLIPPED)
-        position = place
         if words is not None:
-            position = jnp.where(node > 0, last[row] + lax.population_count(words.at[node].get(**CLIPPED)), place)
+            depth = lax.population_count(words.at[node].get(**CLIPPED))
+            position = jnp.where(node > 0, last.position[row] + depth, position)
         num_rows = jnp.int32(rows.slot.shape[0])
         group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
         routed = None if self.arch.experts is None else RoutedTokens.of(live, None)

@@ -57,7 +57,8 @@ class NGram:
     ) -> tuple[Drafts, Any]:
         """Propose the tokens behind the longest match."""
         history = state.slots.token_history.at[rows.slot].get(**CLIPPED)
-        token_ids, count = find_continuation(history, rows.start, self.max_drafts, self.max_ngram, self.min_ngram)
+        last = rows.start.history
+        token_ids, count = find_continuation(history, last, self.max_drafts, self.max_ngram, self.min_ngram)
         return Drafts(token_ids, jnp.minimum(count, num_drafts), None), state.draft
 
 

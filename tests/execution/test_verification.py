@@ -17,7 +17,7 @@ from jaxserve.execution.lowering import known_options
 from jaxserve.execution.proposer import Drafts
 from jaxserve.execution.round import Model, plain_round
 from jaxserve.execution.rows import Rows
-from jaxserve.execution.state import abstract_state, new_state
+from jaxserve.execution.state import Lengths, abstract_state, new_state
 from jaxserve.execution.verification import _verify, make_speculative_step, round_words
 from jaxserve.models import decoder, registry
 from jaxserve.planner.program import abstract_params, temp_bytes
@@ -51,7 +51,7 @@ def test_verification_reads_the_weights_once() -> None:
 
     def verify(params, state, drafts):
         ones = jnp.ones(R, jnp.int32)
-        rows = Rows.of(jnp.arange(R), state.sequences.length, ones, ones > 0)
+        rows = Rows.of(jnp.arange(R), state.sequences.lengths(jnp.arange(R)), ones, ones > 0)
         logits, _, kv_pages = _verify(params, state, rows, drafts, jnp.int32(R), model)
         return replace(state, kv_pages=kv_pages), logits
 
@@ -98,6 +98,7 @@ def test_padding_has_no_experts_of_a_draft_model(monkeypatch: pytest.MonkeyPatch
         return jnp.zeros((token_ids.size, arch.hidden_size)), carry
 
     monkeypatch.setattr(decoder, "forward", forward)
+    start = Lengths(start, start, start)
     rows, drafted = Rows.of(jnp.arange(R), start, q_lens, q_lens > 0), jnp.zeros((R, 1), jnp.int32)
     proposer._forward({}, state, rows, start, drafted, state.draft.kv_pages, 8)
     np.testing.assert_array_equal(live, [np.arange(8) < 3])
@@ -140,7 +141,7 @@ def test_draws_of_a_position_have_streams_of_their_own() -> None:
     num_rows, count = 64, 256
     rows = seeded_rows(num_rows)
     noise = [
-        uniform_noise(rows.seed, rows.position + shift, jnp.uint32(5), count, stream)
+        uniform_noise(rows.seed, rows.history_len + shift, jnp.uint32(5), count, stream)
         for stream in (TARGET, DRAFT, RESIDUAL, ACCEPT)
         for shift in (0, 1)
     ]
@@ -158,5 +159,5 @@ def seeded_rows(num_rows: int) -> SamplingRows:
     seeded.seed = 1
     place = int(np.flatnonzero(pack_records([seeded])[0] != records[0])[0])
     records[:, place] = np.arange(num_rows)
-    position = jnp.full(num_rows, 9, jnp.int32)
-    return SamplingRows(jnp.asarray(records), position, jnp.ones(num_rows, bool))
+    history_len = jnp.full(num_rows, 9, jnp.int32)
+    return SamplingRows(jnp.asarray(records), history_len, jnp.ones(num_rows, bool))

@@ -13,7 +13,7 @@ VOCAB_SIZE = 300  # default of all tests
 NEUTRAL = {"temperature": 1, "top_p": 1, "repetition_penalty": 1}
 
 
-def make_rows(num_rows, seed=0, position=0, live=True, **fields):
+def make_rows(num_rows, seed=0, history_len=0, live=True, **fields):
     """Return SamplingRows that ask for plain sampling except for `fields`; row r has slot r."""
     records = np.zeros(num_rows, SAMPLING_RECORD)
     for name, value in {"slot": np.arange(num_rows), **NEUTRAL, **fields}.items():
@@ -22,7 +22,7 @@ def make_rows(num_rows, seed=0, position=0, live=True, **fields):
     records["seed"] = np.stack([words & 0xFFFFFFFF, words >> np.uint64(32)], 1)
     return SamplingRows(
         records=records.view(np.int32).reshape(num_rows, -1),
-        position=np.broadcast_to(position, num_rows).astype(np.int32),
+        history_len=np.broadcast_to(history_len, num_rows).astype(np.int32),
         live=np.broadcast_to(live, num_rows).astype(bool),
     )
 
@@ -66,8 +66,8 @@ def any_rows(rng, num_rows):
         top_k=maybe(0, rng.integers(1, 50, num_rows)),
         top_p=maybe(1, rng.uniform(0.1, 1, num_rows)),
         min_p=maybe(0, rng.uniform(0, 0.3, num_rows)),
-        position=rng.integers(1, CAPACITY, num_rows),
-        min_position=maybe(0, CAPACITY),
+        history_len=rng.integers(1, CAPACITY, num_rows),
+        min_history_len=maybe(0, CAPACITY),
         presence_penalty=maybe(0, rng.uniform(-2, 2, num_rows)),
         frequency_penalty=maybe(0, rng.uniform(-2, 2, num_rows)),
         repetition_penalty=maybe(1, rng.uniform(0.5, 2, num_rows)),

@@ -37,7 +37,7 @@ def test_the_device_reads_what_the_request_asks_for(num_rows: int) -> None:
     parameters = jax.jit(lambda rows: {name: getattr(rows, name) for name in SAMPLING_RECORD.names or ()})(rows)
     expected = {
         "slot": [r.slot for r in requests],
-        "min_position": [
+        "min_history_len": [
             min(r.num_prompt_tokens + r.params.min_tokens, 12) if r.params.min_tokens else 0 for r in requests
         ],
         "use_bias": [1 if r.params.logit_bias else 2 * bool(r.params.allowed_token_ids) for r in requests],

@@ -32,7 +32,7 @@ def random_logits(shape, seed=0, scale=2.0):
 def test_draws_follow_the_distribution(fields):
     num_draws, vocab_size = 6000, 300
     logits = np.tile(random_logits((1, vocab_size), seed=1), (num_draws, 1))
-    rows = make_rows(num_draws, seed=11, position=np.arange(num_draws), **fields)
+    rows = make_rows(num_draws, seed=11, history_len=np.arange(num_draws), **fields)
     token_ids = np.asarray(draw(logits, rows, make_table(num_draws), BASE_SEED))
     probs = np.asarray(weigh(logits[:1], take_rows(rows, [0])))[0].astype(np.float64)
     expected = probs / probs.sum() * num_draws
@@ -52,7 +52,7 @@ def test_draws_of_seeds_and_of_positions_are_independent():
     logits[:, chosen] = np.log([1, 2, 3, 4])
     seed = np.arange(num_draws)
     streams = [
-        draw(logits, make_rows(num_draws, seed=s, position=p), make_table(num_draws), BASE_SEED)
+        draw(logits, make_rows(num_draws, seed=s, history_len=p), make_table(num_draws), BASE_SEED)
         for s, p in [(seed, 0), (seed, 1), (seed + 1, 0), (seed << 32, 0)]
     ]
     probs = np.arange(1, 5) / 10
@@ -99,7 +99,7 @@ def test_garbage_in_padding_rows_changes_nothing():
         return np.where(dead.reshape(-1, *[1] * (x.ndim - 1)), np.asarray(value).astype(x.dtype), x)
 
     for number, word in [(np.nan, 0x7FC00000), (np.inf, 0x7F800000), (-1e30, -1), (0, 2**31 - 1), (0, -(2**31))]:
-        garbage = rows.replace(records=spoil(rows.records, word), position=spoil(rows.position, word))
+        garbage = rows.replace(records=spoil(rows.records, word), history_len=spoil(rows.history_len, word))
         token_ids = np.asarray(draw(spoil(logits, number), garbage, table, BASE_SEED))
         assert np.array_equal(token_ids[~dead], np.asarray(expected)[~dead])
         assert (token_ids >= 0).all()
@@ -136,10 +136,10 @@ def test_greedy_takes_the_first_of_the_most_likely(num_rows, vocab_size):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bias_forces_and_bans(temperature):
     logits = random_logits((64, 300))
-    rows = make_rows(64, temperature=temperature, use_bias=np.arange(64) % 2 == 0, position=np.arange(64))
+    rows = make_rows(64, temperature=temperature, use_bias=np.arange(64) % 2 == 0, history_len=np.arange(64))
     forced = np.asarray(draw(logits, rows, make_table(64, bias={77: 100.0}), BASE_SEED))
     plain = np.asarray(
-        draw(logits, make_rows(64, temperature=temperature, position=np.arange(64)), make_table(64), BASE_SEED)
+        draw(logits, make_rows(64, temperature=temperature, history_len=np.arange(64)), make_table(64), BASE_SEED)
     )
     assert (forced[::2] == 77).all()
     assert np.array_equal(forced[1::2], plain[1::2])
@@ -151,10 +151,10 @@ def test_bias_forces_and_bans(temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_stop_ids_wait_for_min_position(temperature):
+def test_stop_ids_wait_for_the_fewest_tokens(temperature):
     logits = random_logits((64, 300))
     logits[:, [4, 290]] = 30.0
-    rows = make_rows(64, temperature=temperature, position=np.arange(64), min_position=10)
+    rows = make_rows(64, temperature=temperature, history_len=np.arange(64), min_history_len=10)
     stopped = np.isin(np.asarray(draw(logits, rows, make_table(64, stop_ids=[4, 290]), BASE_SEED)), [4, 290])
     assert np.array_equal(stopped, np.arange(64) >= 10)
 
@@ -162,14 +162,14 @@ def test_stop_ids_wait_for_min_position(temperature):
 def test_masked_logits_are_never_drawn():
     logits = np.full((64, 300), -np.inf, np.float32)
     logits[:, [3, 150, 299]] = [0.0, -1.0, 1.0]
-    rows = make_rows(64, temperature=50.0, position=np.arange(64))
+    rows = make_rows(64, temperature=50.0, history_len=np.arange(64))
     assert set(np.asarray(draw(logits, rows, make_table(64), BASE_SEED)).tolist()) == {3, 150, 299}
 
 
 @pytest.mark.parametrize("vocab_size", mainly([1], 127, 129))
 def test_any_vocabulary_size(vocab_size):
     logits = np.zeros((300, vocab_size), np.float32)
-    rows = make_rows(300, position=np.arange(300), top_k=vocab_size, top_p=0.99999)
+    rows = make_rows(300, history_len=np.arange(300), top_k=vocab_size, top_p=0.99999)
     token_ids = np.asarray(draw(logits, rows, make_table(300, vocab_size), BASE_SEED))
     assert token_ids.min() >= 0
     assert token_ids.max() < vocab_size

@@ -87,7 +87,7 @@ def test_rows_forbid_what_vllm_forbids() -> None:
     position = np.array([len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)])
     logits = rng.normal(size=(num_rows, VOCAB)).astype(np.float32)
     order = rng.permutation(num_rows)  # rows are not in the order of their slots
-    rows = make_rows(num_rows, position=position[order], use_bias=kinds[order], slot=order)
+    rows = make_rows(num_rows, history_len=position[order], use_bias=kinds[order], slot=order)
     out = np.asarray(adjust(logits, rows, table))
     num_forbidden = 0
     for row, slot in enumerate(order):
@@ -100,7 +100,7 @@ def test_rows_forbid_what_vllm_forbids() -> None:
 def test_an_id_forbidden_twice_and_biased_is_forbidden() -> None:
     table = make_table(1, VOCAB, bias={5: 100.0}, stop_ids=[5])
     table = table.replace(bad_words=padded([[5]] * 5, 5, 3)[None])
-    rows = make_rows(1, use_bias=1, min_position=10)
+    rows = make_rows(1, use_bias=1, min_history_len=10)
     out = np.asarray(adjust(np.full((1, VOCAB), 1e9, np.float32), rows, table))
     assert np.isneginf(out[0, 5])
     assert (np.delete(out[0], 5) == np.float32(1e9)).all()
