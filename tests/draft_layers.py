@@ -1,6 +1,5 @@
 """Random EAGLE-3 and MTP heads over a tiny model of transformers: their files, and what they draft."""
 
-import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from tests import oracles
 from tests.oracles import torch
 
 NOISE = 0.3  # spread of weights around those that repeat the model's last prediction, so that some drafts are right
@@ -89,8 +89,7 @@ class Head:
                 "position_embeddings": self.model.model.rotary_emb(embedding, positions),
             }
             if self.fc is None:
-                names = inspect.signature(self.layer.forward).parameters  # releases of transformers differ
-                kwargs["cache" if "cache" in names else "past_key_values"] = None
+                kwargs[oracles.cache_argument(self.layer)] = None
                 normed = self.layer(embedding, features[None], **kwargs)[0, -1:]
                 feature = normed
             else:

@@ -9,6 +9,7 @@ are to be run where torch is installed: `pytest @FILE`.
 import contextlib
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -20,6 +21,11 @@ NOT_INSTALLED = "torch is not installed"
 def skip() -> NoReturn:
     """Skip the test, or the module that is being imported."""
     pytest.skip(NOT_INSTALLED, allow_module_level=True)
+
+
+def cache_argument(module: Any) -> str:
+    """Return the name of the argument by which a module of transformers takes a cache: releases differ."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 class Missing:

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 from jaxserve.execution.batch import StateBatch, StepBatch
 from jaxserve.execution.state import CLIPPED, DROPPED, Lengths, Sequences
 from jaxserve.layers.state_forms import StateRows
-from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention import PagesToRead, RaggedRows
 from jaxserve.sampling import SamplingRows, SlotTable
 
 
@@ -27,6 +27,8 @@ class Rows:
         q_lens: tokens to compute.
         cu_q_lens: the first token of each row, and the end of the last.
         samples: True if the row's last token is the last of its sequence, so that a further one is sampled.
+        pages_to_read: pages that the rows attend to in each KV group, None for all of theirs; None for all in every
+            group. Groups with windows read all.
     """
 
     slot: Int[Array, " R"]
@@ -34,12 +36,19 @@ class Rows:
     q_lens: Int[Array, " R"]
     cu_q_lens: Int[Array, " R1"]
     samples: Bool[Array, " R"]
+    pages_to_read: tuple[PagesToRead | None, ...] | None = None
 
     @staticmethod
-    def of(slot: Array, start: Lengths, q_lens: Array, samples: Array) -> Rows:
+    def of(
+        slot: Array,
+        start: Lengths,
+        q_lens: Array,
+        samples: Array,
+        pages_to_read: tuple[PagesToRead | None, ...] | None = None,
+    ) -> Rows:
         """Return rows one behind the other on the token axis."""
         cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
-        return Rows(slot=slot, start=start, q_lens=q_lens, cu_q_lens=cu_q_lens, samples=samples)
+        return Rows(slot, start, q_lens, cu_q_lens, samples, pages_to_read)
 
     def moved(self, by: Array, q_lens: Array) -> Rows:
         """Return rows of the same sequences that begin `by` tokens later, or earlier if that is negative."""
@@ -76,7 +85,9 @@ class Tokens:
 def ragged_rows(sequences: Sequences, rows: Rows, num_rows: Int[Array, ""]) -> list[RaggedRows]:
     """Return the rows of a round as attention over each KV group sees them, with their places in the page table."""
     page_table, kv_lens, cu_q_lens = sequences.page_table, rows.end.cached, rows.cu_q_lens
-    return [RaggedRows(kv_lens, page_table, cu_q_lens, num_rows, row) for row in sequences.table_rows(rows.slot)]
+    table_rows = sequences.table_rows(rows.slot)
+    to_read = zip(table_rows, rows.pages_to_read or [None] * len(table_rows), strict=True)
+    return [RaggedRows(kv_lens, page_table, cu_q_lens, num_rows, row, pages) for row, pages in to_read]
 
 
 def state_rows(batch: StepBatch, rows: Rows, tokens: Tokens) -> StateRows | None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxserve.execution.rows import Rows, Tokens, place_tokens
-from jaxserve.execution.state import CLIPPED, Lengths
+from jaxserve.execution.state import CLIPPED
 
 
 class Shares(NamedTuple):
@@ -49,8 +50,8 @@ class Shares(NamedTuple):
         is_own = (self.shard == index) & (rows.q_lens > 0)
         order = jnp.argsort(~is_own, stable=True)[: self.most_rows]
         q_lens = jnp.where(is_own, rows.q_lens, 0)[order]
-        start = Lengths(*(length[order] for length in rows.start))
-        own = Rows.of(rows.slot[order], start, q_lens, rows.samples[order])
+        start, pages = jax.tree.map(lambda x: x[order], (rows.start, rows.pages_to_read))
+        own = Rows.of(rows.slot[order], start, q_lens, rows.samples[order], pages)
         row, offset, before, live = place_tokens(own, self.live.shape[0] // self.num_shards)
         place = jnp.where(live, rows.cu_q_lens[order[row]] + offset, 0)
         of_round = (each.at[place].get(**CLIPPED) for each in (tokens.planned, tokens.token_ids))

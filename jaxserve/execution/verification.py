@@ -150,7 +150,7 @@ def _verify(
     The second result is what a proposer observes of the tokens, row after row.
     """
     R, N = drafts.token_ids.shape
-    all_rows = Rows.of(rows.slot, rows.start, rows.q_lens + drafts.count, rows.samples)
+    all_rows = Rows.of(rows.slot, rows.start, rows.q_lens + drafts.count, rows.samples, rows.pages_to_read)
     row, node, (history, position, _), live = place_tokens(all_rows, R * (N + 1))
     known = state.slots.token_history.at[rows.slot[row], history].get(**CLIPPED)
     drafted = drafts.token_ids[row, jnp.maximum(node - 1, 0)]

@@ -103,6 +103,7 @@ def mla_attention(
     if options.max_queries is not None and not chosen.EXPANDS:
         raise ValueError(f"max_queries must be None with the backend {name!r}, got {options.max_queries}")
     _check_pool(chosen.LAYOUT, inputs.latents, kv_pages, layer)
+    inputs = inputs._replace(rows=_read_rows(chosen, inputs.rows, kv_pages))
     return chosen.write_and_attend(inputs, kv_pages, layer, options)
 
 
@@ -119,8 +120,10 @@ def head_attention(
     Steps that have room for rows of `expanded.fewest_queries` tokens expand latents for such rows. Queries and outputs
     are multiplied for the tokens of the other rows alone, a block of tokens at a time.
     """
-    (T, Q, _), matrices, rows = inputs.q.shape, inputs.matrices, inputs.rows
+    (T, Q, _), matrices = inputs.q.shape, inputs.matrices
     name = _select_for_pool(backend, Q, inputs.latents, kv_pages, options)
+    rows = _read_rows(BACKENDS[name], inputs.rows, kv_pages)
+    inputs = inputs._replace(rows=rows)
     fewest = expanded.fewest_queries(matrices) if BACKENDS[name].EXPANDS and inputs.tree_mask is None else None
     if fewest is None or fewest > T:
         absorbed = inputs.absorbed(matrices.latent_q(inputs.q))
@@ -134,6 +137,10 @@ def head_attention(
     out = _of_some(is_short, matrices.values, of_latents)
     pages = xla.LatentPages(kv_pages, layer, options.rank)
     return expanded.attend(inputs.rotated_q(), matrices, pages, rows, options.scale, fewest, out), kv_pages
+
+
+def _read_rows(backend: Backend, rows: RaggedRows, kv_pages: Pages) -> RaggedRows:
+    return rows.with_read_pages(backend.LAYOUT.pool_dims(values_of(kv_pages).shape).page_size)
 
 
 def _of_some(

@@ -15,6 +15,7 @@ Contract of the operation, the same for all backends:
   2h + 1).
   Under jit, donate the pool and pass it from layer to layer: it is then updated in place and never copied, as long as
   each layer's keys depend on the output of the layer before. In a transformer they do, which orders reads and writes.
+- Rows may read a list of their pages instead of all (`PagesToRead`). Backends get rows that have no other pages.
 - T and R are static shapes, padded by the caller. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are
   padding: their content (except NaN in padding tokens) changes no live output and is not written to the pool. Neither
   page-table entries past a row's length, nor stale content of its pages past it, nor the width M of the page table
@@ -36,6 +37,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
     AttentionInputs,
     AttentionOptions,
     Backend,
+    PagesToRead,
     Problem,
     RaggedRows,
 )
@@ -61,6 +63,7 @@ __all__ = [
     "AttentionInputs",
     "AttentionOptions",
     "Pages",
+    "PagesToRead",
     "PoolDims",
     "Problem",
     "QuantizedPages",
@@ -127,6 +130,9 @@ def ragged_paged_attention(
         sizes = {"num_kv_heads": inputs.k.shape[1], "head_dim": inputs.k.shape[2]}
         seen = split_pages(name, kv_pages, num_parts=num_parts, **sizes)
     _check_pool(chosen.LAYOUT, inputs.k, seen, layer)
+    _check_window(inputs.rows, options)
+    page_size = chosen.LAYOUT.pool_dims(values_of(seen).shape).page_size
+    inputs = inputs._replace(rows=inputs.rows.with_read_pages(page_size))
     if seen is kv_pages or chosen.SPLITS_PAGES:
         return chosen.write_and_attend(inputs, kv_pages, layer, options)
     out, seen = chosen.write_and_attend(inputs, seen, layer, options)
@@ -291,10 +297,14 @@ def check_rows(rows: RaggedRows) -> None:
     """Check shapes and dtypes of rows; ValueError if they do not fit together."""
     R = rows.kv_lens.shape[0]
     expected = {"kv_lens": (R,), "cu_q_lens": (R + 1,), "num_rows": ()}
+    arrays = rows._asdict()
     if rows.table_row is not None:
         expected["table_row"] = (R,)
+    if (read := rows.pages_to_read) is not None:
+        expected |= {"columns": (R, *read.columns.shape[1:2]), "num_skipped": (R,)}
+        arrays |= read._asdict()
     for name, shape in expected.items():
-        array = getattr(rows, name)
+        array = arrays[name]
         if array.shape != shape or array.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32 of shape {shape}, got {array.dtype} of shape {array.shape}")
     table = rows.page_table
@@ -303,6 +313,14 @@ def check_rows(rows: RaggedRows) -> None:
         raise ValueError(
             f"page_table must be int32 of shape ({R}, M), or of any rows with table_row to choose among them, "
             f"got {table.dtype} of shape {table.shape}"
+        )
+
+
+def _check_window(rows: RaggedRows, options: AttentionOptions) -> None:
+    if rows.pages_to_read is not None and options.window is not None:
+        raise ValueError(
+            f"pages_to_read must be None in a layer with a window, got a window of {options.window} tokens: it counts "
+            f"the tokens of the pages that are read, and pages that are left out are gaps between them"
         )
 
 

@@ -37,6 +37,20 @@ class AttentionOptions:
             raise ValueError(f"soft_cap must be positive, got {self.soft_cap}; pass None to leave the scores uncapped")
 
 
+class PagesToRead(NamedTuple):
+    """Pages of R rows of a step that their new tokens see.
+
+    A row reads whole pages of its own, in their order; the pages that it writes to in the step are always among them.
+    Keys keep the rotation that they were stored with, and new tokens that of their own position, whatever lies between.
+    A layer with a sliding window takes no such pages: it counts tokens in the pool, and would count past the gaps.
+    """
+
+    columns: Int32[Array, "R W"]
+    """Columns of these pages in the page table, ascending."""
+    num_skipped: Int32[Array, "R"]
+    """Pages of each row that are not among them; further columns are never followed."""
+
+
 class RaggedRows(NamedTuple):
     """Assignment of a step's tokens to rows and pages.
 
@@ -54,6 +68,8 @@ class RaggedRows(NamedTuple):
     """Number of live rows."""
     table_row: Int32[Array, "R"] | None = None
     """Row of the page table that has the pages of each row of the step; None if these are its rows in order."""
+    pages_to_read: PagesToRead | None = None
+    """Pages that the rows attend to; None for all of theirs."""
 
     def table_rows(self, row_id: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
         """Return the rows of the page table that have the pages of some rows of the step."""
@@ -64,6 +80,18 @@ class RaggedRows(NamedTuple):
         if self.table_row is None:
             return self
         return self._replace(page_table=self.page_table.at[self.table_row].get(mode="clip"), table_row=None)
+
+    def with_read_pages(self, page_size: int) -> RaggedRows:
+        """Return the same rows as rows of the pages that they read and no others.
+
+        New tokens have the same places: those are in the last pages, and as far from a page's first token.
+        """
+        if self.pages_to_read is None:
+            return self
+        columns, num_skipped = self.pages_to_read
+        row = self.table_rows(jnp.arange(self.kv_lens.shape[0], dtype=jnp.int32))
+        page_table = self.page_table.at[row[:, None], columns].get(mode="clip", wrap_negative_indices=False)
+        return RaggedRows(self.kv_lens - num_skipped * page_size, page_table, self.cu_q_lens, self.num_rows)
 
     def is_live(self) -> Bool[Array, "R"]:
         """Return a mask of the rows that are not padding."""

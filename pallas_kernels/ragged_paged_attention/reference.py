@@ -156,6 +156,10 @@ def _attend(
             node = positions - (int(rows.kv_lens[row_id]) - min(q_len, 32))
             is_ancestor = (int(inputs.tree_mask[token_id]) >> np.clip(node, 0, 31)) & 1 == 1
             positions = positions[(node < 0) | is_ancestor | (positions == position)]
+        if (read := rows.pages_to_read) is not None:
+            page_size = vectors.shape[1]
+            num_read = -(-int(rows.kv_lens[row_id]) // page_size) - int(read.num_skipped[row_id])
+            positions = positions[np.isin(positions // page_size, np.asarray(read.columns[row_id])[:num_read])]
         positions = positions[-(options.window or len(positions)) :]
         k, v = _read(vectors, pages_of[row_id], positions)
         out[token_id] = _attend_one(queries[token_id], k, v, options, sinks)

@@ -3,7 +3,6 @@
 No feature of the engine makes them differ yet: admissions and pages are changed between the host and the device.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,7 +90,7 @@ def expected_of(
         oracles.skip()
     with torch.no_grad():
         cache = transformers.DynamicCache(config=model.config)
-        name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        name = oracles.cache_argument(model)
         model(torch.tensor([prompt[:NUM_CACHED]]), **{name: cache})
         kept = [i for i in range(NUM_CACHED) if i // PAGE_SIZE not in change.dropped]
         for layer in cache.layers:

@@ -13,13 +13,14 @@ from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
     AttentionOptions,
+    PagesToRead,
     QuantizedPages,
     from_canonical,
     ragged_paged_attention,
     reference,
     to_canonical,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, pool_error
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import HeadMajor, TransposedKeys
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
@@ -118,6 +119,27 @@ def on_backends(backends, names, *, on_xla):
         for name, is_quick in names.items()
         for backend in backends
     ]
+
+
+def some_pages(case, width, seed=0):
+    """Return random pages to read of each row of a case, those that the step writes to among them, and garbage."""
+    rng, R = np.random.default_rng(seed), len(case.q_lens) + case.padding_rows
+    columns, num_skipped = (rng.integers(-100, 100, shape).astype(np.int32) for shape in ((R, width), R))
+    rows = zip(case.q_lens, case.kv_lens, case.pages_per_row, strict=True)
+    for row, (q_len, kv_len, num_pages) in enumerate(rows):
+        is_read = rng.random(num_pages) < 0.5
+        is_read[(kv_len - q_len) // case.page_size :] = True
+        columns[row, : is_read.sum()] = np.flatnonzero(is_read)
+        num_skipped[row] = num_pages - is_read.sum()
+    return PagesToRead(columns, num_skipped)
+
+
+class ReadInPart(Case):
+    """Case whose rows read random pages of theirs."""
+
+    def arguments(self, seed=0):
+        arguments = super().arguments(seed)
+        return arguments.changed(pages_to_read=some_pages(self, max(self.pages_per_row)))
 
 
 def live(case, out):

@@ -69,9 +69,15 @@ def run_latents(case, name):
 
 def _compared(case, name, kernels, reference, canonical, num_live, num_rotated=0):
     from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
+    from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
 
     def attend(backend, inputs, kv_pages, layer):
         return backend.write_and_attend(inputs, kv_pages, layer, case.options)
+
+    def attend_by_kernels(inputs, kv_pages, layer):
+        page_size = kernels.LAYOUT.pool_dims(values_of(kv_pages).shape).page_size
+        inputs = inputs._replace(rows=inputs.rows.with_read_pages(page_size))
+        return attend(kernels, inputs, kv_pages, layer)
 
     with jax.default_device(jax.devices("cpu")[0]):  # whose float32 is exact, and which compiles small programs soon
         arguments = case.arguments()
@@ -79,7 +85,7 @@ def _compared(case, name, kernels, reference, canonical, num_live, num_rotated=0
     inputs, kv_pages, layer = jax.device_put(arguments, jax.devices()[0], may_alias=False)
     with kernels.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext(), _watched(name) as has_races:
         options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
-        attend_here = jax.jit(functools.partial(attend, kernels), compiler_options=options)
+        attend_here = jax.jit(attend_by_kernels, compiler_options=options)
         out, pool = jax.block_until_ready(attend_here(inputs, kernels.LAYOUT.from_canonical(kv_pages), layer))
     out, expected_out = (np.asarray(x, np.float32) for x in (out, expected_out))
     return Found(

@@ -7,6 +7,7 @@ import pytest
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionOptions,
+    PagesToRead,
     QuantizedPages,
     from_canonical,
     new_pages,
@@ -51,6 +52,14 @@ def test_bad_options_are_refused(option, message):
         ({"cu_q_lens": jnp.zeros(5, jnp.int32)}, r"cu_q_lens must be int32 of shape \(6,\)"),
         ({"page_table": jnp.zeros((4, 3), jnp.int32)}, r"page_table must be int32 of shape \(5, M\)"),
         ({"table_row": jnp.zeros(4, jnp.int32)}, r"table_row must be int32 of shape \(5,\)"),
+        (
+            {"pages_to_read": PagesToRead(jnp.zeros((4, 3), jnp.int32), jnp.zeros(5, jnp.int32))},
+            r"columns must be int32 of shape \(5, 3\)",
+        ),
+        (
+            {"pages_to_read": PagesToRead(jnp.zeros((5, 3), jnp.int32), jnp.zeros(5))},
+            r"num_skipped must be int32 of shape \(5,\), got float32",
+        ),
         ({"layer": 2}, r"layer must be in \[0, 2\), got 2"),
         ({"sinks": jnp.zeros(3)}, r"shape \(4,\), got \(3,\)"),
         ({"rope": jnp.zeros((2, 30, 8))}, r"rope must be float32 of shape \(2, 30, 16\).*got float32 of shape"),
@@ -65,6 +74,14 @@ def test_bad_options_are_refused(option, message):
 def test_bad_arguments_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         call(**changes)
+
+
+def test_a_window_does_not_go_with_pages_to_read():
+    arguments = BY_NAME["mixed"].arguments()
+    rows = arguments.inputs.rows
+    pages = PagesToRead(jnp.zeros_like(rows.page_table), jnp.zeros_like(rows.kv_lens))
+    with pytest.raises(ValueError, match="pages_to_read must be None in a layer with a window, got a window of 7"):
+        call(options=AttentionOptions(1.0, window=7), pages_to_read=pages)
 
 
 def test_unknown_backend_is_refused():

@@ -19,6 +19,7 @@ from tests.kernels.attention_runs import (
     live,
     on_backends,
     run,
+    some_pages,
 )
 from tests.parameters import mainly
 from tests.random_runs import examples
@@ -110,6 +111,45 @@ def test_random_rows_match_reference(backend, rows, seed):
     out, pool = run(case, arguments, backend)
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=1e-5, atol=1e-5)
     assert_same_pool(case, pool, expected_pool)
+
+
+@pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
+@settings(max_examples=examples(15))
+@given(rows=ragged_rows(), seed=st.integers(0, 2**32 - 1))
+@example(rows=[(3, 20), (1, 17), (0, 9), (8, 16)], seed=0)
+def test_random_rows_see_the_pages_that_they_read(backend, rows, seed):
+    case, arguments, _ = random_arguments(rows, seed)
+    arguments = arguments.changed(pages_to_read=some_pages(case, MAX_PAGES, seed))
+    expected, expected_pool = run(case, arguments, "reference")
+    out, pool = run(case, arguments, backend)
+    np.testing.assert_allclose(live(case, out), live(case, expected), rtol=1e-5, atol=1e-5)
+    assert_same_pool(case, pool, expected_pool)
+
+
+READ_IN_PART = {
+    "shared_token_written_now": True,
+    "int8_shared_prefix_written_now": True,
+    "tree_binary": True,
+    "tree_sinks_soft_cap": True,
+    "pages_of_8": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    on_backends(SERVING + OTHER_SETS, READ_IN_PART, on_xla=["tree_binary"]),
+)
+def test_pages_to_read_beside_other_options(name, backend):
+    """Prefixes are shared with a row that writes them in this step, trees lie behind pages that are not read."""
+    case = BY_NAME[name]
+    arguments = case.arguments()
+    plain, plain_pool = run(case, arguments, "reference")
+    arguments = arguments.changed(pages_to_read=some_pages(case, max(case.pages_per_row)))
+    expected, _ = run(case, arguments, "reference")
+    out, pool = run(case, arguments, backend)
+    np.testing.assert_allclose(live(case, out), live(case, expected), rtol=1e-5, atol=1e-5)
+    assert_same_pool(case, pool, plain_pool)
+    assert (np.abs(expected - plain)[: sum(case.q_lens)].max(axis=(1, 2)) > 1e-3).any()
 
 
 @pytest.mark.parametrize("backend", SERVING)

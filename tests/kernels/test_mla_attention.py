@@ -34,7 +34,7 @@ from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
-from tests.kernels.attention_runs import OTHER_SETS, UNOPTIMIZED, in_one, on_backends
+from tests.kernels.attention_runs import OTHER_SETS, UNOPTIMIZED, in_one, on_backends, some_pages
 from tests.oracles import torch
 
 PLAIN = Problem(4, 32, 16, 16, jnp.dtype("float32"), jax.default_backend())
@@ -119,6 +119,23 @@ def test_matches_reference(name, backend):
     # Rotations are rounded: elements near zero are as exact as those that they are made of.
     step = float(jnp.finfo(case.rows.kv_dtype).eps)
     np.testing.assert_allclose(found[..., case.rank :], wanted[..., case.rank :], rtol=step, atol=1e-6)
+
+
+READ_IN_PART = {"shared_prefix_written_now": True, "tree": True, "bfloat16": False}
+
+
+@pytest.mark.parametrize(("name", "backend"), on_backends(SERVING + OTHER_SETS, READ_IN_PART, on_xla=["tree"]))
+def test_rows_see_the_pages_that_they_read(name, backend):
+    case, (plain, _) = BY_NAME[name], expected_of(name)
+    arguments = case.arguments()
+    pages = some_pages(case.rows, max(case.rows.pages_per_row))
+    rows = arguments.inputs.rows._replace(pages_to_read=pages)
+    arguments = arguments._replace(inputs=arguments.inputs._replace(rows=rows))
+    expected, _ = run(case, arguments, "reference")
+    out, _ = run(case, arguments, backend)
+    tolerance = 1e-2 if case.rows.dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(live(case, out), live(case, expected), rtol=tolerance, atol=tolerance)
+    assert np.abs(live(case, expected) - live(case, plain)).max() > 1e-2
 
 
 def test_reference_is_multi_head_attention_over_expanded_latents():

@@ -28,6 +28,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     SHARED_BYTES,
     Call,
 )
+from tests.kernels.attention_runs import ReadInPart
 from tests.random_runs import examples
 
 needs_gpu_or_interpreter = pytest.mark.skipif(
@@ -84,6 +85,18 @@ ALIKE = [
     "tree_window_of_one_token",
 ]
 """Cases whose parts occur in others as well: each is slow in the interpreter."""
+
+
+@pytest.mark.interpreter
+@needs_gpu_or_interpreter
+def test_rows_see_the_pages_that_they_read():
+    half = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    found = interpreted.run(
+        ReadInPart("read", (1, 7, 1, 20), (50, 70, 130, 61), padding_tokens=3, **half), "mosaic_gpu"
+    )
+    assert found.error <= 1e-2
+    assert found.pool_error == 0
+    assert not found.races
 
 
 @pytest.mark.interpreter

@@ -37,6 +37,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as pl
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import storage
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
+from tests.kernels.attention_runs import ReadInPart
 from tests.random_runs import examples
 
 BY_NAME = {case.name: case for case in (*CASES, *TPU_CASES)}
@@ -73,6 +74,16 @@ def test_matches_reference_without_races(name):
     # Rotated elements near zero are many float32 steps apart: they depend on how XLA computes the rotation here.
     assert found.pool_error <= (1e-3 if case.has_rope and is_wide else case.pool_tolerance)
     assert found.is_finite
+    assert not found.races
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("tree", [None, "random"])
+def test_rows_see_the_pages_that_they_read(tree):
+    case = ReadInPart("read", (1, 7, 1, 20, 1), (50, 70, 130, 61, 16), head_dim=64, tree=tree, padding_tokens=3)
+    found = interpreted.run(case, "mosaic_tpu")
+    assert found.error <= 1e-5
+    assert found.pool_error == 0
     assert not found.races
 
 
