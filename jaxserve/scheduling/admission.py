@@ -104,4 +104,4 @@ class Admission:
     def prefix(self, request: Request) -> Prefix:
         """Return the sampled prefixes of a request that others may share with it."""
         page_size = self._ledger.page_size
-        return Prefix.of(self._ledger.cache.hashes(request), page_size, (request.num_known_tokens - 1) // page_size)
+        return Prefix.of(self._ledger.store.hashes(request), page_size, (request.num_known_tokens - 1) // page_size)

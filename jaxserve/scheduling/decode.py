@@ -126,7 +126,7 @@ class Decodes:
             held = set(held_back)
             rows = [request for request in rows if request not in held]
             for request in held_back:  # now, so that prompts find the pages, whether these rows get a token or not
-                self._ledger.release_unseen(request)
+                self._ledger.store.release_unseen(request)
         return rows
 
     def schedule_held_back(self, plan: StepPlan, held_back: list[Request]) -> None:
@@ -163,7 +163,7 @@ class Decodes:
             num_tokens = max(min(most + num_spare, most_computed - request.num_computed_tokens), most)
         ledger = self._ledger
         if ledger.groups.sliding:
-            ledger.release_unseen(request)
+            ledger.store.release_unseen(request)
         while not ledger.allocate(request, num_tokens, plan):  # one of the running requests gives way
             victim = self._policy.victim(ledger.running)
             ledger.preempt(victim, plan)

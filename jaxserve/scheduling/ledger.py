@@ -1,9 +1,4 @@
-"""Ledger: who waits and who runs, the slots and pages that they hold, and what there is to compute of them.
-
-KV groups. Layers of one kind have pages of their own, and a sequence a page in each group for each `page_size` tokens.
-A sequence releases the pages of a group with a sliding window that its next token does not see any more, before it gets
-a row in a plan: `release_unseen`. Steps in flight may still read them, and the next owner writes to them later.
-"""
+"""Ledger: who waits and who runs, the slots and pages that they hold, and what there is to compute of them."""
 
 from __future__ import annotations
 
@@ -11,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
-from jaxserve.kv_cache.page_pool import PagePool
-from jaxserve.kv_cache.prefix_cache import PrefixCache
+from jaxserve.kv_cache.page_store import PageStore
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.waiting import WaitingQueue
 
 RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
-TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one they take twice as long
 
 
 class Demand(NamedTuple):
@@ -52,15 +45,13 @@ class Ledger:
 
     Attributes:
         page_size: tokens per page.
-        columns_at_once: columns of output tokens that are registered together; the rest when their request stops.
         groups: groups of layers with pages of their own.
         max_num_batched_tokens: token budget of a step.
-        cache: all pages.
+        store: all pages.
         waiting: waiting requests.
         running: running requests by id, in the order of admission.
         num_running_of: number of running requests by class; none for classes without.
         free_slots: slots without a request.
-        unshared: running requests that were there when the prefix cache was reset last.
         num_prefill_tokens: tokens that running rows have to compute beyond one each.
         num_growing: running rows that may need a further page.
         num_waiting_tokens: tokens that waiting requests have to compute, as far as is known.
@@ -79,17 +70,13 @@ class Ledger:
     ) -> None:
         self.groups = groups
         self.page_size, self._group_size = groups.page_size, groups.size
-        self.columns_at_once = max(TOKENS_AT_ONCE // groups.page_size, 1)
-        if groups.sliding:  # pages are released behind the window, which may be smaller
-            self.columns_at_once = 1
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.cache = PrefixCache(PagePool(num_pages), groups)
+        self.store = PageStore(num_pages, groups)
         self.running: dict[str, Request] = {}
         self.waiting = WaitingQueue(weights or {}, self.running)
         self.num_running_of: dict[int, int] = {}
         self._slots = range(first_slot, first_slot + max_num_seqs)
         self.free_slots = list(reversed(self._slots))
-        self.unshared: set[Request] = set()
         self.num_prefill_tokens = 0
         self.num_growing = 0
         self.num_waiting_tokens = 0
@@ -99,12 +86,12 @@ class Ledger:
     @property
     def num_available(self) -> int:
         """Pages that can be allocated."""
-        return self.cache.num_available
+        return self.store.num_available
 
     @property
     def num_pages_used(self) -> int:
         """Pages that running requests own; the others are free or can be evicted."""
-        return self._num_pages - self.cache.num_available
+        return self._num_pages - self.store.num_available
 
     # The queue
 
@@ -163,7 +150,6 @@ class Ledger:
 
     def stop(self, request: Request) -> None:
         """Take slot and pages from a running request."""
-        self._register_rest(request)
         self.waiting.stopped(request)
         del self.running[request.request_id]
         self.num_running_of[request.priority] -= 1
@@ -171,12 +157,9 @@ class Ledger:
             del self.num_running_of[request.priority]
         self.num_prefill_tokens -= num_remaining(request) - 1
         self.num_growing -= self.can_grow(request)
-        self.unshared.discard(request)
         self.free_slots.append(request.slot)
-        self.cache.release(request.pages)
+        self.store.leave(request)
         request.slot = -1
-        request.pages = []
-        request.num_released_columns = request.num_registered_columns = 0
         request.num_computed_tokens = 0
         request.quiet_until = 0
 
@@ -205,57 +188,12 @@ class Ledger:
 
     def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Give a running request the pages of its next `num_tokens`; False, and no change, where too few are free."""
-        pages = request.pages
-        num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) * self._group_size - len(pages)
-        if num_new <= 0:
-            return True
-        new = self.cache.allocate(num_new, request.tenant)
-        if new is None:
-            return False
-        pages += new
-        if len(pages) * self.page_size >= (request.max_total_tokens - 1) * self._group_size:
-            self.num_growing -= 1
-        plan.grown.append(request)
-        return True
-
-    def release_unseen(self, request: Request) -> None:
-        """Release the pages of a running request that are behind its windows: no later token sees them.
-
-        All known tokens but the last are computed for certain, by steps in flight at the latest. The next owner of a
-        page writes to it in a later step or in the plan being made. In that plan the request must not have a row yet,
-        so that its row no longer reads the page.
-        """
-        groups = self.groups
-        if not groups.sliding:
-            return
-        certain = min(request.num_computed_tokens, request.num_known_tokens - 1)
-        first = groups.first_column(certain)
-        if first <= request.num_released_columns:
-            return
-        size, pages = groups.size, request.pages
-        unseen = [
-            column * size + group for column in range(request.num_released_columns, first) for group in groups.sliding
-        ]
-        self.cache.release([pages[index] for index in reversed(unseen)])  # the first column goes first
-        for index in unseen:
-            pages[index] = RELEASED
-        request.num_released_columns = first
-
-    def acquire(self, request: Request, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
-        """Take `cached` pages and `num_new` behind them; None, and no change, unless `num_kept` stay free.
-
-        Args:
-            request: request that they are for.
-            cached: cached pages of its prefix.
-            num_new: number of further pages.
-            num_kept: number of pages that stay free.
-        """
-        self.cache.retain(cached)  # first of all, lest the allocation evicts them
-        new = self.cache.allocate(num_new, request.tenant) if num_new + num_kept <= self.num_available else None
-        if new is None:
-            self.cache.release(cached)
-            return None
-        return cached + new
+        num_new = self.store.grow(request, num_tokens)
+        if num_new:
+            if len(request.pages) * self.page_size >= (request.max_total_tokens - 1) * self._group_size:
+                self.num_growing -= 1
+            plan.grown.append(request)
+        return num_new is not None
 
     def num_tokens_with_room(self, cached: Sequence[int]) -> int:
         """Return the tokens that the whole pool has room for beside the cached pages of a prefix.
@@ -293,7 +231,7 @@ class Ledger:
 
     def cached_pages(self, request: Request) -> list[int]:
         """Pages of the prefix of a waiting request that it need not compute."""
-        return self.cache.match(request) if request.read_prefix_cache else []
+        return self.store.match(request) if request.read_prefix_cache else []
 
     def num_pages_taken(self, request: Request, num_expected: int = 0) -> int:
         """Return the free pages that the start of a request takes: new ones, and cached ones without an owner.
@@ -307,34 +245,7 @@ class Ledger:
         num_tokens = min(request.num_tokens, num_shared * self.page_size + self.max_num_batched_tokens)
         num_tokens = min(num_tokens, num_shared * self.page_size + self.num_tokens_with_room(cached))
         num_new = groups.num_columns(num_tokens) - num_shared
-        return self.cache.num_evictable(cached) + num_new * groups.size
-
-    def register_columns(self, request: Request, stop: int) -> None:
-        """Register the pages of the columns before `stop` that were not yet; all their tokens are known and certain."""
-        first = request.num_registered_columns
-        if first >= stop or request in self.unshared:
-            return
-        pages, size, register, tenant = request.pages, self._group_size, self.cache.register, request.tenant
-        hashes = self.cache.hashes(request)
-        for index in range(first * size, stop * size):
-            if (page := pages[index]) != RELEASED:
-                register(hashes[index // size], page, index % size, tenant)
-        request.num_registered_columns = stop
-
-    def _register_rest(self, request: Request) -> None:
-        """Register the full pages of a running request that were not yet, and the last one if others may copy it."""
-        num_certain = request.num_known_tokens - bool(request.output_token_ids)  # the last output may not be computed
-        num_tokens = min(request.num_computed_tokens, num_certain)
-        # The last output of a preempted request may be at the end of a page that is registered already.
-        num_tokens = max(num_tokens, request.num_registered_columns * self.page_size)
-        column, size = num_tokens // self.page_size, self._group_size
-        self.register_columns(request, column)
-        if not request.shares_last_page or not num_tokens % self.page_size or request in self.unshared:
-            return
-        page_hash = self.cache.last_page_hash(request, num_tokens)
-        for group, page in enumerate(request.pages[column * size : (column + 1) * size]):
-            if page != RELEASED:
-                self.cache.register(page_hash, page, group, request.tenant)
+        return self.store.num_evictable(cached) + num_new * groups.size
 
     def check_integrity(self) -> None:
         """Assert that pages and slots are conserved, that requests are where their status says, and the counts."""
@@ -358,7 +269,7 @@ class Ledger:
             assert request.status is RequestStatus.WAITING, f"{request.request_id} waits as {request.status}"
             held = (request.pages, request.slot, request.num_computed_tokens)
             assert held == ([], -1, 0), f"{request.request_id} waits but holds {held}"
-        self.cache.check_integrity(owners)
+        self.store.check_integrity(owners)
         assert self.num_prefill_tokens == sum(num_remaining(r) - 1 for r in self.running.values())
         assert self.num_growing == sum(map(self.can_grow, self.running.values()))
         counted = self.num_waiting_tokens, self.num_waiting_pages

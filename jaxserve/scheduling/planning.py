@@ -68,8 +68,8 @@ class Planning:
 
     def begin(self, step_id: int) -> StepPlan:
         """Begin a plan: rows give way to waiting requests of higher classes."""
-        if self._ledger.cache.snapshots is not None:
-            self._ledger.cache.snapshots.begin_plan()
+        if (states := self._ledger.store.states) is not None:
+            states.begin_plan()
         plan = StepPlan(step_id)
         make_room(self._ledger, self._policy, plan)
         return plan

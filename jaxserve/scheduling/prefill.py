@@ -114,7 +114,7 @@ class Prefills:
             if request.status not in RUNS or not budget_left:  # preempted for an older one
                 continue
             wanted = self._policy.first_share(num_remaining(request), budget_left)
-            self._ledger.release_unseen(request)
+            self._ledger.store.release_unseen(request)
             num_tokens = self._num_affordable(request, wanted)
             while not num_tokens and (victim := _last_running(rows[index + 1 :])) is not None:
                 self._ledger.preempt(victim, plan)
@@ -155,16 +155,16 @@ class Prefills:
     def _take_snapshots(self, plan: StepPlan, first_row: int) -> None:
         """Have rows from one on take snapshots of their states where they are worth it."""
         ledger = self._ledger
-        if (snapshots := ledger.cache.snapshots) is None:
+        if (states := ledger.store.states) is None:
             return
         for row in range(first_row, plan.num_rows):
             request, start = plan.requests[row], plan.starts[row]
             stop, num_known = start + plan.counts[row], request.num_tokens - plan.max_new[row]
             last = (num_known - 1) // ledger.page_size * ledger.page_size  # its last token is computed in any case
             num_tokens = next((place for place in (request.branch_tokens, last) if start < place <= stop), None)
-            if num_tokens is None or request in ledger.unshared:
+            if num_tokens is None or request in ledger.store.unshared:
                 continue
-            entry = snapshots.take(ledger.cache.hashes(request)[num_tokens // ledger.page_size - 1])
+            entry = states.take(ledger.store.hashes(request)[num_tokens // ledger.page_size - 1])
             if entry is not None:
                 plan.snapshots.append((row, num_tokens - start, entry))
 
@@ -226,7 +226,7 @@ class Prefills:
         """Return whether a waiting request was seen to begin like a prompt that has yet to get beyond that part."""
         prompt, num_common = self._seen.get(request, (request, 0))
         runs_here = self._ledger.running.get(prompt.request_id) is prompt
-        return runs_here and prompt.num_computed_tokens < num_common and prompt not in self._ledger.unshared
+        return runs_here and prompt.num_computed_tokens < num_common and prompt not in self._ledger.store.unshared
 
     @property
     def num_held(self) -> int:
@@ -251,7 +251,7 @@ class Prefills:
             request: waiting request.
             most_left: most tokens that the request may have to compute.
         """
-        cache = self._ledger.cache
+        store = self._ledger.store
         if not request.read_prefix_cache:
             return [] if request.num_tokens <= most_left else None
         self._seen[request] = request, 0
@@ -262,9 +262,9 @@ class Prefills:
                 self._seen[request] = other, self._num_common_tokens(other, request)
                 return None
         num_needed = self._ledger.groups.num_columns(request.num_tokens - most_left)
-        if not cache.may_match(request, num_needed):
+        if not store.may_match(request, num_needed):
             return None
-        cached = cache.match(request)
+        cached = store.match(request)
         return cached if request.num_tokens - self._num_cached_tokens(cached) <= most_left else None
 
     def _num_cached_tokens(self, pages: Sequence[int]) -> int:
@@ -274,18 +274,18 @@ class Prefills:
     def _is_computing(self, other: Request, num_computed_tokens: int, request: Request) -> bool:
         """Return whether an unfinished prompt with so many tokens computed is at the page that `request` needs next."""
         ledger = self._ledger
-        if ledger.cache.snapshots is not None:  # states inside a prompt have no snapshots
+        if ledger.store.states is not None:  # states inside a prompt have no snapshots
             return False
         index = num_computed_tokens // ledger.page_size
-        theirs, num_matchable = ledger.cache.hashes(other), (request.num_known_tokens - 1) // ledger.page_size
-        if index >= min(len(theirs), num_matchable) or other in ledger.unshared:
+        theirs, num_matchable = ledger.store.hashes(other), (request.num_known_tokens - 1) // ledger.page_size
+        if index >= min(len(theirs), num_matchable) or other in ledger.store.unshared:
             return False
-        page_hash = ledger.cache.hashes(request)[index]
-        return page_hash == theirs[index] and not ledger.cache.has(page_hash)
+        page_hash = ledger.store.hashes(request)[index]
+        return page_hash == theirs[index] and not ledger.store.has(page_hash)
 
     def _num_common_tokens(self, other: Request, request: Request) -> int:
         """Return how many tokens of pages that may be shared two requests have in common."""
-        theirs, own = self._ledger.cache.hashes(other), self._ledger.cache.hashes(request)
+        theirs, own = self._ledger.store.hashes(other), self._ledger.store.hashes(request)
         stop = min(len(theirs), (request.num_known_tokens - 1) // self._ledger.page_size)
         # A page's hash covers all pages before it.
         return self._ledger.page_size * bisect_left(range(stop), True, key=lambda index: own[index] != theirs[index])
@@ -294,7 +294,7 @@ class Prefills:
         """Start one request with its cached pages and a first share; False, and no change, where pages are short."""
         ledger = self._ledger
         if request.shares_last_page and request.read_prefix_cache:
-            copied = ledger.cache.match_last(request, len(cached) // ledger.groups.size)
+            copied = ledger.store.match_last(request, len(cached) // ledger.groups.size)
             if copied and self._start(request, cached, copied, num_kept, plan):
                 return True
         return self._start(request, cached, [], num_kept, plan)
@@ -306,19 +306,19 @@ class Prefills:
         num_tokens = self._policy.first_share(request.num_tokens - start, self._budget_left(plan))
         num_tokens = min(num_tokens, ledger.num_tokens_with_room(cached))
         num_pages = ledger.groups.num_columns(start + num_tokens) * ledger.groups.size
-        ledger.cache.retain(copied)  # lest the allocation evicts them
-        pages = ledger.acquire(request, cached, num_pages - len(cached), num_kept)
-        ledger.cache.release(copied)
+        ledger.store.retain(copied)  # lest the allocation evicts them
+        pages = ledger.store.acquire(request, cached, num_pages - len(cached), num_kept)
+        ledger.store.release(copied)
         if pages is None:
             return False
         plan.copies += zip(copied, pages[len(cached) :], strict=False)
-        if (snapshots := ledger.cache.snapshots) is not None:
-            hashes, num_columns = ledger.cache.hashes(request), start // ledger.page_size
+        if (states := ledger.store.states) is not None:
+            hashes, num_columns = ledger.store.hashes(request), start // ledger.page_size
             request.branch_tokens = 0
-            if request.read_prefix_cache and (num_full := ledger.cache.num_full_columns(request)) > num_columns:
+            if request.read_prefix_cache and (num_full := ledger.store.num_full_columns(request)) > num_columns:
                 request.branch_tokens = num_full * ledger.page_size
             if num_columns:
-                plan.restored.append((plan.num_rows, snapshots.read(hashes[num_columns - 1])))
+                plan.restored.append((plan.num_rows, states.read(hashes[num_columns - 1])))
         if not request.num_preemptions:
             request.num_cached_tokens = start
         ledger.uncount(request)
@@ -402,7 +402,7 @@ class Prefills:
             request.status = RequestStatus.BLOCKED
         plan.wants_logprobs |= samples and request.params.logprobs is not None
         plan.wants_prompt_logprobs |= wants_prompt_logprobs(request, start)
-        self._ledger.register_columns(request, request.num_computed_tokens // self._ledger.page_size)
+        self._ledger.store.register_columns(request, request.num_computed_tokens // self._ledger.page_size)
 
 
 def _last_running(rows: Sequence[Request]) -> Request | None:

@@ -266,8 +266,7 @@ class Scheduler:
         Running requests keep their pages, but no one else will find what they compute on top of them.
         """
         self.num_cache_resets += 1
-        self._ledger.cache.reset()
-        self._ledger.unshared.update(self._ledger.running.values())
+        self._ledger.store.reset(self._ledger.running.values())
         self._notify()
 
     def restart(self) -> None:

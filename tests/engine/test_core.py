@@ -26,7 +26,7 @@ from jaxserve.engine.event_log import EventLog, read_log, replay_log
 from jaxserve.engine.events import CacheReset, Cancelled, Record, ReplicaEvent, Scheduled, Submitted
 from jaxserve.engine.replica import Replica
 from jaxserve.execution.executor import Executor
-from jaxserve.kv_cache import page_pool, prefix_cache
+from jaxserve.kv_cache import eviction, group_kinds, page_store, pages
 from jaxserve.metrics import EngineStats
 from jaxserve.models.arch import ArchConfig, RopeConfig
 from jaxserve.request import FinishReason, Request
@@ -230,7 +230,19 @@ class BreakOff:
 
     FILES = frozenset(
         module.__file__
-        for module in (core, decode, ledger, load_balancer, page_pool, prefill, prefix_cache, replica, scheduler)
+        for module in (
+            core,
+            decode,
+            eviction,
+            group_kinds,
+            ledger,
+            load_balancer,
+            page_store,
+            pages,
+            prefill,
+            replica,
+            scheduler,
+        )
     )
 
     def __init__(self, line: int, error: type[BaseException]) -> None:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from simulation import Loop, make_request, make_scheduler
 
 from jaxserve.kv_cache.groups import KVGroups
-from jaxserve.kv_cache.page_pool import PagePool
-from jaxserve.kv_cache.prefix_cache import PrefixCache
+from jaxserve.kv_cache.page_store import PageStore
 from tests.random_runs import examples
 
 TENANTS = ["a", "b", "c"]
@@ -46,45 +45,45 @@ class Model:
 @settings(max_examples=examples(100))
 @given(num_pages=st.integers(4, 16), operations=OPERATIONS)
 def test_the_tenant_with_most_pages_gives_up_its_oldest(num_pages, operations):
-    cache, model = PrefixCache(PagePool(num_pages), KVGroups(4)), Model(num_pages)
+    store, model = PageStore(num_pages, KVGroups(4)), Model(num_pages)
     held, released, number = [], [], 0
     for tenant, count, kind in operations:
         if kind == "drop" and held:
             pages = held.pop(0)
-            release(cache, model, pages)
+            release(store, model, pages)
             released.append(pages)
         elif kind == "find" and released:
             pages = [page for page in released[-1] if page in model.cached and not model.cached[page][1]]
-            cache.retain(pages)
+            store.retain(pages)
             for page in pages:
                 model.cached[page] = (model.cached[page][0], True)
-            release(cache, model, pages)
+            release(store, model, pages)
         elif kind in ("run", "hold"):
             before = set(model.cached)
             gone = model.allocate(count, tenant)
-            pages = cache.allocate(count, tenant)
+            pages = store.allocate(count, tenant)
             assert (pages is None) == (gone is None)
             if pages is None:
                 continue
-            assert before - set(cache._content) == set(gone)
+            assert before - set(store._pages.content) == set(gone)
             for page in pages:
                 number += 1
-                cache.register(str(number).encode(), page, 0, tenant)
+                store.register(str(number).encode(), page, 0, tenant)
                 model.cached[page] = (tenant, True)
             held.append(pages)
             if kind == "run":
-                release(cache, model, held.pop())
+                release(store, model, held.pop())
                 released.append(pages)
         owners = {page: 1 for pages in held for page in pages}
-        cache.check_integrity(owners)
-        assert {name: cache.num_cached(name) for name in TENANTS} == {
+        store.check_integrity(owners)
+        assert {name: store.num_cached(name) for name in TENANTS} == {
             name: sum(owner == name for owner, _ in model.cached.values()) for name in TENANTS
         }
 
 
-def release(cache, model, pages):
+def release(store, model, pages):
     """Release pages here and there; the last goes first."""
-    cache.release(list(pages))
+    store.release(list(pages))
     for page in reversed(pages):
         model.cached[page] = (model.cached[page][0], False)
         model.cached.move_to_end(page)
@@ -103,14 +102,14 @@ def test_a_flood_leaves_others_their_share(victim, flood, num_tenants):
         for number, length in enumerate(victim):
             name = f"quiet {index}"
             run(loop, [make_request(f"{name} {number}", [index, number] * length, tenant=name, salt=name.encode())])
-    cache = loop.scheduler._ledger.cache
-    before = {f"quiet {index}": cache.num_cached(f"quiet {index}") for index in range(num_tenants)}
+    store = loop.scheduler._ledger.store
+    before = {f"quiet {index}": store.num_cached(f"quiet {index}") for index in range(num_tenants)}
     longest = max(-(-(2 * length + 4) // page_size) for length in flood)  # pages that the flood has in use
     for number, length in enumerate(flood):
         run(loop, [make_request(f"flood {number}", [number, 7] * length, tenant="flood", salt=b"flood")])
         share = (num_pages - longest) // (num_tenants + 1)
         for tenant, count in before.items():
-            assert cache.num_cached(tenant) >= min(count, share)
+            assert store.num_cached(tenant) >= min(count, share)
 
 
 def test_without_the_rule_the_flood_would_take_all():

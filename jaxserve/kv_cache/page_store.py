@@ -1,0 +1,290 @@
+"""PageStore: all pages of a pool, from allocation to eviction, and the content by which requests find them.
+
+A page is free; computing, while requests that own it fill it; or cached: found by the hash of everything up to its last
+token, by whoever begins alike. A cached page that loses its last owner keeps its content until no free page is left.
+
+Each KV group has pages of its own, and what a token sees of them depends on the kind of the group (`group_kinds.py`). A
+prefix is cached if all kinds find what the next token sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jaxserve.kv_cache.eviction import EvictionOrder
+from jaxserve.kv_cache.group_kinds import FullAttention, GroupKind, RecurrentState, SlidingWindow, longest_hit
+from jaxserve.kv_cache.groups import RELEASED, KVGroups
+from jaxserve.kv_cache.pages import CACHED, COMPUTING, Pages
+from jaxserve.kv_cache.prefix_hashes import PrefixHashes
+from jaxserve.request import Request
+
+TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one they take twice as long
+
+
+class PageStore:
+    """Pages of a pool, owned by running requests or cached.
+
+    Args:
+        num_pages: pages in the pool.
+        groups: groups of layers with pages of their own.
+
+    Attributes:
+        page_size: tokens per page.
+        columns_at_once: columns of output tokens that are registered together; the rest when their request stops.
+        states: snapshots of states; None if all layers have attention.
+        unshared: running requests that were there when the cache was reset last: nobody finds what they compute.
+    """
+
+    def __init__(self, num_pages: int, groups: KVGroups) -> None:
+        self.page_size, self._groups = groups.page_size, groups
+        self.columns_at_once = max(TOKENS_AT_ONCE // groups.page_size, 1)
+        self._pages = Pages(num_pages)
+        self._order = EvictionOrder()
+        self._hashes = PrefixHashes(groups.page_size)
+        self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
+        self._cached = [*self._page_by_hash]
+        self._full = FullAttention(groups)
+        self._kinds: list[GroupKind] = [self._full]
+        self.states: RecurrentState | None = None
+        if groups.sliding:
+            self._kinds.append(SlidingWindow(groups))
+            self.columns_at_once = 1  # pages are released behind the window, which may be smaller
+        if groups.num_snapshots is not None:
+            self.states = RecurrentState(groups.num_snapshots)
+            self._kinds.append(self.states)
+            self._cached.append(self.states.cached)
+        self.unshared: set[Request] = set()
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated: free and evictable ones."""
+        return len(self._pages.free_pages) + self._order.num_evictable
+
+    def num_cached(self, tenant: str) -> int:
+        """Return the number of a tenant's cached pages, in use or not."""
+        return self._order.num_cached(tenant)
+
+    # Hits
+
+    def hashes(self, request: Request) -> list[bytes]:
+        """Return the hashes of a request's full pages of known tokens."""
+        return self._hashes.full_pages(request)
+
+    def has(self, page_hash: bytes) -> bool:
+        """Return whether a page with this hash is cached."""
+        return page_hash in self._page_by_hash[(*self._full.groups, 0)[0]]
+
+    def may_match(self, request: Request, num_columns: int) -> bool:
+        """Return False if a single look-up shows that `match` would find fewer columns than this."""
+        if num_columns > self._num_matchable(request):
+            return False
+        return not self._full.groups or num_columns < 1 or self.has(self.hashes(request)[num_columns - 1])
+
+    def match(self, request: Request) -> list[int]:
+        """Return the pages of a request's longest cached prefix, column by column; takes no references.
+
+        At least one known token is left over, because sampling needs the hidden state of the last one.
+        """
+        hashes = self.hashes(request)[: self._num_matchable(request)]
+        hashes = hashes[: longest_hit(self._kinds, hashes, self._cached)]
+        size = self._groups.size
+        if size == 1 and self._full.groups:
+            return [self._page_by_hash[0][page_hash] for page_hash in hashes]
+        pages = [RELEASED] * (len(hashes) * size)
+        for kind in self._kinds:
+            for column in kind.seen(len(hashes)):
+                for group in kind.groups:
+                    pages[column * size + group] = self._page_by_hash[group][hashes[column]]
+        return pages
+
+    def num_full_columns(self, request: Request) -> int:
+        """Return the columns of a request's prefix whose pages all groups of full attention have."""
+        return self._full.longest_hit(self.hashes(request)[: self._num_matchable(request)], self._page_by_hash)
+
+    def match_last(self, request: Request, num_columns: int) -> list[int]:
+        """Return the pages, one per group, that hold what lies between so many cached columns and the last known token.
+
+        Empty if there are none: they are partly filled, and cached if a request whose last page is shared ended so.
+        """
+        num_tokens = request.num_known_tokens - 1
+        if self.states is not None:  # snapshots are taken behind full pages
+            return []
+        if num_tokens // self.page_size != num_columns or not num_tokens % self.page_size:
+            return []
+        page_hash = self._hashes.last_page(request, num_tokens)
+        pages = [pages_of[page_hash] for pages_of in self._page_by_hash if page_hash in pages_of]
+        return pages if len(pages) == self._groups.size else []
+
+    def _num_matchable(self, request: Request) -> int:
+        return (request.num_known_tokens - 1) // self.page_size
+
+    def num_evictable(self, pages: Iterable[int]) -> int:
+        """Return how many of these cached pages nobody owns."""
+        states, num_owners = self._pages.states, self._pages.num_owners
+        return sum(page != RELEASED and states[page] is CACHED and not num_owners[page] for page in pages)
+
+    # Owners
+
+    def allocate(self, num_pages: int, tenant: str = "") -> list[int] | None:
+        """Return new pages with one owner each and no content, or None (and no change) if there are too few.
+
+        Args:
+            num_pages: number of pages.
+            tenant: tenant that they are for. Its own cached pages go before those of others that have as many.
+        """
+        num_lacking = num_pages - len(self._pages.free_pages)
+        if num_lacking > 0:
+            if num_lacking > self._order.num_evictable:
+                return None
+            content, page_by_hash = self._pages.content, self._page_by_hash
+            for _ in range(num_lacking):
+                page = self._order.pop(tenant)
+                group, page_hash, _ = content.pop(page)
+                del page_by_hash[group][page_hash]
+                self._pages.free(page)
+        return self._pages.take(num_pages)
+
+    def acquire(self, request: Request, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
+        """Take `cached` pages and `num_new` behind them; None, and no change, unless `num_kept` stay free.
+
+        Args:
+            request: request that they are for.
+            cached: cached pages of its prefix.
+            num_new: number of further pages.
+            num_kept: number of pages that stay free.
+        """
+        self.retain(cached)  # first of all, lest the allocation evicts them
+        new = self.allocate(num_new, request.tenant) if num_new + num_kept <= self.num_available else None
+        if new is None:
+            self.release(cached)
+            return None
+        return cached + new
+
+    def grow(self, request: Request, num_tokens: int) -> int | None:
+        """Give a running request the pages of its next `num_tokens`, and return how many are new; None if too few."""
+        pages, groups = request.pages, self._groups
+        num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) * groups.size - len(pages)
+        if num_new <= 0:
+            return 0
+        new = self.allocate(num_new, request.tenant)
+        if new is None:
+            return None
+        pages += new
+        return num_new
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Add an owner to each of these pages."""
+        num_owners, content = self._pages.num_owners, self._pages.content
+        for page in pages:
+            if page != RELEASED:
+                if not num_owners[page]:
+                    self._order.remove(page, content[page][-1])
+                num_owners[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Take an owner from each of a request's pages, given in token order.
+
+        Goes from the last page to the first, so that tails are evicted before the heads that more requests share.
+        """
+        num_owners, content = self._pages.num_owners, self._pages.content
+        for page in reversed(pages):
+            if page == RELEASED:
+                continue
+            num_owners[page] = num_left = num_owners[page] - 1
+            assert num_left >= 0, f"page {page} is released more often than retained"
+            if num_left:
+                continue
+            if page in content:
+                self._order.add(page, content[page][-1])
+            else:
+                self._pages.free(page)
+
+    def release_unseen(self, request: Request) -> None:
+        """Release the pages of a running request that no later token sees.
+
+        The next owner of a page writes to it in a later step or in the plan being made. In that plan the request must
+        not have a row yet, so that its row no longer reads the page.
+        """
+        for kind in self._kinds:
+            self.release(kind.release_unseen(request))
+
+    def leave(self, request: Request) -> None:
+        """Take all pages from a request that stops running; what it has computed stays cached."""
+        self._register_rest(request)
+        self.unshared.discard(request)
+        self.release(request.pages)
+        request.pages = []
+        request.num_released_columns = request.num_registered_columns = 0
+
+    # Content
+
+    def register(self, page_hash: bytes, page: int, group: int = 0, tenant: str = "") -> None:
+        """Make an owned page findable. If another page has the same content already, that one stays the cached one.
+
+        The caller vouches that the content is in the pool before any row that could find the page attends to it.
+
+        Args:
+            page_hash: hash of everything up to the page's last token.
+            page: the page.
+            group: its KV group.
+            tenant: tenant whose share of the cache it counts for.
+        """
+        page_by_hash = self._page_by_hash[group]
+        if page_hash in page_by_hash:
+            return
+        assert self._pages.states[page] is COMPUTING, f"page {page} is {self._pages.states[page]}, not computing"
+        page_by_hash[page_hash] = page
+        self._pages.states[page] = CACHED
+        self._pages.content[page] = group, page_hash, tenant
+        self._order.cached(tenant)
+
+    def register_columns(self, request: Request, stop: int) -> None:
+        """Register the pages of the columns before `stop` that were not yet; all their tokens are known and certain."""
+        first = request.num_registered_columns
+        if first >= stop or request in self.unshared:
+            return
+        pages, size, register, tenant = request.pages, self._groups.size, self.register, request.tenant
+        hashes = self.hashes(request)
+        for index in range(first * size, stop * size):
+            if (page := pages[index]) != RELEASED:
+                register(hashes[index // size], page, index % size, tenant)
+        request.num_registered_columns = stop
+
+    def _register_rest(self, request: Request) -> None:
+        """Register the full pages of a running request that were not yet, and the last one if others may copy it."""
+        num_certain = request.num_known_tokens - bool(request.output_token_ids)  # the last output may not be computed
+        num_tokens = min(request.num_computed_tokens, num_certain)
+        # The last output of a preempted request may be at the end of a page that is registered already.
+        num_tokens = max(num_tokens, request.num_registered_columns * self.page_size)
+        column, size = num_tokens // self.page_size, self._groups.size
+        self.register_columns(request, column)
+        if not request.shares_last_page or not num_tokens % self.page_size or request in self.unshared:
+            return
+        page_hash = self._hashes.last_page(request, num_tokens)
+        for group, page in enumerate(request.pages[column * size : (column + 1) * size]):
+            if page != RELEASED:
+                self.register(page_hash, page, group, request.tenant)
+
+    def reset(self, running: Iterable[Request]) -> None:
+        """Forget all content. Pages in use stay with their owners, of which `running` are all."""
+        evictable = self._order.clear()
+        for page in self._pages.content:
+            self._pages.states[page] = COMPUTING
+        self._pages.content.clear()
+        for page_by_hash in self._page_by_hash:
+            page_by_hash.clear()
+        for page in evictable:
+            self._pages.free(page)
+        if self.states is not None:
+            self.states.reset()
+        self.unshared.update(running)
+
+    def check_integrity(self, owners: dict[int, int]) -> None:
+        """Assert that pages are conserved; `owners` maps each page in use to its number of owners."""
+        content = self._pages.content
+        self._pages.check_integrity(owners)
+        by_page = {page: (g, key) for g, pages_of in enumerate(self._page_by_hash) for key, page in pages_of.items()}
+        assert by_page == {page: each[:2] for page, each in content.items()}
+        self._order.check_integrity(content, {page for page in content if page not in owners})
+        if self.states is not None:
+            self.states.check_integrity()
