@@ -19,7 +19,7 @@ from jaxserve.execution.batch import SpeculativeBatch
 from jaxserve.execution.proposer import Drafts
 from jaxserve.execution.round import Model, StepOutput
 from jaxserve.execution.rows import Rows, advance, ends_sequence
-from jaxserve.execution.state import CLIPPED, Lengths, ServeState
+from jaxserve.execution.state import CLIPPED, ServeState
 from jaxserve.sampling import DraftedTokens, SamplingRows, count_sampled, sample
 
 
@@ -82,9 +82,9 @@ class _SampledAtOnce:
             return jnp.broadcast_to(of_rows, (N + 1, *of_rows.shape)).reshape(-1, *of_rows.shape[1:])
 
         depth = drafts.depth
-        before = Lengths(*((length[None] + depth.T).reshape(-1) for length in rows.end))
+        history_len = rows.end.history[None] + depth.T
         records = flat(state.sequences.records.at[rows.slot].get(**CLIPPED))
-        sampling = SamplingRows(records, before.history, flat(rows.samples))
+        sampling = SamplingRows(records, history_len.reshape(-1), flat(rows.samples))
         depends = sampling.is_masked | sampling.is_biased | sampling.is_penalised
         is_done = ~(jnp.any(depends) | (batch.wants_logprobs > 0))
         drawn = None
@@ -99,7 +99,7 @@ class _SampledAtOnce:
             lambda: jnp.zeros((N + 1) * R, jnp.int32),
         )
         is_last = ends_sequence(
-            state.sequences, flat(rows.slot), before, sampling.min_history_len, state.slots, sampled
+            state.sequences, flat(rows.slot), sampling.history_len, sampling.min_history_len, state.slots, sampled
         )
         sampled, is_last = (x.reshape(N + 1, R).T for x in (sampled, is_last))
         parent, words = drafts.parent, drafts.words

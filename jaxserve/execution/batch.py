@@ -246,7 +246,8 @@ class Admission:
         start: tokens that it found in the prefix cache.
         end_position: position at which its sequence ends.
         position_offset: difference of a token's position from the number of tokens before it.
-        cache_offset: difference of the number of cached tokens from that of all; 0 or less.
+        cache_offset: difference of the number of cached tokens from that of all; 0 or less; 0 in models with windows,
+            which count cached tokens.
         records: words of SAMPLING_RECORD.
         stop_ids: the first of its stop ids; -1 pads.
         new_pages: pages that rows got.

@@ -165,7 +165,7 @@ def advance(
 ) -> Sequences:
     """Count what was computed, and stop the sequences that a token has ended or that are as long as they may be."""
     S = sequences.length.shape[0]
-    is_last = ends_sequence(sequences, rows.slot, rows.end, sampling.min_history_len, slots, sampled)
+    is_last = ends_sequence(sequences, rows.slot, rows.end.history, sampling.min_history_len, slots, sampled)
     length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.end.history, **DROPPED)
     stopped = sequences.stopped.at[jnp.where(rows.samples & is_last, rows.slot, S)].set(True, **DROPPED)
     return dataclasses.replace(sequences, length=length, stopped=stopped)
@@ -174,13 +174,13 @@ def advance(
 def ends_sequence(
     sequences: Sequences,
     slot: Int[Array, " R"],
-    before: Lengths,
+    history_len: Int[Array, " R"],
     min_history_len: Int[Array, " R"],
     slots: SlotTable,
     sampled: Int[Array, " R"],
 ) -> Bool[Array, " R"]:
-    """Mask of tokens, sampled after sequences of some lengths, that end the sequences in their slots."""
+    """Mask of tokens, sampled after so many others, that end the sequences in their slots."""
     stop_ids = slots.stop_ids.at[slot].get(**CLIPPED)
-    is_stop = jnp.any(sampled[:, None] == stop_ids, axis=1) & (before.history >= min_history_len)
-    is_full = before.position + 1 >= sequences.end_position(slot)
+    is_stop = jnp.any(sampled[:, None] == stop_ids, axis=1) & (history_len >= min_history_len)
+    is_full = history_len + 1 >= sequences.max_len(slot)
     return is_stop | is_full

@@ -66,7 +66,7 @@ class Sequences:
 
     Attributes:
         length: tokens computed so far.
-        admitted: numbers that an admission sets, in one array, as each array costs a dispatch a microsecond: position
+        admitted: numbers that an admission sets, in one array, as each array costs a dispatch a microsecond: `length`
             at which the sequence ends, then the differences of position and cached length from `length`.
         stopped: True if it has ended.
         page_table: its pages, M at most in each of G KV groups; row `slot * G + g` has those of group g.
@@ -90,8 +90,8 @@ class Sequences:
         position, cached = (history + self.admitted.at[row, slot].get(**CLIPPED) for row in (1, 2))
         return Lengths(history, position, cached)
 
-    def end_position(self, slot: Int[Array, " R"]) -> Int[Array, " R"]:
-        """Return the positions at which some sequences end."""
+    def max_len(self, slot: Int[Array, " R"]) -> Int[Array, " R"]:
+        """Return the history lengths at which some sequences end: there they have come to their last position."""
         return self.admitted.at[0, slot].get(**CLIPPED)
 
 

@@ -115,7 +115,7 @@ def _round(
     wanted = jnp.where(rows.samples, jnp.maximum(wanted, 0), 0)
     with jax.named_scope("propose"):
         drafts, draft_state = proposer.propose(params, state, rows, wanted, batch.base_seed)
-        room = state.sequences.end_position(rows.slot) - 2 - rows.start.position  # pages end there
+        room = state.sequences.max_len(rows.slot) - 2 - rows.start.history  # pages end there
         drafts = dataclasses.replace(drafts, count=jnp.minimum(drafts.count, jnp.maximum(room, 0)))
         state = dataclasses.replace(state, draft=draft_state)
     with jax.named_scope("verify"):
