@@ -5,6 +5,7 @@ No feature of the engine makes them differ yet: admissions and pages are changed
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +29,9 @@ from tests.oracles import has_torch, torch
 
 Start = Callable[..., Engine]
 
-PAGE_SIZE, NUM_CACHED, NUM_OUTPUT = SIZES["page_size"], 12, 9
-PENALTY = 1.4
-PARAMS = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=0, repetition_penalty=PENALTY)
+PAGE_SIZE, NUM_CACHED, NUM_OUTPUT = SIZES["page_size"], 12, 20
+PARAMS = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=0)
+PENALISED = replace(PARAMS, repetition_penalty=1.4)
 
 
 class Change(NamedTuple):
@@ -45,7 +46,7 @@ class Change(NamedTuple):
     dropped: range = range(0)
 
 
-# Rows of one batch: the last is as ever. Dropped tokens are the first of the sequence, or between others.
+# Rows of two batches: the last is as ever. Dropped tokens are the first of the sequence, or between others.
 CHANGES = (Change(7, range(1, 2)), Change(23), Change(0, range(2)), Change(0))
 PREFIX = tokens(NUM_CACHED, "prefix")
 PROMPTS = [PREFIX + tokens(count, count) for count in (6, 9, 5, 8)]
@@ -83,7 +84,7 @@ def changed(engine: Engine, changes: dict[tuple[int, ...], Change]) -> Iterator[
 
 
 def expected_of(
-    model: transformers.PreTrainedModel, prompt: Sequence[int], change: Change
+    model: transformers.PreTrainedModel, prompt: Sequence[int], change: Change, penalty: float
 ) -> tuple[list[int], list[float]]:
     """Return greedy tokens by transformers with a compacted cache, and their log probabilities."""
     if not has_torch:
@@ -102,25 +103,25 @@ def expected_of(
             out = model(torch.tensor([new]), position_ids=positions, **{name: cache})
             logits = out.logits[0, -1].numpy()
             seen = np.isin(np.arange(len(logits)), ids)
-            penalised = np.where(logits > 0, logits / PENALTY, logits * PENALTY)
+            penalised = np.where(logits > 0, logits / penalty, logits * penalty)
             new = [int(np.where(seen, penalised, logits).argmax())]
             logprobs.append(float(log_softmax(logits)[new[0]]))
             ids += new
     return ids[len(prompt) :], logprobs
 
 
-def check(engine: Engine, model: transformers.PreTrainedModel) -> None:
-    """Compare rows of one batch with transformers; without their changes each has other log probabilities."""
-    generate(engine, [[*PREFIX, 5]], PARAMS)
+def check(engine: Engine, model: transformers.PreTrainedModel, params: SamplingParams = PENALISED) -> None:
+    """Compare rows with transformers; without their changes each has other log probabilities."""
+    generate(engine, [[*PREFIX, 5]], params)
     with changed(engine, {tuple(prompt): change for prompt, change in zip(PROMPTS, CHANGES, strict=True)}):
-        outputs = generate(engine, PROMPTS, PARAMS)
+        outputs = [*generate(engine, PROMPTS[:2], params), *generate(engine, PROMPTS[2:], params)]
     for prompt, change, output in zip(PROMPTS, CHANGES, outputs, strict=True):
         [completion] = output.outputs
-        ids, logprobs = expected_of(model, prompt, change)
+        ids, logprobs = expected_of(model, prompt, change, params.repetition_penalty)
         assert completion.token_ids == ids, change
         found = [entry[i].logprob for entry, i in zip(completion.logprobs, ids, strict=True)]
         np.testing.assert_allclose(found, logprobs, atol=TOLERANCE, err_msg=str(change))
-        plain = expected_of(model, prompt, Change(0))[1]
+        _, plain = expected_of(model, prompt, Change(0), params.repetition_penalty)
         assert (change == Change(0)) == np.allclose(logprobs, plain, atol=10 * TOLERANCE)
     engine.reset_prefix_cache()
 
@@ -140,9 +141,11 @@ def test_lengths_that_differ(start: Start, oracle: transformers.PreTrainedModel,
 def test_lengths_of_rows_with_drafts(
     start: Start, oracle: transformers.PreTrainedModel, speculation: SpeculationConfig
 ) -> None:
+    """All tokens of a round are sampled at once, or, with penalties, one after the other."""
     engine = start(speculative_config=speculation, multi_step=8, **tokenizers_of(speculation))
     before = engine.stats.num_drafted_tokens
-    check(engine, oracle)
+    for params in (PARAMS, PENALISED):
+        check(engine, oracle, params)
     assert engine.stats.num_drafted_tokens > before
 
 
