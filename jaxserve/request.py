@@ -28,6 +28,7 @@ class RequestStatus(enum.Enum):
     """State of a request."""
 
     WAITING = enum.auto()  # has no pages and no slot; new or preempted
+    LOADING = enum.auto()  # waits, and has pages that are written with the content of a lower tier
     RUNNING = enum.auto()
     BLOCKED = enum.auto()  # runs, but samples nothing until the update of a plan
     FINISHED = enum.auto()
@@ -102,6 +103,8 @@ class Request:
     num_released_columns: int = 0  # leading columns whose pages in sliding groups were released
     num_registered_columns: int = 0  # leading columns whose pages were registered in the prefix cache
     page_hashes: list[bytes] = field(default_factory=list)  # hashes of the full pages of known tokens
+    num_transfers: int = 0  # moves of pages that it waits for; 0 unless loading
+    has_loaded: bool = False  # True if it has loaded since it waits
     branch_tokens: int = 0  # tokens up to which others begin alike, though no snapshot of a state is there; else 0
 
     @property

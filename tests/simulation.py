@@ -29,6 +29,7 @@ def make_scheduler(
     windows=(None,),
     num_spare_tokens=0,
     num_snapshots=None,
+    tiers=(),
     **policy_numbers,
 ):
     policy = Policy.of(max_num_batched_tokens)
@@ -40,6 +41,7 @@ def make_scheduler(
         max_model_len=max_model_len,
         policy=dataclasses.replace(policy, **policy_numbers),
         num_spare_tokens=num_spare_tokens,
+        tiers=tiers,
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.deltas import Admitted, Delta, Ended, StepDelta
-from jaxserve.engine.events import CacheReset, Cancelled, Event, Submitted
+from jaxserve.engine.events import CacheReset, Cancelled, Event, Submitted, Transferred
 from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.engine.replica import Replica
 from jaxserve.errors import PeerLostError
@@ -105,6 +105,8 @@ class EngineCore:
                 case CacheReset():
                     for replica in self.replicas:
                         replica.reset_prefix_cache()
+                case Transferred(keys, ok, index):
+                    self.replicas[index].transferred(keys, ok=ok)
             self.inbox.popleft()
         for replica in self.replicas:
             self._settle(replica)

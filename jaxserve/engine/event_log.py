@@ -22,6 +22,7 @@ from jaxserve.engine.events import (
     Recovered,
     ReplicaEvent,
     Scheduled,
+    Transferred,
     Updated,
     WeightsRead,
     Withdrawn,
@@ -39,7 +40,10 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 2**30
 _KINDS = {
     kind.__name__: kind
-    for kind in (Added, Finished, Withdrawn, CacheReset, Scheduled, Updated, Extended, Recovered, WeightsRead)
+    for kind in (
+        *(Added, Finished, Withdrawn, CacheReset, Transferred),
+        *(Scheduled, Updated, Extended, Recovered, WeightsRead),
+    )
 }
 _REQUEST_FIELDS = [
     "request_id",

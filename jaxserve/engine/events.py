@@ -39,7 +39,15 @@ class CacheReset(NamedTuple):
     """The prefix cache is to be emptied."""
 
 
-Event = Submitted | Cancelled | CacheReset
+class Transferred(NamedTuple):
+    """Moves of pages between tiers have ended."""
+
+    keys: Sequence[int]  # numbers of the moves
+    ok: bool  # False if their content is lost
+    replica: int = 0  # index of the replica that asked for them
+
+
+Event = Submitted | Cancelled | CacheReset | Transferred
 
 # Of a replica
 
@@ -95,7 +103,9 @@ class WeightsRead(NamedTuple):
     path: str
 
 
-ReplicaEvent = Added | Finished | Withdrawn | CacheReset | Scheduled | Updated | Extended | Recovered | WeightsRead
+ReplicaEvent = (
+    Added | Finished | Withdrawn | CacheReset | Transferred | Scheduled | Updated | Extended | Recovered | WeightsRead
+)
 Record = Callable[[ReplicaEvent], None]
 
 
@@ -128,18 +138,14 @@ def replay(
                 scheduler.withdraw()
             case CacheReset():
                 scheduler.reset_prefix_cache()
-            case Scheduled(max_steps, program, wanted, num_drafts, timing, may_split):
-                plan = scheduler.schedule(max_steps, num_drafts, timing, may_split=may_split)
-                digest = digest if plan is None else plan.digest(digest)
-                if digest != wanted or (plan is None) != (program is None):
-                    raise RuntimeError(
-                        f"its plans differ from the {num_plans + 1}th on ({plan}); all processes must run the same "
-                        "versions with the same options, and a log must be replayed by the version that recorded it"
-                    )
-                if plan is not None and program is not None:
+            case Transferred(keys, ok):
+                scheduler.transferred(keys, ok=ok)
+            case Scheduled():
+                plan, digest = _plan_again(event, scheduler, digest, num_plans)
+                if plan is not None and event.program is not None:
                     num_plans += 1
                     in_flight.append(plan)
-                    launch(plan, program)
+                    launch(plan, event.program)
             case Updated(token_ids):
                 scheduler.update(in_flight.popleft(), token_ids)
             case Extended(request_id, token_ids):
@@ -151,3 +157,15 @@ def replay(
             case WeightsRead(path):
                 read_weights(path)
     return num_plans
+
+
+def _plan_again(event: Scheduled, scheduler: AnyScheduler, digest: int, num_plans: int) -> tuple[StepPlan | None, int]:
+    """Return the plan of an event and the digest of all plans; RuntimeError if it is another one here."""
+    plan = scheduler.schedule(event.max_steps, event.num_drafts, event.timing, may_split=event.may_split)
+    digest = digest if plan is None else plan.digest(digest)
+    if digest != event.digest or (plan is None) != (event.program is None):
+        raise RuntimeError(
+            f"its plans differ from the {num_plans + 1}th on ({plan}); all processes must run the same "
+            "versions with the same options, and a log must be replayed by the version that recorded it"
+        )
+    return plan, digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from jaxserve.engine.events import (
     Recovered,
     ReplicaEvent,
     Scheduled,
+    Transferred,
     Updated,
     Withdrawn,
 )
@@ -133,6 +135,12 @@ class Replica:
         with self.changing:
             self.scheduler.reset_prefix_cache()
             self._note(CacheReset())
+
+    def transferred(self, keys: Sequence[int], *, ok: bool) -> None:
+        """Take the end of moves of pages between tiers; see `Scheduler.transferred`."""
+        with self.changing:
+            self.scheduler.transferred(keys, ok=ok)
+            self._note(Transferred(keys, ok))
 
     def withdraw(self) -> list[Request]:
         """Hand back the requests that wait here, as far as all their tokens are known, in their order."""

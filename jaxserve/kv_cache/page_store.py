@@ -3,22 +3,47 @@
 A page is free; computing, while requests that own it fill it; or cached: found by the hash of everything up to its last
 token, by whoever begins alike. A cached page that loses its last owner keeps its content until no free page is left.
 
+Device memory is the first of the tiers that keep content by its hash. Where there are lower ones, a cached page without
+owners is storing first, and found meanwhile; and a request whose prefix lies lower gets pages that are loading. Either
+is nobody else's until its transfer has ended, whoever owned it has ended or not. Then it is cached, or, if it failed
+to load or its content was forgotten meanwhile, free.
+
 Each KV group has pages of its own, and what a token sees of them depends on the kind of the group (`group_kinds.py`). A
 prefix is cached if all kinds find what the next token sees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 from jaxserve.kv_cache.eviction import EvictionOrder
-from jaxserve.kv_cache.group_kinds import FullAttention, GroupKind, RecurrentState, SlidingWindow, longest_hit
+from jaxserve.kv_cache.group_kinds import (
+    FullAttention,
+    GroupKind,
+    Hashes,
+    RecurrentState,
+    SlidingWindow,
+    longest_hit,
+    pages_seen,
+)
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
-from jaxserve.kv_cache.pages import CACHED, COMPUTING, Pages
+from jaxserve.kv_cache.pages import CACHED, COMPUTING, LOADING, STORING, Pages
 from jaxserve.kv_cache.prefix_hashes import PrefixHashes
-from jaxserve.request import Request
+from jaxserve.kv_cache.transfers import Tier, Transfers
+from jaxserve.request import Request, RequestStatus
 
 TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one they take twice as long
+
+
+class _Anywhere:
+    """Hashes of the pages of a group that are cached, or can be loaded."""
+
+    def __init__(self, group: int, cached: Hashes, transfers: Transfers) -> None:
+        self._group, self._cached, self._transfers = group, cached, transfers
+
+    def __contains__(self, page_hash: bytes) -> bool:
+        return page_hash in self._cached or self._transfers.reaches(self._group, page_hash)
 
 
 class PageStore:
@@ -27,22 +52,31 @@ class PageStore:
     Args:
         num_pages: pages in the pool.
         groups: groups of layers with pages of their own.
+        tiers: tiers below device memory, the next one first.
+        keys: numbers of moves between tiers.
 
     Attributes:
         page_size: tokens per page.
+        order: order in which cached pages are evicted.
         columns_at_once: columns of output tokens that are registered together; the rest when their request stops.
         states: snapshots of states; None if all layers have attention.
         unshared: running requests that were there when the cache was reset last: nobody finds what they compute.
     """
 
-    def __init__(self, num_pages: int, groups: KVGroups) -> None:
+    def __init__(
+        self, num_pages: int, groups: KVGroups, tiers: Sequence[Tier] = (), keys: Iterator[int] | None = None
+    ) -> None:
         self.page_size, self._groups = groups.page_size, groups
         self.columns_at_once = max(TOKENS_AT_ONCE // groups.page_size, 1)
         self._pages = Pages(num_pages)
-        self._order = EvictionOrder()
+        self.order = EvictionOrder()
+        self._transfers = Transfers(tiers, keys or count())
         self._hashes = PrefixHashes(groups.page_size)
         self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
-        self._cached = [*self._page_by_hash]
+        self._cached: list[Hashes] = [*self._page_by_hash]  # of each group, then of states
+        self._anywhere: list[Hashes] = [
+            _Anywhere(group, cached, self._transfers) for group, cached in enumerate(self._page_by_hash)
+        ]
         self._full = FullAttention(groups)
         self._kinds: list[GroupKind] = [self._full]
         self.states: RecurrentState | None = None
@@ -53,16 +87,13 @@ class PageStore:
             self.states = RecurrentState(groups.num_snapshots)
             self._kinds.append(self.states)
             self._cached.append(self.states.cached)
+            self._anywhere.append(self.states.cached)
         self.unshared: set[Request] = set()
 
     @property
     def num_available(self) -> int:
         """Pages that can be allocated: free and evictable ones."""
-        return len(self._pages.free_pages) + self._order.num_evictable
-
-    def num_cached(self, tenant: str) -> int:
-        """Return the number of a tenant's cached pages, in use or not."""
-        return self._order.num_cached(tenant)
+        return len(self._pages.free_pages) + self.order.num_evictable
 
     # Hits
 
@@ -91,10 +122,8 @@ class PageStore:
         if size == 1 and self._full.groups:
             return [self._page_by_hash[0][page_hash] for page_hash in hashes]
         pages = [RELEASED] * (len(hashes) * size)
-        for kind in self._kinds:
-            for column in kind.seen(len(hashes)):
-                for group in kind.groups:
-                    pages[column * size + group] = self._page_by_hash[group][hashes[column]]
+        for column, group in pages_seen(self._kinds, len(hashes)):
+            pages[column * size + group] = self._page_by_hash[group][hashes[column]]
         return pages
 
     def num_full_columns(self, request: Request) -> int:
@@ -134,11 +163,11 @@ class PageStore:
         """
         num_lacking = num_pages - len(self._pages.free_pages)
         if num_lacking > 0:
-            if num_lacking > self._order.num_evictable:
+            if num_lacking > self.order.num_evictable:
                 return None
             content, page_by_hash = self._pages.content, self._page_by_hash
             for _ in range(num_lacking):
-                page = self._order.pop(tenant)
+                page = self.order.pop(tenant)
                 group, page_hash, _ = content.pop(page)
                 del page_by_hash[group][page_hash]
                 self._pages.free(page)
@@ -174,11 +203,11 @@ class PageStore:
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add an owner to each of these pages."""
-        num_owners, content = self._pages.num_owners, self._pages.content
+        states, num_owners, content = self._pages.states, self._pages.num_owners, self._pages.content
         for page in pages:
             if page != RELEASED:
-                if not num_owners[page]:
-                    self._order.remove(page, content[page][-1])
+                if not num_owners[page] and states[page] is CACHED:
+                    self.order.remove(page, content[page][-1])
                 num_owners[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
@@ -186,7 +215,8 @@ class PageStore:
 
         Goes from the last page to the first, so that tails are evicted before the heads that more requests share.
         """
-        num_owners, content = self._pages.num_owners, self._pages.content
+        states, num_owners, content = self._pages.states, self._pages.num_owners, self._pages.content
+        has_tiers = bool(self._transfers.tiers)
         for page in reversed(pages):
             if page == RELEASED:
                 continue
@@ -194,9 +224,14 @@ class PageStore:
             assert num_left >= 0, f"page {page} is released more often than retained"
             if num_left:
                 continue
-            if page in content:
-                self._order.add(page, content[page][-1])
-            else:
+            state = states[page]
+            if state is CACHED:
+                if has_tiers and self._transfers.wants(content[page]):
+                    states[page] = STORING
+                    self._transfers.store(page, content[page])
+                else:
+                    self.order.add(page, content[page][-1])
+            elif state is COMPUTING:
                 self._pages.free(page)
 
     def release_unseen(self, request: Request) -> None:
@@ -215,6 +250,68 @@ class PageStore:
         self.release(request.pages)
         request.pages = []
         request.num_released_columns = request.num_registered_columns = 0
+
+    # Lower tiers
+
+    def hashes_below(self, request: Request) -> list[bytes]:
+        """Return the hashes of a waiting request's longest prefix in any tier; none if no part of it has to be loaded.
+
+        A request loads once before it starts: whatever has come of it, it computes the rest.
+        """
+        if not self._transfers.tiers or request.has_loaded or not request.read_prefix_cache or request.pages:
+            return []
+        hashes = self.hashes(request)[: self._num_matchable(request)]
+        num_columns = longest_hit(self._kinds, hashes, self._anywhere)
+        return hashes[:num_columns] if num_columns > longest_hit(self._kinds, hashes, self._cached) else []
+
+    def load(self, request: Request, hashes: Sequence[bytes], num_kept: int) -> bool:
+        """Begin to load the pages of a waiting request's prefix; False, and no change, unless `num_kept` stay free."""
+        size, pages, missing = self._groups.size, [RELEASED] * (len(hashes) * self._groups.size), []
+        for column, group in pages_seen(self._kinds, len(hashes)):
+            page = self._page_by_hash[group].get(hashes[column])
+            page = self._transfers.loading.get((group, hashes[column])) if page is None else page
+            if page is None:
+                missing.append((column, group))
+            else:
+                pages[column * size + group] = page
+        taken = self.acquire(request, pages, len(missing), num_kept)
+        if taken is None:
+            return False
+        request.pages, request.status = pages, RequestStatus.LOADING
+        for (column, group), page in zip(missing, taken[len(pages) :], strict=True):
+            pages[column * size + group] = page
+            self._pages.states[page] = LOADING
+            self._transfers.load(page, (group, hashes[column], request.tenant))
+        self._transfers.wait(request)
+        return True
+
+    def transferred(self, keys: Iterable[int], *, ok: bool) -> None:
+        """Note that moves have ended; requests that wait for no others may start."""
+        for key in keys:
+            transfer = self._transfers.end(key, ok=ok)
+            if transfer is None:
+                continue
+            page, content, is_of_use = transfer.move.page, transfer.content, transfer.is_of_use
+            self._pages.states[page] = COMPUTING
+            if transfer.move.is_load and is_of_use:
+                self.register(content[1], page, content[0], content[-1])
+            elif page in self._pages.content:
+                self._pages.states[page] = CACHED
+            if not self._pages.num_owners[page]:
+                if page in self._pages.content:
+                    self.order.add(page, content[-1])
+                else:
+                    self._pages.free(page)
+            for request in transfer.waiting:
+                if not request.num_transfers:
+                    request.has_loaded = True
+                    self.abandon(request)
+
+    def abandon(self, request: Request) -> None:
+        """Have a request load no more: it waits, and has no pages. What is under way will be cached."""
+        self._transfers.abandon(request)
+        self.release(request.pages)
+        request.pages, request.status = [], RequestStatus.WAITING
 
     # Content
 
@@ -236,7 +333,7 @@ class PageStore:
         page_by_hash[page_hash] = page
         self._pages.states[page] = CACHED
         self._pages.content[page] = group, page_hash, tenant
-        self._order.cached(tenant)
+        self.order.cached(tenant)
 
     def register_columns(self, request: Request, stop: int) -> None:
         """Register the pages of the columns before `stop` that were not yet; all their tokens are known and certain."""
@@ -267,9 +364,10 @@ class PageStore:
 
     def reset(self, running: Iterable[Request]) -> None:
         """Forget all content. Pages in use stay with their owners, of which `running` are all."""
-        evictable = self._order.clear()
+        evictable = self.order.clear()
         for page in self._pages.content:
-            self._pages.states[page] = COMPUTING
+            if self._pages.states[page] is CACHED:
+                self._pages.states[page] = COMPUTING
         self._pages.content.clear()
         for page_by_hash in self._page_by_hash:
             page_by_hash.clear()
@@ -277,14 +375,22 @@ class PageStore:
             self._pages.free(page)
         if self.states is not None:
             self.states.reset()
+        self._transfers.clear()
         self.unshared.update(running)
 
-    def check_integrity(self, owners: dict[int, int]) -> None:
-        """Assert that pages are conserved; `owners` maps each page in use to its number of owners."""
+    def check_integrity(self, owners: dict[int, int], loading: Sequence[Request] = ()) -> None:
+        """Assert that pages are conserved.
+
+        Args:
+            owners: number of owners of each page in use.
+            loading: requests that wait for pages to be loaded.
+        """
         content = self._pages.content
         self._pages.check_integrity(owners)
         by_page = {page: (g, key) for g, pages_of in enumerate(self._page_by_hash) for key, page in pages_of.items()}
         assert by_page == {page: each[:2] for page, each in content.items()}
-        self._order.check_integrity(content, {page for page in content if page not in owners})
+        idle = {page for page in self._pages.in_state(CACHED) if page not in owners}
+        self.order.check_integrity(content, idle)
         if self.states is not None:
             self.states.check_integrity()
+        self._transfers.check_integrity(self._pages.in_state(LOADING), self._pages.in_state(STORING), loading)

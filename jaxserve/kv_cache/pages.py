@@ -12,9 +12,11 @@ class PageState(enum.Enum):
     FREE = enum.auto()  # in the free list, without owner and content
     COMPUTING = enum.auto()  # has owners, and nobody else finds its content
     CACHED = enum.auto()  # is found by the hash of its content, with or without owners
+    LOADING = enum.auto()  # is written with the content of a lower tier, with or without owners
+    STORING = enum.auto()  # is cached, or was, and is read by a lower tier, with or without owners
 
 
-FREE, COMPUTING, CACHED = PageState  # names of a module are read faster than those of an enum
+FREE, COMPUTING, CACHED, LOADING, STORING = PageState  # names of a module are read faster than those of an enum
 
 
 # KV group of a cached page, hash of everything up to its last token, and the tenant whose share of the cache it counts
@@ -73,4 +75,9 @@ class Pages:
             assert (state is FREE) == (page in free), f"page {page} is {state} and in the free list: {page in free}"
             assert state is not FREE or not num_owners, f"page {page} is in use while free"
             assert state is not COMPUTING or num_owners, f"page {page} is lost"
-            assert (state is CACHED) == (page in self.content), f"page {page} is {state}: {self.content.get(page)}"
+            has_content = state is CACHED or (state is STORING and page in self.content)
+            assert has_content == (page in self.content), f"page {page} is {state}: {self.content.get(page)}"
+
+    def in_state(self, state: PageState) -> list[int]:
+        """Return the pages in a state."""
+        return [page for page, own in enumerate(self.states) if own is state]

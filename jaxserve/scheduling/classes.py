@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from jaxserve.request import Request
+from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.ledger import Ledger, in_prefill, num_remaining
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
@@ -34,6 +34,8 @@ def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
         for request in order:
             if not running or request.priority >= ledger.lowest_priority or request.num_pending_tokens:
                 return
+            if request.status is RequestStatus.LOADING:
+                continue
             unfinished = _prompts_before(request, ledger)
             most_left = budget_left - sum(map(num_remaining, unfinished))
             if most_left <= 0 or _must_wait(request, unfinished, most_left, policy):

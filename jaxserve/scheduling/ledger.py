@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.page_store import PageStore
+from jaxserve.kv_cache.transfers import Tier
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.waiting import WaitingQueue
@@ -42,6 +43,8 @@ class Ledger:
         num_pages: pages in the pool.
         weights: weights of tenants; 1 for others.
         first_slot: number of the first slot.
+        tiers: tiers below device memory.
+        keys: numbers of moves between tiers.
 
     Attributes:
         page_size: tokens per page.
@@ -67,11 +70,13 @@ class Ledger:
         num_pages: int,
         weights: Mapping[str, float] | None = None,
         first_slot: int = 0,
+        tiers: Sequence[Tier] = (),
+        keys: Iterator[int] | None = None,
     ) -> None:
         self.groups = groups
         self.page_size, self._group_size = groups.page_size, groups.size
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.store = PageStore(num_pages, groups)
+        self.store = PageStore(num_pages, groups, tiers, keys)
         self.running: dict[str, Request] = {}
         self.waiting = WaitingQueue(weights or {}, self.running)
         self.num_running_of: dict[int, int] = {}
@@ -90,7 +95,7 @@ class Ledger:
 
     @property
     def num_pages_used(self) -> int:
-        """Pages that running requests own; the others are free or can be evicted."""
+        """Pages that requests own or that move between tiers; the others are free or can be evicted."""
         return self._num_pages - self.store.num_available
 
     # The queue
@@ -104,6 +109,8 @@ class Ledger:
         """Take a request out of the queue."""
         self.uncount(request)
         self.waiting.remove(request)
+        self.store.abandon(request)
+        request.has_loaded = False
 
     def count(self, request: Request) -> None:
         """Count a request as one that waits."""
@@ -135,6 +142,7 @@ class Ledger:
     def start(self, request: Request, pages: list[int], num_computed_tokens: int) -> None:
         """Give a request a slot and pages, of which the first hold so many tokens already."""
         request.status = RequestStatus.RUNNING
+        request.has_loaded = False
         request.slot = self.free_slots.pop()
         request.pages = pages
         request.num_computed_tokens = num_computed_tokens
@@ -262,14 +270,17 @@ class Ledger:
                 num_gone = released if group in groups.sliding else 0
                 pages = request.pages[group :: groups.size]
                 assert [page == RELEASED for page in pages] == [True] * num_gone + [False] * (num_columns - num_gone)
+        loading = [request for request in self.waiting if request.status is RequestStatus.LOADING]
+        for request in self.waiting:
+            is_loading = request.status is RequestStatus.LOADING
+            assert is_loading or request.status is RequestStatus.WAITING, f"{request.request_id} waits: {request}"
+            held = (bool(request.pages), request.slot, request.num_computed_tokens, request.num_transfers > 0)
+            assert held == (is_loading, -1, 0, is_loading), f"{request.request_id} waits but holds {held}"
+        for request in (*self.running.values(), *loading):
             for page in request.pages:
                 if page != RELEASED:
                     owners[page] = owners.get(page, 0) + 1
-        for request in self.waiting:
-            assert request.status is RequestStatus.WAITING, f"{request.request_id} waits as {request.status}"
-            held = (request.pages, request.slot, request.num_computed_tokens)
-            assert held == ([], -1, 0), f"{request.request_id} waits but holds {held}"
-        self.store.check_integrity(owners)
+        self.store.check_integrity(owners, loading)
         assert self.num_prefill_tokens == sum(num_remaining(r) - 1 for r in self.running.values())
         assert self.num_growing == sum(map(self.can_grow, self.running.values()))
         counted = self.num_waiting_tokens, self.num_waiting_pages

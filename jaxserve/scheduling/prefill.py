@@ -20,6 +20,9 @@ perhaps from this very prompt. If that is no token, younger rows in prefill give
 row in the plan, which is made in the order of their age; rows in decode never give way to a prompt. If that does not
 help either, the prompt waits a step. Nobody is admitted in a step in which a running row lacks pages.
 
+Tiers. A waiting request whose prefix lies in a tier below device memory loads it first, when its turn comes and there
+are pages for it; those behind it go on meanwhile. It starts by what is cached when all its transfers have ended.
+
 States. Layers without attention keep a state of a sequence in its slot, which goes on from zeros, or from a snapshot
 that an earlier plan took behind a cached page. A snapshot is taken inside a row's tokens, at the last full page of its
 prompt, or where others were seen to begin alike though there was none.
@@ -198,8 +201,11 @@ class Prefills:
                 break
             if above is not None and request.priority >= above:
                 break
-            if request.num_pending_tokens:  # preempted: what there is to compute is not known before they are read
+            # Of a preempted one, it is not known what there is to compute before its tokens are read.
+            if request.num_pending_tokens or self._lacks_pages_to_load(request, num_kept):
                 break
+            if request.status is RequestStatus.LOADING:
+                continue
             cached: list[int] | None = None
             if not self._is_held(request):
                 most_left = self._policy.most_left_to_start(budget_left, len(self._unfinished), self._num_long())
@@ -221,6 +227,11 @@ class Prefills:
             else:
                 break
         return started
+
+    def _lacks_pages_to_load(self, request: Request, num_kept: int) -> bool:
+        """Begin to load what lower tiers have of a request's prefix; return whether there are too few pages for it."""
+        hashes = self._ledger.store.hashes_below(request)
+        return bool(hashes) and not self._ledger.store.load(request, hashes, num_kept)
 
     def _is_held(self, request: Request) -> bool:
         """Return whether a waiting request was seen to begin like a prompt that has yet to get beyond that part."""

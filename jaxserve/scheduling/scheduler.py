@@ -34,10 +34,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError
 from jaxserve.kv_cache.groups import KVGroups
+from jaxserve.kv_cache.transfers import Tier
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.deadlines import Deadlines, Timing
@@ -64,6 +66,7 @@ class Scheduler:
         policy: order of requests, and a prompt's share of a step; None is the default for the budget.
         num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
         first_slot: number of the first slot.
+        tiers: tiers of pages below device memory.
 
     Attributes:
         groups: groups of layers with pages of their own.
@@ -88,6 +91,7 @@ class Scheduler:
         policy: Policy | None = None,
         num_spare_tokens: int = 0,
         first_slot: int = 0,
+        tiers: Sequence[Tier] = (),
     ):
         assert max_num_batched_tokens >= max_num_seqs, "all rows in decode must fit one step; the config checks it"
         self.max_num_seqs = max_num_seqs
@@ -101,6 +105,7 @@ class Scheduler:
         self.groups = groups
         self.num_spare_tokens = num_spare_tokens
         self._first_slot = first_slot
+        self._tiers, self._keys = tiers, count()
         self.policy = policy or Policy.of(max_num_batched_tokens)
         self.deadlines = Deadlines(self.policy.targets, self.policy.prefill_share)
         self._requests: dict[str, Request] = {}  # waiting and running
@@ -117,6 +122,8 @@ class Scheduler:
             num_pages=self.num_pages,
             weights=dict(self.policy.weights),
             first_slot=self._first_slot,
+            tiers=self._tiers,
+            keys=self._keys,
         )
         self._prefills = Prefills(self._ledger, self.policy)
         self.planning = Planning(self._ledger, self.policy, self._prefills, self.num_spare_tokens)
@@ -269,12 +276,24 @@ class Scheduler:
         self._ledger.store.reset(self._ledger.running.values())
         self._notify()
 
+    def transferred(self, keys: Sequence[int], *, ok: bool) -> None:
+        """Take the end of moves of pages between tiers; those from before a restart are ignored.
+
+        Args:
+            keys: their numbers.
+            ok: False if their content is lost.
+        """
+        self._ledger.store.transferred(keys, ok=ok)
+        self._notify()
+
     def restart(self) -> None:
         """Go on as a new scheduler would: nothing is cached, and whatever broke off has left nothing behind.
 
         All requests have been ended.
         """
         self.num_cache_resets += 1
+        for tier in self._tiers:
+            tier.clear()
         self._clear()
         self._notify()
 

@@ -17,21 +17,32 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulation import SeenTokens, SimulatedExecutor, generate_alone, make_request
+from slow_tier import SlowTier
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import core, load_balancer, replica
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.deltas import Delta
-from jaxserve.engine.event_log import EventLog, read_log, replay_log
-from jaxserve.engine.events import CacheReset, Cancelled, Record, ReplicaEvent, Scheduled, Submitted
+from jaxserve.engine.event_log import EventLog, event_from_json, event_to_json, read_log, replay_log
+from jaxserve.engine.events import (
+    CacheReset,
+    Cancelled,
+    Record,
+    ReplicaEvent,
+    Scheduled,
+    Submitted,
+    Transferred,
+    replay,
+)
 from jaxserve.engine.replica import Replica
 from jaxserve.execution.executor import Executor
-from jaxserve.kv_cache import eviction, group_kinds, page_store, pages
+from jaxserve.kv_cache import eviction, group_kinds, page_store, pages, transfers
 from jaxserve.metrics import EngineStats
 from jaxserve.models.arch import ArchConfig, RopeConfig
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling import decode, ledger, prefill, scheduler
+from jaxserve.scheduling.sharded import new_scheduler
 from tests.parameters import mainly
 from tests.random_runs import examples
 
@@ -103,6 +114,11 @@ class Driven:
 
     def cancel(self, request: Request) -> None:
         self.core.inbox.append(Cancelled([request], FinishReason.ABORT))
+
+    def end_moves(self, tier: SlowTier) -> None:
+        keys = [tier.end(0, ok=True)[0] for _ in range(len(tier.moves))]
+        self.core.inbox.append(Transferred(keys, ok=True))
+        self.step()
 
     def step(self) -> None:
         self.core.step(0.0)
@@ -242,6 +258,7 @@ class BreakOff:
             prefill,
             replica,
             scheduler,
+            transfers,
         )
     )
 
@@ -439,7 +456,7 @@ def record_log(
                     case 1:
                         executor.fails_on_device = FAILURE
                     case 2:  # fails in the middle of a plan, or of taking tokens
-                        vars(replica.scheduler._ledger)["register_columns"] = break_off
+                        vars(replica.scheduler._ledger.store)["register_columns"] = break_off
             case _:
                 step_or_recover(driven, counts)
                 driven.take()
@@ -471,6 +488,37 @@ def test_a_log_of_thousands_of_events_replays_to_the_same_plans(
     assert sum(map(replay_log, paths)) == counts["plans"] > num_events // 5
     happened = {"Finished", "CacheReset", "Recovered", "several steps", "preempted"}
     assert all(counts[what] for what in happened | ({"Withdrawn"} if num_replicas > 1 else set())), counts
+
+
+def test_the_end_of_a_transfer_is_an_event_that_is_replayed() -> None:
+    events: list[ReplicaEvent] = []
+
+    def record(event: ReplicaEvent) -> None:
+        events.append(event_from_json(json.loads(json.dumps(event_to_json(event)))))
+
+    driven = Driven(records=[record])
+    tier = SlowTier(SIZES.page_size, 1000, driven.executors[0].device)
+    scheduler = driven.replicas[0].scheduler
+    vars(scheduler)["_tiers"] = [tier]
+    scheduler.restart()
+    for first in range(4):
+        request = driven.submit(prompt=[first, *[1] * 38], max_tokens=2)
+        while request in driven.unfinished:
+            driven.step()
+        driven.end_moves(tier)
+    again = driven.submit(prompt=[0, *[1] * 38], max_tokens=2)
+    driven.step()
+    assert again.status is RequestStatus.LOADING
+    driven.end_moves(tier)
+    while again in driven.unfinished:
+        driven.step()
+    assert driven.ended[again][0] == generate_alone(again)[0]
+    assert (again.num_cached_tokens, tier.counts["loaded"]) == (36, 9)
+    digests = [event.digest for event in events if isinstance(event, Scheduled)]
+    anew = new_scheduler(SIZES)
+    vars(anew)["_tiers"] = [SlowTier(SIZES.page_size, 1000)]
+    anew.restart()
+    assert replay(events, anew) == len(set(digests))
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -76,7 +76,7 @@ def test_the_tenant_with_most_pages_gives_up_its_oldest(num_pages, operations):
                 released.append(pages)
         owners = {page: 1 for pages in held for page in pages}
         store.check_integrity(owners)
-        assert {name: store.num_cached(name) for name in TENANTS} == {
+        assert {name: store.order.num_cached(name) for name in TENANTS} == {
             name: sum(owner == name for owner, _ in model.cached.values()) for name in TENANTS
         }
 
@@ -103,13 +103,13 @@ def test_a_flood_leaves_others_their_share(victim, flood, num_tenants):
             name = f"quiet {index}"
             run(loop, [make_request(f"{name} {number}", [index, number] * length, tenant=name, salt=name.encode())])
     store = loop.scheduler._ledger.store
-    before = {f"quiet {index}": store.num_cached(f"quiet {index}") for index in range(num_tenants)}
+    before = {f"quiet {index}": store.order.num_cached(f"quiet {index}") for index in range(num_tenants)}
     longest = max(-(-(2 * length + 4) // page_size) for length in flood)  # pages that the flood has in use
     for number, length in enumerate(flood):
         run(loop, [make_request(f"flood {number}", [number, 7] * length, tenant="flood", salt=b"flood")])
         share = (num_pages - longest) // (num_tenants + 1)
         for tenant, count in before.items():
-            assert store.num_cached(tenant) >= min(count, share)
+            assert store.order.num_cached(tenant) >= min(count, share)
 
 
 def test_without_the_rule_the_flood_would_take_all():

@@ -1,0 +1,330 @@
+"""The life of a page where there is a tier below device memory: a slow one that fails and ends moves in any order."""
+
+import json
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulation import VOCAB_SIZE, Device, generate_alone, make_request, make_scheduler
+from slow_tier import SlowTier
+
+from jaxserve.engine.event_log import event_from_json, event_to_json
+from jaxserve.engine.events import (
+    Added,
+    CacheReset,
+    Finished,
+    Recovered,
+    Scheduled,
+    Transferred,
+    Updated,
+    Withdrawn,
+    replay,
+)
+from jaxserve.request import FinishReason, RequestStatus
+from jaxserve.scheduling.plan import StepShape
+from tests.random_runs import examples
+
+PROMPTS = st.builds(
+    lambda first, num_common, tail: [first, *[1, 2, 3, 4, 3, 2, 1, 0, 1, 1, 2, 2, 3, 3, 4, 4][:num_common], *tail],
+    st.sampled_from([5, 6, 7]),
+    st.sampled_from([2, 7, 12, 15, 16]),
+    st.lists(st.integers(0, 1), max_size=4),
+)
+
+
+class Tiers:
+    """Scheduler, device and tier, and the events of the scheduler."""
+
+    def __init__(self, depth=0, max_steps=1, tier_pages=256, **sizes):
+        self.depth, self.max_steps = depth, max_steps
+        self.sizes, self.tier_pages = sizes, tier_pages
+        self.tier, self.scheduler = self.new()
+        self.device = self.tier.device = Device(self.scheduler.groups)
+        self.in_flight, self.plans, self.requests, self.events = [], [], [], []
+        self.digest = 0
+
+    def new(self):
+        tier = SlowTier(self.sizes["page_size"], self.tier_pages)
+        return tier, make_scheduler(max_model_len=64, tiers=[tier], **self.sizes)
+
+    def note(self, event):
+        self.events.append(json.loads(json.dumps(event_to_json(event))))
+
+    def add(self, request):
+        event = Added(request)
+        self.scheduler.add(request)
+        self.note(event)
+        self.requests.append(request)
+        return request
+
+    def finish(self, request, reason=FinishReason.ABORT):
+        if self.scheduler.finish(request.request_id, reason) is not None:
+            self.note(Finished(request.request_id, reason))
+
+    def end(self, *indices, ok=True):
+        """End moves, which are numbered as they were asked for."""
+        ended = [self.tier.end(index, ok=ok) for index in sorted(indices, reverse=True)]
+        for well in (False, True):
+            if keys := [key for key, each in ended if each is well]:
+                self.scheduler.transferred(keys, ok=well)
+                self.note(Transferred(keys, well))
+
+    def end_all(self, *, ok=True):
+        self.end(*range(len(self.tier.moves)), ok=ok)
+
+    def schedule(self):
+        plan = self.scheduler.schedule(self.max_steps)
+        if plan is not None:
+            self.digest = plan.digest(self.digest)
+            self.in_flight.append((plan, self.device.run(plan)))
+            self.plans.append(plan)
+        self.note(Scheduled(self.max_steps, None if plan is None else StepShape(plan.num_tokens), self.digest))
+        is_idle = plan is None and not self.in_flight and not self.tier.moves
+        assert not (is_idle and self.scheduler.has_unfinished()), "idle with runnable work"
+        return plan
+
+    def update(self):
+        plan, sampled = self.in_flight.pop(0)
+        self.note(Updated(sampled))
+        self.scheduler.update(plan, sampled)
+
+    def step(self):
+        plan = self.schedule()
+        if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+            self.update()
+        return plan
+
+    def drain(self, *, ok=True):
+        for _ in range(3000):
+            if not self.scheduler.has_unfinished() and not self.in_flight:
+                break
+            if self.step() is None:
+                self.end_all(ok=ok)
+            self.scheduler.check_integrity()
+        assert not self.scheduler.has_unfinished(), "a request is stuck"
+        self.end_all(ok=ok)
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_pages_used == 0
+        return self
+
+    def run(self, name, prompt, num_tokens=2, **fields):
+        request = self.add(make_request(name, prompt, num_tokens, **fields))
+        self.drain()
+        assert (request.output_token_ids, request.finish_reason) == generate_alone(request)
+        return request
+
+    def replay(self):
+        tier, scheduler = self.new()
+        assert replay(map(event_from_json, self.events), scheduler) == len(self.plans)
+        assert [tier.counts[name] for name in ("loads", "stores")] == [self.tier.counts[n] for n in ("loads", "stores")]
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Random traffic, moves that end late, in any order, well or not, and whatever else may happen meanwhile."""
+
+    @initialize(
+        max_num_seqs=st.integers(1, 5),
+        more_budget=st.integers(0, 16),
+        page_size=st.sampled_from([1, 2, 4]),
+        num_pool_tokens=st.integers(32, 60),
+        tier_pages=st.sampled_from([2, 100, 100]),
+        depth=st.integers(0, 2),
+        max_steps=st.sampled_from([1, 1, 3]),
+        windows=st.sampled_from([(None,), (None,), (3,), (None, 5), (2, None, 2, None)]),
+        num_snapshots=st.sampled_from([None, None, None, 3]),
+    )
+    def start(self, max_num_seqs, more_budget, num_pool_tokens, windows, **sizes):
+        budget = max_num_seqs + more_budget
+        sizes |= {"num_pages": num_pool_tokens // sizes["page_size"] * len(windows), "windows": windows}
+        self.tiers = Tiers(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **sizes)
+
+    @rule(
+        prompts=st.lists(PROMPTS, min_size=1, max_size=3),
+        max_tokens=st.integers(1, 10),
+        stop_ids=st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=1),
+        salt=st.sampled_from([b"", b"", b"", b"tenant"]),
+        tenant=st.sampled_from(["", "a"]),
+        priority=st.sampled_from([0, 0, 1]),
+        read_prefix_cache=st.sampled_from([True, True, True, False]),
+        waits_for_tokens=st.sampled_from([False, False, True]),
+        shares_last_page=st.sampled_from([False, True]),
+        num_steps=st.integers(0, 8),
+    )
+    def add(self, prompts, max_tokens, num_steps, **fields):
+        for prompt in prompts:
+            request = make_request(str(len(self.tiers.requests)), prompt, max_tokens, **fields)
+            if self.tiers.scheduler.groups.num_pages(request.max_total_tokens - 1) <= self.tiers.scheduler.num_pages:
+                self.tiers.add(request)
+        self.step(num_steps)
+
+    @precondition(lambda self: self.tiers.tier.stored)
+    @rule(data=st.data(), tail=st.lists(st.integers(0, 1), max_size=4))
+    def add_again(self, data, tail):
+        """A request that goes on from one before, parts of which may have been evicted."""
+        before = data.draw(st.sampled_from(self.tiers.requests)) if self.tiers.requests else None
+        if before is not None and before.num_known_tokens < 28:
+            self.add([before.tokens(0, before.num_known_tokens) + tail], 3, 1, salt=before.salt)
+
+    @rule(num_steps=st.integers(1, 12))
+    def step(self, num_steps):
+        for _ in range(num_steps):
+            self.tiers.step()
+
+    @precondition(lambda self: self.tiers.tier.moves)
+    @rule(data=st.data(), ok=st.sampled_from([True, True, True, False]))
+    def end(self, data, ok):
+        indices = range(len(self.tiers.tier.moves))
+        self.tiers.end(*data.draw(st.sets(st.sampled_from(indices), min_size=1)), ok=ok)
+
+    @precondition(lambda self: self.tiers.tier.moves)
+    @rule(ok=st.sampled_from([True, True, False]))
+    def end_all(self, ok):
+        self.tiers.end_all(ok=ok)
+
+    @precondition(lambda self: self.unfinished)
+    @rule(data=st.data())
+    def finish(self, data):
+        loading = [request for request in self.unfinished if request.status is RequestStatus.LOADING]
+        self.tiers.finish(data.draw(st.sampled_from(loading or self.unfinished)))
+
+    @rule(what=st.sampled_from(["reset", "withdraw", "restart", *[""] * 6]))
+    def disturb(self, what):
+        tiers, scheduler = self.tiers, self.tiers.scheduler
+        if what == "reset":
+            scheduler.reset_prefix_cache()
+            tiers.note(CacheReset())
+        elif what == "withdraw":
+            withdrawn = scheduler.withdraw()
+            tiers.note(Withdrawn())
+            for request in withdrawn:
+                tiers.requests.remove(request)
+                tiers.add(request)
+        elif what == "restart":
+            tiers.in_flight.clear()
+            for request in self.unfinished:
+                request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
+            keys = [move.key for move in tiers.tier.moves]
+            scheduler.restart()
+            tiers.tier.forget_moves()
+            tiers.digest = 0
+            tiers.note(Recovered())
+            scheduler.transferred(keys, ok=True)  # they began before
+
+    @property
+    def unfinished(self):
+        return [request for request in self.tiers.requests if request.status is not RequestStatus.FINISHED]
+
+    @invariant()
+    def nothing_is_lost(self):
+        self.tiers.scheduler.check_integrity()
+
+    def teardown(self):
+        if not hasattr(self, "tiers"):
+            return
+        self.tiers.drain()
+        for request in self.tiers.requests:
+            output, _ = generate_alone(request)
+            assert request.status is RequestStatus.FINISHED
+            if request.finish_reason is not FinishReason.ABORT:
+                assert request.output_token_ids == output
+        self.tiers.replay()
+
+
+TierMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=60, deadline=None)
+TestTierMachine = TierMachine.TestCase
+
+
+def new_tiers(**sizes):
+    return Tiers(**{"max_num_seqs": 4, "max_num_batched_tokens": 64, "page_size": 4, "num_pages": 12} | sizes)
+
+
+def flood(tiers):
+    """Have every page of the device written by others."""
+    for index in range(3):
+        tiers.run(f"flood {index}", [90 + index] * 40)
+
+
+def test_what_was_evicted_is_loaded_again():
+    tiers = new_tiers()
+    tiers.run("first", range(30))
+    flood(tiers)
+    again = tiers.add(make_request("again", range(30), 2))
+    assert tiers.schedule() is None
+    assert again.status is RequestStatus.LOADING
+    assert [move.is_load for move in tiers.tier.moves] == [True] * 7
+    tiers.end(*range(6))
+    assert tiers.schedule() is None
+    tiers.end(0)
+    assert again.status is RequestStatus.WAITING
+    tiers.drain()
+    assert again.num_cached_tokens == 28
+    tiers.replay()
+
+
+def test_others_go_on_while_a_request_loads():
+    tiers = new_tiers(num_pages=24)
+    tiers.run("first", range(30))
+    for index in range(6):
+        tiers.run(f"flood {index}", [90 + index] * 40)
+    again = tiers.add(make_request("again", range(30), 2))
+    other = tiers.add(make_request("other", range(50, 60), 2))
+    while other.status is not RequestStatus.FINISHED:
+        tiers.step()
+        tiers.scheduler.check_integrity()
+    assert again.status is RequestStatus.LOADING
+    tiers.drain()
+
+
+def test_what_fails_to_load_is_computed():
+    tiers = new_tiers()
+    tiers.run("first", range(30))
+    flood(tiers)
+    again = tiers.add(make_request("again", range(30), 2))
+    tiers.schedule()
+    tiers.end(3, ok=False)
+    tiers.end_all()
+    tiers.drain()
+    assert again.num_cached_tokens == 12
+    assert again.output_token_ids == generate_alone(again)[0]
+
+
+def test_two_requests_wait_for_one_load():
+    tiers = new_tiers()
+    tiers.run("first", range(30))
+    flood(tiers)
+    twins = [tiers.add(make_request(name, range(30), 2)) for name in ("a", "b")]
+    tiers.schedule()
+    assert [twin.status for twin in twins] == [RequestStatus.LOADING] * 2
+    assert tiers.tier.counts["loads"] == 7
+    tiers.finish(twins[0])
+    tiers.drain()
+    assert twins[1].num_cached_tokens == 28
+
+
+def test_what_a_request_loaded_that_has_ended_is_cached():
+    tiers = new_tiers()
+    tiers.run("first", range(30))
+    flood(tiers)
+    again = tiers.add(make_request("again", range(30), 2))
+    tiers.schedule()
+    tiers.finish(again)
+    tiers.scheduler.check_integrity()
+    assert (again.pages, tiers.scheduler.num_pages_used) == ([], 7)
+    tiers.end(0, ok=False)
+    tiers.end_all()
+    tiers.scheduler.check_integrity()
+    assert tiers.scheduler.num_pages_used == 0
+    assert tiers.run("third", range(30)).num_cached_tokens == 0
+    assert tiers.tier.counts["loads"] == 7
+
+
+def test_pages_of_other_weights_are_not_found_in_any_tier():
+    tiers = new_tiers()
+    tiers.run("first", range(30))
+    flood(tiers)
+    again = tiers.add(make_request("again", range(30), 2))
+    tiers.schedule()
+    tiers.scheduler.reset_prefix_cache()
+    tiers.end_all()
+    tiers.drain()
+    assert again.num_cached_tokens == 0
