@@ -104,7 +104,8 @@ class Request:
     num_registered_columns: int = 0  # leading columns whose pages were registered in the prefix cache
     page_hashes: list[bytes] = field(default_factory=list)  # hashes of the full pages of known tokens
     num_transfers: int = 0  # moves of pages that it waits for; 0 unless loading
-    has_loaded: bool = False  # True if it has loaded since it waits
+    has_failed: bool = False  # True if it waits, and a page of it could not be loaded
+    num_kept_tokens: int = 0  # tokens that were computed when it was swapped out; 0 unless it waits since
     branch_tokens: int = 0  # tokens up to which others begin alike, though no snapshot of a state is there; else 0
 
     @property

@@ -19,7 +19,7 @@ class SlowTier:
 
     def __init__(self, page_size, num_pages, device=None):
         self.page_size, self.num_pages, self.device = page_size, num_pages, device
-        self.moves = []
+        self.moves, self.num_new = [], 0
         self.stored = OrderedDict()
         self.contents = {}
         self.counts = {"loads": 0, "stores": 0, "loaded": 0, "stored": 0}
@@ -43,8 +43,7 @@ class SlowTier:
         if self.device is not None:
             assert move.page not in {other.page for other in self.moves}, "a page moves twice"
             self.moves.append(move)
-            if move.is_load:
-                self.device.kv.update(dict.fromkeys(self._entries(move), LOST))
+            self.num_new += 1
 
     def transferred(self, move, *, ok):
         key = move.group, move.page_hash
@@ -59,6 +58,13 @@ class SlowTier:
         self.stored.clear()
 
     # The side of the bytes
+
+    def launch(self):
+        """Begin the moves that were asked for, after the plan that was made meanwhile."""
+        for move in self.moves[len(self.moves) - self.num_new :]:
+            if move.is_load:
+                self.device.kv.update(dict.fromkeys(self._entries(move), LOST))
+        self.num_new = 0
 
     def end(self, index, *, ok):
         """End a move, well if it can; return its key and whether it could."""
@@ -77,6 +83,7 @@ class SlowTier:
     def forget_moves(self):
         """Have no move end any more, as when the device starts anew."""
         self.moves.clear()
+        self.num_new = 0
 
     def _entries(self, move):
         return [(move.page, offset) for offset in range(self.page_size)]

@@ -58,6 +58,7 @@ class PageStore:
     Attributes:
         page_size: tokens per page.
         order: order in which cached pages are evicted.
+        has_tiers: True if there are tiers below device memory.
         columns_at_once: columns of output tokens that are registered together; the rest when their request stops.
         states: snapshots of states; None if all layers have attention.
         unshared: running requests that were there when the cache was reset last: nobody finds what they compute.
@@ -70,6 +71,7 @@ class PageStore:
         self.columns_at_once = max(TOKENS_AT_ONCE // groups.page_size, 1)
         self._pages = Pages(num_pages)
         self.order = EvictionOrder()
+        self.has_tiers = bool(tiers)
         self._transfers = Transfers(tiers, keys or count())
         self._hashes = PrefixHashes(groups.page_size)
         self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
@@ -107,7 +109,7 @@ class PageStore:
 
     def may_match(self, request: Request, num_columns: int) -> bool:
         """Return False if a single look-up shows that `match` would find fewer columns than this."""
-        if num_columns > self._num_matchable(request):
+        if num_columns > _num_matchable(request, self.page_size):
             return False
         return not self._full.groups or num_columns < 1 or self.has(self.hashes(request)[num_columns - 1])
 
@@ -116,7 +118,7 @@ class PageStore:
 
         At least one known token is left over, because sampling needs the hidden state of the last one.
         """
-        hashes = self.hashes(request)[: self._num_matchable(request)]
+        hashes = self.hashes(request)[: _num_matchable(request, self.page_size)]
         hashes = hashes[: longest_hit(self._kinds, hashes, self._cached)]
         size = self._groups.size
         if size == 1 and self._full.groups:
@@ -128,24 +130,30 @@ class PageStore:
 
     def num_full_columns(self, request: Request) -> int:
         """Return the columns of a request's prefix whose pages all groups of full attention have."""
-        return self._full.longest_hit(self.hashes(request)[: self._num_matchable(request)], self._page_by_hash)
+        return self._full.longest_hit(
+            self.hashes(request)[: _num_matchable(request, self.page_size)], self._page_by_hash
+        )
 
     def match_last(self, request: Request, num_columns: int) -> list[int]:
-        """Return the pages, one per group, that hold what lies between so many cached columns and the last known token.
+        """Return the pages, one per group, that hold the `num_last_tokens` of a request after its cached columns.
 
-        Empty if there are none: they are partly filled, and cached if a request whose last page is shared ended so.
+        Empty if there are none: they are partly filled, and cached if a request whose last page is shared ended so, or
+        if this one was swapped out.
         """
-        num_tokens = request.num_known_tokens - 1
-        if self.states is not None:  # snapshots are taken behind full pages
-            return []
-        if num_tokens // self.page_size != num_columns or not num_tokens % self.page_size:
-            return []
-        page_hash = self._hashes.last_page(request, num_tokens)
-        pages = [pages_of[page_hash] for pages_of in self._page_by_hash if page_hash in pages_of]
+        page_hash = self._last_hash(request, num_columns)
+        pages = [
+            pages_of[page_hash] for pages_of in self._page_by_hash if page_hash is not None and page_hash in pages_of
+        ]
         return pages if len(pages) == self._groups.size else []
 
-    def _num_matchable(self, request: Request) -> int:
-        return (request.num_known_tokens - 1) // self.page_size
+    def _last_hash(self, request: Request, num_columns: int) -> bytes | None:
+        """Return the hash of a request's partly filled page after so many columns; None if it is not to be found."""
+        num_tokens = num_last_tokens(request)
+        if self.states is not None or not (request.shares_last_page or request.num_kept_tokens):
+            return None  # snapshots of states are taken after full pages
+        if num_tokens // self.page_size != num_columns or not num_tokens % self.page_size:
+            return None
+        return self._hashes.last_page(request, num_tokens)
 
     def num_evictable(self, pages: Iterable[int]) -> int:
         """Return how many of these cached pages nobody owns."""
@@ -216,7 +224,6 @@ class PageStore:
         Goes from the last page to the first, so that tails are evicted before the heads that more requests share.
         """
         states, num_owners, content = self._pages.states, self._pages.num_owners, self._pages.content
-        has_tiers = bool(self._transfers.tiers)
         for page in reversed(pages):
             if page == RELEASED:
                 continue
@@ -226,7 +233,7 @@ class PageStore:
                 continue
             state = states[page]
             if state is CACHED:
-                if has_tiers and self._transfers.wants(content[page]):
+                if self.has_tiers and self._transfers.wants(content[page]):
                     states[page] = STORING
                     self._transfers.store(page, content[page])
                 else:
@@ -243,45 +250,74 @@ class PageStore:
         for kind in self._kinds:
             self.release(kind.release_unseen(request))
 
-    def leave(self, request: Request) -> None:
-        """Take all pages from a request that stops running; what it has computed stays cached."""
-        self._register_rest(request)
+    def leave(self, request: Request, *, keep: bool = False) -> None:
+        """Take all pages from a request that stops running; what it has computed stays cached.
+
+        Args:
+            request: the request.
+            keep: True if it will continue from its last token for which this is possible, partly filled pages included.
+        """
+        num_certain = request.num_known_tokens - bool(request.output_token_ids)  # the last output may not be computed
+        num_tokens = min(request.num_computed_tokens, num_certain)
+        # The last output of a preempted request may be at the end of a page that is registered already.
+        num_tokens = max(num_tokens, request.num_registered_columns * self.page_size)
+        column, size = num_tokens // self.page_size, self._groups.size
+        self.register_columns(request, column)
+        is_found = (request.shares_last_page or keep) and request not in self.unshared
+        if is_found and num_tokens % self.page_size:
+            page_hash = self._hashes.last_page(request, num_tokens)
+            for group, page in enumerate(request.pages[column * size : (column + 1) * size]):
+                if page != RELEASED:
+                    self.register(page_hash, page, group, request.tenant)
         self.unshared.discard(request)
         self.release(request.pages)
         request.pages = []
         request.num_released_columns = request.num_registered_columns = 0
+        request.num_kept_tokens = num_tokens if keep else 0
 
     # Lower tiers
 
-    def hashes_below(self, request: Request) -> list[bytes]:
-        """Return the hashes of a waiting request's longest prefix in any tier; none if no part of it has to be loaded.
+    def pages_below(self, request: Request) -> list[tuple[int, int, bytes]]:
+        """Return column, group and hash of the pages of a waiting request's longest prefix that any tiers have.
 
-        A request loads once before it starts: whatever has come of it, it computes the rest.
+        Empty if device memory has them all. What was loaded may be evicted before the request starts; then it loads it
+        again, but not after a failure.
         """
-        if not self._transfers.tiers or request.has_loaded or not request.read_prefix_cache or request.pages:
+        if not self.has_tiers or request.has_failed or request.pages or not request.read_prefix_cache:
             return []
-        hashes = self.hashes(request)[: self._num_matchable(request)]
+        hashes = self.hashes(request)[: _num_matchable(request, self.page_size)]
         num_columns = longest_hit(self._kinds, hashes, self._anywhere)
-        return hashes[:num_columns] if num_columns > longest_hit(self._kinds, hashes, self._cached) else []
+        wanted = [(column, group, hashes[column]) for column, group in pages_seen(self._kinds, num_columns)]
+        last = self._last_hash(request, num_columns)
+        if last is not None and all(last in self._anywhere[group] for group in range(self._groups.size)):
+            wanted += [(num_columns, group, last) for group in range(self._groups.size)]
+        return wanted if any(page_hash not in self._cached[group] for _, group, page_hash in wanted) else []
 
-    def load(self, request: Request, hashes: Sequence[bytes], num_kept: int) -> bool:
-        """Begin to load the pages of a waiting request's prefix; False, and no change, unless `num_kept` stay free."""
-        size, pages, missing = self._groups.size, [RELEASED] * (len(hashes) * self._groups.size), []
-        for column, group in pages_seen(self._kinds, len(hashes)):
-            page = self._page_by_hash[group].get(hashes[column])
-            page = self._transfers.loading.get((group, hashes[column])) if page is None else page
+    def load(self, request: Request, wanted: Sequence[tuple[int, int, bytes]], num_kept: int) -> bool:
+        """Begin to load pages of a waiting request's prefix; False, and no change, unless `num_kept` stay free.
+
+        Args:
+            request: the request.
+            wanted: column, group and hash of the pages.
+            num_kept: number of pages that stay free.
+        """
+        size, missing = self._groups.size, []
+        pages = [RELEASED] * (max(column + 1 for column, *_ in wanted) * size)
+        for column, group, page_hash in wanted:
+            page = self._page_by_hash[group].get(page_hash)
+            page = self._transfers.loading.get((group, page_hash)) if page is None else page
             if page is None:
-                missing.append((column, group))
+                missing.append((column * size + group, (group, page_hash, request.tenant)))
             else:
                 pages[column * size + group] = page
         taken = self.acquire(request, pages, len(missing), num_kept)
         if taken is None:
             return False
         request.pages, request.status = pages, RequestStatus.LOADING
-        for (column, group), page in zip(missing, taken[len(pages) :], strict=True):
-            pages[column * size + group] = page
+        for (index, content), page in zip(missing, taken[len(pages) :], strict=True):
+            pages[index] = page
             self._pages.states[page] = LOADING
-            self._transfers.load(page, (group, hashes[column], request.tenant))
+            self._transfers.load(page, content)
         self._transfers.wait(request)
         return True
 
@@ -303,8 +339,8 @@ class PageStore:
                 else:
                     self._pages.free(page)
             for request in transfer.waiting:
+                request.has_failed |= not is_of_use
                 if not request.num_transfers:
-                    request.has_loaded = True
                     self.abandon(request)
 
     def abandon(self, request: Request) -> None:
@@ -347,21 +383,6 @@ class PageStore:
                 register(hashes[index // size], page, index % size, tenant)
         request.num_registered_columns = stop
 
-    def _register_rest(self, request: Request) -> None:
-        """Register the full pages of a running request that were not yet, and the last one if others may copy it."""
-        num_certain = request.num_known_tokens - bool(request.output_token_ids)  # the last output may not be computed
-        num_tokens = min(request.num_computed_tokens, num_certain)
-        # The last output of a preempted request may be at the end of a page that is registered already.
-        num_tokens = max(num_tokens, request.num_registered_columns * self.page_size)
-        column, size = num_tokens // self.page_size, self._groups.size
-        self.register_columns(request, column)
-        if not request.shares_last_page or not num_tokens % self.page_size or request in self.unshared:
-            return
-        page_hash = self._hashes.last_page(request, num_tokens)
-        for group, page in enumerate(request.pages[column * size : (column + 1) * size]):
-            if page != RELEASED:
-                self.register(page_hash, page, group, request.tenant)
-
     def reset(self, running: Iterable[Request]) -> None:
         """Forget all content. Pages in use stay with their owners, of which `running` are all."""
         evictable = self.order.clear()
@@ -394,3 +415,13 @@ class PageStore:
         if self.states is not None:
             self.states.check_integrity()
         self._transfers.check_integrity(self._pages.in_state(LOADING), self._pages.in_state(STORING), loading)
+
+
+def num_last_tokens(request: Request) -> int:
+    """Return the tokens after which a partly filled page of a waiting request may be cached."""
+    return request.num_kept_tokens or request.num_known_tokens - 1
+
+
+def _num_matchable(request: Request, page_size: int) -> int:
+    """Return the full pages before the last known token."""
+    return (request.num_known_tokens - 1) // page_size

@@ -1,8 +1,9 @@
 """Transfers: moves of pages between the device and the tiers below it, and the requests that wait for them.
 
-The scheduler decides what moves, and names it by values; a connector moves the bytes, behind all plans made so far and
-before those made later, and leaves an event `Transferred` when moves have ended. Until then nobody else gets the page
-of a move: while it loads, because it is written, and while it is stored, because it is read.
+The scheduler decides what moves, and names it by values; a connector moves the bytes, and leaves an event `Transferred`
+when moves have ended. What is asked for while a plan is made moves after the step of that plan, which may copy from a
+page that is to be loaded, and before those of later plans. Until a move has ended nobody else gets its page: while it
+loads, because it is written, and while it is stored, because it is read.
 """
 
 from __future__ import annotations

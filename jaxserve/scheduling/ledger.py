@@ -110,7 +110,7 @@ class Ledger:
         self.uncount(request)
         self.waiting.remove(request)
         self.store.abandon(request)
-        request.has_loaded = False
+        request.has_failed, request.num_kept_tokens = False, 0
 
     def count(self, request: Request) -> None:
         """Count a request as one that waits."""
@@ -142,7 +142,7 @@ class Ledger:
     def start(self, request: Request, pages: list[int], num_computed_tokens: int) -> None:
         """Give a request a slot and pages, of which the first hold so many tokens already."""
         request.status = RequestStatus.RUNNING
-        request.has_loaded = False
+        request.has_failed, request.num_kept_tokens = False, 0
         request.slot = self.free_slots.pop()
         request.pages = pages
         request.num_computed_tokens = num_computed_tokens
@@ -156,8 +156,13 @@ class Ledger:
         self.num_prefill_tokens += num_remaining(request) - 1
         self.num_growing += self.can_grow(request)
 
-    def stop(self, request: Request) -> None:
-        """Take slot and pages from a running request."""
+    def stop(self, request: Request, *, keep: bool = False) -> None:
+        """Take slot and pages from a running request.
+
+        Args:
+            request: the request.
+            keep: True to swap it out: its pages, partly filled ones included, are cached for it to continue from.
+        """
         self.waiting.stopped(request)
         del self.running[request.request_id]
         self.num_running_of[request.priority] -= 1
@@ -166,17 +171,20 @@ class Ledger:
         self.num_prefill_tokens -= num_remaining(request) - 1
         self.num_growing -= self.can_grow(request)
         self.free_slots.append(request.slot)
-        self.store.leave(request)
+        self.store.leave(request, keep=keep)
         request.slot = -1
         request.num_computed_tokens = 0
         request.quiet_until = 0
 
     def preempt(self, request: Request, plan: StepPlan) -> None:
-        """Send a running request back to the head of its tenant's queue; it will find pages again that stay cached."""
+        """Send a running request back to the head of its tenant's queue, to continue from pages that stay cached.
+
+        With lower tiers it is swapped out; without, its last page is not worth a copy.
+        """
         assert request not in plan.requests, "a row of this plan must keep its pages"
         request.num_tokens_when_preempted = request.num_tokens
         self.waiting.put_back(request)  # first: its tenant must not count as idle meanwhile
-        self.stop(request)
+        self.stop(request, keep=self.store.has_tiers)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         request.num_shared_tokens = 0

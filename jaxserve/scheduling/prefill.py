@@ -37,6 +37,7 @@ from contextlib import closing
 from itertools import groupby
 from operator import attrgetter
 
+from jaxserve.kv_cache.page_store import num_last_tokens
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.ledger import RUNS, Ledger, in_prefill, num_remaining
 from jaxserve.scheduling.plan import StepPlan, wants_prompt_logprobs
@@ -230,8 +231,8 @@ class Prefills:
 
     def _lacks_pages_to_load(self, request: Request, num_kept: int) -> bool:
         """Begin to load what lower tiers have of a request's prefix; return whether there are too few pages for it."""
-        hashes = self._ledger.store.hashes_below(request)
-        return bool(hashes) and not self._ledger.store.load(request, hashes, num_kept)
+        wanted = self._ledger.store.pages_below(request)
+        return bool(wanted) and not self._ledger.store.load(request, wanted, num_kept)
 
     def _is_held(self, request: Request) -> bool:
         """Return whether a waiting request was seen to begin like a prompt that has yet to get beyond that part."""
@@ -304,7 +305,7 @@ class Prefills:
     def _admit(self, request: Request, cached: list[int], num_kept: int, plan: StepPlan) -> bool:
         """Start one request with its cached pages and a first share; False, and no change, where pages are short."""
         ledger = self._ledger
-        if request.shares_last_page and request.read_prefix_cache:
+        if request.read_prefix_cache:
             copied = ledger.store.match_last(request, len(cached) // ledger.groups.size)
             if copied and self._start(request, cached, copied, num_kept, plan):
                 return True
@@ -313,7 +314,7 @@ class Prefills:
     def _start(self, request: Request, cached: list[int], copied: list[int], num_kept: int, plan: StepPlan) -> bool:
         """Start a request whose page behind the cached ones is a copy of those in `copied`, if there are any."""
         ledger = self._ledger
-        start = request.num_known_tokens - 1 if copied else self._num_cached_tokens(cached)
+        start = num_last_tokens(request) if copied else self._num_cached_tokens(cached)
         num_tokens = self._policy.first_share(request.num_tokens - start, self._budget_left(plan))
         num_tokens = min(num_tokens, ledger.num_tokens_with_room(cached))
         num_pages = ledger.groups.num_columns(start + num_tokens) * ledger.groups.size

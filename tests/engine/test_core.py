@@ -116,6 +116,7 @@ class Driven:
         self.core.inbox.append(Cancelled([request], FinishReason.ABORT))
 
     def end_moves(self, tier: SlowTier) -> None:
+        tier.launch()
         keys = [tier.end(0, ok=True)[0] for _ in range(len(tier.moves))]
         self.core.inbox.append(Transferred(keys, ok=True))
         self.step()

@@ -2,10 +2,11 @@
 
 import json
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulation import VOCAB_SIZE, Device, generate_alone, make_request, make_scheduler
+from simulation import VOCAB_SIZE, Device, Loop, generate_alone, make_request, make_scheduler, num_computed
 from slow_tier import SlowTier
 
 from jaxserve.engine.event_log import event_from_json, event_to_json
@@ -35,7 +36,7 @@ PROMPTS = st.builds(
 class Tiers:
     """Scheduler, device and tier, and the events of the scheduler."""
 
-    def __init__(self, depth=0, max_steps=1, tier_pages=256, **sizes):
+    def __init__(self, depth=0, max_steps=1, tier_pages=10_000, **sizes):
         self.depth, self.max_steps = depth, max_steps
         self.sizes, self.tier_pages = sizes, tier_pages
         self.tier, self.scheduler = self.new()
@@ -48,6 +49,7 @@ class Tiers:
         return tier, make_scheduler(max_model_len=64, tiers=[tier], **self.sizes)
 
     def note(self, event):
+        self.tier.launch()
         self.events.append(json.loads(json.dumps(event_to_json(event))))
 
     def add(self, request):
@@ -328,3 +330,43 @@ def test_pages_of_other_weights_are_not_found_in_any_tier():
     tiers.end_all()
     tiers.drain()
     assert again.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("windows", [(None,), (None, 6)])
+def test_swapped_requests_continue_without_computing_a_token_again(page_size, windows):
+    """Rows that outgrow the pool give way, and others take their pages."""
+    sizes = {"page_size": page_size, "num_pages": 64 // page_size * len(windows), "windows": windows}
+    tiers = new_tiers(**sizes)
+    requests = [tiers.add(make_request(str(i), [10 + i] * 6, 30)) for i in range(8)]
+    tiers.drain()
+    assert sum(len(plan.preempted) for plan in tiers.plans) > 3
+    assert sum(plan.num_tokens for plan in tiers.plans) == sum(request.max_total_tokens - 1 for request in requests)
+    assert [request.output_token_ids for request in requests] == [generate_alone(request)[0] for request in requests]
+    assert tiers.tier.counts["loaded"] > 3
+    tiers.replay()
+
+
+def test_without_a_tier_preempted_requests_compute_again_what_was_evicted():
+    loop = Loop(make_scheduler(4, 64, 4, 16, 64))
+    requests = [make_request(str(i), [10 + i] * 6, 30) for i in range(8)]
+    loop.add(*requests).drain()
+    assert num_computed(loop.plans) > sum(request.max_total_tokens - 1 for request in requests)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("num_steps", range(4))
+def test_a_swapped_request_can_be_cancelled_at_any_time(num_steps, ok):
+    tiers = new_tiers(num_pages=16)
+    requests = [tiers.add(make_request(str(i), [10 + i] * 6, 30)) for i in range(4)]
+    while not any(request.num_preemptions for request in requests):
+        tiers.step()
+    swapped = next(request for request in requests if request.num_preemptions)
+    for _ in range(num_steps):
+        tiers.end_all(ok=ok)
+        tiers.step()
+    tiers.finish(swapped)
+    tiers.scheduler.check_integrity()
+    assert swapped.pages == []
+    tiers.drain()
+    assert all(request.output_token_ids == generate_alone(request)[0] for request in requests if request is not swapped)
