@@ -197,6 +197,7 @@ class TierMachine(RuleBasedStateMachine):
             tiers.note(CacheReset())
         elif what == "withdraw":
             withdrawn = scheduler.withdraw()
+            assert not any(request.num_kept_tokens or request.has_failed for request in withdrawn), "not in the log"
             tiers.note(Withdrawn())
             for request in withdrawn:
                 tiers.requests.remove(request)
@@ -290,6 +291,20 @@ def test_what_fails_to_load_is_computed():
     assert again.output_token_ids == generate_alone(again)[0]
 
 
+def test_a_request_loads_only_once_in_vain():
+    """Whatever the tier says then."""
+    tiers = new_tiers()
+    tiers.run("first", range(30))
+    flood(tiers)
+    vars(tiers.tier)["transferred"] = lambda move, *, ok: None
+    again = tiers.add(make_request("again", range(30), 2))
+    tiers.schedule()
+    assert again.status is RequestStatus.LOADING
+    tiers.end_all(ok=False)
+    assert again in tiers.schedule().requests
+    tiers.drain()
+
+
 def test_two_requests_wait_for_one_load():
     tiers = new_tiers()
     tiers.run("first", range(30))
@@ -332,18 +347,22 @@ def test_pages_of_other_weights_are_not_found_in_any_tier():
     assert again.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
-def test_swapped_requests_continue_without_computing_a_token_again(page_size, windows):
-    """Rows that outgrow the pool give way, and others take their pages."""
+def test_swapped_requests_compute_again_no_more_than_was_in_flight(depth, page_size, windows):
+    """Rows that outgrow the pool give way, with a plan in flight before their last page is full."""
     sizes = {"page_size": page_size, "num_pages": 64 // page_size * len(windows), "windows": windows}
-    tiers = new_tiers(**sizes)
-    requests = [tiers.add(make_request(str(i), [10 + i] * 6, 30)) for i in range(8)]
+    tiers = new_tiers(depth=depth, **sizes)
+    requests = [tiers.add(make_request(str(i), [10 + i] * (5 + i % 4), 30)) for i in range(8)]
     tiers.drain()
-    assert sum(len(plan.preempted) for plan in tiers.plans) > 3
-    assert sum(plan.num_tokens for plan in tiers.plans) == sum(request.max_total_tokens - 1 for request in requests)
+    num_swapped = sum(request.num_preemptions for request in requests)
+    num_again = sum(plan.num_tokens for plan in tiers.plans) - sum(each.max_total_tokens - 1 for each in requests)
+    assert num_swapped > 3
+    assert num_again <= 2 * depth * num_swapped
     assert [request.output_token_ids for request in requests] == [generate_alone(request)[0] for request in requests]
     assert tiers.tier.counts["loaded"] > 3
+    assert any(plan.copies for plan in tiers.plans) or not depth or page_size == 1
     tiers.replay()
 
 
@@ -370,3 +389,13 @@ def test_a_swapped_request_can_be_cancelled_at_any_time(num_steps, ok):
     assert swapped.pages == []
     tiers.drain()
     assert all(request.output_token_ids == generate_alone(request)[0] for request in requests if request is not swapped)
+
+
+def test_a_swapped_request_that_is_withdrawn_is_a_new_one_elsewhere():
+    tiers = new_tiers(num_pages=16)
+    requests = [tiers.add(make_request(str(i), [10 + i] * 6, 30)) for i in range(4)]
+    while not any(request.num_kept_tokens for request in requests):
+        tiers.step()
+    withdrawn = tiers.scheduler.withdraw()
+    assert withdrawn
+    assert {(request.num_kept_tokens, request.status) for request in withdrawn} == {(0, RequestStatus.WAITING)}
