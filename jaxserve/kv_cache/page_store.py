@@ -203,6 +203,9 @@ class PageStore:
         num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) * groups.size - len(pages)
         if num_new <= 0:
             return 0
+        if num_new <= len(self._pages.free_pages):  # nearly always: nothing is evicted
+            pages += self._pages.take(num_new)
+            return num_new
         new = self.allocate(num_new, request.tenant)
         if new is None:
             return None
