@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.deadlines import Timing
+from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Scheduler
@@ -185,7 +185,7 @@ class Run:
             while next_arrival < len(arrivals) and arrivals[next_arrival][0] <= self.now_s:
                 self._add(next_arrival, *arrivals[next_arrival])
                 next_arrival += 1
-            plan = self.scheduler.schedule(timing=self._timing())
+            plan = self.scheduler.schedule(StepChoice(timing=self._timing()))
             if plan is None:
                 if next_arrival == len(arrivals):
                     break
@@ -194,10 +194,10 @@ class Run:
             self._serve(plan)
         return self
 
-    def _timing(self) -> Timing | tuple[()]:
+    def _timing(self) -> Timing | None:
         rates = self._rates
         if not self._has_targets:
-            return ()
+            return None
         return Timing(self.now_s, rates.prefill_step_s, rates.prefill_token_s, rates.decode_token_s)
 
     def _add(self, number: int, at_s: float, index: int) -> None:

@@ -11,6 +11,7 @@ from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.plan import StepPlan, StepShape, cheapest
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Scheduler
@@ -253,7 +254,7 @@ class Loop:
         self.plans = []
 
     def schedule(self):
-        plan = self.scheduler.schedule(self.max_steps, self.num_drafts, may_split=self.may_split)
+        plan = self.scheduler.schedule(StepChoice(self.max_steps, self.num_drafts, may_split=self.may_split))
         if plan is not None:
             self.in_flight.append((plan, self.device.run(plan)))
             self.plans.append(plan)

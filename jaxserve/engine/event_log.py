@@ -32,6 +32,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.plan import StepShape
 from jaxserve.scheduling.sharded import new_scheduler
 
@@ -150,11 +151,19 @@ def _from_json(kind: str, *fields: Any) -> ReplicaEvent:
         return Added(_read_request(*fields))
     if kind == "Finished":
         return Finished(fields[0], FinishReason(fields[1]))
-    if kind == "Scheduled" and fields[1] is not None:
-        max_steps, program, *others = fields
-        shape = [program] if isinstance(program, int) else program  # an older log has its tokens
-        return Scheduled(max_steps, StepShape(*shape), *others)
+    if kind == "Scheduled":
+        return _read_scheduled(*fields)
     return _KINDS[kind](*fields)
+
+
+def _read_scheduled(choice: Any, program: Any, digest: int, *others: Any) -> Scheduled:
+    if isinstance(choice, int):  # an older log has the fields of the choice beside each other
+        choice = [choice, *others]
+    max_steps, num_drafts, timing, may_split = StepChoice(*choice)
+    if isinstance(program, int):  # and before that, a program's tokens alone
+        program = [program]
+    choice = StepChoice(max_steps, num_drafts, Timing(*timing) if timing else None, may_split)
+    return Scheduled(choice, None if program is None else StepShape(*program), digest)
 
 
 def _read_request(content: dict[str, Any]) -> Request:

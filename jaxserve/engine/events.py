@@ -3,7 +3,7 @@
 A scheduler is a pure function of its events in their order. So whoever is told a replica's events makes the same plans:
 the other processes of a run (lock-step), which start the same programs in the same order, as the collectives of their
 devices need it, and whoever replays a recorded log. The leading process alone has the texts, a clock and the users;
-what depends on time, the number of steps of a plan, is in the event, and so are the tokens that the devices sampled.
+what depends on time, the choice of what a plan may be, is in the event, and so are the tokens that the devices sampled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxserve.request import FinishReason, Request
 
 if TYPE_CHECKING:
+    from jaxserve.scheduling.choice import StepChoice
     from jaxserve.scheduling.plan import StepPlan, StepShape
     from jaxserve.scheduling.sharded import AnyScheduler
 
@@ -70,14 +71,11 @@ class Withdrawn(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """A plan of up to so many steps was asked for."""
+    """A plan was asked for."""
 
-    max_steps: int
+    choice: StepChoice  # what it may be
     program: StepShape | None  # program that runs the plan; None if there was nothing to plan
     digest: int  # digest of all plans up to this one, since the last recovery
-    num_drafts: Sequence[int] = ()  # tokens to draft by slot, if all rows are in decode
-    timing: Sequence[float] = ()  # times that it depends on, if there are targets
-    may_split: bool = False  # True if it could be a split plan
 
 
 class Updated(NamedTuple):
@@ -161,7 +159,7 @@ def replay(
 
 def _plan_again(event: Scheduled, scheduler: AnyScheduler, digest: int, num_plans: int) -> tuple[StepPlan | None, int]:
     """Return the plan of an event and the digest of all plans; RuntimeError if it is another one here."""
-    plan = scheduler.schedule(event.max_steps, event.num_drafts, event.timing, may_split=event.may_split)
+    plan = scheduler.schedule(event.choice)
     digest = digest if plan is None else plan.digest(digest)
     if digest != event.digest or (plan is None) != (event.program is None):
         raise RuntimeError(

@@ -166,16 +166,15 @@ class Replica:
     def launch(self, now_s: float) -> StepPlan | None:
         """Plan and start the next step; None where there is none, or where enough are in flight."""
         self._settle_dropped()
-        limits = self.chooser.choose(now_s, self.in_flight, self._constrained)
-        if limits is None:
+        choice = self.chooser.choose(now_s, self.in_flight, self._constrained)
+        if choice is None:
             return None
-        max_steps, num_drafts, timing, may_split = limits
-        plan = self.scheduler.schedule(max_steps, num_drafts, timing, may_split=may_split)
+        plan = self.scheduler.schedule(choice)
         self._is_stuck = plan is None
         program = None if plan is None else self.executor.fit(plan.shape)
         if plan is not None and self._record is not None:
             self._digest = plan.digest(self._digest)
-        self._note(Scheduled(max_steps, program, self._digest, num_drafts, timing, may_split))
+        self._note(Scheduled(choice, program, self._digest))
         if plan is not None:
             assert program is not None, "what is planned has a program"
             handle = self.executor.launch(plan, program)

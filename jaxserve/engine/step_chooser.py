@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxserve.execution.executor import Executor, StepResult
+from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.draft_pacer import DISPATCH_S, DraftPacer
 from jaxserve.scheduling.pacer import MAX_STEPS, Pacer
 from jaxserve.scheduling.plan import StepPlan, StepShape
@@ -21,22 +22,6 @@ if TYPE_CHECKING:
     from jaxserve.scheduling.step_costs import StepCosts
 
 TWO_ROUNDS = 2  # every multi-step program has that many
-
-
-class StepLimits(NamedTuple):
-    """Limits of the next plan.
-
-    Attributes:
-        max_steps: most steps, or rounds with drafts.
-        num_drafts: tokens to draft by slot; empty for a plan without drafts.
-        timing: the fields of its `Timing`; empty without targets, or before steps were measured.
-        may_split: True if it may be split for rows that wait for tokens.
-    """
-
-    max_steps: int
-    num_drafts: Sequence[int]
-    timing: Sequence[float]
-    may_split: bool
 
 
 class StepChooser:
@@ -83,14 +68,14 @@ class StepChooser:
 
     def choose(
         self, now_s: float, in_flight: Sequence[InFlight], constrained: Collection[Request]
-    ) -> StepLimits | None:
+    ) -> StepChoice | None:
         """Return the limits of the next plan; None if no step may start yet. For the rest see `may_launch`."""
         if not self.may_launch(in_flight, constrained):
             return None
         num_drafts, max_rounds = self._choose_drafts()
         may_split = not num_drafts and self._may_split(constrained)
         max_steps = 1 if may_split else max_rounds if num_drafts else self._max_steps(max_rounds)
-        return StepLimits(max_steps, num_drafts, self._timing(now_s, in_flight), may_split)
+        return StepChoice(max_steps, num_drafts, self._timing(now_s, in_flight), may_split)
 
     def launched(self, plan: StepPlan) -> bool:
         """Note the plan that was made by the latest limits; return whether its dispatch is one of a scout."""
@@ -164,13 +149,13 @@ class StepChooser:
         most, mean = int(num_drafts.max(initial=0)), float(counted.mean())
         self._draft_pacer.ended(program, most, num_rounds, mean, result.ended_s, is_scout=step.is_scout)
 
-    def _timing(self, now_s: float, in_flight: Sequence[InFlight]) -> Sequence[float]:
+    def _timing(self, now_s: float, in_flight: Sequence[InFlight]) -> Timing | None:
         rates = self._costs.rates() if self._scheduler.policy.targets else None
         if rates is None:
-            return ()
+            return None
         starts_s = now_s
         if in_flight:
             plan = in_flight[-1].plan
             step_s = plan.num_steps * rates.step_s(plan.num_prefill_tokens, plan.num_decode_tokens)
             starts_s = max(now_s, in_flight[-1].handle.launched_s + step_s)
-        return (starts_s, rates.prefill_step_s, rates.prefill_token_s, rates.decode_token_s)
+        return Timing(starts_s, rates.prefill_step_s, rates.prefill_token_s, rates.decode_token_s)

@@ -14,28 +14,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from jaxserve.request import Request
+from jaxserve.scheduling.choice import Timing
 from jaxserve.scheduling.plan import StepPlan
 
 Target = tuple[int | None, float, float]  # class (None for any other), time to first token, time between tokens
-
-
-class Timing(NamedTuple):
-    """Times that a plan depends on.
-
-    Attributes:
-        starts_s: time at which the device will begin with it.
-        prefill_step_s: time of a step with prompt tokens, before it computes any.
-        prefill_token_s: time of a prompt token.
-        decode_token_s: time of a row in decode.
-    """
-
-    starts_s: float
-    prefill_step_s: float
-    prefill_token_s: float
-    decode_token_s: float
 
 
 class Deadlines:

@@ -42,7 +42,8 @@ from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.kv_cache.transfers import Tier
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.admission import Admission
-from jaxserve.scheduling.deadlines import Deadlines, Timing
+from jaxserve.scheduling.choice import ONE_STEP, StepChoice
+from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.planning import Planning
@@ -308,25 +309,12 @@ class Scheduler:
         """True if a running request wants log probabilities of its samples."""
         return any(request.params.logprobs is not None for request in self._ledger.running.values())
 
-    def schedule(
-        self,
-        max_steps: int = 1,
-        num_drafts: Sequence[int] = (),
-        timing: Sequence[float] = (),
-        *,
-        may_split: bool = False,
-    ) -> StepPlan | None:
-        """Plan the next step, or up to `max_steps` at once; None when nothing can run.
+    def schedule(self, choice: StepChoice = ONE_STEP) -> StepPlan | None:
+        """Plan the next step, or up to `choice.max_steps` at once; None when nothing can run.
 
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
-
-        Args:
-            max_steps: most steps, or rounds with drafts.
-            num_drafts: tokens to draft by slot, where all rows are in decode; empty for a plan without drafts. If there
-                is no room for them, the plan has one step.
-            timing: the fields of a `Timing`, by which rows in decode get their tokens in time; empty if not known.
-            may_split: True if a plan of one step without drafts may be split for rows that wait for tokens.
         """
+        max_steps, num_drafts, timing, may_split = choice
         self.num_schedules += 1
         planning = self.planning
         plan = planning.begin(self._next_step_id)
@@ -338,9 +326,8 @@ class Scheduler:
                 num_drafts, max_steps = (), 1
             num_steps = planning.most_steps(min(max_steps, planning.steps_left())) if max_steps > 1 else 1
         decoded = planning.decode(plan, max(num_steps, 1), num_drafts, may_split=may_split)
-        times = Timing(*timing) if timing else None
-        filled = planning.fill(decoded, self.deadlines.most_prefill_tokens([plan], times))
-        self.deadlines.note_first_tokens([plan], times)
+        filled = planning.fill(decoded, self.deadlines.most_prefill_tokens([plan], timing))
+        self.deadlines.note_first_tokens([plan], timing)
         self._next_step_id += filled is not None
         self._notify()
         return filled

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError
 from jaxserve.request import FinishReason, Request, RequestStatus
-from jaxserve.scheduling.deadlines import Timing
+from jaxserve.scheduling.choice import ONE_STEP, StepChoice
 from jaxserve.scheduling.ledger import Demand
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.router import NO_PREFIX, Prefix, Router
@@ -190,15 +190,9 @@ class ShardedScheduler:
 
     # One step
 
-    def schedule(
-        self,
-        max_steps: int = 1,
-        num_drafts: Sequence[int] = (),
-        timing: Sequence[float] = (),
-        *,
-        may_split: bool = False,
-    ) -> StepPlan | None:
+    def schedule(self, choice: StepChoice = ONE_STEP) -> StepPlan | None:
         """Plan the next step of all shards, as many steps at once as each of them can go."""
+        max_steps, num_drafts, timing, may_split = choice
         assert not num_drafts, "there is no speculation where rows are divided; the config checks it"
         self._distribute()
         begun = [shard.planning.begin(self._next_step_id) for shard in self.shards]
@@ -212,10 +206,10 @@ class ShardedScheduler:
             shard.planning.decode(plan, max(num_steps, 1), may_split=may_split)
             for shard, plan in zip(self.shards, begun, strict=True)
         ]
-        times, deadlines = Timing(*timing) if timing else None, self.shards[0].deadlines
-        most_tokens = deadlines.most_prefill_tokens(begun, times)
+        deadlines = self.shards[0].deadlines
+        most_tokens = deadlines.most_prefill_tokens(begun, timing)
         parts = [shard.planning.fill(part, most_tokens) for shard, part in zip(self.shards, decoded, strict=True)]
-        deadlines.note_first_tokens(begun, times)
+        deadlines.note_first_tokens(begun, timing)
         if not any(parts):
             return None
         joined = self._join(begun, parts)

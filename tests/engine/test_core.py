@@ -42,6 +42,8 @@ from jaxserve.models.arch import ArchConfig, RopeConfig
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling import decode, ledger, prefill, scheduler
+from jaxserve.scheduling.choice import StepChoice
+from jaxserve.scheduling.plan import StepShape
 from jaxserve.scheduling.sharded import new_scheduler
 from tests.parameters import mainly
 from tests.random_runs import examples
@@ -425,7 +427,8 @@ def record_log(
     def recorder(log: EventLog) -> Record:
         def record(event: ReplicaEvent) -> None:
             counts[type(event).__name__] += 1
-            counts["several steps"] += isinstance(event, Scheduled) and (event.max_steps > 1 or bool(event.num_drafts))
+            if isinstance(event, Scheduled):
+                counts["several steps"] += event.choice.max_steps > 1 or bool(event.choice.num_drafts)
             counts["plans"] += isinstance(event, Scheduled) and event.program is not None
             log.record(event)
 
@@ -520,6 +523,20 @@ def test_the_end_of_a_transfer_is_an_event_that_is_replayed() -> None:
     vars(anew)["_tiers"] = [SlowTier(SIZES.page_size, 1000)]
     anew.restart()
     assert replay(events, anew) == len(set(digests))
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_older_logs_have_the_fields_of_a_choice_beside_each_other(tmp_path: Path) -> None:
+    (path,), counts = record_log(tmp_path / "events", 600, sizes=DRAFTING)
+    first, *lines = path.read_text().splitlines()
+    events = list(map(json.loads, lines))
+    for event in events:
+        if event[0] == "Scheduled":
+            (max_steps, num_drafts, timing, may_split), program, digest = event[1:]
+            event[1:] = [max_steps, program, digest, num_drafts, timing or [], may_split]
+    path.write_text("".join(f"{line}\n" for line in (first, *map(json.dumps, events))))
+    assert replay_log(path) == counts["plans"] > 100
+    assert event_from_json(["Scheduled", 2, 8, 5]) == Scheduled(StepChoice(2), StepShape(8), 5)
 
 
 @pytest.mark.usefixtures("no_type_checks")

@@ -5,7 +5,7 @@ from simulation import Loop, generate_alone, make_request, make_scheduler, start
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.scheduling.deadlines import Timing
+from jaxserve.scheduling.choice import StepChoice, Timing
 from service_suites import SUITES, TARGETS, Run
 
 pytestmark = pytest.mark.usefixtures("no_type_checks")
@@ -27,7 +27,7 @@ def test_slack_turns_into_tokens_of_prompts():
     loop.add(row)
 
     def step(now_s):
-        plan = scheduler.schedule(timing=Timing(now_s, 0.01, 0.001, 0.0))
+        plan = scheduler.schedule(StepChoice(timing=Timing(now_s, 0.01, 0.001, 0.0)))
         loop.in_flight.append((plan, loop.device.run(plan)))
         loop.update()
         return starts(plan)

@@ -5,6 +5,7 @@ from simulation import Loop, generate_alone, make_request, make_scheduler, start
 
 from jaxserve.request import FinishReason, RequestStatus
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.choice import StepChoice
 
 
 def lengths(loop):
@@ -84,8 +85,8 @@ def test_a_stop_that_the_device_missed_is_found_by_the_host():
     request, other = make_request("a", [1], 20, stop_ids=frozenset([7])), make_request("b", [2], 20)
     scheduler.add(request)
     scheduler.add(other)
-    scheduler.update(scheduler.schedule(4), [[5], [5]])
-    plan = scheduler.schedule(4)
+    scheduler.update(scheduler.schedule(StepChoice(4)), [[5], [5]])
+    plan = scheduler.schedule(StepChoice(4))
     sampled = [[5, 7, 5, 6], [5, 5, 5, 6]]
     assert scheduler.update(plan, sampled) == [request]
     assert sampled == [[5, 7], [5, 5, 5, 6]]
@@ -98,12 +99,12 @@ def test_a_row_that_got_fewer_tokens_than_planned_goes_on_from_there():
     """Some tokens are rejected, as those of a draft: plans behind them stay upper bounds."""
     scheduler, request = make_scheduler(page_size=2), make_request("a", [1], 20)
     scheduler.add(request)
-    scheduler.update(scheduler.schedule(4), [[5]])
-    first, second = scheduler.schedule(4), scheduler.schedule(4)
+    scheduler.update(scheduler.schedule(StepChoice(4)), [[5]])
+    first, second = scheduler.schedule(StepChoice(4)), scheduler.schedule(StepChoice(4))
     assert (first.starts, second.starts) == ([1], [5])
     assert scheduler.update(first, [[6, 6]]) == []
     assert (request.num_computed_tokens, request.num_known_tokens) == (7, 4)
-    third = scheduler.schedule(4)
+    third = scheduler.schedule(StepChoice(4))
     assert third.starts == [7]
     scheduler.update(second, [[7, 7, 7, 7]])
     scheduler.update(third, [[8]])
@@ -116,17 +117,17 @@ def test_more_than_planned_is_a_bug():
     scheduler = make_scheduler()
     scheduler.add(make_request("a", [1], 20))
     with pytest.raises(AssertionError, match="may sample 1 tokens cannot have sampled 2"):
-        scheduler.update(scheduler.schedule(4), [[5, 5]])
+        scheduler.update(scheduler.schedule(StepChoice(4)), [[5, 5]])
 
 
 def test_any_plan_may_be_made_beside_one_of_several_steps():
     scheduler, request = make_scheduler(), make_request("a", [1], 20, stop_ids=frozenset([7]))
     scheduler.add(request)
-    scheduler.update(scheduler.schedule(4), [[5]])
-    first, second = scheduler.schedule(4), scheduler.schedule(4)
+    scheduler.update(scheduler.schedule(StepChoice(4)), [[5]])
+    first, second = scheduler.schedule(StepChoice(4)), scheduler.schedule(StepChoice(4))
     newcomer = make_request("b", [2], 20)
     scheduler.add(newcomer)
-    third = scheduler.schedule(4)
+    third = scheduler.schedule(StepChoice(4))
     assert [starts(plan) for plan in (first, second, third)] == [
         {"a": (1, 1)},
         {"a": (5, 1)},
@@ -154,12 +155,12 @@ def test_a_page_is_found_only_when_it_is_computed():
     """The token that ends a sequence is known but not computed, whatever was planned behind it."""
     scheduler, request = make_scheduler(page_size=2), make_request("a", [1], 20, stop_ids=frozenset([7]))
     scheduler.add(request)
-    scheduler.update(scheduler.schedule(4), [[5]])
-    first, _ = scheduler.schedule(4), scheduler.schedule(4)
+    scheduler.update(scheduler.schedule(StepChoice(4)), [[5]])
+    first, _ = scheduler.schedule(StepChoice(4)), scheduler.schedule(StepChoice(4))
     scheduler.update(first, [[5, 7]])
     assert (request.finish_reason, request.num_known_tokens) == (FinishReason.STOP, 4)
     scheduler.add(make_request("again", [1, 5, 5, 7, 5], 4))
-    assert starts(scheduler.schedule(4)) == {"again": (2, 3)}
+    assert starts(scheduler.schedule(StepChoice(4))) == {"again": (2, 3)}
 
 
 @pytest.mark.parametrize("max_steps", [1, 4])

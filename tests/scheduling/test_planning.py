@@ -8,6 +8,7 @@ from simulation import Loop, generate_alone, make_request, make_scheduler, num_c
 
 from jaxserve.errors import RequestError
 from jaxserve.request import FinishReason, RequestStatus
+from jaxserve.scheduling.choice import StepChoice
 
 
 def test_the_same_events_give_the_same_plans():
@@ -141,7 +142,7 @@ def test_a_preempted_request_may_get_fewer_tokens_than_planned():
     old, young = make_request("old", [1, 1], 8), make_request("young", [2, 2], 8)
     for request in (old, young):
         scheduler.add(request)
-    plans = [scheduler.schedule(), scheduler.schedule(2)]
+    plans = [scheduler.schedule(), scheduler.schedule(StepChoice(2))]
     while not young.num_preemptions:
         plans.append(scheduler.schedule())
     scheduler.update(plans[0], [[0], [0]])

@@ -9,7 +9,7 @@ from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, num_compu
 
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.deadlines import Timing
+from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.sharded import ShardedScheduler, new_scheduler
 from tests.random_runs import examples
 
@@ -137,7 +137,7 @@ def test_shards_share_the_slack_of_the_row_that_is_due_first(num_shards):
 
     def num_prompt_tokens(now_s: float) -> list[int]:
         """Tokens of prompts by shard in the step that begins then, of which a token takes 1 ms."""
-        plan = scheduler.schedule(timing=Timing(now_s, 0.01, 0.001, 0.0))
+        plan = scheduler.schedule(StepChoice(timing=Timing(now_s, 0.01, 0.001, 0.0)))
         loop.in_flight.append((plan, loop.device.run(plan)))
         loop.update()
         counts = [0] * num_shards

@@ -22,6 +22,7 @@ from jaxserve.engine.events import (
     replay,
 )
 from jaxserve.request import FinishReason, RequestStatus
+from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.plan import StepShape
 from tests.random_runs import examples
 
@@ -75,12 +76,14 @@ class Tiers:
         self.end(*range(len(self.tier.moves)), ok=ok)
 
     def schedule(self):
-        plan = self.scheduler.schedule(self.max_steps)
+        plan = self.scheduler.schedule(StepChoice(self.max_steps))
         if plan is not None:
             self.digest = plan.digest(self.digest)
             self.in_flight.append((plan, self.device.run(plan)))
             self.plans.append(plan)
-        self.note(Scheduled(self.max_steps, None if plan is None else StepShape(plan.num_tokens), self.digest))
+        self.note(
+            Scheduled(StepChoice(self.max_steps), None if plan is None else StepShape(plan.num_tokens), self.digest)
+        )
         is_idle = plan is None and not self.in_flight and not self.tier.moves
         assert not (is_idle and self.scheduler.has_unfinished()), "idle with runnable work"
         return plan
