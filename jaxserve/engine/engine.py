@@ -24,6 +24,7 @@ from jaxserve.engine.parameters import Weights
 from jaxserve.engine.prompt import Prompt
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_reader import RequestReader
+from jaxserve.engine.step_chooser import NewChooser, StepChooser
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.batch import MAX_EOS_IDS
 from jaxserve.execution.executor import Executor
@@ -42,6 +43,7 @@ class Engine:
     Args:
         config: model and options.
         executors: devices of the replicas; None for compiled programs, as `config` says.
+        new_chooser: makes the chooser of what each plan of a replica may be.
 
     Attributes:
         config: configuration of the engine.
@@ -58,7 +60,12 @@ class Engine:
         output_limits: limits of outputs on a server.
     """
 
-    def __init__(self, config: EngineConfig, executors: Sequence[Executor] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executors: Sequence[Executor] | None = None,
+        new_chooser: NewChooser = StepChooser,
+    ) -> None:
         self.arch = build_arch(config)
         self.config = config = resolve_quantization(config, self.arch)
         self.tokenizer = (
@@ -85,7 +92,7 @@ class Engine:
         self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, len(executors))
         records = [_recorder(self.peers, self._logs[i : i + 1]) for i in range(len(executors))]
         replicas = [
-            Replica(config, self.arch, each, self.stats, record)
+            Replica(config, self.arch, each, self.stats, record, new_chooser)
             for each, record in zip(executors, records, strict=True)
         ]
         self.core = EngineCore(replicas, step_ahead=config.step_ahead, on_failure=partial(fail_others, self.peers))

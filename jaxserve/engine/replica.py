@@ -22,7 +22,7 @@ from jaxserve.engine.events import (
     Updated,
     Withdrawn,
 )
-from jaxserve.engine.step_chooser import StepChooser
+from jaxserve.engine.step_chooser import NewChooser, StepChooser
 from jaxserve.engine.step_stats import InFlight, StepStatsWriter
 from jaxserve.execution.executor import Executor, StepResult
 from jaxserve.request import FinishReason, Request, RequestStatus
@@ -80,6 +80,7 @@ class Replica:
         executor: the device.
         stats: totals, to which those of this replica are added.
         record: called with every event, in order: for other processes to replay, or for a log.
+        new_chooser: makes the chooser of what each plan may be.
 
     Attributes:
         scheduler: scheduler of the replica.
@@ -97,11 +98,12 @@ class Replica:
         executor: Executor,
         stats: EngineStats,
         record: Record | None = None,
+        new_chooser: NewChooser = StepChooser,
     ) -> None:
         self.executor = executor
         self.scheduler = new_scheduler(executor.schedule)
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
-        self.chooser = StepChooser(config, self.scheduler, executor, self.step_stats.costs)
+        self.chooser = new_chooser(config, self.scheduler, executor, self.step_stats.costs)
         self.in_flight: deque[InFlight] = deque()
         self.changing = Changing()
         self._stats = stats

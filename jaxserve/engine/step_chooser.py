@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -22,6 +22,29 @@ if TYPE_CHECKING:
     from jaxserve.scheduling.step_costs import StepCosts
 
 TWO_ROUNDS = 2  # every multi-step program has that many
+
+
+class Chooser(Protocol):
+    """Decides what each plan may be: `StepChooser`, or another one in its place. The tokens are the same with any."""
+
+    may_draft: bool
+
+    def may_launch(self, in_flight: Sequence[InFlight], constrained: Collection[Request]) -> bool:
+        """Return whether a step may start before those in flight are read."""
+
+    def choose(
+        self, now_s: float, in_flight: Sequence[InFlight], constrained: Collection[Request]
+    ) -> StepChoice | None:
+        """Return what the next plan may be; None if no step may start yet."""
+
+    def launched(self, plan: StepPlan) -> bool:
+        """Note the plan that was made by the latest choice; return whether its dispatch is one of a scout."""
+
+    def ended(self, step: InFlight, result: StepResult) -> None:
+        """Learn from a step that has ended."""
+
+    def pause(self) -> None:
+        """Note that the next step that ends has no end before it to count from."""
 
 
 class StepChooser:
@@ -159,3 +182,6 @@ class StepChooser:
             step_s = plan.num_steps * rates.step_s(plan.num_prefill_tokens, plan.num_decode_tokens)
             starts_s = max(now_s, in_flight[-1].handle.launched_s + step_s)
         return Timing(starts_s, rates.prefill_step_s, rates.prefill_token_s, rates.decode_token_s)
+
+
+NewChooser = Callable[["EngineConfig", "AnyScheduler", Executor, "StepCosts"], Chooser]

@@ -5,10 +5,11 @@ import pickle
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
 from pathlib import Path
+from random import Random
 from types import FrameType
 from typing import Any, get_args
 
@@ -35,6 +36,8 @@ from jaxserve.engine.events import (
     replay,
 )
 from jaxserve.engine.replica import Replica
+from jaxserve.engine.step_chooser import NewChooser, StepChooser
+from jaxserve.engine.step_stats import InFlight
 from jaxserve.execution.executor import Executor
 from jaxserve.kv_cache import eviction, group_kinds, page_store, pages, transfers
 from jaxserve.metrics import EngineStats
@@ -42,9 +45,10 @@ from jaxserve.models.arch import ArchConfig, RopeConfig
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling import decode, ledger, prefill, scheduler
-from jaxserve.scheduling.choice import StepChoice
+from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.plan import StepShape
-from jaxserve.scheduling.sharded import new_scheduler
+from jaxserve.scheduling.sharded import AnyScheduler, new_scheduler
+from jaxserve.scheduling.step_costs import StepCosts
 from tests.parameters import mainly
 from tests.random_runs import examples
 
@@ -91,11 +95,12 @@ class Driven:
         step_ahead: bool = True,
         records: Sequence[Record] = (),
         on_failure: Callable[[BaseException], None] = pass_on,
+        new_chooser: NewChooser = StepChooser,
     ) -> None:
         config = EngineConfig("none", multi_step=max_steps, step_ahead=step_ahead)
         self.executors = [SimulatedExecutor(sizes, max_steps) for _ in range(num_replicas)]
         self.replicas = [
-            Replica(config, ARCH, executor, EngineStats(), record)
+            Replica(config, ARCH, executor, EngineStats(), record, new_chooser)
             for executor, record in zip_longest(self.executors, records)
         ]
         self.core = EngineCore(self.replicas, step_ahead=step_ahead, on_failure=on_failure)
@@ -523,6 +528,48 @@ def test_the_end_of_a_transfer_is_an_event_that_is_replayed() -> None:
     vars(anew)["_tiers"] = [SlowTier(SIZES.page_size, 1000)]
     anew.restart()
     assert replay(events, anew) == len(set(digests))
+
+
+class RandomChooser(StepChooser):
+    """Chooses at random within the limits of programs."""
+
+    def __init__(self, config: EngineConfig, scheduler: AnyScheduler, executor: Executor, costs: StepCosts) -> None:
+        super().__init__(config, scheduler, executor, costs)
+        self._random = Random(3)
+
+    def choose(
+        self, now_s: float, in_flight: Sequence[InFlight], constrained: Collection[Request]
+    ) -> StepChoice | None:
+        most = super().choose(now_s, in_flight, constrained)
+        if most is None or self._random.random() < 0.2:  # or to wait for a step in flight
+            return most if not in_flight else None
+        timing = Timing(*(self._random.random() for _ in Timing._fields)) if self._random.random() < 0.5 else None
+        may_split = most.may_split and self._random.random() < 0.5
+        return StepChoice(self._random.randint(1, most.max_steps), (), timing, may_split)
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("sizes", [SIZES, replace(LARGER, targets=((0, 5.0, 1.0), (3, 9.0, 2.0)))])
+def test_another_chooser_makes_other_plans_of_the_same_tokens(tmp_path: Path, sizes: ScheduleConfig) -> None:
+    """`drain` compares the tokens of each request with those that it gets alone."""
+    choices: dict[str, list[StepChoice]] = {}
+    for name, new_chooser in (("usual", StepChooser), ("random", RandomChooser)):
+        log = EventLog(tmp_path / name, sizes)
+        driven = Driven(sizes=sizes, max_steps=4, records=[log.record], new_chooser=new_chooser)
+        draw = Random(7)
+        for _ in range(40):
+            prompt = [draw.randrange(5) for _ in range(draw.randrange(1, 20))]
+            waits = draw.random() < 0.3
+            driven.submit(prompt=prompt, max_tokens=draw.randrange(1, 20), priority=3 * waits, waits_for_tokens=waits)
+            for _ in range(draw.randrange(4)):
+                driven.step()
+        driven.drain()
+        log.close()
+        choices[name] = [event.choice for event in read_log(tmp_path / name)[1] if isinstance(event, Scheduled)]
+        assert replay_log(tmp_path / name) > 40
+    assert {choice.max_steps for choice in choices["random"]} == {1, 2, 3, 4}
+    assert not sizes.targets or any(choice.timing for choice in choices["random"])
+    assert choices["usual"] != choices["random"]
 
 
 @pytest.mark.usefixtures("no_type_checks")
