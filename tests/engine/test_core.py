@@ -545,11 +545,14 @@ class RandomChooser(StepChooser):
             return most if not in_flight else None
         timing = Timing(*(self._random.random() for _ in Timing._fields)) if self._random.random() < 0.5 else None
         may_split = most.may_split and self._random.random() < 0.5
-        return StepChoice(self._random.randint(1, most.max_steps), (), timing, may_split)
+        num_drafts = [self._random.randint(0, num) for num in most.num_drafts]
+        if most.num_drafts and not any(num_drafts):
+            return StepChoice(1, (), timing)
+        return StepChoice(self._random.randint(1, most.max_steps), num_drafts, timing, may_split)
 
 
 @pytest.mark.usefixtures("no_type_checks")
-@pytest.mark.parametrize("sizes", [SIZES, replace(LARGER, targets=((0, 5.0, 1.0), (3, 9.0, 2.0)))])
+@pytest.mark.parametrize("sizes", [SIZES, replace(LARGER, targets=DRAFTING.targets), DRAFTING])
 def test_another_chooser_makes_other_plans_of_the_same_tokens(tmp_path: Path, sizes: ScheduleConfig) -> None:
     """`drain` compares the tokens of each request with those that it gets alone."""
     choices: dict[str, list[StepChoice]] = {}
@@ -567,7 +570,8 @@ def test_another_chooser_makes_other_plans_of_the_same_tokens(tmp_path: Path, si
         log.close()
         choices[name] = [event.choice for event in read_log(tmp_path / name)[1] if isinstance(event, Scheduled)]
         assert replay_log(tmp_path / name) > 40
-    assert {choice.max_steps for choice in choices["random"]} == {1, 2, 3, 4}
+    assert sizes.max_drafts or {choice.max_steps for choice in choices["random"]} == {1, 2, 3, 4}
+    assert len({tuple(choice.num_drafts) for choice in choices["random"]}) > 3 * (sizes.max_drafts > 0)
     assert not sizes.targets or any(choice.timing for choice in choices["random"])
     assert choices["usual"] != choices["random"]
 
