@@ -74,10 +74,10 @@ class Served:
             mesh=mesh,
         )
         self.compile_s: dict[str, float] = {}
-        single = [shape for shape in self.schedule.shapes(MAX_STEPS) if shape.num_rounds == 1]
+        plain = [each for each in self.schedule.shapes(MAX_STEPS) if not (each.has_drafts or each.samples_late)]
         started = time.perf_counter()
         self._timed("writers", self.runner.programs._compile_writers)
-        self._compile([single[0], single[-1]])
+        self._compile([plain[0], plain[-1]])
         self.first_programs_s = time.perf_counter() - started
 
     def compile_for(self, rows: Iterable[int], multi_step: bool) -> None:
