@@ -27,7 +27,7 @@ def test_a_sequence_needs_no_more_pages_than_its_windows(
     start: Start, family: tuple[str, Path, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, path, oracle = family
-    engine: Engine = start(model=str(path), num_pages=2 * NEEDED[name], multi_step=4)
+    engine: Engine = start(model=str(path), num_pages=NEEDED[name], multi_step=4)
     assert engine.schedule.kv_groups.num_pages(59) == NEEDED[name]
     output, most = engine.add_request("long", tokens(40, "long"), LONG), 0
     while engine.has_unfinished():

@@ -96,10 +96,10 @@ def write_batch(path: Path, count: int, **prompts: str) -> Path:
     return path
 
 
-def expected(model: str, source: Path) -> dict[str, Any]:
+def expected(model: str, source: Path, **options: Any) -> dict[str, Any]:
     """Return the records of one engine."""
     out = source.with_suffix(".one")
-    run_batch(FakeEngine(load_tokenizer(model), EngineConfig(model=model)), source, out, use_tqdm=False)
+    run_batch(FakeEngine(load_tokenizer(model), EngineConfig(model=model, **options)), source, out, use_tqdm=False)
     return records_by_id(out)
 
 
@@ -135,7 +135,7 @@ def test_what_kills_engines_becomes_an_error_and_the_rest_is_served(
     with ray_fleet(2, model=model, max_num_seqs=2) as fleet:
         summary = run_batch(fleet, source, out, use_tqdm=False)
     assert (summary.num_records, summary.num_errors) == (60, 3)
-    found, wanted = records_by_id(out), expected(model, source)
+    found, wanted = records_by_id(out), expected(model, source, max_num_seqs=2)
     errors = {number: found[f"batch_req_{number}"]["error"] for number in (21, 42, 56)}
     assert [errors[number]["code"] for number in (21, 42)] == ["engine_died"] * 2
     alone = f"{MAX_LONE_DEATHS} engines died, each while it served this request alone; the last: "
