@@ -3,16 +3,36 @@
 import dataclasses
 import threading
 import time
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from jaxserve.engine.stepped import MeasuredEngine
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates
 
 _ERASE_TO_END = "\x1b[K"
 _PATIENCE_S = 2.0  # cached executables usually load faster
 
 
-def wait_until_warm(engine: MeasuredEngine, stream: Any) -> None:
+@runtime_checkable
+class WatchedEngine(Protocol):
+    """Engine that counts its work.
+
+    Attributes:
+        stats: totals since start.
+    """
+
+    stats: EngineStats
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """Requests and pages now."""
+
+    def peak_rates(self) -> PeakRates:
+        """Return the peak rates of the device."""
+
+    def wait_until_warm(self) -> None:
+        """Block until every program is compiled."""
+
+
+def wait_until_warm(engine: WatchedEngine, stream: Any) -> None:
     """Block until every program of an engine is ready; if that takes long, write a line to `stream`."""
     line = "jaxserve: loading or compiling all programs first, which can take minutes where none are cached\n"
 
@@ -41,7 +61,7 @@ class LiveStats:
         interval_s: seconds between lines.
     """
 
-    def __init__(self, engine: MeasuredEngine, stream: Any, interval_s: float = 1.0) -> None:
+    def __init__(self, engine: WatchedEngine, stream: Any, interval_s: float = 1.0) -> None:
         self._engine, self._stream, self._interval_s = engine, stream, interval_s
         self._rewrites = stream.isatty()
         self._stop = threading.Event()

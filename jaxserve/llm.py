@@ -22,6 +22,7 @@ from jaxserve.errors import ConfigError, RequestError, brief
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.metrics import Metric, vllm_metrics
 from jaxserve.models.params import Params
+from jaxserve.openai.batch_engine import OfflineEngine
 from jaxserve.outputs import RequestOutput
 from jaxserve.pooling import CLASSIFY, EMBED, PoolingParams
 from jaxserve.pooling_outputs import (
@@ -346,6 +347,10 @@ class LLM:
                     yield increment
         finally:
             self._calls.cancel([group])
+
+    def batch_engine(self) -> OfflineEngine:
+        """Return the engine as `run_batch` uses it, beside other calls."""
+        return OfflineEngine(self.engine, self._threads)
 
     def get_metrics(self) -> list[Metric]:
         """Return counters and gauges under vLLM's names, those of speculative decoding among them."""

@@ -4,7 +4,7 @@
     python scripts/bench_host.py --rows 64 --waiting 0 --prefill 256
 
 Every row decodes in every measured step; with --prefill, one more row prefills that many tokens of a long prompt beside
-them. `step` is the whole of Engine.step, and `step_cpu` its CPU time: what it would take if nothing else ran on the
+them. `step` is a whole step of the engine, and `step_cpu` its CPU time: what it would take if nothing else ran on the
 machine. `planning` is schedule + pack + update; `outputs` is what is left of a step beside planning and statistics:
 dispatch and output assembly (no tokenizer is loaded). `collections` counts what the garbage collector did meanwhile, by
 generation. Prints one JSON line per case.
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.sampling_params import SamplingParams
 from synthetic.null_device import null_engine
 from synthetic.prompts import prompts
@@ -42,7 +42,7 @@ PARTS = {
 class Stopwatch:
     """Wraps methods of one engine and sums the time spent in each until it is read."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: DrivenEngine) -> None:
         self.spent_ns = dict.fromkeys(PARTS, 0)
         for part, path in PARTS.items():
             owner, _, name = path.rpartition(".")
@@ -64,7 +64,7 @@ class Stopwatch:
         return spent
 
 
-def start_engine(num_rows: int, num_steps: int, prefill: int, max_model_len: int, prefix_caching: bool) -> Engine:
+def start_engine(num_rows: int, num_steps: int, prefill: int, max_model_len: int, prefix_caching: bool) -> DrivenEngine:
     """An engine with a slot and pages for every row, and one more for the prefill."""
     num_slots = num_rows + (prefill > 0)
     pages_per_row = -(-(PROMPT_LEN + output_len(num_rows, num_steps)) // 16) + 1
@@ -89,7 +89,7 @@ def num_collections() -> list[int]:
 
 
 def measure(
-    engine: Engine, num_rows: int, num_waiting: int, prefill: int, num_steps: int
+    engine: DrivenEngine, num_rows: int, num_waiting: int, prefill: int, num_steps: int
 ) -> tuple[dict[str, NDArray[np.float64]], list[int]]:
     """Microseconds of each measured step, by part, and the collections of garbage meanwhile."""
     decoding = SamplingParams(max_tokens=output_len(num_rows, num_steps), ignore_eos=True)

@@ -16,21 +16,21 @@ from tempfile import TemporaryDirectory
 import jax
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.sampling_params import SamplingParams
 from synthetic.random_model import write_random_model
 
 NUM_PROMPT_TOKENS = 8
 
 
-def start(model: Path, rows: int, quantization: str | None) -> Engine:
+def start(model: Path, rows: int, quantization: str | None) -> DrivenEngine:
     sizes = {"max_num_seqs": rows, "max_num_batched_tokens": rows, "max_model_len": 512, "multi_step": 1}
-    return Engine(
+    return DrivenEngine(
         EngineConfig(str(model), skip_tokenizer_init=True, quantization=quantization, compile_ahead="minimal", **sizes)
     )
 
 
-def decode_times(engine: Engine, rows: int, num_steps: int) -> list[float]:
+def decode_times(engine: DrivenEngine, rows: int, num_steps: int) -> list[float]:
     """Seconds of each step in which all rows decode."""
     params = SamplingParams(temperature=0, max_tokens=num_steps + 2 * NUM_PROMPT_TOKENS * rows, ignore_eos=True)
     for row in range(rows):

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from jaxserve.engine.load_balancer import LoadBalancer
-from jaxserve.engine.replica import Changing, Replica
+from jaxserve.engine.replica import Replica
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
@@ -38,8 +38,6 @@ ROUND = 8  # requests between two steps of all replicas
 
 class SchedulerReplica:
     """A replica whose steps take no time."""
-
-    changing = Changing()
 
     def __init__(self, num_rows: int) -> None:
         self.scheduler = Scheduler(

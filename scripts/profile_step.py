@@ -25,7 +25,7 @@ import jax
 
 from device_report.trace import Span, lines, programs, record
 from jaxserve import LLM, SamplingParams
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.execution.runner import RunningStep
 
@@ -44,7 +44,7 @@ def annotate(owner: Any, method: str, label: str) -> None:
     setattr(owner, method, annotated)
 
 
-def annotate_engine(engine: Engine) -> None:
+def annotate_engine(engine: DrivenEngine) -> None:
     annotate(engine, "step", "host:step")
     annotate(engine.replicas[0].scheduler, "schedule", "host:schedule")
     annotate(engine.replicas[0].executor.packer, "pack", "host:pack")
@@ -123,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint; the embedded default without")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--steps", type=int, default=100, help="calls of Engine.step in the trace")
+    parser.add_argument("--steps", type=int, default=100, help="calls of DrivenEngine.step in the trace")
     parser.add_argument("--multi-step", type=int, default=1, help="most decode steps per dispatch; 1 is the plain loop")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summaries there too")
     args = parser.parse_args()

@@ -25,7 +25,7 @@ import psutil
 from matplotlib.figure import Figure
 
 from jaxserve.config import EngineConfig, embedded_model
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.execution.programs import Buckets
 from jaxserve.sampling_params import SamplingParams
 from synthetic.null_device import null_engine
@@ -42,15 +42,15 @@ CONTEXTS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 QUEUES = (0, 100, 1_000, 10_000, 100_000)
 
 Point = dict[str, float]
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 
-def start_host(**options: Any) -> Engine:
+def start_host(**options: Any) -> DrivenEngine:
     """Room for the longest context at every point, so that the page table is as wide."""
     return null_engine(max_model_len=MAX_CONTEXT + 1024, **options)
 
 
-def start_device(**options: Any) -> Engine:
+def start_device(**options: Any) -> DrivenEngine:
     """The embedded model; RoPE knows no limit, so that its quality there is all that suffers."""
     with tempfile.TemporaryDirectory() as directory:
         shutil.copytree(embedded_model("default"), directory, dirs_exist_ok=True)
@@ -59,7 +59,7 @@ def start_device(**options: Any) -> Engine:
         config = EngineConfig(
             model=directory, skip_tokenizer_init=True, compile_ahead="minimal", multi_step=1, **options
         )
-        engine = Engine(config)
+        engine = DrivenEngine(config)
     # Beside the programs of one token and of a full step only the one that is measured.
     decode = min(bucket for bucket in engine.schedule.buckets() if bucket >= engine.schedule.max_num_seqs)
     engine.replicas[0].executor.programs._compile(Buckets([decode]))
@@ -98,7 +98,7 @@ def measure(start: Start, rows: int, context: int, queue: int, num_steps: int) -
     }
 
 
-def timed(engine: Engine) -> tuple[float, float]:
+def timed(engine: DrivenEngine) -> tuple[float, float]:
     """Wall milliseconds and this thread's CPU microseconds of one step."""
     started, started_cpu = time.perf_counter_ns(), time.thread_time_ns()
     engine.step()

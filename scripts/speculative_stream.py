@@ -29,7 +29,7 @@ import psutil
 
 from jaxserve import SamplingParams
 from jaxserve.config import DEFAULT_DRAFTS, embedded_model
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.speculation_config import SpeculationConfig
 from speculative.runs import start
 
@@ -115,7 +115,7 @@ def hard_prompts(count: int) -> list[str]:
     return [" ".join(itertools.islice(words, 12)) for _ in range(count)]
 
 
-def visit(engine: Engine, phase: Phase, visits: Visits) -> None:
+def visit(engine: DrivenEngine, phase: Phase, visits: Visits) -> None:
     """Run a phase."""
     engine.reset_prefix_cache()
     indices = itertools.count()

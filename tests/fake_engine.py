@@ -111,6 +111,9 @@ class FakeEngine:
                 del self.waiting[output.request_id]
         return outputs
 
+    def wait(self) -> list[RequestOutput]:
+        return [output for output in self.step() if output.finished]
+
     def _account(self, outputs: list[RequestOutput]) -> None:
         """Compute one token for each row; each row holds one page."""
         wall_ms = self.step_s * 1e3
@@ -182,6 +185,9 @@ class FakeLLM:
         self.engine = FakeEngine(
             load_tokenizer(config.tokenizer_path), config, step_s=float(os.environ.get(STEP_S, "0"))
         )
+
+    def batch_engine(self) -> FakeEngine:
+        return self.engine
 
     def get_default_sampling_params(self) -> SamplingParams:
         return self.engine.default_sampling_params.clone()

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve.bench import plots
 from jaxserve.bench.flags import DEFAULT_VOCAB_SIZE
-from jaxserve.bench.load import LoadTrace, TimedRequest, run_load
+from jaxserve.bench.load import LoadTrace, MeasuredEngine, TimedRequest, run_load
 from jaxserve.bench.remote import Server, run_remote
 from jaxserve.bench.report import build_remote_report, build_report
 from jaxserve.bench.summary import EngineSizes, Json, Setting, Slo, summarize
@@ -25,7 +25,6 @@ from jaxserve.bench.workloads import (
     poisson_arrivals,
     token_ids,
 )
-from jaxserve.engine.stepped import MeasuredEngine
 from jaxserve.environment import openai_api_key
 from jaxserve.errors import ConfigError
 from jaxserve.figures import plotting

@@ -11,11 +11,52 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
-from jaxserve.engine.stepped import MeasuredEngine
-from jaxserve.metrics import EngineStats
+from jaxserve.config import EngineConfig
+from jaxserve.live_stats import WatchedEngine
+from jaxserve.metrics import EngineStats, StepStats
+from jaxserve.models.arch import ArchConfig
 from jaxserve.outputs import RequestOutput
+from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
+
+
+@runtime_checkable
+class MeasuredEngine(WatchedEngine, Protocol):
+    """Engine that its caller drives step by step, as `DrivenEngine` is.
+
+    Attributes:
+        config: options of the engine.
+        schedule: resolved sizes of steps and pool.
+    """
+
+    config: EngineConfig
+    schedule: ScheduleConfig
+
+    @property
+    def arch(self) -> ArchConfig:
+        """Sizes of the model."""
+
+    def add_request(self, request_id: str, prompt: TokenIds, params: SamplingParams) -> object:
+        """Queue a request; RequestError if it cannot be served."""
+
+    def abort(self, request_id: str) -> object:
+        """End a request if it is unfinished."""
+
+    def has_unfinished(self) -> bool:
+        """Return whether any request has not ended."""
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Take a step and return the requests that progressed."""
+
+    @property
+    def last_steps(self) -> Sequence[StepStats]:
+        """Statistics of the steps whose results the last call of `step` read."""
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached pages."""
 
 
 class Clock:

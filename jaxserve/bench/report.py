@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from jaxserve import __version__
+from jaxserve.bench.load import MeasuredEngine
 from jaxserve.bench.remote import Server
 from jaxserve.bench.summary import Json
 from jaxserve.bench.workloads import Workload
 from jaxserve.engine.memory import pool_dtype
 from jaxserve.engine.parameters import compute_dtype, storage_name
-from jaxserve.engine.stepped import MeasuredEngine
 from jaxserve.execution.roofline import describe_device
 from jaxserve.models import registry
 

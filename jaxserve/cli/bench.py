@@ -5,7 +5,7 @@ from argparse import ArgumentParser, Namespace
 from jaxserve.bench.flags import add_bench
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_engine_flags, engine_options
-from jaxserve.cli.loading import load_llm
+from jaxserve.cli.loading import load_driven
 from jaxserve.cli.logs import add_log_level
 from jaxserve.cli.process_flags import add_process_flags
 
@@ -27,7 +27,7 @@ def _run(args: Namespace) -> int:
     if remote is not None:
         run_remote_job(*remote, job)
         return 0
-    run_job(load_llm(args, skip_tokenizer_init=True).engine, job)
+    run_job(load_driven(args), job)
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from jaxserve.engine.deltas import Admitted, Delta, Ended, StepDelta
 from jaxserve.engine.events import CacheReset, Cancelled, Event, Submitted, Transferred
 from jaxserve.engine.load_balancer import LoadBalancer
+from jaxserve.engine.lone_replica import LoneReplica
 from jaxserve.engine.replica import Replica
 from jaxserve.errors import PeerLostError
 from jaxserve.request import FinishReason, Request, RequestStatus
@@ -44,13 +45,13 @@ class EngineCore:
         self, replicas: Sequence[Replica], *, step_ahead: bool, on_failure: Callable[[BaseException], None]
     ) -> None:
         self.replicas = replicas
-        # Deques: an element leaves when it has been dealt with, so that an interrupt loses none.
         self.inbox: deque[Event] = deque()
         self.outbox: deque[Delta | BaseException] = deque()
         self.last_steps: list[StepStats] = []
         self._step_ahead, self._on_failure = step_ahead, on_failure
-        self._load_balancer = LoadBalancer(replicas)
-        self._requests: dict[str, Request] = {}  # unfinished
+        self._is_shared = len(replicas) > 1  # no replica may keep this thread from the others
+        self._load_balancer = LoadBalancer(replicas) if self._is_shared else LoneReplica(replicas[0])
+        self._requests: dict[int, Request] = {}  # unfinished, by key
         self._now_s = 0.0
 
     def has_work(self) -> bool:
@@ -72,49 +73,43 @@ class EngineCore:
         """Requests in no replica, in their order."""
         return self._load_balancer.queued
 
-    def step(self, now_s: float) -> None:
+    def step(self, now_s: float) -> bool:
         """Take events, start the next step of each replica that can go on, and read those that have ended.
 
-        With several replicas it waits for the first that can go on.
+        Returns whether any replica went on. It waits for the device of a lone replica; of several, none may be able to
+        go on yet, and whoever drives the core waits a moment.
         """
         self._now_s = now_s
         self.last_steps = []
         self.take_events()
         self._load_balancer.place()
-        while replicas := self._load_balancer.ready_replicas():
-            has_worked = False
-            for replica in replicas:
-                has_worked |= self._step(replica)
-            if has_worked or self._load_balancer.is_lone:
-                break
+        ready = [each for each in self.replicas if each.has_work() and (not self._is_shared or each.is_ready())]
+        has_worked = False
+        for replica in ready:
+            has_worked |= self._step(replica)
+        return has_worked
 
     def take_events(self) -> None:
         """Do what the inbox says, without a step."""
-        for replica in self.replicas:
-            if replica.changing.failure is not None:
-                self._fail(replica, replica.changing.failure)
         while self.inbox:
-            match self.inbox[0]:
+            match self.inbox.popleft():
                 case Submitted(requests):
-                    # Broken off half-way, it cannot be repeated: those that came so far are known, and end.
-                    self.inbox[0] = Cancelled(requests, FinishReason.ABORT)
-                    self._requests.update({request.request_id: request for request in requests})
+                    self._requests.update({request.key: request for request in requests})
                     self._load_balancer.add(requests)
-                case Cancelled(requests, reason):
-                    self._finish(requests, reason)
+                case Cancelled(keys, reason):
+                    self._finish(keys, reason)
                 case CacheReset():
                     for replica in self.replicas:
                         replica.reset_prefix_cache()
                 case Transferred(keys, ok, index):
                     self.replicas[index].transferred(keys, ok=ok)
-            self.inbox.popleft()
         for replica in self.replicas:
             self._settle(replica)
 
     def abort_all(self, error: BaseException | None = None) -> None:
         """End all requests."""
         self.take_events()
-        self._finish(list(self._requests.values()), FinishReason.ABORT, error)
+        self._finish(list(self._requests), FinishReason.ABORT, error)
 
     def recover(self, error: BaseException) -> None:
         """End all requests after an error at any point, and go on without them."""
@@ -134,34 +129,30 @@ class EngineCore:
         """Raise AssertionError if a page, slot or request is lost or shared."""
         for replica in self.replicas:
             replica.scheduler.check_integrity()
-        self._load_balancer.check_integrity(self._requests)
+        self._load_balancer.check_integrity(request.request_id for request in self._requests.values())
 
     def _step(self, replica: Replica) -> bool:
         """Launch and read a step of one replica, as far as there is any; returns whether there was."""
         launched: StepPlan | None = None
-        is_read = is_waiting = False
+        is_read = False
         try:
             launched = replica.launch(self._now_s)
             self.last_steps += replica.step_stats.write(self.num_waiting)  # the device runs the launched step meanwhile
             if launched is not None:
                 self._emit_admitted(replica, launched)
             keep = 1 if launched and self._step_ahead else 0
-            if not self._load_balancer.is_lone:  # others need not wait for it
+            if self._is_shared:
                 keep = max(keep, replica.num_running_steps)
             if len(replica.in_flight) > keep:
-                is_waiting = True
-                result = replica.read()
-                is_waiting, is_read = False, True
-                self._update(replica, result)
+                self._update(replica, replica.read())
+                is_read = True
                 if launched is None and not replica.in_flight:  # rows waited for these tokens: callers hear meanwhile
                     launched = replica.launch(self._now_s)
                     if launched is not None:
                         self._emit_admitted(replica, launched)
-        except BaseException as error:
-            if isinstance(error, Exception) or not is_waiting:  # a step whose reading was interrupted can be read again
-                self._fail(replica, error)
-            if not isinstance(error, Exception):
-                raise
+        except Exception as error:
+            self._fail(replica, error)
+            is_read = True
         self._settle(replica)
         return launched is not None or is_read
 
@@ -172,7 +163,7 @@ class EngineCore:
         self.outbox.append(Delta(result.ended_s, step=StepDelta.from_plan(*step)))
         for request in step.ended:
             self._load_balancer.finish(request)
-            del self._requests[request.request_id]
+            del self._requests[request.key]
 
     def _settle(self, replica: Replica) -> None:
         """Drop the steps in flight of a replica without requests, and write what is left of the statistics."""
@@ -188,27 +179,32 @@ class EngineCore:
             self.outbox.append(Delta(self._now_s, admitted=admitted))
 
     def _fail(self, replica: Replica, error: BaseException) -> None:
-        """End a replica's requests after a failed step: plans, pages and device disagree about what was computed.
-
-        Broken off itself, it is repeated by the next `take_events`.
-        """
-        replica.changing.failure = replica.changing.failure or error
+        """End a replica's requests after a failed step: plans, pages and device disagree about what was computed."""
         ids = set(self._load_balancer.ids_on(replica))
         # Requests that a token has ended may not have been reported yet.
-        requests = [r for r in self._requests.values() if r.request_id in ids or r.status is RequestStatus.FINISHED]
+        keys = [r.key for r in self._requests.values() if r.request_id in ids or r.status is RequestStatus.FINISHED]
         try:
             self._on_failure(error)
         except PeerLostError as lost:
             error = lost
         replica.forget_all()  # first, as its scheduler may be half-changed and need not end them
-        self._finish(requests, FinishReason.ABORT, error)
+        self._finish(keys, FinishReason.ABORT, error)
         replica.recover()
 
-    def _finish(self, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None) -> None:
-        """End requests. An interrupted call can be repeated: what it has forgotten, it has told."""
-        ended = [Ended.from_request(request, reason) for request in requests]
+    def _finish(self, keys: Sequence[int], reason: FinishReason, error: BaseException | None = None) -> None:
+        """End requests, and tell of each, also of one that has ended or never came.
+
+        They are told of first: after an error, those that are known are ended again.
+        """
+        known = [self._requests.get(key) for key in keys]
+        ended = [
+            Ended(key, reason) if request is None else Ended.from_request(request, reason)
+            for key, request in zip(keys, known, strict=True)
+        ]
         self.outbox.append(Delta(self._now_s, ended=ended, error=error))
-        for request in requests:
-            if self._requests.get(request.request_id) is request:
+        for request in known:
+            if request is not None:
                 self._load_balancer.finish(request, reason)
-                del self._requests[request.request_id]
+                if request.status is not RequestStatus.FINISHED:  # no scheduler knows it
+                    request.status, request.finish_reason = RequestStatus.FINISHED, reason
+                del self._requests[request.key]

@@ -26,14 +26,13 @@ class Ended(NamedTuple):
     """A sample has ended."""
 
     key: int
-    request_id: str
     reason: FinishReason
-    num_preemptions: int
+    num_preemptions: int = 0
 
     @classmethod
     def from_request(cls, request: Request, reason: FinishReason) -> Ended:
         """Return the end of a request."""
-        return cls(request.key, request.request_id, reason, request.num_preemptions)
+        return cls(request.key, reason, request.num_preemptions)
 
 
 class PromptShare(NamedTuple):

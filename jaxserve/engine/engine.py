@@ -1,9 +1,8 @@
-"""Engine: frontend, core and devices put together, driven by hand: submit, step, abort."""
+"""Engine: frontend, core and devices put together. Threads drive it (`threads.py`), or its caller (`driven.py`)."""
 
 import os
 import time
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -19,9 +18,7 @@ from jaxserve.engine.events import CacheReset, Record, ReplicaEvent, WeightsRead
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.lock_step import fail_others, require_same_options
 from jaxserve.engine.memory import claim_memory
-from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.parameters import Weights
-from jaxserve.engine.prompt import Prompt
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.request_reader import RequestReader
 from jaxserve.engine.step_chooser import NewChooser, StepChooser
@@ -30,15 +27,16 @@ from jaxserve.execution.batch import MAX_EOS_IDS
 from jaxserve.execution.executor import Executor
 from jaxserve.execution.runner import Runner
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
-from jaxserve.outputs import RequestOutput
 from jaxserve.pooling import PoolingParams
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.text.loading import load_tokenizer
 
+POLL_S = 5e-5  # time between two looks at the devices of several replicas
+
 
 class Engine:
-    """One model, in one or several replicas. Not thread-safe but for its frontend: one thread steps and aborts.
+    """One model, in one or several replicas. Only its frontend is thread-safe: one thread at a time does all else.
 
     Args:
         config: model and options.
@@ -109,112 +107,25 @@ class Engine:
             is_lock_step=self.peers is not None,
         )
         self.frontend = Frontend(self.core.inbox, self.core.outbox, self.stats, self.arch.pooler)
-        self._progressed: dict[str, RequestGroup] = {}  # requests that were added by hand
-        self._until_idle: Callable[[], Callable[[], None] | None] = lambda: None
 
     # Requests
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams | None = None,
-        *,
-        cache_salt: str | None = None,
-        tenant: str = "",
-        priority: int = 0,
-    ) -> RequestOutput:
-        """Queue a request; returns its output, empty now and filled by `step`.
-
-        Args:
-            request_id: unique among unfinished requests.
-            prompt: text, token ids, or {"prompt": ...} or {"prompt_token_ids": [...]}, with "cache_salt" if wanted.
-            params: parameters of sampling, or of pooling where the engine pools; by default
-                `default_sampling_params`, or those of PoolingParams.
-            cache_salt: only requests with the same salt share cached pages.
-            tenant: name of whom it is for; tenants get equal service.
-            priority: class; requests of a lower number go first.
-
-        Raises:
-            RequestError: the request cannot be served; nothing has changed.
-            RuntimeError: the engine is closed, or calls of an `LLM` do not leave it alone.
-        """
-        if (until_idle := self._until_idle()) is not None:
-            until_idle()
-        self.devices.check_serve()
-        params = params or self.default_params
-        group = self.reader.read(request_id, prompt, params, cache_salt, tenant, priority)
-        self.frontend.start(group, self._note_progress)
-        return group.output
 
     @property
     def default_params(self) -> SamplingParams | PoolingParams:
         """Parameters of a request that brings none."""
         return self.default_sampling_params if self.arch.pooler is None else PoolingParams()
 
-    def driven_by(self, until_idle: Callable[[], None]) -> None:
-        """Have whoever adds a request by hand wait for this method, which waits until no thread steps the engine."""
-        self._until_idle = weakref.WeakMethod(until_idle)  # weak, as the method's object has the engine
-
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; returns what there is of it, None if it is not unfinished."""
-        group = self.frontend.cancel(request_id)
-        if group is None:
-            return None
+    def advance(self) -> None:
+        """Take a step, of the first replica that can go on, and bring outputs up to date."""
+        while not self.core.step(time.monotonic()) and self.core.has_work():
+            time.sleep(POLL_S)
         self.settle()
-        self._progressed.pop(request_id, None)
-        return group.output
-
-    def has_unfinished(self) -> bool:
-        """Return whether any request needs further steps."""
-        return self.frontend.has_unfinished() or bool(self._progressed)
-
-    def step(self) -> list[RequestOutput]:
-        """Plan and dispatch one step, and collect the one before it (or this one, without `step_ahead`).
-
-        With several replicas, of each that need not wait for its devices. Returns the requests that progressed:
-        cumulative outputs, final where `finished`. Raises what broke a step off, whose requests it has ended; the next
-        call returns the others, or raises what else broke off: each replica has failures of its own.
-        """
-        self._advance()
-        return self._collect()
-
-    def _advance(self) -> None:
-        """Do one step; raise the error of a failed one, which has ended its requests."""
-        try:
-            try:
-                self.core.step(time.monotonic())
-            finally:  # an interrupted step, too, has ended its requests
-                self._deliver()
-            for group in self._progressed.values():
-                if isinstance(group.error, Exception):  # an interrupt was raised when it came
-                    raise group.error
-        except BaseException as error:
-            self._drop_failed(error)
-            raise
-
-    def _drop_failed(self, error: BaseException) -> None:
-        """Drop the requests that have ended by an error that is raised."""
-        self._progressed = {name: g for name, g in self._progressed.items() if g.error is not error}
-
-    def _collect(self) -> list[RequestOutput]:
-        """Return the requests that have progressed since the last call."""
-        outputs = [group.output for group in self._progressed.values()]
-        self._progressed.clear()
-        return outputs
 
     def settle(self) -> None:
-        """Take the events that wait, without a step."""
+        """Bring outputs up to date, and let the core know what that has ended, without a step."""
         self.core.take_events()
-        self._deliver()
-
-    def _deliver(self) -> None:
-        """Bring outputs up to date, and tell the core which requests stop strings have ended."""
         self.frontend.deliver()
         self.core.take_events()
-
-    def _note_progress(self, group: RequestGroup) -> None:
-        self._progressed[group.request_id] = group
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages."""
@@ -232,8 +143,8 @@ class Engine:
 
     # Weights and memory
 
-    def update_weights(self, given: Weights, *, running: str = "finish") -> list[RequestOutput]:
-        """Serve with other weights from now on; see `LLM.update_weights`. Returns the requests that progressed."""
+    def update_weights(self, given: Weights, *, running: str = "finish") -> None:
+        """Serve with other weights from now on; see `LLM.update_weights`."""
         self.devices.check_open()
         if running not in ("finish", "restart"):
             raise ConfigError(f"running must be 'finish' or 'restart', got {running!r}")
@@ -242,7 +153,7 @@ class Engine:
             raise ConfigError("weights must be a directory that all processes can read, got arrays of one; save them")
         make = self.devices.prepare(given)
         while running == "finish" and self.frontend.has_unfinished():
-            self._advance()
+            self.advance()
         self.frontend.restart()
         self.core.take_events()
         if self.peers is not None and path is not None:
@@ -251,12 +162,10 @@ class Engine:
             self.devices.replace(make)
         except BaseException as error:
             self.core.abort_all(error)
-            self._deliver()
-            self._drop_failed(error)
+            self.settle()
             raise
         for replica in self.replicas:
             replica.reset_prefix_cache()
-        return self._collect()
 
     def wait_until_warm(self) -> None:
         """Block until every program is compiled (see EngineConfig.compile_ahead)."""
@@ -271,7 +180,7 @@ class Engine:
             for replica in self.replicas:
                 stack.callback(replica.close)
             self.core.abort_all(RuntimeError("the engine was closed"))
-            self._deliver()
+            self.settle()
 
     def sleep(self, level: int = 1) -> None:
         """Free the devices' memory until `wake_up`; see `LLM.sleep`."""

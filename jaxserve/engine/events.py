@@ -30,9 +30,9 @@ class Submitted(NamedTuple):
 
 
 class Cancelled(NamedTuple):
-    """Samples are to end, as far as they have not."""
+    """Samples, known by their keys, are to end, as far as they have not."""
 
-    requests: Sequence[Request]
+    keys: Sequence[int]
     reason: FinishReason
 
 

@@ -53,7 +53,6 @@ class Frontend:
         # Each unfinished sample by its key: a step in flight may still hold an earlier request of the same id.
         self._samples: dict[int, tuple[RequestGroup, int]] = {}
         self._keys = itertools.count(1)
-        self._taken: Delta | BaseException | None = None  # the last delta that was begun with
         self._untold: dict[str, RequestGroup] = {}  # requests with news, whose listeners are not through
         self.lock = threading.Lock()  # guards all outputs: a reader on another thread finds them between two deltas
 
@@ -64,43 +63,55 @@ class Frontend:
 
         Args:
             group: request from `RequestReader.read`.
-            listener: function that `deliver` calls when outputs of the request have grown or ended; twice, where an
-                interrupt comes. If it raises, the request is cancelled.
+            listener: function that `deliver` calls when outputs of the request have grown or ended. If it raises, the
+                request is cancelled.
 
         Raises:
             RequestError: the id is in use.
         """
         group.listener = listener
-        if self._groups.setdefault(group.request_id, group) is not group:
-            raise RequestError(
-                f"request_id must be unique among unfinished requests, got {group.request_id!r} again; "
-                "choose another one, or wait for the end of the other request"
-            )
-        self._queue(group)
+        try:
+            self._register(group)
+            if self._groups.setdefault(group.request_id, group) is not group:
+                raise RequestError(
+                    f"request_id must be unique among unfinished requests, got {group.request_id!r} again; "
+                    "choose another one, or wait for the end of the other request"
+                )
+            self._inbox.append(Submitted(group.requests))
+        except BaseException:  # an interrupt of the caller's thread may come anywhere
+            self._let_go(group)
+            if self._groups.get(group.request_id) is group:
+                del self._groups[group.request_id]
+            raise
 
     def cancel(self, request_id: str) -> RequestGroup | None:
         """End a request if it is unfinished; from anywhere, the garbage collector included, any number of times."""
         group = self._groups.get(request_id)
         if group is not None:
-            self._inbox.append(Cancelled(group.requests, FinishReason.ABORT))
+            self._inbox.append(Cancelled(_keys(group), FinishReason.ABORT))
         return group
 
     def restart(self) -> None:
         """Begin all unfinished requests again."""
         for group in list(self._groups.values()):
-            for request in group.requests:
-                self._samples.pop(request.key, None)
-            self._inbox.append(Cancelled(group.requests, FinishReason.ABORT))
+            self._let_go(group)
             with self.lock:
                 group.restart()
-            self._queue(group)
+            self._register(group)
+            self._inbox.append(Submitted(group.requests))
 
-    def _queue(self, group: RequestGroup) -> None:
-        requests = group.requests
-        for index, request in enumerate(requests):
+    def _register(self, group: RequestGroup) -> None:
+        """Give the samples of a request keys that none had before."""
+        for index, request in enumerate(group.requests):
             request.key = next(self._keys)
             self._samples[request.key] = (group, index)
-        self._inbox.append(Submitted(requests))
+
+    def _let_go(self, group: RequestGroup) -> None:
+        """Have the core end the samples of a request, and nobody hear of it."""
+        keys = _keys(group)
+        for key in keys:
+            self._samples.pop(key, None)
+        self._inbox.append(Cancelled(keys, FinishReason.ABORT))
 
     def has_unfinished(self) -> bool:
         """Return whether there is a request whose end its listener has not heard of."""
@@ -118,23 +129,17 @@ class Frontend:
     # From the core to users
 
     def deliver(self) -> None:
-        """Bring outputs up to date with all deltas, and call the listeners of requests that got tokens or ended.
-
-        An interrupt loses no delta and leaves no listener uncalled: the next call goes on.
-        """
-        self._tell()
+        """Bring outputs up to date with all deltas, and call the listeners of requests that got tokens or ended."""
         while self._outbox:
-            delta = self._outbox[0]
+            delta = self._outbox.popleft()
             if isinstance(delta, BaseException):
                 self.abandon_all(delta)
-            elif delta is not self._taken:
+            else:
                 self._take(delta)
-            self._outbox.popleft()
 
     def _take(self, delta: Delta) -> None:
         try:
             with self.lock:
-                self._taken = delta
                 for key, num_cached_tokens, num_preemptions in delta.admitted:
                     if (sample := self._samples.get(key)) is not None:
                         group, index = sample
@@ -156,9 +161,7 @@ class Frontend:
     def abandon(self, groups: Iterable[RequestGroup], error: BaseException) -> None:
         """End requests at once, whatever their outputs are, because of an error."""
         for group in groups:
-            for request in group.requests:
-                self._samples.pop(request.key, None)
-            self._inbox.append(Cancelled(group.requests, FinishReason.ABORT))
+            self._let_go(group)
             with self.lock:
                 group.abandon(error)
             self._untold[group.request_id] = group
@@ -201,7 +204,7 @@ class Frontend:
                 rounds = np.repeat(np.arange(result.rounds.sampled.shape[1]), result.rounds.sampled[row])
                 iterations.update(rounds[:num_kept].tolist())
             if stop is not None:
-                self._inbox.append(Cancelled([group.requests[index]], FinishReason.STOP))
+                self._inbox.append(Cancelled([key], FinishReason.STOP))
                 self._finish(group, index, FinishReason.STOP, at_s, stop)
             elif reason is not None:
                 self._finish(group, index, reason, at_s)
@@ -215,11 +218,9 @@ class Frontend:
                 group.append_prompt_logprobs(start + 1, count, logprobs, first)  # of the tokens that these predict
 
     def _take_end(self, ended: Ended, delta: Delta) -> None:
-        # Not by its key alone: an interrupt may have come in `start`.
-        request_id, _, number = ended.request_id.rpartition("#")
-        group, index = self._groups.get(request_id), int(number)
-        if group is None or group.requests[index].key != ended.key or not group.is_open(index):
+        if (sample := self._samples.get(ended.key)) is None:  # it has ended
             return
+        group, index = sample
         group.error = delta.error
         group.preempted(index, ended.num_preemptions)
         self._finish(group, index, ended.reason, delta.at_s)
@@ -243,8 +244,12 @@ class Frontend:
                     group.listener(group)
             except BaseException as error:  # a client's error: others must be told too
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
-                    raise  # it is called again
+                    raise
                 logger.exception("request %s is cancelled: what listened to it has failed", request_id)
                 group.listener = None
                 self.cancel(request_id)
             self._untold.pop(request_id, None)
+
+
+def _keys(group: RequestGroup) -> list[int]:
+    return [request.key for request in group.requests]

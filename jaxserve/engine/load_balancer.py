@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.request import FinishReason, Request
 from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router
 from jaxserve.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from jaxserve.engine.replica import Replica
 
-_POLL_S = 5e-5  # time between two looks at the devices of several replicas
 _CHUNK = 64  # queued requests that are looked up at a time
 
 
 class LoadBalancer:
-    """Queue that gives a request to a replica when that can start it at once; a lone replica gets all at once.
+    """Queue before several replicas that gives a request to one when that can start it at once.
 
     The router chooses the replica. Where that is closed, because it holds a prefix whose computing costs more than the
     wait, or because it would start other requests first, the request stays in the queue and later ones are routed, a
@@ -34,14 +32,10 @@ class LoadBalancer:
 
     Args:
         replicas: replicas of one model and one configuration.
-
-    Attributes:
-        is_lone: True if there is but one replica.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
-        self.is_lone = len(replicas) == 1
         self._router = Router(len(replicas))
         self._queue: OrderedDict[str, Request] = OrderedDict()  # no replica has room for them yet
         self._replica_of: dict[str, Replica] = {}  # keyed by request id
@@ -54,9 +48,8 @@ class LoadBalancer:
         )  # number of schedules of each replica when its oldest waiting request was added
         self._num_cache_resets = [0] * len(replicas)
         self._changed = set(range(len(replicas)))  # replicas whose state the router does not know
-        if not self.is_lone:
-            for index in range(len(replicas)):
-                self._scheduler(index).watcher = partial(self._changed.add, index)
+        for index in range(len(replicas)):
+            self._scheduler(index).watcher = partial(self._changed.add, index)
 
     def _scheduler(self, index: int) -> Scheduler:
         scheduler = self._replicas[index].scheduler
@@ -76,18 +69,14 @@ class LoadBalancer:
     def add(self, requests: Iterable[Request]) -> None:
         """Queue new requests, for which every replica is large enough."""
         self._queue.update({request.request_id: request for request in requests})
-        if self.is_lone:
-            self.place()
 
     def finish(self, request: Request, reason: FinishReason | None = None) -> None:
-        """Forget a request that has ended, or end it for `reason`. An interrupted call can be repeated."""
+        """Forget a request that has ended, or end it for `reason`."""
         self._queue.pop(request.request_id, None)
         self._prefixes.pop(request.request_id, None)
         replica = self._replica_of.get(request.request_id)
         if replica is not None and reason is not None:
             replica.finish(request.request_id, reason)
-        if request.status is not RequestStatus.FINISHED:  # no scheduler knows it
-            request.status, request.finish_reason = RequestStatus.FINISHED, reason
         self._replica_of.pop(request.request_id, None)
 
     def ids_on(self, replica: Replica) -> list[str]:
@@ -96,10 +85,6 @@ class LoadBalancer:
 
     def place(self) -> None:
         """Give requests, in their order, to replicas that have room for them."""
-        if self.is_lone:
-            for request in self._in_turn():
-                self._bind(request, 0)
-            return
         self._note_changes()
         if self._overdue or (self._idle and self._with_waiting):
             self._give_to_idle(self._take_back())
@@ -110,7 +95,7 @@ class LoadBalancer:
         """Note the state of the replicas that have changed."""
         for index in self._changed:
             self._note_state(index, is_open=self._scheduler(index).admission.has_room())
-        self._changed.clear()  # not one by one: an interrupted call is repeated
+        self._changed.clear()
 
     def _note_state(self, index: int, *, is_open: bool) -> None:
         """Report the load of a replica to the router, and note whether it has requests and whether any waits."""
@@ -176,14 +161,12 @@ class LoadBalancer:
     def _bind(self, request: Request, index: int) -> None:
         """Give a queued request to a replica."""
         replica = self._replicas[index]
-        with replica.changing:
-            self._replica_of[request.request_id] = replica  # first: an error ends the requests of the replica
-            del self._queue[request.request_id]
-            replica.add(request)
-            if not self.is_lone:
-                self._router.note(index, self._prefix(request))
-                del self._prefixes[request.request_id]
-                self._note_state(index, is_open=True)  # `_fits` checks whether it still is
+        self._replica_of[request.request_id] = replica
+        del self._queue[request.request_id]
+        replica.add(request)
+        self._router.note(index, self._prefix(request))
+        del self._prefixes[request.request_id]
+        self._note_state(index, is_open=True)  # `_fits` checks whether it still is
 
     def _prefix(self, request: Request) -> Prefix:
         prefix = self._prefixes.get(request.request_id)
@@ -200,28 +183,16 @@ class LoadBalancer:
         for index in list(self._with_waiting):
             replica = self._replicas[index]
             if self._idle or index in self._overdue:
-                with replica.changing:
-                    withdrawn = replica.withdraw()
-                    self._queue.update({request.request_id: request for request in withdrawn})
-                    for request in withdrawn:
-                        del self._replica_of[request.request_id]
+                withdrawn = replica.withdraw()
+                self._queue.update({request.request_id: request for request in withdrawn})
+                for request in withdrawn:
+                    del self._replica_of[request.request_id]
                 returned += withdrawn
                 self._note_changes()  # it may be idle now
         returned.sort(key=lambda request: request.arrival)
         for request in reversed(returned):
             self._queue.move_to_end(request.request_id, last=False)
         return returned
-
-    def ready_replicas(self) -> Sequence[Replica]:
-        """Return replicas that can step without blocking; poll until one can. A lone replica is always returned."""
-        if self.is_lone:
-            return self._replicas
-        working = [replica for replica in self._replicas if replica.has_work()]
-        while working:
-            if ready := [replica for replica in working if replica.is_ready()]:
-                return ready
-            time.sleep(_POLL_S)
-        return []
 
     def check_integrity(self, unfinished: Iterable[str]) -> None:
         """Raise AssertionError unless each of these requests is either queued or in a replica."""

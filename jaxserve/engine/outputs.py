@@ -90,10 +90,6 @@ class RequestGroup:
         """The samples as the scheduler knows them."""
         return [c.request for c in self._completions]
 
-    def is_open(self, index: int) -> bool:
-        """Return whether a sample has not ended."""
-        return not self._completions[index].output.finish_reason
-
     def num_prompt_tokens_computed(self, index: int) -> int:
         """Return how many prompt tokens of a sample were computed for its first token; 0 once it has that."""
         completion = self._completions[index]

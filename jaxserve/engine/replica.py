@@ -53,24 +53,6 @@ class StepTokens(NamedTuple):
     result: StepResult
 
 
-class Changing:
-    """Context in which the scheduler, the record of its events and their owner's notes change together or not at all.
-
-    Attributes:
-        failure: error that interrupted a block; `Replica.forget_all` and `recover` must follow.
-    """
-
-    def __init__(self) -> None:
-        self.failure: BaseException | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self.failure = self.failure or error
-
-
 class Replica:
     """Scheduler and executor of one copy of the model, and the steps in flight between them.
 
@@ -88,7 +70,6 @@ class Replica:
         chooser: chooses what each plan may be.
         step_stats: writer of the statistics of steps.
         in_flight: steps that were launched and not read, oldest first.
-        changing: context of changes of the scheduler, which knows of one that broke off.
     """
 
     def __init__(
@@ -105,7 +86,6 @@ class Replica:
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.chooser = new_chooser(config, self.scheduler, executor, self.step_stats.costs)
         self.in_flight: deque[InFlight] = deque()
-        self.changing = Changing()
         self._stats = stats
         self._forbid_compiles = config.forbid_compiles
         self._record = record
@@ -118,38 +98,33 @@ class Replica:
 
     def add(self, request: Request) -> None:
         """Queue a request; RequestError where it could not run to its end even alone."""
-        with self.changing:
-            self.scheduler.add(request)
-            self._note(Added(request))
+        self.scheduler.add(request)
+        self._note(Added(request))
         if request.constraint is not None:
             self._constrained.add(request)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request if it has not ended already."""
-        with self.changing:
-            request = self.scheduler.finish(request_id, reason)
-            if request is not None:
-                self._note(Finished(request_id, reason))
-                self._constrained.discard(request)
+        request = self.scheduler.finish(request_id, reason)
+        if request is not None:
+            self._note(Finished(request_id, reason))
+            self._constrained.discard(request)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages."""
-        with self.changing:
-            self.scheduler.reset_prefix_cache()
-            self._note(CacheReset())
+        self.scheduler.reset_prefix_cache()
+        self._note(CacheReset())
 
     def transferred(self, keys: Sequence[int], *, ok: bool) -> None:
         """Take the end of moves of pages between tiers; see `Scheduler.transferred`."""
-        with self.changing:
-            self.scheduler.transferred(keys, ok=ok)
-            self._note(Transferred(keys, ok))
+        self.scheduler.transferred(keys, ok=ok)
+        self._note(Transferred(keys, ok))
 
     def withdraw(self) -> list[Request]:
         """Hand back the requests that wait here, as far as all their tokens are known, in their order."""
-        with self.changing:
-            withdrawn = self.scheduler.withdraw()
-            if withdrawn:
-                self._note(Withdrawn())
+        withdrawn = self.scheduler.withdraw()
+        if withdrawn:
+            self._note(Withdrawn())
         self._constrained.difference_update(withdrawn)
         return withdrawn
 
@@ -186,7 +161,7 @@ class Replica:
         return plan
 
     def read(self) -> StepResult:
-        """Wait for the oldest step in flight. Interrupted, nothing is lost: it can be waited for again."""
+        """Wait for the oldest step in flight."""
         return self.in_flight[0].handle.result()
 
     @property
@@ -232,14 +207,13 @@ class Replica:
 
     def drop_in_flight(self) -> None:
         """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
-        with self.changing:
-            while self.in_flight:
-                step = self.in_flight[0]
-                self.step_stats.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
-                if not self.executor.schedule.pools:
-                    self._stats.num_sampled_tokens += sum(step.plan.max_new)
-                self.take([[0] * most for most in step.plan.max_new])
-                self._has_dropped = True
+        while self.in_flight:
+            step = self.in_flight[0]
+            self.step_stats.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
+            if not self.executor.schedule.pools:
+                self._stats.num_sampled_tokens += sum(step.plan.max_new)
+            self.take([[0] * most for most in step.plan.max_new])
+            self._has_dropped = True
         self.chooser.pause()
 
     def forget_all(self) -> None:
@@ -254,7 +228,6 @@ class Replica:
         self._has_dropped = True  # the state is not known to be sound yet: waiting for it may be interrupted
         self._digest = 0
         self._note(Recovered())
-        self.changing.failure = None
         self.executor.restore_state()
         self._has_dropped = False
 

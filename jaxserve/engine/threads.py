@@ -15,24 +15,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.engine import POLL_S, Engine
 from jaxserve.engine.frontend import Listener
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.wakes import Wakes
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 30.0  # time that the end of the process, and who would step the engine by hand, wait for the threads
+PATIENCE_S = 30.0  # time that the end of the process waits for the threads
 MAX_DELTAS = 8  # deltas that the frontend may be behind
-POLL_S = 1e-3  # time between looks at whether threads have ended
+LOOK_S = 1e-3  # time between looks at whether threads have ended, or the frontend has come after
 
 
 class EngineThreads:
     """Drives an engine while requests are unfinished, for callers on any threads.
 
-    A caller may be interrupted anywhere: what it shares with others changes by single calls of queues and dicts, and
-    its locks are those that CPython releases whenever an interrupt comes, which those of Python's own conditions and
-    events are not.
+    A caller may be interrupted anywhere, these threads are not: what a caller shares with others changes by single
+    calls of queues and dicts, and its locks are those that CPython releases whenever an interrupt comes.
 
     Args:
         engine: engine that nobody else steps while requests of these callers are unfinished.
@@ -51,7 +50,6 @@ class EngineThreads:
         self.wakes = Wakes()
         self._is_paused = self._is_stopped = False
         self._is_wanted = False  # True if requests of these callers are unfinished
-        engine.driven_by(self.wait_until_idle)
         _stop_at_exit(self)
 
     def submit(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
@@ -107,19 +105,10 @@ class EngineThreads:
             self._is_paused = self._is_stopped = True
         self._wait_for_threads(PATIENCE_S)
 
-    def wait_until_idle(self) -> None:
-        """Wait for the requests of these callers to end; RuntimeError if they do not."""
-        self._wait_for_threads(PATIENCE_S)
-        if self._running:
-            raise RuntimeError(
-                f"an engine must not be stepped by hand while calls of its LLM run, which have not ended in "
-                f"{PATIENCE_S:.0f} s; use the LLM's methods"
-            )
-
     def _wait_for_threads(self, most_s: float = math.inf) -> None:
         until_s = time.monotonic() + most_s
         while self._running and time.monotonic() < until_s:
-            time.sleep(POLL_S)
+            time.sleep(LOOK_S)
 
     def _start(self) -> None:
         """Have a core's thread, unless there is one; one too many ends at once."""
@@ -144,10 +133,12 @@ class EngineThreads:
             try:
                 while core.has_work() and not self._is_paused:
                     if len(core.outbox) > MAX_DELTAS:  # so that stop strings are found in time
-                        time.sleep(POLL_S)
+                        time.sleep(LOOK_S)
                         continue
-                    core.step(time.monotonic())
-                    self._news.put(None)
+                    if not core.step(time.monotonic()):
+                        time.sleep(POLL_S)
+                    if core.outbox:
+                        self._news.put(None)
             except BaseException as error:  # a defect: errors of steps go to those whose requests they ended
                 logger.exception("all requests are ended: the engine's core has failed")
                 self._recover(error)

@@ -22,8 +22,8 @@ from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.stepped import SteppedEngine
 from jaxserve.errors import ConfigError, EngineDiedError, PromptTooLongError, RequestError
+from jaxserve.openai.batch_engine import BatchEngine
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.pooling import PoolingParams
 from jaxserve.request import TokenIds
@@ -102,10 +102,10 @@ class Server:
     """Server of an engine in an actor's process.
 
     Args:
-        engine: an `Engine` that nothing else is using.
+        engine: an engine that nothing else is using.
     """
 
-    def __init__(self, engine: SteppedEngine) -> None:
+    def __init__(self, engine: BatchEngine) -> None:
         self._engine = engine
         self._num_sequences: dict[str, int] = {}  # sequences of unfinished requests, by request id
 
@@ -128,10 +128,9 @@ class Server:
                 ended.append(RequestFailure(request.request_id, known))
         until_s = time.monotonic() + CALL_S
         while self._engine.has_unfinished():
-            for output in self._engine.step():
-                if output.finished:
-                    del self._num_sequences[output.request_id]
-                    ended.append(output)
+            for output in self._engine.wait():
+                del self._num_sequences[output.request_id]
+                ended.append(output)
             if time.monotonic() >= until_s or (ended and self._has_room()):
                 break
         return Served(ended)
@@ -226,8 +225,7 @@ class _Seat:
 class Fleet:
     """Fleet of engines with the interface of `BatchEngine`.
 
-    It differs from an `Engine` in two ways: `step` waits for an actor and returns only requests that ended, and a
-    request that an engine refuses is accepted first and comes back from `step` as a RequestFailure.
+    A request that an engine refuses is accepted first, and comes back from `wait` as a RequestFailure.
 
     Args:
         config: options of each engine.
@@ -240,7 +238,7 @@ class Fleet:
         default_sampling_params: sampling parameters that the checkpoint recommends.
 
     Raises:
-        ConfigError: engines cannot start; from `step` as well.
+        ConfigError: engines cannot start; from `wait` as well.
     """
 
     def __init__(self, config: EngineConfig, actors: Actors) -> None:
@@ -262,7 +260,7 @@ class Fleet:
         self._room = self._max_rows = 0  # most sequences of an actor, and of one of its steps
         for seat in self._seats:
             actors.start(seat.index)
-        while not isinstance(first := self._wait(), Started):
+        while not isinstance(first := self._next_answer(), Started):
             pass
         s, n = first.schedule, actors.count
         self._room, self._max_rows = 2 * s.max_num_seqs, s.max_num_seqs
@@ -304,7 +302,7 @@ class Fleet:
         """Return whether any request has not ended."""
         return bool(self._jobs)
 
-    def step(self) -> list[RequestOutput | RequestFailure]:
+    def wait(self) -> list[RequestOutput | RequestFailure]:
         """Assign waiting requests to actors, and return the requests that ended in the actor that answers next."""
         self._give_suspects()
         self._give_queue()
@@ -315,7 +313,7 @@ class Fleet:
                 seat.num_calls += 1
                 seat.aborted, seat.added = [], []
         self._due.clear()
-        answer = self._wait()
+        answer = self._next_answer()
         return answer.ended if isinstance(answer, Served) else []
 
     def _note(self, seat: _Seat) -> None:
@@ -383,7 +381,7 @@ class Fleet:
             self._note(busiest)
             self._may_even_out = bool(idle.jobs)
 
-    def _wait(self) -> Started | Served | Died:
+    def _next_answer(self) -> Started | Served | Died:
         """Wait for the next answer and record it; a `Served` is returned with the caller's requests that ended."""
         index, answer = self._actors.wait()
         seat = self._seats[index]

@@ -162,7 +162,7 @@ class _EngineActor:
     def start(self, options: dict[str, Any]) -> Started:
         from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which the fleet's own process does not need
 
-        self._server = Server(LLM(**options).engine)
+        self._server = Server(LLM(**options).batch_engine())
         return self._server.started()
 
     def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Served:

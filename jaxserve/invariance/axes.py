@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.invariance.workload import Job, Sizes
 from jaxserve.metrics import EngineStats
 from jaxserve.outputs import RequestOutput
@@ -27,7 +27,7 @@ class Axis:
     """
 
     name: str
-    run: Callable[[Engine, Sequence[Job]], list[RequestOutput]]
+    run: Callable[[DrivenEngine, Sequence[Job]], list[RequestOutput]]
     evidence: Callable[[EngineStats], str]
     options: Callable[[Sizes], Mapping[str, Any]] = field(default=lambda sizes: {})
 
@@ -48,7 +48,7 @@ def baseline_options(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def alone(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
+def alone(engine: DrivenEngine, jobs: Sequence[Job]) -> list[RequestOutput]:
     """Run each request with an empty cache and nothing next to it."""
     outputs = []
     for job in jobs:
@@ -57,19 +57,19 @@ def alone(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
     return outputs
 
 
-def together(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
+def together(engine: DrivenEngine, jobs: Sequence[Job]) -> list[RequestOutput]:
     """Run all requests from the same step on."""
     engine.reset_prefix_cache()
     return _run(engine, jobs)
 
 
-def one_by_one(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
+def one_by_one(engine: DrivenEngine, jobs: Sequence[Job]) -> list[RequestOutput]:
     """Submit the last request first, and another one before every second step."""
     engine.reset_prefix_cache()
     return _run(engine, jobs[::-1], steps_between=2)[::-1]
 
 
-def again(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
+def again(engine: DrivenEngine, jobs: Sequence[Job]) -> list[RequestOutput]:
     """Run each request alone twice, the second time with its prompt in the prefix cache."""
     outputs = []
     for job in jobs:
@@ -79,7 +79,7 @@ def again(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
     return outputs
 
 
-def _run(engine: Engine, jobs: Sequence[Job], steps_between: int = 0) -> list[RequestOutput]:
+def _run(engine: DrivenEngine, jobs: Sequence[Job], steps_between: int = 0) -> list[RequestOutput]:
     outputs: dict[int, RequestOutput] = {}
     for index, job in enumerate(jobs):
         outputs[index] = engine.add_request(str(index), job.prompt, job.params)

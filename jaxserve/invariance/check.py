@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.invariance.axes import AXES, Axis, alone, baseline_options
 from jaxserve.invariance.comparison import Agreement, compare
@@ -85,13 +85,13 @@ class _Engines:
 
     def __init__(self) -> None:
         self._key = ""
-        self._engine: Engine | None = None
+        self._engine: DrivenEngine | None = None
 
-    def get(self, options: dict[str, Any]) -> Engine:
+    def get(self, options: dict[str, Any]) -> DrivenEngine:
         key = json.dumps(options, sort_keys=True, default=repr)
         if self._engine is None or key != self._key:
             self.close()
-            self._engine, self._key = Engine(EngineConfig(**options)), key
+            self._engine, self._key = DrivenEngine(EngineConfig(**options)), key
         return self._engine
 
     def close(self) -> None:

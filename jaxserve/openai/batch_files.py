@@ -26,8 +26,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.prompt import check_bound
-from jaxserve.engine.stepped import BatchEngine
 from jaxserve.errors import ConfigError, PeerLostError, RequestError, brief
+from jaxserve.openai.batch_engine import BatchEngine
 from jaxserve.openai.batch_output import (
     MAX_LINE_BYTES,
     BatchOutput,
@@ -84,7 +84,6 @@ class _InFlight:
 
     line: _Line
     index: int
-    num_tokens: int = 0
 
 
 def run_batch(
@@ -108,7 +107,7 @@ def run_batch(
     However it ends, the same call resumes from `out_path`, and no requests remain in the engine.
 
     Args:
-        engine: an `LLM`, an `Engine` or a `Fleet` that nothing else is using.
+        engine: an `LLM` or a `Fleet`.
         in_path: a regular file of OpenAI batch requests for /v1/completions, /v1/chat/completions and /v1/embeddings.
         out_path: output file; created, or resumed if it exists.
         seed: seed of the run, for requests without a seed; None takes the engine's.
@@ -129,7 +128,7 @@ def run_batch(
         ConfigError: a file is not usable, or the output belongs to another input or is being written by another
             process.
     """
-    engine = engine if isinstance(engine, BatchEngine) else engine.engine
+    engine = engine if isinstance(engine, BatchEngine) else engine.batch_engine()
     config: EngineConfig = engine.config
     key = _key(config.seed if seed is None else seed)
     with _open_files(in_path, out_path, key) as (lines, out, done), contextlib.ExitStack() as stack:
@@ -185,7 +184,7 @@ def _key(seed: int) -> bytes:
 
 @dataclass(slots=True)
 class _BatchRun:
-    """Main loop: admit requests while the window has room, step, write records of finished requests."""
+    """Main loop: admit requests while the window has room, wait, write records of finished requests."""
 
     engine: BatchEngine
     out: BatchOutput
@@ -215,7 +214,7 @@ class _BatchRun:
                 self._admit(waiting)
                 waiting = next(queue, None)
             if self.in_flight:
-                self._step()
+                self._wait()
             rate = self.completion_tokens / (time.monotonic() - start_s + 1e-9)
             self.progress.note(f"{rate:.0f} tok/s, {self.out.num_errors} failed")
         return BatchSummary(
@@ -313,25 +312,23 @@ class _BatchRun:
         self.in_flight[request_id] = prompt
         self.num_sequences += params.n
 
-    def _step(self) -> None:
+    def _wait(self) -> None:
         if not self.engine.has_unfinished():
             raise RuntimeError(f"the engine lost the requests {sorted(self.in_flight)}")
-        for output in self.engine.step():
+        for output in self.engine.wait():
             prompt = self.in_flight.get(output.request_id)
+            if prompt is None:  # its line has failed since
+                continue
             if isinstance(output, RequestFailure):
-                if prompt is not None:
-                    self._fail(prompt.line, output.error)
-            elif prompt is not None:
-                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
-                self.completion_tokens += num_tokens - prompt.num_tokens
-                prompt.num_tokens = num_tokens
-                if output.finished:
-                    self._finish(output)
+                self._fail(prompt.line, output.error)
+            else:
+                self._finish(output)
 
     def _finish(self, output: RequestOutput) -> None:
         prompt = self._forget(output.request_id)
         line = prompt.line
         self.prompt_tokens += len(output.prompt_token_ids)
+        self.completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         if any(completion.finish_reason == "abort" for completion in output.outputs):
             self._fail(line, BadRequestError("the engine aborted the request", None, "aborted", 500))
             return

@@ -14,7 +14,7 @@ from device_report.points import Figures, Latest, Point
 from device_report.served import Served
 from device_report.shapes import Load, load_of
 from device_report.trace import busy_share
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.metrics import EngineStats
 from jaxserve.outputs import RequestOutput
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
@@ -114,7 +114,7 @@ class Bench:
         gap = median["stats_gap"] if share is None else 1 - share
         return {**median, "decode_tok_per_s_of_rounds": speeds, "host_gap": gap, "host_gap_by": source}
 
-    def _round(self, engine: Engine, rows: int, seed: int) -> Figures:
+    def _round(self, engine: DrivenEngine, rows: int, seed: int) -> Figures:
         """All requests from first to last, and what the steps took in which every row decoded."""
         started, begin = time.perf_counter(), dataclasses.replace(engine.stats)
         outputs = self._queue(engine, rows, self._load.output_len, seed)
@@ -141,7 +141,7 @@ class Bench:
             **_per_step(decoded),
         }
 
-    def _busy_share(self, engine: Engine, rows: int) -> tuple[float | None, str]:
+    def _busy_share(self, engine: DrivenEngine, rows: int) -> tuple[float | None, str]:
         """Share of the time in which something ran on the device, by its trace: see `busy_share`."""
         outputs = self._queue(engine, rows, self._load.output_len + MAX_TRACED_LEN, seed=99)
         _until_all_decode(engine, outputs)
@@ -152,7 +152,7 @@ class Bench:
         engine.step()
         return found
 
-    def _queue(self, engine: Engine, rows: int, output_len: int, seed: int) -> list[RequestOutput]:
+    def _queue(self, engine: DrivenEngine, rows: int, output_len: int, seed: int) -> list[RequestOutput]:
         rng = random.Random(f"{rows} {seed}")
         longest = engine.schedule.max_model_len - self._load.prompt_len
         params = SamplingParams(temperature=0, max_tokens=min(output_len, longest), ignore_eos=True)
@@ -161,7 +161,7 @@ class Bench:
         return [engine.add_request(str(row), prompt, params) for row, prompt in enumerate(prompts)]
 
 
-def _until_all_decode(engine: Engine, outputs: list[RequestOutput]) -> float:
+def _until_all_decode(engine: DrivenEngine, outputs: list[RequestOutput]) -> float:
     """Step until every row has its first token; the seconds that takes."""
     started = time.perf_counter()
     while not all(output.outputs[0].token_ids for output in outputs):

@@ -12,7 +12,7 @@ from functools import cache, partial
 
 from device_report.points import Figures, Point
 from device_report.served import Served
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
@@ -71,12 +71,12 @@ def cached_is_cold(device: str, prompts: Prompts, output_len: int) -> Figures:
 
 
 @cache
-def _engine(device: str, budget: int) -> Engine:
+def _engine(device: str, budget: int) -> DrivenEngine:
     sizes = {"max_model_len": 256, "max_num_seqs": NUM_REQUESTS, "max_num_batched_tokens": budget}
     return Served(device, MODEL, STD_FACTOR, num_pages=256, **sizes).engine(multi_step=1)
 
 
-def generate(engine: Engine, prompts: Prompts, output_len: int, *, reset: bool = True) -> list[RequestOutput]:
+def generate(engine: DrivenEngine, prompts: Prompts, output_len: int, *, reset: bool = True) -> list[RequestOutput]:
     """So many tokens of each prompt, the likeliest, with their log probabilities; cold unless the cache is kept."""
     if reset:
         engine.reset_prefix_cache()

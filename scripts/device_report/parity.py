@@ -14,7 +14,7 @@ from device_report import machine as machines
 from device_report.kernels import KERNELS
 from device_report.points import Figures, Point, UnavailableError
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 
 machine = machines.with_jax
@@ -63,7 +63,7 @@ def _transformers_model() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def _engine(device: str, directory: str) -> Engine:
+def _engine(device: str, directory: str) -> DrivenEngine:
     page_size, model = 16, invariants.MODEL
     heads = model["num_attention_heads"], model["num_key_value_heads"]
     problem = Problem(*heads, model["hidden_size"] // heads[0], page_size, jnp.dtype("float32"), jax.default_backend())
@@ -81,7 +81,7 @@ def _engine(device: str, directory: str) -> Engine:
         compile_ahead="minimal",
         compilation_cache_dir=None,
     )
-    return Engine(config)
+    return DrivenEngine(config)
 
 
 def _lead(model: Any, prompt: Sequence[int], token_ids: Sequence[int]) -> float:

@@ -17,7 +17,7 @@ from device_report.kernels import KERNELS
 from jaxserve import weights
 from jaxserve.config import MAX_STEPS, EngineConfig
 from jaxserve.engine.checkpoint import build_arch
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.engine.memory import build_schedule
 from jaxserve.engine.parameters import compute_dtype, stacked_if_scanned
 from jaxserve.execution.runner import Runner
@@ -103,10 +103,10 @@ class Served:
         """Number of programs that an engine with these sizes compiles."""
         return self.schedule.num_programs(MAX_STEPS)
 
-    def engine(self, **options: Any) -> Engine:
+    def engine(self, **options: Any) -> DrivenEngine:
         """A new engine over these weights, programs and pool; only one may be in use at a time."""
         with TemporaryDirectory() as directory:
-            return Engine(self._engine_config(directory, **options), [self.runner])
+            return DrivenEngine(self._engine_config(directory, **options), [self.runner])
 
     def _engine_config(self, directory: str, **options: Any) -> EngineConfig:
         (Path(directory) / "config.json").write_text(json.dumps(self._config))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 
 
 class Span(NamedTuple):
@@ -17,7 +17,7 @@ class Span(NamedTuple):
     end: float
 
 
-def record(engine: Engine, num_steps: int, directory: str) -> jax.profiler.ProfileData:
+def record(engine: DrivenEngine, num_steps: int, directory: str) -> jax.profiler.ProfileData:
     """Return the trace of so many steps."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # it would cost more than what it looks at
@@ -28,7 +28,7 @@ def record(engine: Engine, num_steps: int, directory: str) -> jax.profiler.Profi
     return jax.profiler.ProfileData.from_file(str(path))
 
 
-def busy_share(engine: Engine, num_steps: int, directory: str) -> tuple[float | None, str]:
+def busy_share(engine: DrivenEngine, num_steps: int, directory: str) -> tuple[float | None, str]:
     """Share of so many steps in which something ran on the device, and by what it was told; None and why not."""
     try:
         trace = record(engine, num_steps, directory)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve import EngineConfig, SamplingParams
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.engine.replica import StepTokens
 from jaxserve.execution.executor import StepResult
 from jaxserve.speculation_config import SpeculationConfig
@@ -37,7 +37,7 @@ class Case:
     """
 
     name: str
-    engine: Engine
+    engine: DrivenEngine
     steps: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[list[tuple[int, bool]]] = field(default_factory=list)
     seconds: list[list[float]] = field(default_factory=list)
@@ -181,7 +181,7 @@ def measure_nodes(case: Case, prompts: Sequence[str], params: SamplingParams, **
 def start(name: str, speculation: SpeculationConfig | None, **options: Any) -> Case:
     """Start the engine of a case, all of its programs compiled."""
     config = EngineConfig(compile_ahead="all", speculative_config=speculation, **options)
-    return Case(name, Engine(config))
+    return Case(name, DrivenEngine(config))
 
 
 def run_round(case: Case, prompts: Sequence[str], params: SamplingParams) -> None:

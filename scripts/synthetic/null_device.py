@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.execution.executor import StepResult
 from jaxserve.execution.packer import BatchPacker
 from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
@@ -83,7 +83,7 @@ class NullExecutor:
         """Nothing is held."""
 
 
-def null_engine(num_replicas: int = 1, **options: Any) -> Engine:
+def null_engine(num_replicas: int = 1, **options: Any) -> DrivenEngine:
     """An engine of these options, each replica over a null device; `num_pages` must be among them."""
     with tempfile.TemporaryDirectory() as model:
         (Path(model) / "config.json").write_text(json.dumps(MODEL))
@@ -95,4 +95,4 @@ def null_engine(num_replicas: int = 1, **options: Any) -> Engine:
             page_size=config.page_size or 16,
             num_pages=options["num_pages"],
         )
-        return Engine(config, [NullExecutor(schedule, MODEL["vocab_size"]) for _ in range(num_replicas)])
+        return DrivenEngine(config, [NullExecutor(schedule, MODEL["vocab_size"]) for _ in range(num_replicas)])

@@ -4,8 +4,8 @@ import errno
 import json
 import re
 import sys
+from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fake_engine
@@ -16,6 +16,7 @@ from matplotlib.image import imread
 
 from jaxserve import cli
 from jaxserve.bench import tables
+from jaxserve.cli.config_flags import engine_options
 from jaxserve.cli.parser import build_parser
 from jaxserve.figures import plotting
 
@@ -57,12 +58,12 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[fake_engine.FakeEngine]:
     """Return the fake engines that commands have started; each step takes 2 ms."""
     started: list[fake_engine.FakeEngine] = []
 
-    def load(model: str, **options: Any) -> SimpleNamespace:
-        started.append(fake_engine.FakeLLM(model, **options).engine)
-        return SimpleNamespace(engine=started[-1])
+    def load(args: Namespace) -> fake_engine.FakeEngine:
+        started.append(fake_engine.FakeLLM(**engine_options(args), skip_tokenizer_init=True).engine)
+        return started[-1]
 
     monkeypatch.setenv(fake_engine.STEP_S, "0.002")
-    monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=load))
+    monkeypatch.setattr("jaxserve.cli.bench.load_driven", load)
     return started
 
 

@@ -19,7 +19,7 @@ import transformers
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.checkpoint import build_arch
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.engine.threads import _threads
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.llm import LLM
@@ -30,7 +30,7 @@ from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.parameters import some_by_default
 from tests.soon_compiled import are_few, as_shipped, few_programs
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 PLAIN_OPTIONS = {"model", "skip_tokenizer_init", "step_ahead", "enable_prefix_caching", *SIZES}
 CHAT_TEMPLATE = (
@@ -55,13 +55,13 @@ def oracle(llama: Path) -> transformers.PreTrainedModel:
 
 
 @pytest.fixture(scope="session")
-def engines() -> dict[tuple[tuple[str, Any], ...], Engine]:
+def engines() -> dict[tuple[tuple[str, Any], ...], DrivenEngine]:
     """Return the engines started so far, by their options."""
     return {}
 
 
 @pytest.fixture(autouse=True)
-def few_engines(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[None]:
+def few_engines(engines: dict[tuple[tuple[str, Any], ...], DrivenEngine]) -> Iterator[None]:
     """Drop the engines if they hold many programs; the next test that needs one starts it again."""
     before = (len(engines), compile_counter.count)
     yield
@@ -72,7 +72,9 @@ def few_engines(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[
 
 
 @pytest.fixture(scope="session")
-def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine], request: pytest.FixtureRequest) -> Start:
+def start(
+    llama: Path, engines: dict[tuple[tuple[str, Any], ...], DrivenEngine], request: pytest.FixtureRequest
+) -> Start:
     """Start an engine, or reuse the one with the same options, unless a test has closed it.
 
     Engines of the plain model, whatever its weights, have programs as shipped if they differ in no more than the number
@@ -91,12 +93,12 @@ def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine], reque
         has_same_state = all(options[name] == SIZES[name] for name in SIZES.keys() - {"max_num_batched_tokens"})
         return as_shipped() if has_same_state and not are_few() else contextlib.nullcontext()
 
-    def start(**options: Any) -> Engine:
+    def start(**options: Any) -> DrivenEngine:
         options = {"model": str(llama), "skip_tokenizer_init": True} | SIZES | options
         with compiling(options):
             key = (*sorted(options.items()), ("few_programs", are_few()))
             if key not in engines or engines[key].devices.is_closed:
-                engines[key] = Engine(EngineConfig(**options))
+                engines[key] = DrivenEngine(EngineConfig(**options))
         engines[key].reset_prefix_cache()
         return engines[key]
 
@@ -104,10 +106,10 @@ def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine], reque
 
 
 @pytest.fixture(scope="session")
-def llm(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> LLM:
+def llm(llama: Path, engines: dict[tuple[tuple[str, Any], ...], DrivenEngine]) -> LLM:
     """Return the offline interface over the same programs, with the tokenizer."""
     with as_shipped():
-        llm = LLM(str(llama), **SIZES)
+        llm = LLM.over(DrivenEngine(EngineConfig(str(llama), **SIZES)))
     engines[("llm", True),] = llm.engine
     return llm
 
@@ -125,7 +127,7 @@ def speculation(request: pytest.FixtureRequest, speculate: Callable[..., Specula
 
 
 @pytest.fixture(autouse=True)
-def drained(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[None]:
+def drained(engines: dict[tuple[tuple[str, Any], ...], DrivenEngine]) -> Iterator[None]:
     """Check after every test that all requests have ended, all pages are back and nothing was compiled."""
     yield
     for threads in list(_threads):

@@ -49,7 +49,7 @@ def main(model: str, cache_dir: str) -> LLM:
     refused = 0
     for prompt in WRONG_TYPES:
         try:
-            llm.engine.add_request("bad", prompt)
+            llm.engine.reader.read("bad", prompt, SamplingParams())
         except RequestError:
             refused += 1
     result = {

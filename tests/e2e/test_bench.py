@@ -8,10 +8,10 @@ import pytest
 
 from jaxserve.bench.command import BenchJob, run_job
 from jaxserve.bench.workloads import Workload, WorkloadRequest
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.metrics import PeakRates
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 REQUESTS = (
     WorkloadRequest(20, 9, prefix_id=0, prefix_len=16),

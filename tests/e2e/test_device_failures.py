@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.execution.runner import RunningStep
 from jaxserve.pallas_kernels import native
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepPlan, StepShape
 from tests.e2e.workloads import generate, tokens
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 PROMPTS = [tokens(4, f"device failures {i}") for i in range(3)]
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True)
@@ -35,7 +35,7 @@ def fail(arrays: Any) -> Any:
 class Failing:
     """An engine whose `call`-th step fails on the device."""
 
-    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch, call: int) -> None:
+    def __init__(self, engine: DrivenEngine, patch: pytest.MonkeyPatch, call: int) -> None:
         self.runner, self.call, self.calls = engine.replicas[0].executor, call, 0
         self.launch = self.runner.launch
         patch.setattr(self.runner, "launch", self.launch_and_fail)
@@ -50,18 +50,18 @@ class Failing:
 
 
 @pytest.fixture
-def engine(start: Start, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(start: Start, request: pytest.FixtureRequest) -> Iterator[DrivenEngine]:
     engine = start(**getattr(request, "param", {}))
     yield engine
     engine.stats.num_compiles = 0
 
 
 @pytest.fixture
-def expected(engine: Engine) -> list[Any]:
+def expected(engine: DrivenEngine) -> list[Any]:
     return token_ids(engine)
 
 
-def token_ids(engine: Engine) -> list[Any]:
+def token_ids(engine: DrivenEngine) -> list[Any]:
     engine.reset_prefix_cache()
     return [output.outputs[0].token_ids for output in generate(engine, PROMPTS, PARAMS)]
 
@@ -72,7 +72,7 @@ WAYS = {"alone": {"step_ahead": False}, "ahead": {}, "multi_step": {"multi_step"
 @pytest.mark.parametrize("call", [1, 2, 5])
 @pytest.mark.parametrize("engine", WAYS.values(), ids=WAYS.keys(), indirect=True)
 def test_a_failed_step_ends_its_requests_and_spoils_no_later_one(
-    engine: Engine, expected: list[Any], monkeypatch: pytest.MonkeyPatch, call: int
+    engine: DrivenEngine, expected: list[Any], monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
     if engine.config.max_steps > 1:
         call = min(call, 2)
@@ -88,7 +88,7 @@ def test_a_failed_step_ends_its_requests_and_spoils_no_later_one(
 
 
 def test_the_failure_of_a_step_that_nobody_waits_for_is_not_told_the_next_request(
-    engine: Engine, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+    engine: DrivenEngine, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last step runs ahead of the stop that ends its only request."""
     stopping = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=None)
@@ -105,7 +105,7 @@ def test_the_failure_of_a_step_that_nobody_waits_for_is_not_told_the_next_reques
 
 
 def test_the_failure_of_an_aborted_request_is_not_told_the_next_one(
-    engine: Engine, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+    engine: DrivenEngine, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.reset_prefix_cache()
     with monkeypatch.context() as patch:
@@ -119,7 +119,7 @@ def test_the_failure_of_an_aborted_request_is_not_told_the_next_one(
 
 
 def test_close_does_not_raise_after_a_failure(
-    engine: Engine, engines: dict[Any, Engine], monkeypatch: pytest.MonkeyPatch
+    engine: DrivenEngine, engines: dict[Any, DrivenEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key in [key for key, shared in engines.items() if shared is engine]:
         del engines[key]  # other tests must not use it

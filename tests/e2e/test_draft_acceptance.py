@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.proposers import GREEDY, TREE, hidden_size, write_heads, write_with_other_ids
 from tests.e2e.workloads import assert_same, generate, tokens
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 
 @pytest.mark.parametrize(

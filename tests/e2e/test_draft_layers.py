@@ -15,7 +15,7 @@ import transformers
 from draft_layers import Head
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import matrix_transform
 from jaxserve.models.registry import from_hf_config
@@ -28,7 +28,7 @@ from tests.e2e.workloads import generate, tokens
 from tests.oracles import torch
 from tests.parameters import some_by_default
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 LIKELY = range(40, 46)  # the model's tokens are among these, so that some drafts are right

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepShape
 from jaxserve.speculation_config import SpeculationConfig
@@ -14,7 +14,7 @@ from tests.soon_compiled import few_programs
 STEPS = 5
 
 
-def test_tokens_are_those_of_many_programs(start: Callable[..., Engine]) -> None:
+def test_tokens_are_those_of_many_programs(start: Callable[..., DrivenEngine]) -> None:
     with few_programs():
         engine = start(max_num_batched_tokens=40, multi_step=STEPS, compile_ahead="all")
     runner = engine.replicas[0].executor
@@ -29,7 +29,7 @@ def test_tokens_are_those_of_many_programs(start: Callable[..., Engine]) -> None
 
 
 @pytest.mark.full
-def test_more_rows_than_several_steps_have_draft_nevertheless(start: Callable[..., Engine]) -> None:
+def test_more_rows_than_several_steps_have_draft_nevertheless(start: Callable[..., DrivenEngine]) -> None:
     """Only a plain dispatch of at most 16 rows has several steps, so that those of more rows are not measured."""
     look_ups = SpeculationConfig(method="ngram", num_speculative_tokens=2)
     sizes = {"max_num_seqs": 20, "max_num_batched_tokens": 80, "num_pages": 400, "multi_step": "auto"}

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e.workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, run_alone, tokens
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 SAMPLED = SamplingParams(temperature=1, top_p=0.95, seed=5, max_tokens=10, ignore_eos=True, frequency_penalty=0.5)
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
@@ -239,7 +239,7 @@ def test_disabled_prefix_cache_shares_nothing(start: Start) -> None:
     assert [output.num_cached_tokens for output in outputs] == 6 * [0]
 
 
-def generate_salted(engine: Engine, prompt: dict[str, object]) -> list[RequestOutput]:
+def generate_salted(engine: DrivenEngine, prompt: dict[str, object]) -> list[RequestOutput]:
     engine.add_request("salted", prompt, GREEDY)
     outputs: list[RequestOutput] = []
     while engine.has_unfinished():

@@ -16,7 +16,7 @@ import transformers
 from numpy.typing import NDArray
 from scipy.special import log_softmax
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.pallas_kernels import native
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
@@ -27,7 +27,7 @@ from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import TOLERANCE, generate, tokens
 from tests.oracles import has_torch, torch
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 PAGE_SIZE, NUM_CACHED, NUM_OUTPUT = SIZES["page_size"], 12, 20
 PARAMS = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
@@ -53,7 +53,7 @@ PROMPTS = [PREFIX + tokens(count, count) for count in (6, 9, 5, 8)]
 
 
 @contextmanager
-def changed(engine: Engine, changes: dict[tuple[int, ...], Change]) -> Iterator[None]:
+def changed(engine: DrivenEngine, changes: dict[tuple[int, ...], Change]) -> Iterator[None]:
     """Let rows with these prompts differ in their lengths."""
     packer, of_slot = engine.replicas[0].executor.packer, {}
     admissions, new_pages = packer._admissions, packer._new_pages
@@ -110,7 +110,7 @@ def expected_of(
     return ids[len(prompt) :], logprobs
 
 
-def check(engine: Engine, model: transformers.PreTrainedModel, params: SamplingParams = PENALISED) -> None:
+def check(engine: DrivenEngine, model: transformers.PreTrainedModel, params: SamplingParams = PENALISED) -> None:
     """Compare rows with transformers; without their changes each has other log probabilities."""
     generate(engine, [[*PREFIX, 5]], params)
     with changed(engine, {tuple(prompt): change for prompt, change in zip(PROMPTS, CHANGES, strict=True)}):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from jaxserve.engine.engine import Engine
+from jaxserve.config import EngineConfig
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.llm import LLM
 from jaxserve.sampling import LogprobLayout
 from jaxserve.sampling_params import SamplingParams
@@ -17,14 +18,16 @@ from jaxserve.scheduling import pacer
 from tests.e2e.sizes import ONE_ROW, SIZES
 from tests.e2e.workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, tokens
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 STEPS = 5
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=1, top_p=0.95, seed=5)
 
 
-def counted(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[list[Any], tuple[int, int, int]]:
+def counted(
+    engine: DrivenEngine, prompts: list[list[int]], params: SamplingParams
+) -> tuple[list[Any], tuple[int, int, int]]:
     """Return outputs of a cold run, with its numbers of dispatches, steps and wasted tokens."""
     engine.reset_prefix_cache()
     stats = engine.stats
@@ -145,8 +148,8 @@ def test_a_dispatch_is_in_flight_while_the_caller_reads_the_one_before(start: St
     assert output.finished
 
 
-def test_text_streams_in_clumps(llama: Path, llm: LLM, engines: dict[Any, Engine]) -> None:
-    several = LLM(str(llama), **SIZES | {"multi_step": STEPS})
+def test_text_streams_in_clumps(llama: Path, llm: LLM, engines: dict[Any, DrivenEngine]) -> None:
+    several = LLM.over(DrivenEngine(EngineConfig(str(llama), **SIZES | {"multi_step": STEPS})))
     engines[("llm of several steps", True),] = several.engine
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=12, ignore_eos=True)
     increments = [increment.outputs[0] for increment in several.stream("Once upon", params)]

@@ -13,7 +13,7 @@ import transformers
 from checkpoints import ROPES, reference_logits
 from scipy.special import log_softmax
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.outputs import Logprob, RequestOutput
 from jaxserve.pallas_kernels import native
@@ -23,7 +23,7 @@ from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import TOLERANCE, generate, tokens
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 # `sliding` layers are shorter than the prompts; `max_window_layers` of qwen2 leaves its first layer without one.
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -135,7 +135,7 @@ def pair(
     start: Start,
     oracle: transformers.PreTrainedModel,
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Callable[..., Engine], Oracle]:
+) -> tuple[Callable[..., DrivenEngine], Oracle]:
     """Return a starter of an engine with an empty cache, and the oracle of the same checkpoint."""
     name, kernels = request.param
     model: transformers.PreTrainedModel = oracle
@@ -150,7 +150,7 @@ def pair(
     return lambda **more: start(**options | more), Oracle(model)
 
 
-def test_ragged_batch_in_chunks(pair: tuple[Callable[..., Engine], Oracle]) -> None:
+def test_ragged_batch_in_chunks(pair: tuple[Callable[..., DrivenEngine], Oracle]) -> None:
     start, oracle = pair
     for output in generate(start(), PROMPTS, GREEDY):
         oracle.check(output)
@@ -166,7 +166,7 @@ def test_a_sequence_takes_all_learned_positions(start: Start, tmp_path: Path) ->
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_prefix_hits(pair: tuple[Callable[..., Engine], Oracle]) -> None:
+def test_prefix_hits(pair: tuple[Callable[..., DrivenEngine], Oracle]) -> None:
     start, oracle = pair
     engine = start()
     params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=4)
@@ -184,7 +184,7 @@ def test_prefix_hits(pair: tuple[Callable[..., Engine], Oracle]) -> None:
 
 # By default with the best kernels alone: to attention, drafted tokens are a chunk.
 @pytest.mark.parametrize("pair", pairs(lambda *pair: pair in product(QUICK["native"], KERNELS[:1])), indirect=True)
-def test_drafts_and_preemption(pair: tuple[Callable[..., Engine], Oracle]) -> None:
+def test_drafts_and_preemption(pair: tuple[Callable[..., DrivenEngine], Oracle]) -> None:
     start, oracle = pair
     lookup = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     drafts = None if oracle.has_states else SpeculationConfig(num_speculative_tokens=3, adaptive=False, **lookup)
@@ -200,7 +200,7 @@ def test_drafts_and_preemption(pair: tuple[Callable[..., Engine], Oracle]) -> No
         oracle.check_greedy(output, 24)
 
 
-def test_prompt_logprobs_of_a_cached_prompt(pair: tuple[Callable[..., Engine], Oracle]) -> None:
+def test_prompt_logprobs_of_a_cached_prompt(pair: tuple[Callable[..., DrivenEngine], Oracle]) -> None:
     start, oracle = pair
     engine = start()
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_prompt_logprobs_of_a_cached_prompt(pair: tuple[Callable[..., Engine], O
             oracle.check(output)
 
 
-def test_prompt_logprobs_of_several_samples(pair: tuple[Callable[..., Engine], Oracle]) -> None:
+def test_prompt_logprobs_of_several_samples(pair: tuple[Callable[..., DrivenEngine], Oracle]) -> None:
     start, oracle = pair
     params = SamplingParams(n=3, seed=3, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=1)
     (output,) = generate(start(), [tokens(37, "n")], params)

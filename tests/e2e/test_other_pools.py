@@ -8,7 +8,7 @@ import checkpoints
 import pytest
 from hypothesis import given, settings
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculation_config import SpeculationConfig
@@ -16,7 +16,7 @@ from tests.e2e.sizes import EOS, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, run_alone, tokens
 from tests.random_runs import examples
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 pytestmark = pytest.mark.full
 

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e.workloads import tokens
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 UPLOAD, DISPATCH, DOWNLOAD = (
@@ -23,17 +23,17 @@ UPLOAD, DISPATCH, DOWNLOAD = (
 )
 
 
-def add(engine: Engine, params: SamplingParams) -> None:
+def add(engine: DrivenEngine, params: SamplingParams) -> None:
     for index in range(2):
         engine.add_request(str(index), tokens(5, f"pipeline {index}"), params)
 
 
-def finish(engine: Engine) -> None:
+def finish(engine: DrivenEngine) -> None:
     while engine.has_unfinished():
         engine.step()
 
 
-def count_events(engine: Engine, directory: Path) -> tuple[Counter[str], int]:
+def count_events(engine: DrivenEngine, directory: Path) -> tuple[Counter[str], int]:
     """Return profiler events by name during some steps, and how many step programs the engine asked for."""
     first = engine.replicas[0].scheduler._next_step_id
     with jax.profiler.trace(str(directory)):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from jaxserve import LLM, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine.checkpoint import build_arch
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import registry
 from jaxserve.pooling import Activation, PoolingKind, PoolingParams
@@ -61,7 +62,7 @@ def start() -> Iterator[Start]:
         key = json.dumps([str(path), options])
         if key not in engines:
             with few_programs():
-                engines[key] = LLM(str(path), **SIZES | options)
+                engines[key] = LLM.over(DrivenEngine(EngineConfig(str(path), **SIZES | options)))
         engines[key].reset_prefix_cache()
         return engines[key]
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.workloads import assert_same, busy_step, drain, generate, tokens
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 PROMPT = tokens(9, "requests")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -179,7 +179,7 @@ class TestRefusals:
     )
     def test_unusable_engine_options(self, llama: Path, options: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=next(iter(options)).removeprefix("attention_")):
-            Engine(EngineConfig(**{"model": str(llama), "skip_tokenizer_init": True} | SIZES | options))
+            DrivenEngine(EngineConfig(**{"model": str(llama), "skip_tokenizer_init": True} | SIZES | options))
 
 
 class TestAborts:

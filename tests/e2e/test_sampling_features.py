@@ -11,21 +11,21 @@ from checkpoints import reference_logits
 from scipy.special import log_softmax
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import EOS, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, generate, run, tokens
 from tests.oracles import torch
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 PROMPT = tokens(9, "features")
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1, seed=3, max_tokens=8, ignore_eos=True)
 
 
-def ids(engine: Engine, params: SamplingParams, prompt: list[int] = PROMPT) -> list[int]:
+def ids(engine: DrivenEngine, params: SamplingParams, prompt: list[int] = PROMPT) -> list[int]:
     return generate(engine, [prompt], params)[0].outputs[0].token_ids
 
 
@@ -108,7 +108,7 @@ def test_slots_remember_nothing_of_earlier_requests(start: Start) -> None:
 LETTERS = "qxzjkv"  # no two of them are one token
 
 
-def letter_ids(engine: Engine) -> list[int]:
+def letter_ids(engine: DrivenEngine) -> list[int]:
     ids = engine.tokenizer.encode(LETTERS, add_special_tokens=False)
     assert len(set(ids)) == len(LETTERS)
     return ids

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.packer import StepUpload
 from jaxserve.execution.runner import Runner
@@ -22,7 +22,7 @@ from tests.e2e.workloads import Job, generate, run, tokens
 from tests.parameters import mainly
 from tests.soon_compiled import as_shipped
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 
 @pytest.mark.parametrize("multi_step", mainly([True], False))
@@ -73,7 +73,7 @@ def launch_upload(
 class Twin:
     """Runner of each step twice on equal states, the second time with garbage in all padding of the batch."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: DrivenEngine) -> None:
         self.runner, self.schedule = engine.replicas[0].executor, engine.schedule
         self.launch = self.runner.launch
         self.rng = np.random.default_rng(0)

@@ -8,24 +8,24 @@ from typing import Any
 import jax
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e.workloads import generate, tokens
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True)
 PROMPTS = [tokens(18, f"sleep {i}") for i in range(3)]
 
 
-def token_ids(engine: Engine) -> list[Any]:
+def token_ids(engine: DrivenEngine) -> list[Any]:
     return [output.outputs[0].token_ids for output in generate(engine, PROMPTS, PARAMS)]
 
 
-def arrays_of(engine: Engine) -> list[weakref.ref[Any]]:
+def arrays_of(engine: DrivenEngine) -> list[weakref.ref[Any]]:
     runner = engine.replicas[0].executor
     return [weakref.ref(leaf) for leaf in jax.tree.leaves((runner.params, runner.state))]
 
@@ -100,7 +100,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("ask", WRONG)
-def test_wrong_levels_and_tags(start: Start, ask: Callable[[Engine], None]) -> None:
+def test_wrong_levels_and_tags(start: Start, ask: Callable[[DrivenEngine], None]) -> None:
     with pytest.raises(ConfigError, match="must be"):
         ask(start())
 

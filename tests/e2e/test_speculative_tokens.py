@@ -18,7 +18,7 @@ from scipy.stats import chisquare
 from test_oracle import Oracle
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.llm import LLM
 from jaxserve.metrics import Vector
 from jaxserve.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, 
 from tests.random_runs import examples
 from tests.soon_compiled import few_programs
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 
 class TestAnyWorkload:
@@ -245,7 +245,7 @@ def test_models_with_windows_release_pages_and_draft(family: str, tmp_path: Path
     }
     same = SpeculationConfig(model=str(tmp_path), num_speculative_tokens=3, adaptive=False)
     with few_programs():
-        engine = Engine(EngineConfig(**options, speculative_config=same))
+        engine = DrivenEngine(EngineConfig(**options, speculative_config=same))
     for output in generate(engine, prompts, GREEDY):
         oracle.check_greedy(output, 24)
     engine.check_integrity()

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from jaxserve import LLM
 from jaxserve.config import EngineConfig
 from jaxserve.engine import build, checkpoint, memory, parameters
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.quant import packed
 from jaxserve.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ from tests.parameters import mainly
 from tests.random_runs import examples
 from tests.soon_compiled import few_programs
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -219,7 +219,7 @@ def test_narrow_pools(start: Start, backend: str, dtype: str, head_bytes: int, e
 def test_background_compiles_end_and_serve(llama: Path) -> None:
     """Requests are served meanwhile, with the next larger program that is ready."""
     sizes = {**ONE_ROW, "max_num_batched_tokens": 3, "compile_ahead": "background"}
-    engine = Engine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
+    engine = DrivenEngine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
     early = generate(engine, [tokens(9, 0)], GREEDY)
     engine.wait_until_warm()
     assert sorted(engine.replicas[0].executor.programs.table) == [(size, 1, 0, 0) for size in (1, 2, 3)]
@@ -253,7 +253,7 @@ def test_slots_are_in_the_budget_of_the_pool(start: Start, llama: Path) -> None:
 
 def test_the_pool_is_sized_from_memory_when_not_given(llama: Path) -> None:
     sizes = {**ONE_ROW, "num_pages": None}
-    engine = Engine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
+    engine = DrivenEngine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
     assert engine.schedule.num_pages == ONE_ROW["num_pages"]  # one row of full length needs no more
     generate(engine, [tokens(9, 0)], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
 

@@ -9,7 +9,7 @@ import checkpoints
 import pytest
 from hypothesis import given, settings
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculation_config import SpeculationConfig
@@ -18,7 +18,7 @@ from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, 
 from tests.parameters import some_by_default
 from tests.random_runs import examples
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
 LAYERS = ["linear_attention", "full_attention"]
 

@@ -9,13 +9,13 @@ import jax
 import pytest
 from checkpoints import write_checkpoint
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.metrics import PeakRates
 from jaxserve.models import registry
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e import workloads
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 

@@ -217,7 +217,7 @@ class TestCalls:
     def test_one_bad_prompt_starts_none(self, llm: LLM) -> None:
         with pytest.raises(RequestError, match=r"prompt 1: .* at least 1 token, got 0; begin it with"):
             generate(llm, [PROMPT, []], SAMPLED)
-        assert not llm.engine.has_unfinished()
+        assert not llm.engine.frontend.has_unfinished()
         assert len(generate(llm, [PROMPT], SAMPLED)) == 1
 
     @pytest.mark.parametrize(

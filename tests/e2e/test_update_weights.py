@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.engine.parameters import build_params
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
@@ -24,11 +24,11 @@ from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, busy_step, generate, run, tokens
 from tests.oracles import torch
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPTS = [tokens(20, n) for n in range(3)]
-Given = Callable[[Path, Engine], Any]
+Given = Callable[[Path, DrivenEngine], Any]
 
 
 @pytest.fixture(scope="module")
@@ -40,27 +40,27 @@ def other(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def from_directory(path: Path, engine: Engine) -> Any:
+def from_directory(path: Path, engine: DrivenEngine) -> Any:
     return path
 
 
-def by_name(path: Path, engine: Engine) -> Any:
+def by_name(path: Path, engine: DrivenEngine) -> Any:
     return safetensors.numpy.load_file(path / "model.safetensors")
 
 
-def by_name_on_device(path: Path, engine: Engine) -> Any:
+def by_name_on_device(path: Path, engine: DrivenEngine) -> Any:
     return {name: jax.numpy.asarray(array) for name, array in by_name(path, engine).items()}
 
 
-def by_name_in_torch(path: Path, engine: Engine) -> Any:
+def by_name_in_torch(path: Path, engine: DrivenEngine) -> Any:
     return {name: torch.nn.Parameter(torch.asarray(array)) for name, array in by_name(path, engine).items()}
 
 
-def loaded_tree(path: Path, engine: Engine) -> Any:
+def loaded_tree(path: Path, engine: DrivenEngine) -> Any:
     return weights.load(path, registry.param_specs(engine.arch))
 
 
-def served_tree(path: Path, engine: Engine) -> Any:
+def served_tree(path: Path, engine: DrivenEngine) -> Any:
     config = EngineConfig(str(path), skip_tokenizer_init=True, quantization=engine.config.quantization, **SIZES)
     return build_params(config, engine.arch)
 
@@ -73,7 +73,7 @@ def swapped(start: Start, llama: Path) -> Any:
     """Yield a starter of engines to update, whose weights are restored afterwards."""
     engines = []
 
-    def swapped(**options: Any) -> Engine:
+    def swapped(**options: Any) -> DrivenEngine:
         engines.append(start(**options))
         return engines[-1]
 
@@ -103,7 +103,7 @@ def test_programs_may_be_compiled_meanwhile(start: Start, llama: Path, other: Pa
     expected = generate(start(model=str(other)), PROMPTS, GREEDY)
     sizes = SIZES | {"max_num_seqs": 1, "max_num_batched_tokens": 2, "page_size": 8}
     options = sizes | {"compile_ahead": "background", "multi_step": 4, "compilation_cache_dir": None}
-    engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **options))
+    engine = DrivenEngine(EngineConfig(str(llama), skip_tokenizer_init=True, **options))
     for _ in range(5):
         engine.update_weights(llama)
         engine.update_weights(other)
@@ -141,7 +141,8 @@ def test_requests_can_be_finished_first(
     for _ in range(num_steps):
         busy_step(engine)
     engine.update_weights(other, running="finish")
-    assert not engine.has_unfinished()
+    assert not engine.frontend.has_unfinished()
+    engine.step()  # which returns what has ended
     for output, wanted in zip(outputs, expected, strict=True):
         assert_same(output, wanted)
 

@@ -6,7 +6,7 @@ import checkpoints
 import pytest
 from test_oracle import Oracle, Start
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import RequestError
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e.workloads import busy_step, drain, generate, tokens
@@ -27,7 +27,7 @@ def test_a_sequence_needs_no_more_pages_than_its_windows(
     start: Start, family: tuple[str, Path, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, path, oracle = family
-    engine: Engine = start(model=str(path), num_pages=NEEDED[name], multi_step=4)
+    engine: DrivenEngine = start(model=str(path), num_pages=NEEDED[name], multi_step=4)
     assert engine.schedule.kv_groups.num_pages(59) == NEEDED[name]
     output, most = engine.add_request("long", tokens(40, "long"), LONG), 0
     while engine.has_unfinished():
@@ -50,7 +50,7 @@ def test_pages_that_change_owners_change_no_tokens(
 ) -> None:
     """Sequences take each other's pages, by preemption and behind windows, and find cached prefixes."""
     name, path, oracle = family
-    engine: Engine = start(model=str(path), num_pages=2 * NEEDED[name], **options)
+    engine: DrivenEngine = start(model=str(path), num_pages=2 * NEEDED[name], **options)
     shared = tokens(24, "shared")
     prompts = [
         shared[:length] + tokens(extra, n) for n, (length, extra) in enumerate([(24, 9), (0, 30), (20, 2), (8, 21)])

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.llm import LLM
 from jaxserve.outputs import Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -86,7 +86,7 @@ def jobs(draw: st.DrawFn, aborts: bool = False) -> list[Job]:
     return out
 
 
-def run(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
+def run(engine: DrivenEngine, jobs: Sequence[Job]) -> list[RequestOutput]:
     """Run all jobs to their end; return the outputs in their order."""
     outputs: dict[int, RequestOutput] = {}
     step = 0
@@ -106,7 +106,7 @@ def run(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
     return [outputs[index] for index in range(len(jobs))]
 
 
-def busy_step(engine: Engine) -> list[RequestOutput]:
+def busy_step(engine: DrivenEngine) -> list[RequestOutput]:
     """Run one step, which must dispatch or collect something if there is anything to do."""
     unfinished, before = engine.has_unfinished(), _work(engine)
     outputs = engine.step()
@@ -118,25 +118,25 @@ def busy_step(engine: Engine) -> list[RequestOutput]:
 def wait_until_idle(llm: LLM) -> None:
     """Wait until the threads of an LLM have ended cancelled requests."""
     with llm._threads.paused() as engine:
-        assert not engine.has_unfinished()
+        assert not engine.frontend.has_unfinished()
         engine.check_integrity()
 
 
-def drain(engine: Engine) -> None:
+def drain(engine: DrivenEngine) -> None:
     """Collect steps still in flight for requests that ended early; then every page must be back."""
     engine.step()
     assert not engine.has_unfinished()
     assert engine.occupancy.num_pages_used == 0
 
 
-def run_alone(engine: Engine, job: Job) -> RequestOutput:
+def run_alone(engine: DrivenEngine, job: Job) -> RequestOutput:
     """Run one job with nothing before it, beside it or in the cache."""
     engine.reset_prefix_cache()
     (output,) = run(engine, [Job(job.prompt, job.params, salt=job.salt)])
     return output
 
 
-def generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[RequestOutput]:
+def generate(engine: DrivenEngine, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[RequestOutput]:
     """Run prompts that arrive together."""
     return run(engine, [Job(list(prompt), params) for prompt in prompts])
 
@@ -166,5 +166,5 @@ def assert_close(
             )
 
 
-def _work(engine: Engine) -> list[tuple[int, int]]:
+def _work(engine: DrivenEngine) -> list[tuple[int, int]]:
     return [(core.scheduler._last_updated_step_id, len(core.in_flight)) for core in engine.replicas]

@@ -14,7 +14,6 @@ import pytest
 
 from jaxserve import llm as llm_module
 from jaxserve.engine import core, engine, frontend, load_balancer, replica, threads, wakes
-from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.errors import RequestError
 from jaxserve.llm import LLM
@@ -46,7 +45,9 @@ def check(llm: LLM) -> None:
         future = pool.submit(llm.generate, [[1, 2, 3]], PARAMS, False)
         assert future.result(PATIENCE_S)[0].outputs[0].token_ids == [TOKEN] * 5
     until_s = time.monotonic() + PATIENCE_S
-    while llm.engine.has_unfinished():  # a cancel that was interrupted has not happened: the request runs to its end
+    while (
+        llm.engine.frontend.has_unfinished()
+    ):  # a cancel that was interrupted has not happened: the request runs to its end
         assert time.monotonic() < until_s
         time.sleep(0.001)
     with llm._threads.paused() as engine:
@@ -80,13 +81,13 @@ class Interrupter:
         """
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         if not text.startswith("with "):
-            return text in ("try:", "return outputs")  # the caller might be interrupted as well, who then has them
+            return text == "try:"
         entered = self.entered.setdefault(id(frame), set())
         is_left = frame.f_lineno in entered
         entered ^= {frame.f_lineno}
         return is_left
 
-    def call(self, function: Callable[[Any], Any], served: LLM | Engine) -> Any:
+    def call(self, function: Callable[[Any], Any], served: LLM) -> Any:
         sys.settrace(self._trace)
         try:
             return function(served)
@@ -127,40 +128,6 @@ def test_an_interrupt_at_any_line_stops_nobody_else(action: Callable[[LLM], None
         check(llm)
         line += 1
     assert line > 10
-
-
-@pytest.mark.usefixtures("no_type_checks")
-@pytest.mark.parametrize(
-    ("num_replicas", "stride"), [(2, 7), *(pytest.param(*case, marks=pytest.mark.full) for case in ((2, 3), (1, 1)))]
-)
-def test_an_interrupt_at_any_line_of_a_step_by_hand_loses_no_output(num_replicas: int, stride: int) -> None:
-    """Each request that was queued is returned as finished, or its end is raised."""
-    engine, line, was_interrupted = new_llm(num_replicas).engine, 0, True
-    while was_interrupted:
-        interrupter, ended = Interrupter(line), set()
-
-        def step(engine: Engine, ended: set[str] = ended) -> None:
-            try:
-                ended |= {output.request_id for output in engine.step() if output.finished}
-            except RuntimeError as error:
-                pytest.fail(f"no step has failed: {error}")
-
-        outputs = [engine.add_request(name, [1, 2], SamplingParams(max_tokens=2, n=2)) for name in "ab"]
-        for _ in range(3):
-            interrupter.call(step, engine)
-        was_interrupted = interrupter.error is not None
-        for _ in range(10):
-            if engine.has_unfinished():
-                step(engine)
-        assert all(output.finished for output in outputs), line
-        aborted = {o.request_id for o in outputs if "abort" in {c.finish_reason for c in o.outputs}}
-        assert ended | aborted == {"a", "b"}, line
-        assert not engine.has_unfinished(), line
-        assert not engine.core.num_unfinished
-        engine.check_integrity()
-        line += stride
-    assert line > 50
-    assert ended == {"a", "b"}
 
 
 @pytest.mark.usefixtures("no_type_checks")
@@ -279,27 +246,6 @@ def test_requests_end_where_no_thread_can_be_started(llm: LLM, monkeypatch: pyte
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 pool.submit(llm.generate, [[1], [2]], PARAMS, False).result(PATIENCE_S)
         check(llm)
-
-
-def test_a_step_by_hand_returns_next_what_an_error_kept_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    append = RequestGroup.append
-
-    def failing(group: RequestGroup, *args: Any) -> Any:
-        if group.request_id == "fails":
-            raise ValueError("no text for this token")
-        return append(group, *args)
-
-    monkeypatch.setattr(RequestGroup, "append", failing)
-    for name in ("ends", "fails"):
-        llm.engine.add_request(name, [1, 2], SamplingParams(max_tokens=1))
-    returned, errors = [], []
-    while llm.engine.has_unfinished():
-        try:
-            returned += [output.request_id for output in llm.engine.step()]
-        except ValueError as error:
-            errors.append(error)
-    assert returned == ["ends"]
-    assert len(errors) == 1
 
 
 def test_an_engine_that_cannot_end_its_requests_is_freed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,24 +368,8 @@ def test_what_comes_during_a_pause_waits_for_its_end(llm: LLM) -> None:
     with ThreadPoolExecutor(1) as pool:
         with llm._threads.paused() as engine:
             future = pool.submit(llm.generate, [[1]], PARAMS, False)
-            assert not engine.has_unfinished()
+            assert not engine.frontend.has_unfinished()
         assert future.result(PATIENCE_S)[0].finished
-
-
-def test_an_engine_can_be_stepped_by_hand_between_calls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The threads of a call may still be at their end when it returns."""
-    for index in range(50):
-        generate(llm)
-        output = llm.engine.add_request(f"by hand {index}", [1, 2], PARAMS)
-        assert not llm._threads._running
-        while llm.engine.has_unfinished():
-            llm.engine.step()
-        assert output.outputs[0].token_ids == [TOKEN] * 5
-    group = llm.engine.reader.read("a", [1, 2], LONG)
-    monkeypatch.setattr(threads, "PATIENCE_S", 0.01)
-    llm._threads.submit([group], lambda _: None)
-    with pytest.raises(RuntimeError, match="by hand"):
-        llm.engine.add_request("by hand", [1, 2], PARAMS)
 
 
 def test_cancelling_twice_or_late_changes_nothing(llm: LLM) -> None:

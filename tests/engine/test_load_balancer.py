@@ -1,7 +1,6 @@
 """Several schedulers behind one queue: what each says of a request, gives back, and is given."""
 
 import random
-from contextlib import nullcontext
 
 import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler
@@ -98,8 +97,6 @@ def test_requests_go_on_elsewhere_as_if_they_had_been_there(seed, depth):
 
 class SimulatedReplica(Loop):
     """A scheduler and its device, as a replica of an engine."""
-
-    changing = nullcontext()
 
     def finish(self, request_id, reason):
         self.scheduler.finish(request_id, reason)

@@ -111,18 +111,18 @@ def new_fleet(actors: LocalActors, model: Path) -> Fleet:
     return Fleet(EngineConfig(model=str(model)), actors)
 
 
-def step_until_ready(served: Fleet) -> None:
+def wait_until_ready(served: Fleet) -> None:
     for _ in range(100_000):
         if all(seat.ready for seat in served._seats):
             return
-        served.step()
+        served.wait()
     raise AssertionError("some actors never start")
 
 
 def drain(served: Fleet) -> dict[str, RequestOutput | RequestFailure]:
     ended: dict[str, RequestOutput | RequestFailure] = {}
     while served.has_unfinished():
-        for output in served.step():
+        for output in served.wait():
             assert output.request_id not in ended
             ended[output.request_id] = output
     return ended
@@ -206,9 +206,9 @@ def test_no_rows_are_free_while_a_request_waits(model: Path, tokenizer: Tokenize
     for i in range(40):
         served.add_request(str(i), [i], SamplingParams(max_tokens=10 + i % 7))
     while not all(isinstance(engine, FakeEngine) for engine in actors.engines):
-        served.step()
+        served.wait()
     while served.has_unfinished():
-        served.step()
+        served.wait()
         loads = [seat.num_sequences for seat in served._seats]
         if served._queue:
             assert min(loads) >= MAX_NUM_SEQS
@@ -223,7 +223,7 @@ def test_an_idle_actor_takes_over_what_waits_in_a_busy_one(model: Path, tokenize
     served = new_fleet(actors, model)
     for i in range(2 * MAX_NUM_SEQS):
         served.add_request(str(i), [i], SamplingParams(max_tokens=30))
-    served.step()
+    served.wait()
     assert [seat.num_sequences for seat in served._seats] == [2 * MAX_NUM_SEQS, 0]
     actors.calls[1] = late
     ended = drain(served)
@@ -236,13 +236,13 @@ def test_requests_go_where_their_prefix_is(model: Path, tokenizer: Tokenizer) ->
     """The questions of a document are served by one actor, while all actors stay full."""
     actors = LocalActors(4, tokenizer, random.Random(0), never)
     served = new_fleet(actors, model)
-    step_until_ready(served)
+    wait_until_ready(served)
     prompts = [f"document {i // 4} " + 300 * "long " + f"question {i}" for i in range(96)]
     for i in range(96):
         served.add_request(str(i), prompts[i], SamplingParams(max_tokens=2 + i % 7))
     seats: dict[int, set[int]] = {}
     while served.has_unfinished():
-        served.step()
+        served.wait()
         for seat in served._seats:
             for job in seat.jobs.values():
                 seats.setdefault(int(job.request_id) // 4, set()).add(seat.index)
@@ -254,18 +254,18 @@ def test_who_waits_for_a_full_actor_adds_to_its_load(model: Path, tokenizer: Tok
     """Otherwise all questions of a document would wait for the actor that has it, however many they are."""
     actors = LocalActors(2, tokenizer, random.Random(0), never)
     served = new_fleet(actors, model)
-    step_until_ready(served)
+    wait_until_ready(served)
     document = 300 * "long "
     served.add_request("first", document, SamplingParams(max_tokens=300, n=2 * MAX_NUM_SEQS))
-    served.step()
+    served.wait()
     (full,) = [seat for seat in served._seats if seat.jobs]
     (other,) = [seat for seat in served._seats if not seat.jobs]
     served.add_request("other", "o", SamplingParams(max_tokens=300, n=2))
-    served.step()
+    served.wait()
     assert (full.num_sequences, other.num_sequences) == (2 * MAX_NUM_SEQS, 2)
     for i in range(30):
         served.add_request(str(i), f"{document} question {i}", SamplingParams(max_tokens=300))
-    served.step()
+    served.wait()
     assert [seat.num_sequences for seat in (full, other)] == [2 * MAX_NUM_SEQS] * 2
     assert served._router._loads == [seat.load for seat in served._seats], "once for all steps that they wait"
 
@@ -277,16 +277,16 @@ def test_an_answer_costs_the_same_whatever_the_number_of_actors(
     """The cost is counted in calls of the router: loads are set for the few actors that changed."""
     actors = InstantActors(count)
     served = new_fleet(actors, model)
-    step_until_ready(served)
+    wait_until_ready(served)
     set_load, looks = Router.set_load, []
     monkeypatch.setattr(Router, "set_load", lambda *args, **options: looks.append(1) or set_load(*args, **options))
     for i in range(2 * count * MAX_NUM_SEQS):
         served.add_request(str(i), [i], SamplingParams())
-    served.step()
+    served.wait()
     looks.clear()
     for i in range(100):
         served.add_request(f"new {i}", [i], SamplingParams())
-        assert len(served.step()) <= 1
+        assert len(served.wait()) <= 1
     assert len(looks) <= 300
 
 
@@ -318,7 +318,7 @@ def test_aborted_requests_are_forgotten_wherever_they_are(model: Path, tokenizer
     for i in range(20):
         served.add_request(str(i), [i], SamplingParams(max_tokens=20))
     for _ in range(3):
-        served.step()
+        served.wait()
     for i in range(0, 20, 2):
         served.abort(str(i))
     served.abort("none")
@@ -345,7 +345,7 @@ def test_an_id_that_comes_again_gets_its_own_output(
             served.abort(request_id)
         current[request_id] = [rng.randrange(60)], SamplingParams(max_tokens=rng.randint(1, 4), seed=rng.randrange(99))
         served.add_request(request_id, *current[request_id])
-        for output in served.step() if rng.random() < 0.7 else ():
+        for output in served.wait() if rng.random() < 0.7 else ():
             assert tokens(output) == alone(tokenizer, *current.pop(output.request_id))
     ended = drain(served)
     assert ended.keys() == current.keys()
@@ -353,7 +353,7 @@ def test_an_id_that_comes_again_gets_its_own_output(
         assert tokens(output) == alone(tokenizer, *current[request_id])
 
 
-def test_a_refusal_comes_back_from_step(model: Path, tokenizer: Tokenizer) -> None:
+def test_a_refusal_comes_back_from_wait(model: Path, tokenizer: Tokenizer) -> None:
     served = new_fleet(LocalActors(1, tokenizer, random.Random(0), never), model)
     served.add_request("a", "please refuse", SamplingParams(max_tokens=2))
     served.add_request("b", "please serve", SamplingParams(max_tokens=2))
@@ -374,10 +374,10 @@ def test_actors_that_never_start_end_the_run(model: Path, tokenizer: Tokenizer) 
 def test_the_others_serve_what_an_actor_that_no_longer_starts_had(model: Path, tokenizer: Tokenizer) -> None:
     actors = LocalActors(2, tokenizer, random.Random(0), never)
     served = new_fleet(actors, model)
-    step_until_ready(served)
+    wait_until_ready(served)
     for i in range(30):
         served.add_request(str(i), [i], SamplingParams(max_tokens=5))
-    served.step()
+    served.wait()
     wait = actors.wait
     actors.wait = lambda: actors._die(0) if actors.calls[0] else wait()
     ended = drain(served)

@@ -110,7 +110,7 @@ def test_engines_killed_in_the_midst_lose_nothing(
     monkeypatch.chdir(model)  # not the directory of the actors
     rng = random.Random(0)
     with ray_fleet(2, model=os.curdir) as fleet:
-        step, sizes = fleet.step, iter([10, 40, 80])
+        wait, sizes = fleet.wait, iter([10, 40, 80])
         target = next(sizes)
 
         def killing() -> list:
@@ -118,9 +118,9 @@ def test_engines_killed_in_the_midst_lose_nothing(
             if out.stat().st_size and out.read_bytes().count(b"\n") >= target:
                 rng.choice(actor_processes()).kill()
                 target = next(sizes, 1000)
-            return step()
+            return wait()
 
-        fleet.step = killing
+        fleet.wait = killing
         run_batch(fleet, source, out, use_tqdm=False)
     assert target == 1000
     assert records_by_id(out) == expected(os.curdir, source)

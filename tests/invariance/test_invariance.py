@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import checkpoints
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.invariance.axes import AXES, Axis, _run
 from jaxserve.invariance.check import Finding, check_invariance
 from jaxserve.invariance.comparison import compare
@@ -71,7 +71,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finding]:
     model = tmp_path_factory.mktemp("llama")
     checkpoints.write_checkpoint(model, "llama")
 
-    def swapped(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
+    def swapped(engine: DrivenEngine, jobs: Sequence[Job]) -> list[RequestOutput]:
         return [dataclasses.replace(each) for each in _run(engine, jobs)[::-1]]
 
     planted = Axis("swapped", swapped, lambda stats: "planted")

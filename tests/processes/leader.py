@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import LLM
+from jaxserve.config import EngineConfig
 from jaxserve.distributed import peers, processes
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.whole_file import write_whole
@@ -35,7 +37,8 @@ def main() -> None:
     if given.pop("strays", False):
         Scheduler.schedule = straying(Scheduler.schedule)
     with soon_compiled(), few_programs():
-        engine = LLM(model, **given).engine  # only the first process returns
+        engine = DrivenEngine(EngineConfig(model, **given))
+        LLM.over(engine)  # only the first process returns
     results: list[Any] = []
     jobs: list[Job] = []
     for weights, jobs in pickle.loads(Path(workloads).read_bytes()):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import EXIT_CODE
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.metrics import EngineStats
 from jaxserve.outputs import RequestOutput
 from tests.checkpoints import write_checkpoint
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def workloads(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Workload]:
     """Return random requests of every kind and their results on one process and device; the last with other weights."""
     with few_programs():
-        engine = Engine(EngineConfig(str(model), **SIZES | {"multi_step": 1}))
+        engine = DrivenEngine(EngineConfig(str(model), **SIZES | {"multi_step": 1}))
     collected: list[Workload] = []
 
     @given(jobs=jobs(aborts=True))

@@ -149,11 +149,12 @@ def errors_in_burst(rates: Rates, history: History, seed: int) -> list[float]:
     for index in range(90):
         num_tokens, output = rng.randint(20, 100), rng.randint(20, 60)
         ids = [index, *range(2, num_tokens + 1)]
-        request = Request(f"{index}#0", ids, SamplingParams(max_tokens=output), 0, num_tokens + output, arrival=index)
+        request = Request(
+            f"{index}#0", ids, SamplingParams(max_tokens=output), 0, num_tokens + output, arrival=index, key=index
+        )
         if index > 2 * SCHEDULE.max_num_seqs and index % 8 == 0:  # the first waits are few steps long
             wait = backlog.wait(num_tokens)
             assert wait is not None
-            request.key = index
             expected_s[index] = float(wait.start_s)
         core.inbox.append(Submitted([request]))
     while core.has_work():

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
 from jaxserve.sampling_params import SamplingParams
@@ -79,7 +79,7 @@ def test_trained_heads_draft_what_the_model_goes_on_with(
 
     options: dict[str, Any] = {"model": str(target), "skip_tokenizer_init": True, **SIZES, "max_model_len": 32}
     drafting = SpeculationConfig(kind, str(tmp_path), num_speculative_tokens=3, adaptive=False)
-    engine = Engine(EngineConfig(speculative_config=drafting, **options))
+    engine = DrivenEngine(EngineConfig(speculative_config=drafting, **options))
     prompts = [[3, 4, 5, 6, 0], [1, 2]]
     for output, prompt in zip(
         generate(engine, prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)), prompts, strict=True

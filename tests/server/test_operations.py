@@ -221,14 +221,14 @@ def test_cancelled_requests_leave_within_a_step(engine: Engine) -> None:
     for group in groups:
         engine.frontend.start(group)
     for _ in range(3):
-        engine.step()
+        engine.advance()
     assert engine.occupancy.num_pages_used
     for group in groups:
         engine.frontend.cancel(group.request_id)
-    engine.step()
+    engine.advance()
     assert engine.occupancy.num_pages_used == 0
-    while engine.has_unfinished():
-        engine.step()
+    while engine.frontend.has_unfinished():
+        engine.advance()
 
 
 def test_health_is_progress(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

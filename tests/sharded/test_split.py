@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import check_sizes
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.engine.memory import build_schedule
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
@@ -121,5 +121,5 @@ def test_rows_that_cannot_be_divided() -> None:
 
 def test_more_devices_than_there_are() -> None:
     with pytest.raises(ConfigError, match=r"at most the number of devices, got 99 and \d+; .* virtual"):
-        Engine(EngineConfig(tensor_parallel_size=99, skip_tokenizer_init=True))
+        DrivenEngine(EngineConfig(tensor_parallel_size=99, skip_tokenizer_init=True))
     assert tensor_mesh(1) is None

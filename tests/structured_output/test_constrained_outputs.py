@@ -15,6 +15,8 @@ import pytest
 from safetensors.flax import load_file, save_file
 
 from jaxserve import LLM, RequestError, SamplingParams, StructuredOutputsParams, weights
+from jaxserve.config import EngineConfig
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.engine.event_log import replay_log
 from jaxserve.outputs import RequestOutput
 from tests.soon_compiled import few_programs
@@ -53,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def llm(model: str) -> Iterator[LLM]:
     with few_programs():
-        llm = LLM(model, **SIZES)
+        llm = LLM.over(DrivenEngine(EngineConfig(model, **SIZES)))
     llm.engine.wait_until_warm()  # programs of split plans come last
     yield llm
     assert llm.engine.stats.num_compiles == 0

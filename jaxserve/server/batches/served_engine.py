@@ -7,9 +7,10 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from jaxserve.openai.batch_engine import taken
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.server.classes import tenant_salt
@@ -104,21 +105,17 @@ class ServedEngine:
         """Return whether any request has not ended."""
         return bool(self._groups)
 
-    def step(self) -> Sequence[RequestOutput | RequestFailure]:
+    def wait(self) -> Sequence[RequestOutput | RequestFailure]:
         """Wait for the end of a request, for a moment at most; return what has ended."""
         self._check()
         self._start()
         ended: list[RequestOutput | RequestFailure] = []
-        try:
-            group = self._ended.get(timeout=_POLL_S)
-            while True:
-                request_id = group.request_id.removeprefix(f"{self._name}/")
-                if self._groups.pop(request_id, None) is not None:
-                    self._settle(group)
-                    ended.append(_result(group, request_id))
-                group = self._ended.get_nowait()
-        except Empty:
-            return ended
+        for group in taken(self._ended, _POLL_S):
+            request_id = group.request_id.removeprefix(f"{self._name}/")
+            if self._groups.pop(request_id, None) is not None:
+                self._settle(group)
+                ended.append(_result(group, request_id))
+        return ended
 
     def _start(self) -> None:
         """Start the requests that wait, as far as the rate of their tenant allows."""

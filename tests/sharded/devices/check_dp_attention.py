@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from jaxserve import LLM, BeamSearchParams, weights
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, split_array, unsplit
 from jaxserve.planner.program import collectives
@@ -39,28 +39,28 @@ CASES = [
     ("qwen3_moe", 2, 2, 5, "int8"),
     ("gpt_oss", 4, 2, 5, None),
 ]
-Pair = tuple[Engine, Engine]
+Pair = tuple[DrivenEngine, DrivenEngine]
 
 
 def options(num_devices: int, num_shares: int) -> dict[str, Any]:
     return {"tensor_parallel_size": num_devices, "expert_parallel_size": num_shares, "enable_dp_attention": True}
 
 
-def expert_tokens(engine: Engine) -> int:
+def expert_tokens(engine: DrivenEngine) -> int:
     """Return how many tokens the experts of an engine got."""
     counts = engine.stats.expert_tokens
     return 0 if counts is None else sum(sum(layer.values) for layer in counts.layers)
 
 
 @pytest.fixture(scope="module", params=mainly(CASES[1:2], CASES[0], *CASES[2:]), ids=str)
-def pair(request: pytest.FixtureRequest, mixture: Callable[[str], tuple[Path, Engine]]) -> Pair:
+def pair(request: pytest.FixtureRequest, mixture: Callable[[str], tuple[Path, DrivenEngine]]) -> Pair:
     """Start an engine on one device, and one whose rows are divided among several."""
     family, *sizes, multi_step, quantization = request.param
     path, alone = mixture(family)
     same = SHARD_SIZES | {"quantization": quantization}
     if quantization is not None:
-        alone = Engine(EngineConfig(str(path), **same))
-    return alone, Engine(EngineConfig(str(path), **same | options(*sizes) | {"multi_step": multi_step}))
+        alone = DrivenEngine(EngineConfig(str(path), **same))
+    return alone, DrivenEngine(EngineConfig(str(path), **same | options(*sizes) | {"multi_step": multi_step}))
 
 
 @given(jobs=jobs())

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from jaxserve import LLM, weights
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.state import abstract_state, new_state
 from jaxserve.models import registry
@@ -27,7 +27,7 @@ from tests.random_runs import examples
 from tests.sharded.devices.sizes import LAYERS, MODEL, SIZES
 from tests.tiny_tokenizers import byte_level, write
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 DEVICES = 4  # two of them hold each KV head
 COLLECTIVE = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
@@ -53,12 +53,12 @@ class TestAnyWorkload:
         if name != "llama"
     ],
 )
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[DrivenEngine, DrivenEngine]:
     """Start engines of another family over one device and over four, which hold two KV heads twice each."""
     path = tmp_path_factory.mktemp(request.param)
     write_checkpoint(path, request.param, num_attention_heads=8, num_key_value_heads=2, head_dim=8)
     sizes = SIZES | {"max_num_batched_tokens": 8, "multi_step": 3}  # fewer programs
-    alone, split = (Engine(EngineConfig(str(path), tensor_parallel_size=n, **sizes)) for n in (1, 4))
+    alone, split = (DrivenEngine(EngineConfig(str(path), tensor_parallel_size=n, **sizes)) for n in (1, 4))
     return alone, split
 
 
@@ -67,7 +67,7 @@ class TestAnyWorkloadOfOtherFamilies:
 
     @given(jobs=jobs())
     @settings(few_but_rich, max_examples=examples(10))
-    def test_tokens_are_those_of_one_device(self, pair: tuple[Engine, Engine], jobs: list[Job]) -> None:
+    def test_tokens_are_those_of_one_device(self, pair: tuple[DrivenEngine, DrivenEngine], jobs: list[Job]) -> None:
         for engine in pair:
             engine.reset_prefix_cache()
         expected, found = (run(engine, jobs) for engine in pair)
@@ -98,7 +98,7 @@ def test_rows_with_constraints_have_the_same_tokens_in_split_plans(
     write(tmp_path, byte_level(320))
     sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "multi_step": 2}
     options = SIZES | sizes | {"skip_tokenizer_init": False, "compile_ahead": "background"}
-    engine = Engine(EngineConfig(str(tmp_path), tensor_parallel_size=2, **options))
+    engine = DrivenEngine(EngineConfig(str(tmp_path), tensor_parallel_size=2, **options))
     engine.wait_until_warm()
     executor = engine.replicas[0].executor
     fit = executor.fit
@@ -226,7 +226,7 @@ def test_a_second_start_lowers_nothing(start: Start, model: Path, monkeypatch: p
     prompts, params = [tokens(9, 1)], SamplingParams(temperature=1, seed=2, max_tokens=9)
     expected = generate(start(DEVICES), prompts, params)
     monkeypatch.setattr(Lowering, "step", lower)
-    second = Engine(EngineConfig(str(model), tensor_parallel_size=DEVICES, **SIZES))
+    second = DrivenEngine(EngineConfig(str(model), tensor_parallel_size=DEVICES, **SIZES))
     for output, wanted in zip(generate(second, prompts, params), expected, strict=True):
         assert_same(output, wanted)
 

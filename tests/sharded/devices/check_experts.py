@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import device_bytes, matrix_transform, split_array, unsplit
@@ -29,7 +29,7 @@ from tests.models.test_parity import attend
 from tests.parameters import some_by_default
 from tests.sharded.devices.sizes import MIXTURE, SHARD_SIZES
 
-Mixture = Callable[[str], tuple[Path, Engine]]
+Mixture = Callable[[str], tuple[Path, DrivenEngine]]
 
 PACKED = packed_linear.unsupported("float32", "cpu") is None
 DEVICES = 4
@@ -95,7 +95,7 @@ def test_quantised_experts_are_divided_as_well(tmp_path: Path, case: str) -> Non
     logits_over(tmp_path, token_ids, int(num_shards), form=weight_format(form), native=PACKED)
 
 
-def assert_same_tokens_and_counts(divided: Engine, alone: Engine) -> None:
+def assert_same_tokens_and_counts(divided: DrivenEngine, alone: DrivenEngine) -> None:
     """Check an engine that has served nothing against one that may have."""
     prompts, params = [tokens(9, n) for n in range(3)], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     before = alone.stats.expert_tokens
@@ -112,7 +112,8 @@ def test_an_engine_has_the_same_tokens_and_counts_those_of_experts(mixture: Mixt
     path, alone = mixture("qwen3_moe")
     alone.reset_prefix_cache()
     assert_same_tokens_and_counts(
-        Engine(EngineConfig(str(path), **SHARD_SIZES, tensor_parallel_size=DEVICES, expert_parallel_size=2)), alone
+        DrivenEngine(EngineConfig(str(path), **SHARD_SIZES, tensor_parallel_size=DEVICES, expert_parallel_size=2)),
+        alone,
     )
 
 
@@ -121,7 +122,7 @@ def test_an_engine_has_the_same_tokens_and_counts_those_of_experts(mixture: Mixt
 def test_a_quantised_engine_has_the_same_tokens_and_counts_those_of_experts(tmp_path: Path, quantization: str) -> None:
     write_checkpoint(tmp_path, "qwen2_moe", **QUANTIZED_SIZES)
     options = SHARD_SIZES | {"tensor_parallel_size": DEVICES, "quantization": quantization}
-    alone, divided = (Engine(EngineConfig(str(tmp_path), expert_parallel_size=n, **options)) for n in (1, 2))
+    alone, divided = (DrivenEngine(EngineConfig(str(tmp_path), expert_parallel_size=n, **options)) for n in (1, 2))
     assert_same_tokens_and_counts(divided, alone)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from jaxserve.bench.load import TimedRequest, run_load
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering
 from jaxserve.sampling_params import SamplingParams
@@ -22,7 +22,7 @@ from tests.parameters import mainly
 from tests.random_runs import examples
 from tests.sharded.devices.sizes import MODEL, SIZES
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -36,7 +36,7 @@ def test_meshes_split_their_devices_along_the_tensor_axis_alone(replicas: int, d
         assert list(mesh.devices.flat) == jax.devices()[index * devices : (index + 1) * devices]
 
 
-def finish_all(engine: Engine) -> None:
+def finish_all(engine: DrivenEngine) -> None:
     while engine.has_unfinished():
         busy_step(engine)
 
@@ -175,9 +175,9 @@ def test_replicas_hold_weights_and_pool_on_devices_of_their_own(start: Start) ->
 @pytest.mark.full  # check_engine.py runs it by default, for one replica
 @pytest.mark.usefixtures("no_xla_cache")
 def test_a_second_start_lowers_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start() -> Engine:
+    def start() -> DrivenEngine:
         sizes = SIZES | {"max_num_seqs": 1, "max_num_batched_tokens": 1, "compilation_cache_dir": str(tmp_path)}
-        return Engine(EngineConfig(str(model), data_parallel_size=2, tensor_parallel_size=2, **sizes))
+        return DrivenEngine(EngineConfig(str(model), data_parallel_size=2, tensor_parallel_size=2, **sizes))
 
     def lower(*_: object) -> None:
         raise AssertionError("every program is on disk")

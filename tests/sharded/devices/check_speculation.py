@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from jaxserve.metrics import EngineStats
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ from tests.sharded.devices.sizes import SIZES
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 PROMPTS = [tokens(n, f"devices {n}") for n in (3, 9, 17)]
 DRAFTS = ("same", "odd", "tree", "medusa", "eagle3")
-Start = Speculate = Callable[..., Engine]
+Start = Speculate = Callable[..., DrivenEngine]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def speculate(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Speculat
             draft_layers.write_eagle3(path, transformers.AutoModelForCausalLM.from_pretrained(model), (0, 1))
         return path
 
-    def speculate(num_devices: int, draft: str, **sizes: Any) -> Engine:
+    def speculate(num_devices: int, draft: str, **sizes: Any) -> DrivenEngine:
         options: dict[str, Any] = SIZES | {"tensor_parallel_size": num_devices} | sizes
         options["speculative_config"] = SpeculationConfig(
             draft if draft in ("medusa", "eagle3") else "draft_model",
@@ -62,7 +62,7 @@ def speculate(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Speculat
             speculative_token_tree=[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)] if draft in ("tree", "medusa") else None,
             adaptive=False,
         )
-        return Engine(EngineConfig(str(model), **options))
+        return DrivenEngine(EngineConfig(str(model), **options))
 
     return speculate
 
@@ -99,7 +99,7 @@ def test_the_mtp_layer_of_a_model_is_split_as_the_others(tmp_path: Path) -> None
 
     def run(num_devices: int) -> tuple[list[RequestOutput], EngineStats]:
         options = SIZES | {"tensor_parallel_size": num_devices, "multi_step": 1, "speculative_config": layer}
-        engine = Engine(EngineConfig(str(tmp_path), **options))
+        engine = DrivenEngine(EngineConfig(str(tmp_path), **options))
         matrix = jax.tree.leaves(engine.replicas[0].executor.draft_params["layers"][0]["q_proj"])[0]
         assert num_devices == 1 or matrix.sharding.shard_shape(matrix.shape)[0] == matrix.shape[0] // num_devices
         return generate(engine, PROMPTS, GREEDY), engine.stats

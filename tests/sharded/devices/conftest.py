@@ -9,12 +9,12 @@ import jaxtyping
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.engine.driven import DrivenEngine
 from tests.checkpoints import write_checkpoint
 from tests.sharded.devices.sizes import MIXTURE, MODEL, SHARD_SIZES, SIZES
 from tests.soon_compiled import few_programs
 
-Start = Callable[..., Engine]
+Start = Callable[..., DrivenEngine]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -43,15 +43,15 @@ def start(model: Path) -> Start:
 
     The oracle of the others, on one device, has one program: it goes single steps. So do replicas.
     """
-    engines: dict[str, Engine] = {}
+    engines: dict[str, DrivenEngine] = {}
 
-    def start(num_devices: int = 1, num_replicas: int = 1, **options: Any) -> Engine:
+    def start(num_devices: int = 1, num_replicas: int = 1, **options: Any) -> DrivenEngine:
         key = repr((num_devices, num_replicas, options))
         if key not in engines:
             sizes = SIZES | {"tensor_parallel_size": num_devices, "data_parallel_size": num_replicas}
             if num_replicas > 1 or num_devices == 1:
                 sizes["multi_step"] = 1
-            engines[key] = Engine(EngineConfig(str(model), **sizes | options))
+            engines[key] = DrivenEngine(EngineConfig(str(model), **sizes | options))
         engines[key].reset_prefix_cache()
         return engines[key]
 
@@ -59,13 +59,13 @@ def start(model: Path) -> Start:
 
 
 @pytest.fixture(scope="session")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Engine]]:
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, DrivenEngine]]:
     """Write the checkpoint of a family with experts; return it with its engine on one device, the oracle of others."""
 
     @cache
-    def mixture(family: str) -> tuple[Path, Engine]:
+    def mixture(family: str) -> tuple[Path, DrivenEngine]:
         path = tmp_path_factory.mktemp(family)
         write_checkpoint(path, family, **MIXTURE)
-        return path, Engine(EngineConfig(str(path), **SHARD_SIZES))
+        return path, DrivenEngine(EngineConfig(str(path), **SHARD_SIZES))
 
     return mixture
