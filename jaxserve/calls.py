@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
-from jaxserve.errors import PeerLostError, RequestError, brief
+from jaxserve.errors import RequestError, brief
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -111,21 +111,13 @@ def _wait(ended: SimpleQueue[RequestGroup], count: int, use_tqdm: bool | Progres
             if group.request_id in seen:  # an interrupt can lead to a second notification
                 continue
             seen.add(group.request_id)
-            check_served(group)
+            group.check_served()
             tokens_in += len(group.output.prompt_token_ids)
             tokens_out += sum(len(o.token_ids) for o in group.output.outputs)
             seconds = time.monotonic() - started
             rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
             bar.set_postfix_str(rates, refresh=False)
             bar.update()
-
-
-def check_served(group: RequestGroup) -> None:
-    """Raise the error that ended a request early, if any."""
-    if isinstance(group.error, PeerLostError):
-        raise group.error
-    if group.error is not None:
-        raise RuntimeError(f"the step that served this request broke off: {group.error!r}") from group.error
 
 
 def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:

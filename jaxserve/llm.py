@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve import scoring
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
-from jaxserve.calls import Calls, ProgressBar, as_list, check_served, listed, per_prompt, priorities
+from jaxserve.calls import Calls, ProgressBar, as_list, listed, per_prompt, priorities
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import Follower
+from jaxserve.engine.batch_engine import OfflineEngine
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.lock_step import follow
 from jaxserve.engine.parameters import Weights
@@ -22,7 +23,6 @@ from jaxserve.errors import ConfigError, RequestError, brief
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.metrics import Metric, vllm_metrics
 from jaxserve.models.params import Params
-from jaxserve.openai.batch_engine import OfflineEngine
 from jaxserve.outputs import RequestOutput
 from jaxserve.pooling import CLASSIFY, EMBED, PoolingParams
 from jaxserve.pooling_outputs import (
@@ -337,7 +337,7 @@ class LLM:
             while not finished:
                 news.get()
                 with self.engine.frontend.lock:  # excludes concurrent updates of the outputs
-                    check_served(group)
+                    group.check_served()
                     if output.metrics.num_restarts:
                         raise RequestError("the request was restarted with other weights: what was streamed is void")
                     finished = output.finished

@@ -5,22 +5,26 @@ engine would reduce its own load (coordinated omission). With limited concurrenc
 limit admits the request: the limit stands for a client or proxy that holds requests back.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from jaxserve.config import EngineConfig
 from jaxserve.live_stats import WatchedEngine
 from jaxserve.metrics import EngineStats, StepStats
-from jaxserve.models.arch import ArchConfig
 from jaxserve.outputs import RequestOutput
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
+
+if TYPE_CHECKING:
+    from jaxserve.models.arch import ArchConfig
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxserve.errors import PeerLostError
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.request import FinishReason, Request, TokenIds
 from jaxserve.sampling_params import SamplingParams
@@ -223,6 +224,13 @@ class RequestGroup:
         metrics.finished_s = now_s
         self.output.finished = all(c.output.finish_reason for c in self._completions)
         return self.output.finished
+
+    def check_served(self) -> None:
+        """Raise the error that ended the request early, if any: PeerLostError, or RuntimeError of another."""
+        if isinstance(self.error, PeerLostError):
+            raise self.error
+        if self.error is not None:
+            raise RuntimeError(f"the step that served this request broke off: {self.error!r}") from self.error
 
     def release_logprobs(self) -> None:
         """Drop the log probabilities, on a thread that has time, once the request has ended and its reply is sent."""

@@ -22,8 +22,8 @@ from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.batch_engine import BatchEngine
 from jaxserve.errors import ConfigError, EngineDiedError, PromptTooLongError, RequestError
-from jaxserve.openai.batch_engine import BatchEngine
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.pooling import PoolingParams
 from jaxserve.request import TokenIds

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.batch_engine import BatchEngine
 from jaxserve.engine.prompt import check_bound
 from jaxserve.errors import ConfigError, PeerLostError, RequestError, brief
-from jaxserve.openai.batch_engine import BatchEngine
 from jaxserve.openai.batch_output import (
     MAX_LINE_BYTES,
     BatchOutput,

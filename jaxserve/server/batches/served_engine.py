@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from jaxserve.openai.batch_engine import taken
+from jaxserve.engine.batch_engine import taken
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.server.classes import tenant_salt

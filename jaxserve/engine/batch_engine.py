@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
-from jaxserve.calls import check_served
 from jaxserve.config import EngineConfig
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.pooling import PoolingParams
@@ -111,7 +110,7 @@ class OfflineEngine:
         groups = [each for each in taken(self._ended, WAIT_S) if self._unfinished.get(each.request_id) is each]
         for group in groups:
             del self._unfinished[group.request_id]
-            check_served(group)
+            group.check_served()
         return [group.output for group in groups]
 
 
