@@ -38,7 +38,7 @@ class EngineCore:
         replicas: replicas of the engine.
         inbox: events that any thread appends; `step` takes them.
         outbox: deltas in order, which `Frontend.deliver` takes; an exception stands for the loss of all requests.
-        last_steps: statistics of steps, of any replica, that the last call of `step` has written.
+        last_steps: statistics of steps, of any replica, written since the call of `step` before the last that went on.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class EngineCore:
         self._is_shared = len(replicas) > 1  # no replica may keep this thread from the others
         self._load_balancer = LoadBalancer(replicas) if self._is_shared else LoneReplica(replicas[0])
         self._requests: dict[int, Request] = {}  # unfinished, by key
+        self._has_worked = False  # the last call of `step` went on
         self._now_s = 0.0
 
     def has_work(self) -> bool:
@@ -80,14 +81,15 @@ class EngineCore:
         go on yet, and whoever drives the core waits a moment.
         """
         self._now_s = now_s
-        self.last_steps = []
+        if self._has_worked:  # calls that could not go on may have written some, too
+            self.last_steps = []
         self.take_events()
         self._load_balancer.place()
         ready = [each for each in self.replicas if each.has_work() and (not self._is_shared or each.is_ready())]
-        has_worked = False
+        self._has_worked = False
         for replica in ready:
-            has_worked |= self._step(replica)
-        return has_worked
+            self._has_worked |= self._step(replica)
+        return self._has_worked
 
     def take_events(self) -> None:
         """Do what the inbox says, without a step."""
