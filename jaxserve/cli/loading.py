@@ -37,7 +37,7 @@ def load_driven(args: Namespace) -> "DrivenEngine":
 
     join_processes(args)
     engine = DrivenEngine(EngineConfig(**given, skip_tokenizer_init=True))
-    LLM.over(engine)  # in all processes but the first it follows that one, and ends
+    LLM.over(engine)  # all processes but the first follow it here, and end
     return engine
 
 

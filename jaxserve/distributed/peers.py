@@ -39,8 +39,8 @@ class _Kind:
     """First elements of messages."""
 
     EVENT = "event"
-    VALUES = "values"  # those of all processes, from the leader
-    VALUE = "value"  # that of a follower
+    VALUES = "values"  # replies of all processes, from the leader
+    VALUE = "value"  # reply of a follower
     CLOSED = "closed"  # the leader has ended
     LEFT = "left"  # a follower ends in order although the leader has not closed
     LOST = "lost"  # a process was lost or has failed

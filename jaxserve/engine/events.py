@@ -73,7 +73,7 @@ class Withdrawn(NamedTuple):
 class Scheduled(NamedTuple):
     """A plan was asked for."""
 
-    choice: StepChoice  # what it may be
+    choice: StepChoice  # limits of the plan
     program: StepShape | None  # program that runs the plan; None if there was nothing to plan
     digest: int  # digest of all plans up to this one, since the last recovery
 

@@ -42,7 +42,7 @@ class LoadBalancer:
         self._prefixes: dict[str, Prefix] = {}  # prefixes of queued requests that were routed, keyed by request id
         self._idle = dict.fromkeys(range(len(replicas)))  # replicas without requests
         self._with_waiting: dict[int, None] = {}  # replicas with waiting requests
-        self._overdue: set[int] = set()  # those of them that have made a plan since the oldest was added
+        self._overdue: set[int] = set()  # replicas of these that have made a plan since the oldest was added
         self._num_schedules = [0] * len(
             replicas
         )  # number of schedules of each replica when its oldest waiting request was added

@@ -75,7 +75,7 @@ class PageStore:
         self._transfers = Transfers(tiers, keys or count())
         self._hashes = PrefixHashes(groups.page_size)
         self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
-        self._cached: list[Hashes] = [*self._page_by_hash]  # of each group, then of states
+        self._cached: list[Hashes] = [*self._page_by_hash]  # pages of each group, then of states
         self._anywhere: list[Hashes] = [
             _Anywhere(group, cached, self._transfers) for group, cached in enumerate(self._page_by_hash)
         ]

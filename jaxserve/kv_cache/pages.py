@@ -9,7 +9,7 @@ from collections.abc import Mapping
 class PageState(enum.Enum):
     """State of a page."""
 
-    FREE = enum.auto()  # in the free list, without owner and content
+    FREE = enum.auto()  # listed as free, without owner and content
     COMPUTING = enum.auto()  # has owners, and nobody else finds its content
     CACHED = enum.auto()  # is found by the hash of its content, with or without owners
     LOADING = enum.auto()  # is written with the content of a lower tier, with or without owners

@@ -16,7 +16,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
 from jaxserve.models.params import Params, ParamSpec
 
-_INFINITY = {"__float__": "Infinity"}  # what transformers writes
+_INFINITY = {"__float__": "Infinity"}  # form in which transformers writes it
 
 
 def _is_limit(value: object) -> bool:

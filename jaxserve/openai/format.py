@@ -445,6 +445,6 @@ def _chat_params(given: Json, defaults: SamplingParams) -> SamplingParams:
         "max_tokens": limits[0] if limits else None,  # up to the model's length, OpenAI's default for chats
         "logprobs": given.get("top_logprobs", 0) if wanted else None,
     }
-    if given.get("echo"):  # of the whole prompt, as in vLLM
+    if given.get("echo"):  # log probabilities of the whole prompt, as in vLLM
         own["prompt_logprobs"] = given.get("prompt_logprobs", given.get("top_logprobs", 0))
     return defaults.clone(_sampling_fields(given) | own)

@@ -17,7 +17,7 @@ Steps = Generator[None, None, Any]
 _SPACE = re.compile(r"\s*")
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _SCALAR = re.compile(r"[^\s,{}\[\]\"<`]+")
-_CHARACTERS = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)  # of a string in JSON
+_CHARACTERS = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)  # inside of a string in JSON
 _DEPTH = {"{": 1, "[": 1, "}": -1, "]": -1}
 _STRUCTURE = re.compile(r'["\\{}\[\]]')
 

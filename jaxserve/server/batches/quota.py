@@ -22,7 +22,7 @@ class Quota:
 
     def __init__(self, store: Store, max_bytes: int) -> None:
         self._store, self._max_bytes = store, max_bytes
-        self._uploads: dict[str, list[Reservation]] = {}  # by tenant
+        self._uploads: dict[str, list[Reservation]] = {}  # reservations by tenant
 
     @contextmanager
     def upload(self, owner: str) -> Iterator[Reservation]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FILE = "file"
 _MAX_FIELD_BYTES = 4096
-_MAX_FORM_BYTES = 2**16  # of a body, apart from the file
+_MAX_FORM_BYTES = 2**16  # limit of a body, apart from the file
 
 
 @dataclass(slots=True)
