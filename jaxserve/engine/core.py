@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from jaxserve.engine.deltas import Admitted, Delta, Ended, StepDelta
 from jaxserve.engine.events import CacheReset, Cancelled, Event, Submitted, Transferred
 from jaxserve.engine.load_balancer import LoadBalancer
-from jaxserve.engine.lone_replica import LoneReplica
 from jaxserve.engine.replica import Replica
 from jaxserve.errors import PeerLostError
 from jaxserve.request import FinishReason, Request, RequestStatus
@@ -50,7 +49,7 @@ class EngineCore:
         self.last_steps: list[StepStats] = []
         self._step_ahead, self._on_failure = step_ahead, on_failure
         self._is_shared = len(replicas) > 1  # no replica may keep this thread from the others
-        self._load_balancer = LoadBalancer(replicas) if self._is_shared else LoneReplica(replicas[0])
+        self._load_balancer = LoadBalancer(replicas)
         self._requests: dict[int, Request] = {}  # unfinished, by key
         self._has_worked = False  # the last call of `step` went on
         self._now_s = 0.0

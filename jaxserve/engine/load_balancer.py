@@ -19,7 +19,9 @@ _CHUNK = 64  # queued requests that are looked up at a time
 
 
 class LoadBalancer:
-    """Queue before several replicas that gives a request to one when that can start it at once.
+    """Queue before the replicas that gives a request to one when that can start it at once.
+
+    There is nothing to choose before a single replica: it gets all requests, whose order its scheduler decides.
 
     The router chooses the replica. Where that is closed, because it holds a prefix whose computing costs more than the
     wait, or because it would start other requests first, the request stays in the queue and later ones are routed, a
@@ -47,8 +49,10 @@ class LoadBalancer:
             replicas
         )  # number of schedules of each replica when its oldest waiting request was added
         self._num_cache_resets = [0] * len(replicas)
-        self._changed = set(range(len(replicas)))  # replicas whose state the router does not know
-        for index in range(len(replicas)):
+        self._changed: set[int] = set()  # replicas whose state the router does not know
+        self._has_choice = len(replicas) > 1
+        for index in range(len(replicas) if self._has_choice else 0):
+            self._changed.add(index)
             self._scheduler(index).watcher = partial(self._changed.add, index)
 
     def _scheduler(self, index: int) -> Scheduler:
@@ -85,6 +89,10 @@ class LoadBalancer:
 
     def place(self) -> None:
         """Give requests, in their order, to replicas that have room for them."""
+        if not self._has_choice:
+            while self._queue:
+                self._give(next(iter(self._queue.values())), 0)
+            return
         self._note_changes()
         if self._overdue or (self._idle and self._with_waiting):
             self._give_to_idle(self._take_back())
@@ -158,12 +166,16 @@ class LoadBalancer:
             request.num_shared_tokens = 0
             self._bind(request, index)
 
-    def _bind(self, request: Request, index: int) -> None:
+    def _give(self, request: Request, index: int) -> None:
         """Give a queued request to a replica."""
         replica = self._replicas[index]
         self._replica_of[request.request_id] = replica
         del self._queue[request.request_id]
         replica.add(request)
+
+    def _bind(self, request: Request, index: int) -> None:
+        """Give a queued request to the replica that was chosen, which will have its prefix."""
+        self._give(request, index)
         self._router.note(index, self._prefix(request))
         del self._prefixes[request.request_id]
         self._note_state(index, is_open=True)  # `_fits` checks whether it still is

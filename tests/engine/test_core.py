@@ -21,7 +21,7 @@ from simulation import SeenTokens, SimulatedExecutor, generate_alone, make_reque
 from slow_tier import SlowTier
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine import core, load_balancer, lone_replica, replica
+from jaxserve.engine import core, load_balancer, replica
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.deltas import Delta
 from jaxserve.engine.event_log import EventLog, event_from_json, event_to_json, read_log, replay_log
@@ -261,7 +261,6 @@ class BreakOff:
             group_kinds,
             ledger,
             load_balancer,
-            lone_replica,
             page_store,
             pages,
             prefill,
