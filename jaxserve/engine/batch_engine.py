@@ -88,13 +88,17 @@ class OfflineEngine:
     ) -> None:
         """Queue a request; RequestError if it cannot be served."""
         group = self._engine.reader.read(request_id, prompt, params, cache_salt)
-        self._threads.submit([group], lambda each: self._ended.put(each) if each.output.finished else None)
         self._unfinished[request_id] = group
+        try:
+            self._threads.submit([group], lambda each: self._ended.put(each) if each.output.finished else None)
+        except BaseException:  # an interrupt may come after it was queued
+            self.abort(request_id)
+            raise
 
     def abort(self, request_id: str) -> None:
         """Abort a request if it is unfinished."""
-        self._unfinished.pop(request_id, None)
         self._engine.frontend.cancel(request_id)
+        self._unfinished.pop(request_id, None)
 
     def has_unfinished(self) -> bool:
         """Return whether any request has not ended, or was not returned by `wait`."""
@@ -107,11 +111,21 @@ class OfflineEngine:
             PeerLostError: another process of the run is lost.
             RuntimeError: a step has failed.
         """
-        groups = [each for each in taken(self._ended, WAIT_S) if self._unfinished.get(each.request_id) is each]
-        for group in groups:
+        served: list[RequestOutput] = []
+        groups = taken(self._ended, WAIT_S)
+        for index, group in enumerate(groups):
+            if self._unfinished.get(group.request_id) is not group:
+                continue
+            if group.error is not None:
+                num_taken = index if served else index + 1  # what is served is returned first
+                for later in groups[num_taken:]:
+                    self._ended.put(later)
+                if served:
+                    break
             del self._unfinished[group.request_id]
             group.check_served()
-        return [group.output for group in groups]
+            served.append(group.output)
+        return served
 
 
 def taken(queue: SimpleQueue[T], most_s: float) -> list[T]:

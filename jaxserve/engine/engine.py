@@ -217,7 +217,7 @@ class Engine:
 
     @property
     def last_steps(self) -> list[StepStats]:
-        """Statistics of steps, of any replica, that the last call of `step` has written."""
+        """Statistics of steps, of any replica; see `EngineCore`."""
         return self.core.last_steps
 
     @property

@@ -204,7 +204,8 @@ class Frontend:
                 rounds = np.repeat(np.arange(result.rounds.sampled.shape[1]), result.rounds.sampled[row])
                 iterations.update(rounds[:num_kept].tolist())
             if stop is not None:
-                self._inbox.append(Cancelled([key], FinishReason.STOP))
+                if reason is None:  # the core goes on with it
+                    self._inbox.append(Cancelled([key], FinishReason.STOP))
                 self._finish(group, index, FinishReason.STOP, at_s, stop)
             elif reason is not None:
                 self._finish(group, index, reason, at_s)
@@ -221,7 +222,7 @@ class Frontend:
         if (sample := self._samples.get(ended.key)) is None:  # it has ended
             return
         group, index = sample
-        group.error = delta.error
+        group.error = group.error or delta.error
         group.preempted(index, ended.num_preemptions)
         self._finish(group, index, ended.reason, delta.at_s)
 
