@@ -39,20 +39,20 @@ class Rows:
     pages_to_read: tuple[PagesToRead | None, ...] | None = None
 
     @staticmethod
-    def of(
+    def packed(
         slot: Array,
         start: Lengths,
         q_lens: Array,
         samples: Array,
         pages_to_read: tuple[PagesToRead | None, ...] | None = None,
     ) -> Rows:
-        """Return rows one behind the other on the token axis."""
+        """Return rows whose tokens follow each other on the token axis without gaps."""
         cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
         return Rows(slot, start, q_lens, cu_q_lens, samples, pages_to_read)
 
     def moved(self, by: Array, q_lens: Array) -> Rows:
         """Return rows of the same sequences that begin `by` tokens later, or earlier if that is negative."""
-        return Rows.of(self.slot, self.start.plus(by), q_lens, self.samples)
+        return Rows.packed(self.slot, self.start.plus(by), q_lens, self.samples)
 
     @property
     def end(self) -> Lengths:
@@ -126,7 +126,7 @@ def planned_rows(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]
     is_on = takes_part(sequences, batch, index)
     planned = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     q_lens = jnp.where(is_on, jnp.where(index == 0, planned, 1), 0)
-    return Rows.of(batch.slot, sequences.lengths(batch.slot), q_lens, samples=is_on & (batch.max_new > 0))
+    return Rows.packed(batch.slot, sequences.lengths(batch.slot), q_lens, samples=is_on & (batch.max_new > 0))
 
 
 def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Lengths, Array]:

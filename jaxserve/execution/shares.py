@@ -51,7 +51,7 @@ class Shares(NamedTuple):
         order = jnp.argsort(~is_own, stable=True)[: self.most_rows]
         q_lens = jnp.where(is_own, rows.q_lens, 0)[order]
         start, pages = jax.tree.map(lambda x: x[order], (rows.start, rows.pages_to_read))
-        own = Rows.of(rows.slot[order], start, q_lens, rows.samples[order], pages)
+        own = Rows.packed(rows.slot[order], start, q_lens, rows.samples[order], pages)
         row, offset, before, live = place_tokens(own, self.live.shape[0] // self.num_shards)
         place = jnp.where(live, rows.cu_q_lens[order[row]] + offset, 0)
         of_round = (each.at[place].get(**CLIPPED) for each in (tokens.planned, tokens.token_ids))

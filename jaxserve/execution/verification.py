@@ -128,7 +128,7 @@ def _round(
     state = dataclasses.replace(state, draft=proposer.settle(state, rows, drafts, path))
     if isinstance(proposer, Observer):
         with jax.named_scope("observe"):
-            kept = Rows.of(rows.slot, rows.start, out.sampled[:, 0] - num_sampled, rows.samples)
+            kept = Rows.packed(rows.slot, rows.start, out.sampled[:, 0] - num_sampled, rows.samples)
             row, node, before, _ = place_tokens(kept, rows.slot.shape[0] * (proposer.max_drafts + 1))
             place = row * (proposer.max_nodes + 1) + path.at[row, node].get(**CLIPPED)
             token_ids = state.slots.token_history.at[kept.slot[row], before.history].get(**CLIPPED)
@@ -150,7 +150,7 @@ def _verify(
     The second result is what a proposer observes of the tokens, row after row.
     """
     R, N = drafts.token_ids.shape
-    all_rows = Rows.of(rows.slot, rows.start, rows.q_lens + drafts.count, rows.samples, rows.pages_to_read)
+    all_rows = Rows.packed(rows.slot, rows.start, rows.q_lens + drafts.count, rows.samples, rows.pages_to_read)
     row, node, (history, position, _), live = place_tokens(all_rows, R * (N + 1))
     known = state.slots.token_history.at[rows.slot[row], history].get(**CLIPPED)
     drafted = drafts.token_ids[row, jnp.maximum(node - 1, 0)]

@@ -50,7 +50,7 @@ class Session:
     ) -> tuple[ServeState, Array]:
         slot = jnp.arange(R)
         start = state.sequences.lengths(slot)
-        rows = Rows.of(slot, start, q_lens, q_lens > 0, None if pages is None else (pages,))
+        rows = Rows.packed(slot, start, q_lens, q_lens > 0, None if pages is None else (pages,))
         row, _, before, live = place_tokens(rows, T)
         tokens = Tokens(row, before.history, before.position, live, row, ids)
         hidden, _, state = run_model(params, state, rows, tokens, jnp.int32(R), self.model)

@@ -36,7 +36,7 @@ def test_sequences_end_by_position_and_stop_ids_wait_for_the_history(offset: int
     def end(state: ServeState, blob: Array) -> tuple[tuple[Array, ...], Array]:
         state, slot = make_admit(layout)(state, blob), jnp.arange(R)
         sequences = state.sequences
-        rows = Rows.of(slot, sequences.lengths(slot), jnp.ones(R, jnp.int32), slot >= 0)
+        rows = Rows.packed(slot, sequences.lengths(slot), jnp.ones(R, jnp.int32), slot >= 0)
         return rows.end, ends_sequence(sequences, slot, rows.end.history, min_history_len, state.slots, sampled)
 
     lengths, is_last = end(state, blob)

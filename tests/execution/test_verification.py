@@ -51,7 +51,7 @@ def test_verification_reads_the_weights_once() -> None:
 
     def verify(params, state, drafts):
         ones = jnp.ones(R, jnp.int32)
-        rows = Rows.of(jnp.arange(R), state.sequences.lengths(jnp.arange(R)), ones, ones > 0)
+        rows = Rows.packed(jnp.arange(R), state.sequences.lengths(jnp.arange(R)), ones, ones > 0)
         logits, _, kv_pages = _verify(params, state, rows, drafts, jnp.int32(R), model)
         return replace(state, kv_pages=kv_pages), logits
 
@@ -99,7 +99,7 @@ def test_padding_has_no_experts_of_a_draft_model(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(decoder, "forward", forward)
     start = Lengths(start, start, start)
-    rows, drafted = Rows.of(jnp.arange(R), start, q_lens, q_lens > 0), jnp.zeros((R, 1), jnp.int32)
+    rows, drafted = Rows.packed(jnp.arange(R), start, q_lens, q_lens > 0), jnp.zeros((R, 1), jnp.int32)
     proposer._forward({}, state, rows, start, drafted, state.draft.kv_pages, 8)
     np.testing.assert_array_equal(live, [np.arange(8) < 3])
 
