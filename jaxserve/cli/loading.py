@@ -29,11 +29,11 @@ def load_llm(args: Namespace) -> "LLM":
 
 
 def load_driven(args: Namespace) -> "DrivenEngine":
-    """Load the model likewise, without its tokenizer, for a caller who makes the steps."""
+    """Load the model that the flags describe, without its tokenizer, for a caller who makes the steps."""
     given = engine_options(args)
     require_model(given)
     from jaxserve.engine.driven import DrivenEngine  # noqa: PLC0415 - imports jax
-    from jaxserve.llm import LLM  # noqa: PLC0415
+    from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax
 
     join_processes(args)
     engine = DrivenEngine(EngineConfig(**given, skip_tokenizer_init=True))

@@ -59,7 +59,7 @@ class BatchEngine(Protocol):
         """Return whether any request has not ended, or was not returned by `wait`."""
 
     def wait(self) -> Sequence[RequestOutput | RequestFailure]:
-        """Wait for the end of a request, for a moment at most; return what has ended."""
+        """Wait for the end of a request, for a moment at most; return the requests that have ended."""
 
 
 class OfflineEngine:
@@ -117,7 +117,7 @@ class OfflineEngine:
             if self._unfinished.get(group.request_id) is not group:
                 continue
             if group.error is not None:
-                num_taken = index if served else index + 1  # what is served is returned first
+                num_taken = index if served else index + 1  # served outputs are returned first
                 for later in groups[num_taken:]:
                     self._ended.put(later)
                 if served:
@@ -129,7 +129,7 @@ class OfflineEngine:
 
 
 def taken(queue: SimpleQueue[T], most_s: float) -> list[T]:
-    """Return what a queue holds, after waiting so long for the first."""
+    """Return the items of a queue, after waiting for the first for at most `most_s` seconds."""
     found: list[T] = []
     try:
         found.append(queue.get(timeout=most_s))

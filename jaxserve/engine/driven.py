@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.engine.engine import Engine
+from jaxserve.pooling import PoolingParams
 
 if TYPE_CHECKING:
     from jaxserve.engine.outputs import RequestGroup
     from jaxserve.engine.prompt import Prompt
     from jaxserve.outputs import RequestOutput
-    from jaxserve.pooling import PoolingParams
     from jaxserve.sampling_params import SamplingParams
 
 
@@ -40,7 +40,8 @@ class DrivenEngine(Engine):
             RuntimeError: the engine is closed.
         """
         self.devices.check_serve()
-        group = self.reader.read(request_id, prompt, params or self.default_params, **facts)
+        default = self.default_sampling_params if self.arch.pooler is None else PoolingParams()
+        group = self.reader.read(request_id, prompt, params or default, **facts)
         self.frontend.start(group, self._note)
         return group.output
 
@@ -60,8 +61,8 @@ class DrivenEngine(Engine):
     def step(self) -> list[RequestOutput]:
         """Take a step; return the requests that progressed: cumulative outputs, final where `finished`.
 
-        Raises what broke a step off, whose requests it has ended; the next call returns the others, or raises what else
-        broke off: each replica has failures of its own.
+        Raises the error of a failed step, which has ended its requests; the next call returns the others, or raises
+        the error of another replica.
         """
         self.advance()
         error = next((group.error for group in self._progressed.values() if group.error is not None), None)

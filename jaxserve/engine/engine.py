@@ -27,8 +27,6 @@ from jaxserve.execution.batch import MAX_EOS_IDS
 from jaxserve.execution.executor import Executor
 from jaxserve.execution.runner import Runner
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
-from jaxserve.pooling import PoolingParams
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.text.loading import load_tokenizer
 
@@ -41,7 +39,7 @@ class Engine:
     Args:
         config: model and options.
         executors: devices of the replicas; None for compiled programs, as `config` says.
-        new_chooser: makes the chooser of what each plan of a replica may be.
+        new_chooser: makes the chooser of a replica's steps.
 
     Attributes:
         config: configuration of the engine.
@@ -110,11 +108,6 @@ class Engine:
 
     # Requests
 
-    @property
-    def default_params(self) -> SamplingParams | PoolingParams:
-        """Parameters of a request that brings none."""
-        return self.default_sampling_params if self.arch.pooler is None else PoolingParams()
-
     def advance(self) -> None:
         """Take a step, of the first replica that can go on, and bring outputs up to date."""
         while not self.core.step(time.monotonic()) and self.core.has_work():
@@ -122,7 +115,7 @@ class Engine:
         self.settle()
 
     def settle(self) -> None:
-        """Bring outputs up to date, and let the core know what that has ended, without a step."""
+        """Take events and bring outputs up to date, without a step; requests that stop strings end leave the core."""
         self.core.take_events()
         self.frontend.deliver()
         self.core.take_events()

@@ -62,7 +62,7 @@ class Replica:
         executor: the device.
         stats: totals, to which those of this replica are added.
         record: called with every event, in order: for other processes to replay, or for a log.
-        new_chooser: makes the chooser of what each plan may be.
+        new_chooser: makes the chooser of steps.
 
     Attributes:
         scheduler: scheduler of the replica.

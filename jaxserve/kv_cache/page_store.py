@@ -80,11 +80,12 @@ class PageStore:
             _Anywhere(group, cached, self._transfers) for group, cached in enumerate(self._page_by_hash)
         ]
         self._full = FullAttention(groups)
+        self._first = groups.full[0] if groups.full else 0  # group that `has` asks
         self._kinds: list[GroupKind] = [self._full]
         self.states: RecurrentState | None = None
         if groups.sliding:
             self._kinds.append(SlidingWindow(groups))
-            self.columns_at_once = 1  # pages are released behind the window, which may be smaller
+            self.columns_at_once = 1  # pages before the window are released, and a window may be smaller
         if groups.num_snapshots is not None:
             self.states = RecurrentState(groups.num_snapshots)
             self._kinds.append(self.states)
@@ -105,7 +106,7 @@ class PageStore:
 
     def has(self, page_hash: bytes) -> bool:
         """Return whether a page with this hash is cached."""
-        return page_hash in self._page_by_hash[(*self._full.groups, 0)[0]]
+        return page_hash in self._page_by_hash[self._first]
 
     def may_match(self, request: Request, num_columns: int) -> bool:
         """Return False if a single look-up shows that `match` would find fewer columns than this."""
@@ -182,7 +183,7 @@ class PageStore:
         return self._pages.take(num_pages)
 
     def acquire(self, request: Request, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
-        """Take `cached` pages and `num_new` behind them; None, and no change, unless `num_kept` stay free.
+        """Take `cached` pages and `num_new` after them; None, and no change, unless `num_kept` stay free.
 
         Args:
             request: request that they are for.

@@ -64,7 +64,7 @@ class Transfer:
     Attributes:
         move: the move.
         tier: tier that makes it.
-        content: what the page holds when it has ended.
+        content: content of the page when it has ended.
         waiting: requests that wait for its end.
         is_of_use: False if it has failed, or if its content is forgotten.
     """

@@ -1,4 +1,4 @@
-"""StepChoice: what the next plan may be, as the chooser decides it, the scheduler takes it and the event log has it."""
+"""StepChoice: limits of the next plan, as the chooser decides them, the scheduler takes them and the log has them."""
 
 from __future__ import annotations
 
