@@ -54,8 +54,11 @@ class BatchProgress:
             self._bar.update()
 
     def note(self, text: str) -> None:
-        """Set a text that is shown after the number of records."""
+        """Set a text that is shown after the number of records; called between records, it keeps a bar up to date."""
         self._note = text
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._details(), refresh=False)
+            self._bar.update(0)  # which draws it if the last time was long enough ago
 
     def left_s(self) -> float | None:
         """Return the estimated time to the last record; None before two records of this run."""
@@ -79,7 +82,8 @@ def _bar(done: DoneLines) -> Any:
     from tqdm import tqdm  # noqa: PLC0415 - not needed to parse a command line
 
     bar_format = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-    return tqdm(total=done.num_lines, initial=done.num_records, unit="req", desc="batch", bar_format=bar_format)
+    sizes = {"total": done.num_lines, "initial": done.num_records}
+    return tqdm(**sizes, unit="req", desc="batch", bar_format=bar_format, miniters=0)  # drawn by time alone
 
 
 def _duration(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """Progress of a batch: estimates, and lines where stderr is no terminal."""
 
+import io
 import time
 from functools import partial
 from pathlib import Path
@@ -58,3 +59,16 @@ def test_a_run_shows_its_lines(
     monkeypatch.setattr(engine, "step", lambda: [time.sleep(0.02), step()][1])
     run_batch(engine, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
     assert "of 20 records, " in capsys.readouterr().err
+
+
+def test_a_bar_shows_records_that_came_together_before_the_next_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    with BatchProgress(DoneLines(num_lines=200), is_wanted=True) as shown:
+        for _ in range(64):
+            shown.update()
+        time.sleep(0.2)  # longer than the time between two drawings
+        shown.note("5 tok/s")
+        assert "| 64/200 [" in terminal.getvalue()
+        assert "5 tok/s" in terminal.getvalue()
