@@ -129,6 +129,11 @@ def planned_rows(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]
     return Rows.packed(batch.slot, sequences.lengths(batch.slot), q_lens, samples=is_on & (batch.max_new > 0))
 
 
+def num_draftable(sequences: Sequences, rows: Rows) -> Int[Array, " R"]:
+    """Return the tokens after the first of each row that its sequence has pages for: its last token needs none."""
+    return jnp.maximum(sequences.max_len(rows.slot) - 2 - rows.start.history, 0)
+
+
 def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Lengths, Array]:
     """Return row, place in the row, lengths before and liveness of each token on an axis of so many; see `Tokens`."""
     R = rows.slot.shape[0]

@@ -25,7 +25,7 @@ from jaxserve.execution.acceptance import accept
 from jaxserve.execution.batch import BatchLayout, SpeculativeBatch
 from jaxserve.execution.proposer import BothParams, Drafts, Observer, Proposer
 from jaxserve.execution.round import Model, StepOutput, run_model, with_counts, without_counts
-from jaxserve.execution.rows import Rows, Tokens, place_tokens, planned_rows, takes_part
+from jaxserve.execution.rows import Rows, Tokens, num_draftable, place_tokens, planned_rows, takes_part
 from jaxserve.execution.state import CLIPPED, ServeState, set_pages
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
@@ -115,8 +115,8 @@ def _round(
     wanted = jnp.where(rows.samples, jnp.maximum(wanted, 0), 0)
     with jax.named_scope("propose"):
         drafts, draft_state = proposer.propose(params, state, rows, wanted, batch.base_seed)
-        room = state.sequences.max_len(rows.slot) - 2 - rows.start.history  # pages end there
-        drafts = dataclasses.replace(drafts, count=jnp.minimum(drafts.count, jnp.maximum(room, 0)))
+        count = jnp.minimum(drafts.count, num_draftable(state.sequences, rows))
+        drafts = dataclasses.replace(drafts, count=count)
         state = dataclasses.replace(state, draft=draft_state)
     with jax.named_scope("verify"):
         logits, observed, state = _verify(target_params, state, rows, drafts, batch.num_rows, model)

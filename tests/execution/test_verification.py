@@ -27,6 +27,7 @@ from jaxserve.sampling.sampler import accept_or_draw
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_model import DraftModel
 from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.token_tree import TokenTree
 from tests.checkpoints import hf_dict
 from tests.simulation import make_request
 from tests.soon_compiled import unoptimized
@@ -102,6 +103,38 @@ def test_padding_has_no_experts_of_a_draft_model(monkeypatch: pytest.MonkeyPatch
     rows, drafted = Rows.packed(jnp.arange(R), start, q_lens, q_lens > 0), jnp.zeros((R, 1), jnp.int32)
     proposer._forward({}, state, rows, start, drafted, state.draft.kv_pages, 8)
     np.testing.assert_array_equal(live, [np.arange(8) < 3])
+
+
+def test_a_draft_model_computes_no_node_of_a_tree_that_a_sequence_has_no_page_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Behind its pages lie those of others, and behind the page table anything."""
+    arch = replace(registry.from_hf_config(hf_dict("llama")), one_kv_group=True)
+    schedule, paths = ScheduleConfig(R, 64, 64, 4, 16), [(0,) * n for n in range(1, K + 1)]
+    tree = TokenTree.of([*paths, *((1, *path) for path in ((), *paths[:-1])), (2,), (3,)])
+    proposer = DraftModel(K, arch, arch.vocab_size, schedule, "float32", "xla", kv_group=0, chunk=64, tree=tree)
+    state = new_state(arch, schedule, kv_dtype=jnp.float32, backend="xla", new_draft=proposer.new_state)
+    max_len, left = jnp.full(R, 64), jnp.array([1, 2, 3, 4, 5, 6, 12, 40])  # tokens that each may have yet
+    length = max_len - 1 - left
+    sequences = replace(state.sequences, length=length, admitted=state.sequences.admitted.at[0].set(max_len))
+    draft = replace(state.draft, length=length)
+    ends = []
+
+    def forward(self, params, state, rows, last, drafted, kv_pages, num_tokens, words=None):
+        jax.debug.callback(lambda end: ends.append(np.asarray(end)), jnp.where(rows.q_lens > 0, rows.end.cached, 0))
+        return jnp.zeros((num_tokens, arch.hidden_size)), kv_pages
+
+    monkeypatch.setattr(DraftModel, "_forward", forward)
+    monkeypatch.setattr(DraftModel, "_logits", lambda self, params, hidden: jnp.zeros((len(hidden), arch.vocab_size)))
+    state = replace(state, sequences=sequences, draft=draft)
+    rows = Rows.packed(jnp.arange(R), sequences.lengths(jnp.arange(R)), jnp.ones(R, jnp.int32), left > 0)
+    proposer.propose(({}, {}), state, rows, jnp.minimum(left - 1, K), jnp.uint32(0))
+    jax.effects_barrier()
+    assert len(ends) == K
+    assert np.max(ends) == 63, "the last token of a sequence is never computed"
+    assert np.max(ends, axis=0)[-1] == length[-1] + 1 + tree.num_within[K - 1], (
+        "all but the last level where there are pages"
+    )
 
 
 def test_round_words_hold_all_counts() -> None:
