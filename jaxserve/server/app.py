@@ -99,7 +99,11 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection's request."""
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            try:
+                await self._live(receive, send)
+            except asyncio.CancelledError:  # a second signal ends the loop without a shutdown
+                await asyncio.sleep(0)  # open requests are counted first
+                self.diary.note_end(self._num_cut)
             return
         if scope["type"] != "http":  # a websocket
             await send({"type": "websocket.close", "code": 1000})
@@ -111,8 +115,12 @@ class App:
         except ClientGoneError:
             pass
         except asyncio.CancelledError:
-            if not call.is_gone:
+            if not (call.is_gone or self.service.is_draining):
                 raise
+            if not call.is_gone:  # a second signal came
+                self._num_cut += 1
+                call.abort()
+                await asyncio.sleep(0)  # the connection hears of it
         except RequestError as error:
             await self._send_error(call, as_bad_request(error))
         except Exception:

@@ -311,7 +311,11 @@ def test_signals_end_a_server_which_has_not_imported_torch(tmp_path: Path) -> No
             process.send_signal(signal.SIGTERM)
             until(lambda: httpx.get(f"{url}/ready").status_code == 503)
             process.send_signal(signal.SIGTERM)
-            url = next(line for line in process.stderr if "serving at" in line).split()[-1]
+            shown = [process.stderr.readline()]
+            while "serving at" not in shown[-1]:
+                shown.append(process.stderr.readline())
+                assert shown[-1], shown
+            url = shown[-1].split()[-1]
         with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}) as reply:
             lines = reply.iter_lines()
             next(lines)
@@ -319,6 +323,8 @@ def test_signals_end_a_server_which_has_not_imported_torch(tmp_path: Path) -> No
             text = [line for line in lines if line]
         loaded, _ = process.communicate(timeout=30)
         assert (process.returncode, loaded.split()) == (0, [])
+    assert ["signal" in shown[0], "cut off at the end: 1" in shown[1]] == [True, True], shown
+    assert not [line for line in shown if "Traceback" in line or "Error" in line], shown
     assert text[-1] == "data: [DONE]"
     assert json.loads(text[-2][6:])["choices"][0]["finish_reason"] == "length"
 
