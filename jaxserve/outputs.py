@@ -222,9 +222,9 @@ class CompletionOutput:
     def logprobs_since(self, start: int, stop: int) -> Sequence[dict[int, Logprob]] | None:
         """Return `logprobs[start:stop]`, whose entries are made when they are read."""
         logprobs: list[dict[int, Logprob]] | GrowingList | None = vars(self)["logprobs"]
-        if isinstance(logprobs, GrowingList):
-            return logprobs.part(start, stop)
-        return None if logprobs is None else logprobs[start:stop]
+        if logprobs is None or isinstance(logprobs, list):
+            return None if logprobs is None else logprobs[start:stop]
+        return logprobs.part(start, stop)
 
 
 @dataclass
@@ -254,7 +254,9 @@ class RequestOutput:
     def prompt_tables(self) -> Sequence[dict[int, Logprob] | None] | None:
         """The entries of `prompt_logprobs`, each of which is made when it is read."""
         tables: list[dict[int, Logprob] | None] | GrowingList | None = vars(self)["prompt_logprobs"]
-        return tables.part(0, len(self.prompt_token_ids)) if isinstance(tables, GrowingList) else tables
+        if tables is None or isinstance(tables, list):
+            return tables
+        return tables.part(0, len(self.prompt_token_ids))
 
     @property
     def metrics(self) -> RequestMetrics:

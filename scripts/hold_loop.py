@@ -40,6 +40,7 @@ def attacks(max_len: int) -> dict[str, tuple[str, dict[str, Any]]]:
             {"prompt": [ids] * 20, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True},
         ),
         "1,000 prompts": ("/v1/completions", {"prompt": ["a"] * 1000, "max_tokens": 1}),
+        "/tokenize of 2 MB": ("/tokenize", {"prompt": text[: 2**21]}),
         "/tokenize of 7 MB": ("/tokenize", {"prompt": text}),
         "/detokenize of 700,000 ids": ("/detokenize", {"tokens": ids * (700_000 // len(ids))}),
         "prompt of 7 MB": ("/v1/completions", {"prompt": text}),

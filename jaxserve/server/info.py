@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parent / "page.html"
 POOLING = (*TASKS, *SCORING_PATHS)
+MAX_TEXT_CHARS = 2**21  # of a text whose tokens are listed: making the list holds Python's lock
 
 
 class Info:
@@ -88,6 +89,10 @@ class Info:
             text = given.get("prompt")
             if not isinstance(text, str):
                 raise BadRequestError(f"prompt must be text, got {brief(text)}", "prompt")
+            most = max(MAX_TEXT_CHARS, (tokenizer.bound.max_chars or 0) * self._max_model_len)
+            if len(text) > most:
+                message = f"prompt must have at most {most} characters, got {len(text)}; send it in parts"
+                raise BadRequestError(message, "prompt")
             tokens = tokenizer.encode(text, given.get("add_special_tokens", True))
         pieces = [tokenizer.piece(token_id) for token_id in tokens] if given.get("return_token_strs") else None
         return {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens, "token_strs": pieces}

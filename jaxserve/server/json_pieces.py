@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 PIECE_CHARS = 2**15
 MAX_VALUES = 1024  # values that are encoded by one call of C
 VALUE_CHARS = 32  # characters of a string that take the time of a value
+CHOICE_VALUES = 16  # values around the text of a completion
 
 _NUMBERS = {int, float, bool, type(None)}
 _encode = partial(json.dumps, ensure_ascii=False)
@@ -42,7 +43,8 @@ def num_values(output: RequestOutput, *, has_echo: bool) -> int:
     num = _num_prompt_values(output, has_echo=has_echo) + (0 if output.pooled is None else output.pooled.size)
     for each in output.outputs:
         first = each.logprobs_since(0, 1)
-        num += len(each.text) // VALUE_CHARS + len(each.token_ids) * (1 if first is None else _width(first))
+        num_tokens = len(each.token_ids)
+        num += CHOICE_VALUES + len(each.text) // VALUE_CHARS + num_tokens * (1 if first is None else _width(first))
     return num
 
 

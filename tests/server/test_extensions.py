@@ -194,3 +194,9 @@ def test_old_turns_are_left_out(server: Running) -> None:
         if post(server, "/tokenize", messages=given[start:])["count"] + 4 <= limit
     )
     assert reply.usage.input_tokens == post(server, "/tokenize", messages=given[kept:])["count"]
+
+
+def test_tokens_of_a_text_beyond_any_prompt_are_not_listed(server: Running) -> None:
+    error = server.client.post("/tokenize", json={"prompt": "a " * 2**20 + "a"}).json()["error"]
+    assert (error["param"], error["code"]) == ("prompt", "invalid_request")
+    assert "at most 2097152 characters, got 2097153" in error["message"]
