@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError
+from jaxserve.text.transformers_advice import without_torch_advice
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ def fields_of(overrides: Mapping[str, Any] | Callable[[Any], Any], path: Path) -
     """
     if not callable(overrides):
         return dict(overrides)
-    from transformers import AutoConfig, PretrainedConfig  # noqa: PLC0415 - takes over two seconds
+    with without_torch_advice():
+        from transformers import AutoConfig, PretrainedConfig  # noqa: PLC0415 - takes over two seconds
 
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)

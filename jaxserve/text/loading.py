@@ -25,6 +25,7 @@ from jaxserve.text.literal_text import LiteralText
 from jaxserve.text.token_bound import TokenBound
 from jaxserve.text.token_stream import ByteTable
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.transformers_advice import without_torch_advice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,7 +140,8 @@ def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     Raises:
         ConfigError: the directory has no tokenizer that transformers can load.
     """
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - over two seconds
+    with without_torch_advice():
+        from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - over two seconds
 
     directory = Path(path)
     if (gguf := _gguf_file(directory)) is not None:
@@ -175,7 +177,8 @@ def _from_transformers(
 
 
 def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes over two seconds, needed only for old directories
+    with without_torch_advice():
+        from transformers import AutoTokenizer  # noqa: PLC0415 - takes over two seconds, needed only for old directories
 
     try:
         slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)

@@ -255,3 +255,17 @@ def test_truncation_is_that_of_transformers(tmp_path: Path, with_special: bool, 
             assert len(ids) == min(length, len(ours.encode(text, with_special)))
     assert ours.encode("many words", max_tokens=1) == [2], "no room for text: the last ones"
     assert ours.encode("many words", max_tokens=1, keeps_first=True) == [1]
+
+
+def test_transformers_does_not_advise_to_install_torch(tmp_path: Path) -> None:
+    """Neither for a tokenizer nor elsewhere, and what else it logs is shown."""
+    directory = tiny_tokenizers.saved_by_transformers("PreTrainedTokenizerFast", tmp_path)
+    program = (
+        "import logging, sys; sys.modules['torch'] = None\n"
+        "from jaxserve.text.loading import load_hf_tokenizer\n"
+        "load_hf_tokenizer(sys.argv[1])\n"
+        "logging.getLogger('transformers').warning('PyTorch was not found by us')\n"
+        "from transformers.utils import is_torch_available; assert not is_torch_available()"
+    )
+    shown = subprocess.run([sys.executable, "-c", program, str(directory)], check=True, capture_output=True, text=True)
+    assert shown.stderr.splitlines() == ["[transformers] PyTorch was not found by us"]
