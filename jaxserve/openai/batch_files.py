@@ -40,8 +40,9 @@ from jaxserve.openai.batch_output import (
 from jaxserve.openai.batch_progress import BatchProgress
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
-from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body, refuse_unknown
+from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body
 from jaxserve.openai.pooling import PoolingReply, parse_pooling
+from jaxserve.openai.refusals import refuse_unknown
 from jaxserve.openai.replies import Reply, system_fingerprint
 from jaxserve.outputs import RequestFailure, RequestOutput
 

@@ -6,19 +6,17 @@ Any other field is an error. A null means "not given": then the checkpoint's rec
 """
 
 import contextlib
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import islice
-from typing import Any
 
-from jaxserve.errors import PromptTooLongError, RequestError, brief, did_you_mean
+from jaxserve.errors import PromptTooLongError, RequestError, brief
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_chat
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, check_output_len, check_type
 from jaxserve.openai.prompts import Prompt, completion_prompts, plain_prompts
+from jaxserve.openai.refusals import refuse_features, refuse_unknown
 from jaxserve.openai.tools import MessageForm
 from jaxserve.pooling import PoolingParams
 from jaxserve.sampling_params import SamplingParams
@@ -28,7 +26,6 @@ from jaxserve.text.tokenizer import Tokenizer
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EMBEDDINGS, POOLING, CLASSIFICATION = "/v1/embeddings", "/pooling", "/classify"
 SCORE_PATHS, RERANK_PATHS = ("/score", "/v1/score"), ("/rerank", "/v1/rerank", "/v2/rerank")
-_MAX_NAMED = 64  # unknown fields that an error looks at
 
 _SAMPLING_FIELDS = {  # fields with the same name and meaning in SamplingParams
     *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
@@ -137,13 +134,13 @@ _PROMPT_FIELDS = {
     **dict.fromkeys((*SCORE_PATHS, *RERANK_PATHS), "documents"),
 }  # field of the prompt; "input" elsewhere
 _IGNORED = _LABELS.keys() | _PREFERENCES.keys() | {"store", "service_tier"}
-_FORM_WORDS = frozenset(each.name for each in fields(StructuredOutputsParams))
-_STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}  # the last has no effect
-_SUCCESSORS = {  # names here of fields of earlier or other interfaces
-    "functions": "tools",
-    "function_call": "tool_choice",
-    **{f"guided_{kind}": "structured_outputs" for kind in ("json", "regex", "choice", "grammar")},
+_NOT_IN_BATCHES = {"priority", "request_id", "stream", "stream_options"}
+WITHOUT_EFFECT = {  # fields that are accepted as long as they ask for nothing, by endpoint; errors do not advise them
+    url: frozenset((_IGNORED | _NEUTRAL.get(url, {}).keys()) - {"reasoning_effort"}) for url in _FIELDS
 }
+_FORM_WORDS = frozenset(each.name for each in fields(StructuredOutputsParams))
+_STREAM_OPTIONS = {"include_usage", "continuous_usage_stats"}
+_IDLE_STREAM_OPTIONS = {"include_obfuscation"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,8 +296,9 @@ def check_fields(
     if not isinstance(body, dict):
         raise BadRequestError(f"body must be an object, got {brief(body)}", "body")
     given = {name: value for name, value in body.items() if value is not None}
-    refuse_unknown("body", given, _FIELDS[url] | (_WAITING if may_stream else set()))
-    _refuse_features(given, _NEUTRAL.get(url, {}))
+    without_effect = WITHOUT_EFFECT[url] if may_stream else WITHOUT_EFFECT[url] | _NOT_IN_BATCHES
+    refuse_unknown("body", given, _FIELDS[url] | (_WAITING if may_stream else set()), without_effect)
+    refuse_features(given, _NEUTRAL.get(url, {}))
     for name, wanted in _CHECKED.items():
         if name in given:
             check_type(given, name, wanted)
@@ -364,39 +362,13 @@ def _stream_options(given: Json, *, may_stream: bool) -> Json:
         raise BadRequestError("stream is not supported: it must be false, got True", "stream", "unsupported_value")
     if "stream_options" in given and not stream:
         raise BadRequestError("stream_options need stream: true", "stream_options")
-    if unknown := sorted(options.keys() - _STREAM_OPTIONS):
+    if unknown := sorted(options.keys() - _STREAM_OPTIONS - _IDLE_STREAM_OPTIONS):
         message = f"stream_options must be of {sorted(_STREAM_OPTIONS)}, got {unknown}"
         raise BadRequestError(message, "stream_options", "unsupported_parameter")
     for name, value in options.items():
         if not isinstance(value, bool):
             raise BadRequestError(f"{name} must be a bool, got {brief(value)}", "stream_options")
     return options
-
-
-def refuse_unknown(where: str, given: Json, known: set[str]) -> None:
-    """Raise BadRequestError that names every field of `given` that is not `known`."""
-    if unknown := sorted(islice((name for name in given if name not in known), _MAX_NAMED)):
-        advice = "".join(f"; {name} is now {_SUCCESSORS[name]}" for name in unknown if name in _SUCCESSORS)
-        hint = did_you_mean((name for name in unknown if name not in _SUCCESSORS), known)
-        message = f"unsupported fields {brief(unknown)} in the {where}{hint}{advice}; supported are {sorted(known)}"
-        raise BadRequestError(message, unknown[0], "unsupported_parameter")
-
-
-def _refuse_features(given: Json, neutral: Mapping[str, Sequence[str]]) -> None:
-    for name in sorted(neutral.keys() & given.keys()):
-        allowed = [json.dumps(given.get("n", 1)) if text == "n" else text for text in neutral[name]]
-        if _short_json(given[name]) not in allowed:
-            message = f"{name} is not supported: it must be {' or '.join(neutral[name])}, got {brief(given[name])}"
-            raise BadRequestError(message, name, "unsupported_value")
-
-
-def _short_json(value: Any) -> str | None:
-    """Return the JSON of a short value; None for any other, as it would only be compared."""
-    if isinstance(value, dict | list):
-        is_short = len(value) <= 1 and all(isinstance(each, str) and len(each) < 64 for each in value)
-    else:
-        is_short = not isinstance(value, str) or len(value) < 64
-    return json.dumps(value) if is_short else None
 
 
 def _completion_params(given: Json, defaults: SamplingParams) -> SamplingParams:

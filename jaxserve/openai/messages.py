@@ -52,10 +52,10 @@ def _translated(body: Json, *, has_output: bool) -> Translation:
     fields.demand("mcp_servers", [], why="there are no tools here that the server runs")
     fields.demand("speed", "standard")
     fields.demand("container", why="there are no containers here")
-    chat: Json = {name: value for name in _SAME if (value := fields.any(name)) is not None}
+    chat = fields.of_chats(*_SAME)
     if has_output:
         fields.any("timeout")  # the server has read it
-        chat |= {name: value for name in SAMPLING if (value := fields.any(name)) is not None}
+        chat |= fields.of_chats(*SAMPLING)
         chat["max_tokens"] = fields.need("max_tokens", int)
         if (stop := fields.take("stop_sequences", list)) is not None:
             chat["stop"] = stop

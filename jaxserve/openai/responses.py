@@ -54,10 +54,9 @@ def chat_of_response(body: Json) -> Translation:
     fields.demand("previous_response_id", why=_NOT_STORED)
     fields.demand("conversation", why=_NOT_STORED)
     fields.demand("background", False, why=_NOT_STORED)
-    truncation = body.get("truncation")
-    fields.demand("truncation", "disabled", "auto")
+    truncation = fields.choose("truncation", "disabled", "auto")
     fields.demand("prompt", why="there are no stored prompts; send their text in input")
-    chat: Json = {name: value for name in (*_SAME, *_SAMPLING) if (value := fields.any(name)) is not None}
+    chat = fields.of_chats(*_SAME, *_SAMPLING)
     if (limit := fields.any("max_output_tokens")) is not None:
         chat["max_tokens"] = limit
     if fields.take("enable_response_messages", bool):

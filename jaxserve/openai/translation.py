@@ -7,8 +7,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxserve.errors import RequestError, brief, did_you_mean
+from jaxserve.errors import RequestError, brief
 from jaxserve.openai.errors import BadRequestError, as_bad_request
+from jaxserve.openai.format import CHAT, WITHOUT_EFFECT
+from jaxserve.openai.refusals import unknown_fields
 
 Json = dict[str, Any]
 SAMPLING = (  # vLLM's further fields of chats, which the other interfaces have too
@@ -49,7 +51,7 @@ class Fields:
             raise BadRequestError(f"{where} must be an object, got {brief(content)}", param)
         self._left = {str(name): value for name, value in content.items() if value is not None}
         self._where, self._param = where, param
-        self._known: set[str] = set()
+        self._known: set[str] = set()  # fields of which some value has an effect
 
     def take(self, name: str, kind: type, default: Any = None) -> Any:
         """Return a field's value, `default` if it is not given or null; BadRequestError if it is of another type."""
@@ -78,14 +80,24 @@ class Fields:
         self._known.add(name)
         return self._left.pop(name, None)
 
+    def of_chats(self, *names: str) -> Json:
+        """Return fields that mean the same in a chat, by their names, as far as they are given."""
+        self._known.update(name for name in names if name not in WITHOUT_EFFECT[CHAT])
+        return {name: self._left.pop(name) for name in names if name in self._left}
+
+    def choose(self, name: str, *choices: str) -> str | None:
+        """Return a field's value; None if it is not given, BadRequestError if it is none of `choices`."""
+        self._known.add(name)
+        value: str | None = self._left.get(name)
+        self.demand(name, *choices)
+        return value
+
     def skip(self, *names: str) -> set[str]:
         """Leave fields without effect; return those that are given."""
-        self._known.update(names)
         return {name for name in names if self._left.pop(name, None) is not None}
 
     def demand(self, name: str, *allowed: Any, why: str = "") -> None:
         """Check that a field, if it is given, has one of the values that ask for what is done anyway."""
-        self._known.add(name)
         if name in self._left and self._left.pop(name) not in allowed:
             must = " or ".join(map(repr, allowed)) if allowed else "left out"
             reason = f": {why}" if why else ""
@@ -97,9 +109,7 @@ class Fields:
         """Raise BadRequestError if a field is left that nobody has taken."""
         if self._left:
             unknown = sorted(self._left)
-            hint = did_you_mean(unknown, self._known)
-            message = f"unsupported fields {brief(unknown)} in {self._where}{hint}; supported are {sorted(self._known)}"
-            raise BadRequestError(message, self._param or unknown[0], "unsupported_parameter")
+            raise unknown_fields(self._where, unknown, self._known, self._param or unknown[0])
 
     def _name(self, name: str) -> str:
         return f"{self._where}.{name}" if self._param else name

@@ -11,9 +11,10 @@ from jaxserve import __version__
 from jaxserve.errors import brief
 from jaxserve.openai.chats import PROMPT_FIELDS, read_prompt
 from jaxserve.openai.errors import BadRequestError, check_type
-from jaxserve.openai.format import check_model, refuse_unknown
+from jaxserve.openai.format import check_model
 from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.pooling import TASKS
+from jaxserve.openai.refusals import refuse_unknown
 from jaxserve.openai.responses import INPUT_TOKENS
 from jaxserve.openai.scoring import SCORING_PATHS
 from jaxserve.openai.tools import read_tools
