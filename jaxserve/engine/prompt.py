@@ -1,6 +1,6 @@
 """Prompts: the forms that users may give, and the token ids they stand for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 
 from jaxserve.errors import PromptTooLongError, RequestError
@@ -96,8 +96,20 @@ def _read_token_ids(content: object) -> TokenIds:
         return list(content)
     for position, token_id in enumerate(content):
         if not isinstance(token_id, Integral) or isinstance(token_id, bool):
-            raise RequestError(f"token ids must be integers, got {token_id!r} at {position}")
+            raise RequestError(f"token ids must be integers, got {token_id!r} at index {position}")
     return [int(token_id) for token_id in content]
+
+
+def outside_vocabulary(name: str, ids: Collection[int], vocab_size: int) -> str:
+    """Return the message for ids of which some are outside the vocabulary: the first one and its index."""
+    outside = [(index, token_id) for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size]
+    index, token_id = outside[0]
+    place = f" at index {index}" if isinstance(ids, Sequence) else ""
+    others = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
+    return (
+        f"token ids in {name} must be in [0, {vocab_size}), got {token_id}{place}{others}; "
+        "take ids from this model's tokenizer"
+    )
 
 
 def prompt_limit(params: SamplingParams, max_model_len: int, max_total_tokens: int) -> int | None:

@@ -13,7 +13,7 @@ from functools import partial
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.prompt import Prompt, check_bound, prompt_limit, prompt_too_long, read_prompt
+from jaxserve.engine.prompt import Prompt, check_bound, outside_vocabulary, prompt_limit, prompt_too_long, read_prompt
 from jaxserve.errors import RequestError, brief
 from jaxserve.pooling import Pooler, PoolingParams
 from jaxserve.request import Request, TokenIds
@@ -146,7 +146,7 @@ class RequestReader:
         }
         for name, ids in named.items():
             if ids and not 0 <= min(ids) <= max(ids) < vocab:
-                raise RequestError(f"token ids in {name} must be in [0, {vocab}), got {min(ids)}..{max(ids)}")
+                raise RequestError(outside_vocabulary(name, ids, vocab))
         self._check_logprobs(params)
         if params.bad_words and self._tokenizer is None:
             raise RequestError("bad_words need a tokenizer; use logit_bias, or drop skip_tokenizer_init")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve import __version__
+from jaxserve.engine.prompt import outside_vocabulary
 from jaxserve.errors import brief
 from jaxserve.openai.chats import PROMPT_FIELDS, read_prompt
 from jaxserve.openai.errors import BadRequestError, check_type
@@ -102,8 +103,10 @@ class Info:
         refuse_unknown("body", body, {"model", "tokens"})
         self._check_model(body)
         tokens, limit = body.get("tokens"), self._engine.arch.vocab_size
-        if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < limit for each in tokens):
-            raise BadRequestError(f"tokens must be a list of ids in [0, {limit}), got {brief(tokens)}", "tokens")
+        if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
+            raise BadRequestError(f"tokens must be a list of token ids, got {brief(tokens)}", "tokens")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < limit:
+            raise BadRequestError(outside_vocabulary("tokens", tokens, limit), "tokens")
         return {"prompt": self._tokenizer().decode(tokens, skip_special_tokens=False)}
 
     def _check_model(self, body: Json) -> None:

@@ -98,6 +98,23 @@ class TestRefusals:
         assert [output.request_id for output in outputs] == ["good"]
         assert_same(outputs[0], expected)
 
+    @pytest.mark.parametrize(
+        ("prompt", "options", "said"),
+        [
+            ([3, 4, 999_999_999, 5], {}, "prompt must be in [0, V), got 999999999 at index 2;"),
+            ([-1], {}, "prompt must be in [0, V), got -1 at index 0;"),
+            ([3, 10**6, 4, -2, 10**7], {}, "prompt must be in [0, V), got 1000000 at index 1 and 2 more;"),
+            (PROMPT, {"stop_token_ids": [3, VOCAB_SIZE]}, f"stop_token_ids must be in [0, V), got {VOCAB_SIZE}"),
+            (PROMPT, {"logit_bias": {3: 1, VOCAB_SIZE: 1}}, f"logit_bias must be in [0, V), got {VOCAB_SIZE};"),
+        ],
+    )
+    def test_an_id_outside_the_vocabulary_is_named(
+        self, start: Start, prompt: list[int], options: dict[str, Any], said: str
+    ) -> None:
+        with pytest.raises(RequestError) as caught:
+            start().add_request("a", prompt, SamplingParams(**options))
+        assert said.replace("V", str(VOCAB_SIZE)) in str(caught.value)
+
     def test_a_prompt_must_be_shorter_than_the_model(self, start: Start) -> None:
         with pytest.raises(RequestError, match=r"has 64 input tokens, .* at most 63 .* or raise max_model_len"):
             start().add_request("a", tokens(64, 0), GREEDY)
