@@ -9,8 +9,9 @@ import argparse
 import json
 from pathlib import Path
 
-from jaxserve import LLM
+from jaxserve import LLM, ConfigError
 from jaxserve.openai.batch_files import run_batch
+from jaxserve.openai.batch_output import check_output
 
 
 def main() -> None:
@@ -21,8 +22,15 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
 
+    try:
+        check_output(args.results, args.prompts)
+        prompts = args.prompts.read_text().splitlines()
+    except ConfigError as error:
+        parser.error(str(error))
+    except OSError as error:
+        parser.error(f"prompts must be a file that can be read, got {args.prompts}: {error.strerror}")
     lines = []
-    for number, prompt in enumerate(args.prompts.read_text().splitlines(), 1):
+    for number, prompt in enumerate(prompts, 1):
         body = {"prompt": prompt, "max_tokens": args.max_tokens}
         request = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
         lines.append(json.dumps(request) + "\n")

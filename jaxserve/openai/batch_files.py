@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from jaxserve.openai.batch_output import (
     MAX_LINE_BYTES,
     BatchOutput,
     DoneLines,
-    check_new,
+    check_output,
     fingerprint_of,
     make_record,
     numbered_lines,
@@ -161,9 +160,9 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
     Raises:
         ConfigError: as `run_batch`.
     """
+    _open_input(Path(in_path)).close()
+    check_output(Path(out_path), Path(in_path))
     if not Path(out_path).exists():  # not created here, since the engine may fail to start
-        _open_input(Path(in_path)).close()
-        check_new(Path(out_path))
         return None
     with _open_files(in_path, out_path, _key(seed)) as (_, out, done):
         if done.num_records < done.num_lines:
@@ -175,8 +174,10 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
 def _open_files(
     in_path: str | Path, out_path: str | Path, key: bytes
 ) -> Iterator[tuple[IO[bytes], BatchOutput, DoneLines]]:
-    with _open_input(Path(in_path)) as lines, BatchOutput(Path(out_path)) as out:
-        yield lines, out, out.resume(lines, key)
+    with _open_input(Path(in_path)) as lines:
+        check_output(Path(out_path), Path(in_path))
+        with BatchOutput(Path(out_path)) as out:
+            yield lines, out, out.resume(lines, key)
 
 
 def _key(seed: int) -> bytes:
@@ -383,14 +384,18 @@ class _BatchRun:
 
 
 def _open_input(path: Path) -> IO[bytes]:
+    must = f"the batch input must be a regular file that can be read, got {path}"
     try:
-        file = path.open("rb")
+        mode = path.stat().st_mode  # looked at before it is opened, as a pipe could block
+        if stat.S_ISDIR(mode):
+            raise ConfigError(f"{must}, a directory; name a file in it")
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{must}, a device or a pipe, which no restart can read again; write its lines to a file")
+        return path.open("rb")
+    except PermissionError as error:
+        raise ConfigError(f"{must}: {error.strerror}; change its permissions") from error
     except OSError as error:
-        raise ConfigError(f"cannot read the batch input {path}: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ConfigError(f"the batch input must be a regular file, which a restart can read again, got {path}")
-    return file
+        raise ConfigError(f"{must}: {error.strerror}; check the path") from error
 
 
 def _parse_json(raw: bytes) -> Json:

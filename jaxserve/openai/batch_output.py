@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import stat
 import time
 from array import array
 from collections.abc import Iterator
@@ -49,14 +50,35 @@ class DoneLines:
         self.num_records += 1
 
 
-def check_new(path: Path) -> None:
-    """Raise ConfigError if a file that is not there cannot be created; it is not created here."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"cannot write the batch output {path}: there is no directory {path.parent}; create it first")
+def check_output(path: Path, in_path: Path) -> None:
+    """Raise ConfigError unless the output can be created, or resumed if it exists; it is not created here."""
+    must, other = f"the batch output must be a regular file that can be written, got {path}", "choose another output"
     try:
-        check_writable(path)
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        _check_new(path, must, other)
+        return
     except OSError as error:
-        raise ConfigError(f"cannot write the batch output {path}: {error.strerror}; choose another place") from error
+        raise ConfigError(f"{must}: {error.strerror}; {other}") from error
+    if stat.S_ISDIR(mode):
+        raise ConfigError(f"{must}, a directory; name a file in it, such as {path / 'results.jsonl'}")
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{must}, a device or a pipe, which no restart can read again; {other}")
+    if in_path.exists() and path.samefile(in_path):
+        raise ConfigError(f"the batch output must be another file than the input, got {path} as both; {other}")
+
+
+def _check_new(path: Path, must: str, other: str) -> None:
+    folder = path.resolve().parent  # of the file that a link names
+    if not folder.is_dir():
+        found = next(each for each in (folder, *folder.parents) if each.exists())
+        if not found.is_dir():
+            raise ConfigError(f"{must}: {found} is no directory; {other}")
+        raise ConfigError(f"{must}: there is no directory {folder}; create it, or {other}")
+    try:
+        check_writable(path.resolve())
+    except OSError as error:
+        raise ConfigError(f"{must}: {error.strerror} in {folder}; {other}") from error
 
 
 class BatchOutput:
@@ -70,7 +92,10 @@ class BatchOutput:
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ConfigError(f"cannot write the batch output {path}: {error.strerror}") from error
+            raise ConfigError(
+                f"the batch output must be a regular file that can be written, got {path}: {error.strerror}; "
+                "change its permissions, or choose another output"
+            ) from error
 
     def __enter__(self) -> "BatchOutput":
         try:

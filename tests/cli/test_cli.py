@@ -230,9 +230,12 @@ def test_served_model_names(model: str, tmp_path: Path) -> None:
         (["generate", "x", "--block_size=8", "--page-size", "8"], "block_size is called page_size; pass one of them"),
         (
             ["batch", __file__, "/no/such/out.jsonl"],
-            "cannot write the batch output /no/such/out.jsonl: there is no directory /no/such; create it first",
+            "the batch output must be a regular file that can be written, got /no/such/out.jsonl: there is no",
         ),
-        (["batch", "/no/such", "out.jsonl"], "cannot read the batch input /no/such: No such file or directory"),
+        (
+            ["batch", "/no/such", "out.jsonl"],
+            "the batch input must be a regular file that can be read, got /no/such: No such file or directory; check",
+        ),
     ],
 )
 def test_configuration_errors_are_one_line(

@@ -1,11 +1,14 @@
 """Bounds of a batch, and restarts after its end."""
 
+import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import NoReturn
 
 import fake_engine
 import pytest
@@ -14,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from killing import records_by_id, run_with_kills
 
+from jaxserve import cli
 from jaxserve.errors import ConfigError
 from jaxserve.openai import batch_output
 from jaxserve.openai.batch_files import find_finished, run_batch
@@ -194,16 +198,61 @@ def test_two_processes_cannot_write_one_output(engine: FakeEngine, tmp_path: Pat
     assert len(records_by_id(paths[1])) == 1
 
 
-def test_unusable_files_say_so(engine: FakeEngine, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read the batch input .*: No such file"):
-        run_batch(engine, tmp_path / "none.jsonl", tmp_path / "out.jsonl")
-    with pytest.raises(ConfigError, match="must be a regular file"):
-        run_batch(engine, os.devnull, tmp_path / "out.jsonl")
+UNUSABLE = {  # input and output, and what is said of them
+    "missing input": ("none.jsonl", "out.jsonl", r"input must be .* got .*none.jsonl: No such file .*; check the path"),
+    "a directory as input": ("dir", "out.jsonl", r"input must be a regular file .*/dir, a directory; name a file in"),
+    "a device as input": (os.devnull, "out.jsonl", r"input must be a regular file .* write its lines to a file"),
+    "a pipe as input": ("pipe", "out.jsonl", r"input must be a regular file .* write its lines to a file"),
+    "a long input": ("i" * 300, "out.jsonl", r"input must be .*: File name too long; check the path"),
+    "a file above the input": ("in.jsonl/a", "out.jsonl", r"input must be .*: Not a directory; check the path"),
+    "missing folder": ("in.jsonl", "no/deep/out.jsonl", r"output must be .* no directory \S*/no/deep; create it, or"),
+    "a file above the output": ("in.jsonl", "in.jsonl/deep/out", r"output must be .*/in.jsonl is no directory; choose"),
+    "a directory as output": ("in.jsonl", "dir", r"output must be .* name a file in it, such as \S*/dir/results.jsonl"),
+    "a device as output": ("in.jsonl", os.devnull, r"output must be a regular file .* choose another output"),
+    "a long output": ("in.jsonl", "o" * 300, r"output must be .*: File name too long; choose another output"),
+    "a link into a missing folder": ("in.jsonl", "link", r"output must be .* no directory \S*/absent; create it, or"),
+    "the input as output": ("in.jsonl", "dir/../in.jsonl", r"must be another file than the input, .*; choose another"),
+    "a folder of the system": ("in.jsonl", "/proc/out.jsonl", r"output must be .* in /proc; choose another output"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_unusable_files_are_told_before_the_model_loads(
+    case: str,
+    engine: FakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the command and by `run_batch` alike, and no file is created or changed."""
     source = write_lines(tmp_path / "in.jsonl", [completion("a")])
-    with pytest.raises(ConfigError, match=r"cannot write the batch output .*: No such file"):
-        run_batch(engine, source, tmp_path / "no" / "out.jsonl")
-    with pytest.raises(ConfigError, match="does not belong to this batch"):
-        run_batch(engine, source, source)
+    (tmp_path / "dir").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "absent" / "out.jsonl")
+    os.mkfifo(tmp_path / "pipe")
+    before, content = sorted(tmp_path.rglob("*")), source.read_bytes()
+    in_path, out_path, said = UNUSABLE[case]
+    with pytest.raises(ConfigError, match=said):
+        run_batch(engine, tmp_path / in_path, tmp_path / out_path)
+    monkeypatch.setattr("jaxserve.cli.batch.load_llm", lambda _: pytest.fail("the model is loaded"))
+    assert cli.main(["batch", str(tmp_path / in_path), str(tmp_path / out_path)]) == 2
+    assert re.search(said, capsys.readouterr().err)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert source.read_bytes() == content
+
+
+def test_files_without_permission_say_so(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> NoReturn:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    source, out = write_lines(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "out.jsonl"
+    out.touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_output.os, "open", refuse)
+        with pytest.raises(ConfigError, match=r"output must be .*: Permission denied; change its permissions"):
+            run_batch(engine, source, out)
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ConfigError, match=r"input must be .*: Permission denied; change its permissions"):
+        run_batch(engine, source, out)
 
 
 def test_everything_is_synced_at_the_end(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
