@@ -349,7 +349,7 @@ class LLM:
             self._calls.cancel([group])
 
     def batch_engine(self) -> OfflineEngine:
-        """Return the engine as `run_batch` uses it, beside other calls."""
+        """Return the engine as `run_batch` uses it, which also takes the LLM itself; other calls may run beside it."""
         return OfflineEngine(self.engine, self._threads)
 
     def get_metrics(self) -> list[Metric]:

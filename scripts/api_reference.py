@@ -8,11 +8,13 @@ import dataclasses
 import inspect
 import re
 import textwrap
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jaxserve
+from jaxserve.openai.batch_files import BatchSummary, run_batch
 from jaxserve.outputs import Logprob, RequestMetrics
 from jaxserve.vllm_options import markdown_table
 
@@ -29,14 +31,16 @@ CLASSES = (
     jaxserve.PoolingRequestOutput,
     RequestMetrics,
     Logprob,
+    BatchSummary,
     jaxserve.EngineConfig,
     jaxserve.ConfigError,
     jaxserve.RequestError,
 )
+FUNCTIONS = (run_batch,)
 HEAD = """# Python API
 
 Written by `python scripts/api_reference.py` from the docstrings. To change it, change those and run the script again.
-The [user guide](README.md) has examples.
+The [user guide](README.md) has examples. Names without an import line are imported from `jaxserve`.
 """
 
 VLLM_OPTIONS = """## vLLM's options
@@ -54,9 +58,11 @@ Sections = Mapping[str, Mapping[str, str]]
 
 def build() -> str:
     """Return the whole reference as Markdown."""
-    links = [*(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in CLASSES), "[vLLM's options](#vllms-options)"]
+    names = [each.__name__ for each in (*CLASSES, *FUNCTIONS)]
+    links = [*(f"[{name}](#{name.lower()})" for name in names), "[vLLM's options](#vllms-options)"]
     classes = (line for cls in CLASSES for line in _describe(cls))
-    return "\n".join([HEAD, " · ".join(links), "", *classes, VLLM_OPTIONS, markdown_table(), ""])
+    functions = (line for function in FUNCTIONS for line in _describe_function(function))
+    return "\n".join([HEAD, " · ".join(links), "", *classes, *functions, VLLM_OPTIONS, markdown_table(), ""])
 
 
 def split_docstring(documented: Any) -> tuple[str, Sections]:
@@ -80,7 +86,7 @@ def split_docstring(documented: Any) -> tuple[str, Sections]:
 
 def _describe(cls: type) -> Iterator[str]:
     text, sections = split_docstring(cls)
-    yield from (f"## {cls.__name__}", "", text, "")
+    yield from (f"## {cls.__name__}", "", *_import_of(cls), text, "")
     if dataclasses.is_dataclass(cls):
         meanings = sections.get("Attributes", {})
         yield from ("| field | default | meaning |", "| --- | --- | --- |")
@@ -94,14 +100,33 @@ def _describe(cls: type) -> Iterator[str]:
         yield from _describe_method(cls, node)
 
 
+def _describe_function(function: types.FunctionType) -> Iterator[str]:
+    text, sections = split_docstring(function)
+    (node,) = ast.parse(inspect.getsource(function)).body
+    assert isinstance(node, ast.FunctionDef)
+    assert node.returns is not None
+    signature = f"{node.name}({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}"
+    yield from (f"## {function.__name__}", "", *_import_of(function), *_fenced(signature), text, "")
+    yield from _lists(sections)
+
+
+def _import_of(documented: Any) -> Iterator[str]:
+    """Yield the line that imports what the package itself does not offer."""
+    if documented.__name__ not in jaxserve.__all__:
+        yield from (f"`from {documented.__module__} import {documented.__name__}`", "")
+
+
+def _fenced(signature: str) -> Iterator[str]:
+    yield from ("```", textwrap.fill(signature, 110, subsequent_indent="    ", break_long_words=False), "```", "")
+
+
 def _describe_method(cls: type, node: ast.FunctionDef) -> Iterator[str]:
     text, sections = split_docstring(inspect.getattr_static(cls, node.name))
     returned = ast.unparse(node.returns) if node.returns is not None else "None"
     is_property = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
     node.args.args = [argument for argument in node.args.args if argument.arg not in ("self", "cls")]
     signature = f"{node.name}: {returned}" if is_property else f"{node.name}({ast.unparse(node.args)}) -> {returned}"
-    wrapped = textwrap.fill(signature, 110, subsequent_indent="    ", break_long_words=False)
-    yield from (f"### {cls.__name__}.{node.name}", "", "```", wrapped, "```", "", text, "")
+    yield from (f"### {cls.__name__}.{node.name}", "", *_fenced(signature), text, "")
     yield from _lists(sections)
 
 

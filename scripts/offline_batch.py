@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jaxserve import LLM, ConfigError
 from jaxserve.openai.batch_files import run_batch
-from jaxserve.openai.batch_output import check_output
+from jaxserve.openai.batch_paths import check_output
 
 
 def main() -> None:

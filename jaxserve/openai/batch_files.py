@@ -16,7 +16,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,16 +25,16 @@ from typing import IO, TYPE_CHECKING, Any
 from jaxserve.config import EngineConfig
 from jaxserve.engine.batch_engine import BatchEngine
 from jaxserve.engine.prompt import check_bound
-from jaxserve.errors import ConfigError, PeerLostError, RequestError, brief
+from jaxserve.errors import PeerLostError, RequestError, brief
 from jaxserve.openai.batch_output import (
     MAX_LINE_BYTES,
     BatchOutput,
     DoneLines,
-    check_output,
     fingerprint_of,
     make_record,
     numbered_lines,
 )
+from jaxserve.openai.batch_paths import check_output, open_input
 from jaxserve.openai.batch_progress import BatchProgress
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
@@ -56,11 +55,20 @@ _DUPLICATE = "duplicate_custom_id"  # code of the error
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """Summary of the output file and of this run."""
+    """Summary of the output file and of this run.
+
+    Attributes:
+        num_records: records in the output file.
+        num_errors: records of failed requests.
+        num_resumed: records of earlier runs.
+        prompt_tokens: prompt tokens of the requests of this run.
+        completion_tokens: generated tokens of this run.
+        elapsed_s: duration of this run in seconds.
+    """
 
     num_records: int
-    num_errors: int  # records of failed requests
-    num_resumed: int  # records of earlier runs
+    num_errors: int
+    num_resumed: int
     prompt_tokens: int
     completion_tokens: int
     elapsed_s: float
@@ -107,7 +115,7 @@ def run_batch(
     However it ends, the same call resumes from `out_path`, and no requests remain in the engine.
 
     Args:
-        engine: an `LLM` or a `Fleet`.
+        engine: an `LLM`, or a fleet of engines.
         in_path: a regular file of OpenAI batch requests for /v1/completions, /v1/chat/completions and /v1/embeddings.
         out_path: output file; created, or resumed if it exists.
         seed: seed of the run, for requests without a seed; None takes the engine's.
@@ -118,9 +126,9 @@ def run_batch(
             alone.
         urls: values that `url` may have in a line.
         on_record: function that is called after each record with the number of all records and of those with errors.
-        chat_format: the same as in `parse_body`.
-        response_role: the same as in `parse_body`.
-        takes_templates: the same as in `parse_body`.
+        chat_format: format of the model's messages; by default what its chat templates show.
+        response_role: role of a chat's message that is not the continuation of another.
+        takes_templates: False to refuse chat templates in bodies.
         adapt: function from the request of a line to the one that is served; a RequestError fails the line.
         use_tqdm: True to show progress on stderr: a bar on a terminal, elsewhere a line every 30 s.
 
@@ -160,7 +168,7 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
     Raises:
         ConfigError: as `run_batch`.
     """
-    _open_input(Path(in_path)).close()
+    open_input(Path(in_path)).close()
     check_output(Path(out_path), Path(in_path))
     if not Path(out_path).exists():  # not created here, since the engine may fail to start
         return None
@@ -174,7 +182,7 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
 def _open_files(
     in_path: str | Path, out_path: str | Path, key: bytes
 ) -> Iterator[tuple[IO[bytes], BatchOutput, DoneLines]]:
-    with _open_input(Path(in_path)) as lines:
+    with open_input(Path(in_path)) as lines:
         check_output(Path(out_path), Path(in_path))
         with BatchOutput(Path(out_path)) as out:
             yield lines, out, out.resume(lines, key)
@@ -381,21 +389,6 @@ class _BatchRun:
         self.out.append(record)
         self.progress.update()
         self.on_record(self.out.num_records, self.out.num_errors)
-
-
-def _open_input(path: Path) -> IO[bytes]:
-    must = f"the batch input must be a regular file that can be read, got {path}"
-    try:
-        mode = path.stat().st_mode  # looked at before it is opened, as a pipe could block
-        if stat.S_ISDIR(mode):
-            raise ConfigError(f"{must}, a directory; name a file in it")
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"{must}, a device or a pipe, which no restart can read again; write its lines to a file")
-        return path.open("rb")
-    except PermissionError as error:
-        raise ConfigError(f"{must}: {error.strerror}; change its permissions") from error
-    except OSError as error:
-        raise ConfigError(f"{must}: {error.strerror}; check the path") from error
 
 
 def _parse_json(raw: bytes) -> Json:

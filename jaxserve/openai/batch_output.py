@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import stat
 import time
 from array import array
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from typing import IO
 
 from jaxserve.errors import ConfigError
 from jaxserve.openai.errors import Json
-from jaxserve.whole_file import check_writable
 
 MAX_LINE_BYTES = 2**24  # twice the body that the server takes
 FSYNC_INTERVAL_S = 1.0
@@ -48,37 +46,6 @@ class DoneLines:
         self.bits.extend(bytes(max(0, (number >> 3) + 1 - len(self.bits))))
         self.bits[number >> 3] |= 1 << (number & 7)
         self.num_records += 1
-
-
-def check_output(path: Path, in_path: Path) -> None:
-    """Raise ConfigError unless the output can be created, or resumed if it exists; it is not created here."""
-    must, other = f"the batch output must be a regular file that can be written, got {path}", "choose another output"
-    try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        _check_new(path, must, other)
-        return
-    except OSError as error:
-        raise ConfigError(f"{must}: {error.strerror}; {other}") from error
-    if stat.S_ISDIR(mode):
-        raise ConfigError(f"{must}, a directory; name a file in it, such as {path / 'results.jsonl'}")
-    if not stat.S_ISREG(mode):
-        raise ConfigError(f"{must}, a device or a pipe, which no restart can read again; {other}")
-    if in_path.exists() and path.samefile(in_path):
-        raise ConfigError(f"the batch output must be another file than the input, got {path} as both; {other}")
-
-
-def _check_new(path: Path, must: str, other: str) -> None:
-    folder = path.resolve().parent  # of the file that a link names
-    if not folder.is_dir():
-        found = next(each for each in (folder, *folder.parents) if each.exists())
-        if not found.is_dir():
-            raise ConfigError(f"{must}: {found} is no directory; {other}")
-        raise ConfigError(f"{must}: there is no directory {folder}; create it, or {other}")
-    try:
-        check_writable(path.resolve())
-    except OSError as error:
-        raise ConfigError(f"{must}: {error.strerror} in {folder}; {other}") from error
 
 
 class BatchOutput:

@@ -1,0 +1,55 @@
+"""Paths of a batch: errors of files that cannot be its input or its output, before anything is served."""
+
+import stat
+from pathlib import Path
+from typing import IO
+
+from jaxserve.errors import ConfigError
+from jaxserve.whole_file import check_writable
+
+
+def open_input(path: Path) -> IO[bytes]:
+    """Open the input of a batch; ConfigError unless it is a regular file that can be read."""
+    must = f"the batch input must be a regular file that can be read, got {path}"
+    try:
+        mode = path.stat().st_mode  # looked at before it is opened, as a pipe could block
+        if stat.S_ISDIR(mode):
+            raise ConfigError(f"{must}, a directory; name a file in it")
+        if not stat.S_ISREG(mode):
+            raise ConfigError(f"{must}, a device or a pipe, which no restart can read again; write its lines to a file")
+        return path.open("rb")
+    except PermissionError as error:
+        raise ConfigError(f"{must}: {error.strerror}; change its permissions") from error
+    except OSError as error:
+        raise ConfigError(f"{must}: {error.strerror}; check the path") from error
+
+
+def check_output(path: Path, in_path: Path) -> None:
+    """Raise ConfigError unless the output can be created, or resumed if it exists; it is not created here."""
+    must, other = f"the batch output must be a regular file that can be written, got {path}", "choose another output"
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        _check_new(path, must, other)
+        return
+    except OSError as error:
+        raise ConfigError(f"{must}: {error.strerror}; {other}") from error
+    if stat.S_ISDIR(mode):
+        raise ConfigError(f"{must}, a directory; name a file in it, such as {path / 'results.jsonl'}")
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{must}, a device or a pipe, which no restart can read again; {other}")
+    if in_path.exists() and path.samefile(in_path):
+        raise ConfigError(f"the batch output must be another file than the input, got {path} as both; {other}")
+
+
+def _check_new(path: Path, must: str, other: str) -> None:
+    folder = path.resolve().parent  # of the file that a link names
+    if not folder.is_dir():
+        found = next(each for each in (folder, *folder.parents) if each.exists())
+        if not found.is_dir():
+            raise ConfigError(f"{must}: {found} is no directory; {other}")
+        raise ConfigError(f"{must}: there is no directory {folder}; create it, or {other}")
+    try:
+        check_writable(path.resolve())
+    except OSError as error:
+        raise ConfigError(f"{must}: {error.strerror} in {folder}; {other}") from error
