@@ -43,7 +43,7 @@ def check_output(path: Path, in_path: Path) -> None:
 
 
 def _check_new(path: Path, must: str, other: str) -> None:
-    folder = path.resolve().parent  # of the file that a link names
+    folder = path.resolve().parent  # folder of the file that a link names
     if not folder.is_dir():
         found = next(each for each in (folder, *folder.parents) if each.exists())
         if not found.is_dir():

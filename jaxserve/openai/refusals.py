@@ -25,7 +25,7 @@ def refuse_unknown(
         where: name of the object for the message.
         given: fields of the object.
         known: fields that it may have.
-        without_effect: those of them that the message does not advise, as no value of them changes anything.
+        without_effect: known fields that the message does not advise, as no value of them changes anything.
     """
     if unknown := sorted(islice((name for name in given if name not in known), _MAX_NAMED)):
         raise unknown_fields(f"the {where}", unknown, set(known).difference(without_effect), unknown[0])

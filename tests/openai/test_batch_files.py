@@ -224,7 +224,7 @@ def test_unusable_files_are_told_before_the_model_loads(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By the command and by `run_batch` alike, and no file is created or changed."""
+    """The command and `run_batch` say the same, and no file is created or changed."""
     source = write_lines(tmp_path / "in.jsonl", [completion("a")])
     (tmp_path / "dir").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "absent" / "out.jsonl")

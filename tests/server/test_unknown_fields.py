@@ -14,7 +14,7 @@ from jaxserve.openai.pooling import parse_pooling
 from jaxserve.openai.responses import chat_of_response
 from jaxserve.sampling_params import SamplingParams
 
-# values of vLLM's and OpenAI's features that other values than the default would ask for
+# Values that ask for features of vLLM and OpenAI that there are not here.
 REFUSED = {
     "use_beam_search": True,
     "watermarking": True,
@@ -36,7 +36,7 @@ REFUSED = {
     "padding": "max_length",
 }
 IGNORED = {"user", "safety_identifier", "prompt_cache_key", "verbosity", "prediction", "service_tier", "diagnostics"}
-COMPLETION_VALUES = {  # of fields that take more than a number, a text or a list
+COMPLETION_VALUES = {  # values of fields that take more than a number, a text or a list
     "logit_bias": {"1": 2},
     "model": "other",
     "prompt": [3],

@@ -258,7 +258,7 @@ def test_truncation_is_that_of_transformers(tmp_path: Path, with_special: bool, 
 
 
 def test_transformers_does_not_advise_to_install_torch(tmp_path: Path) -> None:
-    """Neither for a tokenizer nor elsewhere, and what else it logs is shown."""
+    """Its other warnings are shown."""
     directory = tiny_tokenizers.saved_by_transformers("PreTrainedTokenizerFast", tmp_path)
     program = (
         "import logging, sys; sys.modules['torch'] = None\n"
