@@ -18,7 +18,7 @@ from jaxserve.engine.replica import Replica
 from jaxserve.errors import ConfigError
 from jaxserve.metrics import EngineStats
 from jaxserve.planner.modelled import ModelledExecutor
-from jaxserve.planner.plan import Sizes
+from jaxserve.planner.sizes import Sizes
 from jaxserve.planner.targets import parse_target
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams

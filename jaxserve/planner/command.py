@@ -59,7 +59,8 @@ def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]
     sizes = {"prompt_tokens": args.prompt_len, "context_tokens": args.context_len, "batch": args.batch}
     try:
         config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
-        return make_plan(config, target, **sizes, compiles=compiles, all_programs=args.programs)
+        advises = args.sweep is None  # a sweep shows which targets fit
+        return make_plan(config, target, **sizes, compiles=compiles, all_programs=args.programs, advises=advises)
     except ConfigError as error:
         if "tensor_parallel_size" not in error.about:
             raise

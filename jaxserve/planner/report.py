@@ -8,6 +8,7 @@ from jaxserve.engine.memory import CPU_POOL_SHARE
 from jaxserve.figures.tables import Row, align, number
 from jaxserve.planner.plan import Plan, Speed
 from jaxserve.planner.program import StepProgram
+from jaxserve.planner.remedies import Remedy
 from jaxserve.planner.sweep import Candidate, cheapest
 
 Json = dict[str, Any]
@@ -36,9 +37,12 @@ def build_report(plan: Plan) -> Json:
         "fits": plan.fits,
         "missing_bytes_per_chip": memory.missing,
         "fitting_max_model_len": plan.fitting_len,
+        "remedies": [_remedy(remedy) for remedy in plan.remedies],
         "limit_bytes_per_chip": memory.limit,
         "weights_bytes_per_chip": memory.weights,
         "slots_bytes_per_chip": memory.slots,
+        "reserve_bytes_per_chip": memory.reserve,
+        "outside_bytes_per_chip": memory.outside,
         "temp_bytes_per_chip": plan.largest and _temp_bytes(plan, plan.largest),
         "decode_temp_bytes_per_chip": plan.decode and _temp_bytes(plan, plan.decode),
         "kv_bytes_per_chip": memory.num_pages * memory.page,
@@ -66,6 +70,14 @@ def capacity_curve(plan: Plan) -> dict[int, int]:
     longest = plan.schedule.max_model_len
     lengths = {length for power in range(7, longest.bit_length()) if (length := 1 << power) <= longest} | {longest}
     return {length: plan.capacity(length) for length in sorted(lengths)}
+
+
+def _remedy(remedy: Remedy) -> Json:
+    return {
+        "options": remedy.options,
+        "missing_bytes_per_chip": remedy.missing,
+        "fitting_max_model_len": remedy.fitting_len,
+    }
 
 
 def _temp_bytes(plan: Plan, program: StepProgram) -> int:
@@ -123,8 +135,16 @@ def _verdict(plan: Plan) -> str:
     if plan.fitting_len:
         remedy = f"--max-model-len {plan.fitting_len} is the largest that fits"
     else:
-        remedy = "no --max-model-len fits; try --quantization int8 or int4, or more chips"
+        remedy = "; ".join(["no --max-model-len fits", *map(_advice, plan.remedies)])
     return f"does not fit: {who} lacks {_gb(plan.memory.missing)}; {remedy}"
+
+
+def _advice(remedy: Remedy) -> str:
+    if remedy.fitting_len is None:
+        return f"{remedy.options} fits"
+    if remedy.fits:
+        return f"{remedy.options} fits with --max-model-len {remedy.fitting_len}"
+    return f"with {remedy.options} it lacks {_gb(remedy.missing)}"
 
 
 def _memory(plan: Plan) -> list[Row]:
@@ -135,12 +155,32 @@ def _memory(plan: Plan) -> list[Row]:
     else:
         rows.append(("this machine", f"{_gb(memory.limit)}, the pool has 1/{1 / CPU_POOL_SHARE:.0f} of it at most"))
     rows += [("weights", _gb(memory.weights)), ("slots of requests", _gb(memory.slots))]
+    if sheet is not None:
+        rows.append(("reserve of steps", f"{_gb(memory.reserve)} that the engine keeps for their temporaries"))
     if plan.largest is not None and plan.decode is not None:
         largest, decode = (_gb(_temp_bytes(plan, program)) for program in (plan.largest, plan.decode))
-        rows.append(("temporaries", f"{largest} in a step of {plan.largest.num_tokens} tokens"))
+        of_reserve = f"of it {largest}" if sheet is not None else largest
+        rows.append(("", f"{of_reserve} in a step of {plan.largest.num_tokens} tokens, as compiled"))
         rows.append(("", f"{decode} with {plan.schedule.max_num_seqs} rows in decode"))
+        if memory.beyond_reserve:
+            rows.append(("beyond the reserve", _gb(memory.beyond_reserve)))
     rows.append(("keys and values", f"{_gb(memory.num_pages * memory.page)} in {plan.kv_dtype}"))
     rows.append(("", f"{plan.kv_tokens} tokens, {plan.num_requests} requests of full length"))
+    if not plan.fits:
+        rows.append(("", f"{_gb(memory.request)} would hold one request of full length"))
+    return [*rows, *_unused(plan)]
+
+
+def _unused(plan: Plan) -> list[Row]:
+    """Return the rows of the limit's bytes that the engine does not take."""
+    memory, rows = plan.memory, list[Row]()
+    if memory.outside:
+        reason = "beyond --gpu-memory-utilization"
+        if plan.target.sheet is None:
+            reason = "for temporaries of steps and for other programs"
+        rows.append(("left free", f"{_gb(memory.outside)} {reason}"))
+    if memory.rest > 0:
+        rows.append(("rest", f"{_gb(memory.rest)}, less than a page of keys and values"))
     return rows
 
 

@@ -1,9 +1,10 @@
 """Targets of the planner: chips with the figures of their data sheets, and their arrangement."""
 
+import dataclasses
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -195,6 +196,26 @@ def _without_separators(name: str) -> str:
     """Return the name of a GPU as it is written here: RTX-4090 and rtx_pro_6000 are rtx4090 and rtxpro6000."""
     plain = name.lower().replace("_", "-").replace(" ", "-")
     return plain if plain in _GPUS else re.sub(r"-(?!40gb)", "", plain)
+
+
+_NUM_GPUS = (2, 4, 8)
+_SLICES = {  # shapes of TPU slices that Google Cloud offers, by their number of directions
+    2: ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"),
+}
+
+
+def larger_targets(target: Target) -> Iterator[Target]:
+    """Yield targets with more chips of the same kind, in order of their number; none for a CPU."""
+    if target.sheet is None:
+        return
+    shapes: dict[str, tuple[int, ...]] = {f"{target.kind}x{count}": (count,) for count in _NUM_GPUS}
+    if target.sheet.directions > 1:
+        slices = _SLICES[target.sheet.directions]
+        shapes = {f"{target.kind}:{name}": tuple(map(int, name.split("x"))) for name in slices}
+    for name, shape in shapes.items():
+        if math.prod(shape) > target.num_chips:
+            yield dataclasses.replace(target, name=name, shape=shape)
 
 
 def missing_compiler(target: Target, compilers: Path) -> str | None:

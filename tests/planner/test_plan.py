@@ -22,9 +22,10 @@ from jaxserve.execution.programs import Programs
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes
 from jaxserve.planner.models import read_model
-from jaxserve.planner.plan import Memory, Plan, make_plan
+from jaxserve.planner.plan import Plan, make_plan
 from jaxserve.planner.program import StepCompiler, StepProgram
 from jaxserve.planner.report import build_report, capacity_curve, render
+from jaxserve.planner.sizes import Memory
 from jaxserve.planner.targets import Target, parse_target
 from tests.parameters import mainly
 from tests.planner.plans import (

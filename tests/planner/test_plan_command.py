@@ -3,10 +3,12 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -18,7 +20,7 @@ from jaxserve.planner.models import read_model
 from jaxserve.planner.plan import make_plan
 from jaxserve.planner.program import StepCompiler
 from jaxserve.planner.report import build_report, render
-from jaxserve.planner.targets import missing_compiler, parse_target
+from jaxserve.planner.targets import Target, larger_targets, missing_compiler, parse_target
 from tests.parameters import mainly
 from tests.planner.plans import SUM_BYTES, plan_of, with_memory
 from tests.quant.quantized_checkpoints import CASES
@@ -192,8 +194,131 @@ def test_the_largest_length_that_fits_is_named(model: str, target: str, options:
 def test_weights_that_do_not_fit_have_no_length() -> None:
     plan = plan_of("llama-3.1-405b", "h200")
     assert plan.fitting_len == 0
-    assert "no --max-model-len fits; try --quantization" in render(plan)
+    assert "no --max-model-len fits; " in render(plan)
     assert plan_of("llama-3.1-8b").fitting_len is None
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "given"),
+    [
+        ("llama-3.1-70b", "h100", {}),
+        ("llama-3.1-405b", "h200", {"quantization": "int4"}),
+        ("llama-3.1-405b", "h200", {"quantization": "int8", "max_num_seqs": 8}),
+        ("llama-3.1-70b", "l4", {}),
+        ("gpt-oss-120b", "l4", {}),
+        ("llama-3.1-70b", "v5e", {}),
+        ("mixtral-8x7b", "tpu7x:1x1x1", {"quantization": "int4", "max_num_seqs": 100_000}),
+        ("kimi-k2", "b200", {"max_model_len": 8192}),
+        ("gemma-2-9b", with_memory(parse_target("h200x8"), 1_280_000_000), {"quantization": "int4"}),
+        ("llama-3.1-70b", "h100x8", {"quantization": "int4", "max_num_batched_tokens": 10**6}),
+        ("llama-3.1-70b", "v6e:2x2", {"max_num_batched_tokens": 32768}),
+    ],
+)
+def test_what_is_advised_was_not_given_and_helps(model: str, target: str | Target, given: dict[str, Any]) -> None:
+    """Planned by hand, each remedy fits as far as it says, or lacks what it says."""
+    plan = plan_of(model, target, **given)
+    if plan.fitting_len != 0:
+        plan = plan_of(model, with_memory(plan.target, plan.memory.weights // 2), **given)
+    assert plan.fitting_len == 0
+    assert plan.remedies
+    told, reported = render(plan), build_report(plan)["remedies"]
+    for remedy, entry in zip(plan.remedies, reported, strict=True):
+        assert remedy.options in told
+        assert entry["options"] == remedy.options
+        words = remedy.options.split()
+        flags = dict(zip(words[::2], words[1::2], strict=True))
+        chips = parse_target(flags.pop("--target", plan.target.name))
+        options = {flag[2:].replace("-", "_"): value for flag, value in flags.items()}
+        assert not {(name, str(value)) for name, value in given.items()} & options.items()
+        values = {name: value if name == "quantization" else json.loads(value) for name, value in options.items()}
+        chips = dataclasses.replace(chips, sheet=plan.target.sheet)
+        better = plan_of(model, chips, **given | values)
+        if remedy.fitting_len is None:
+            assert better.fits
+            continue
+        assert better.memory.missing == remedy.missing == entry["missing_bytes_per_chip"]
+        assert better.fitting_len == remedy.fitting_len
+        if remedy.fitting_len:
+            assert plan_of(model, chips, **given | values, max_model_len=remedy.fitting_len).fits
+        else:
+            assert remedy.missing < plan.memory.missing
+
+
+def test_smaller_steps_and_more_of_the_memory_are_advised_where_they_suffice() -> None:
+    plan = plan_of("gemma-2-9b", with_memory(parse_target("h200x8"), 1_280_000_000), quantization="int4")
+    assert "--max-num-seqs 16 --max-num-batched-tokens 256 fits; --gpu-memory-utilization 0.95 fits with" in render(
+        plan
+    )
+    assert "gpu_memory_utilization" not in str(plan_of("llama-3.1-405b", gpu_memory_utilization=0.97).remedies)
+
+
+def test_nothing_is_advised_where_nothing_helps() -> None:
+    starved = plan_of("llama-3.1-405b", with_memory(parse_target("v5e"), 10**6), quantization="int4")
+    assert re.search(r"no --max-model-len fits; with --target v5e:8x16 it lacks \d+\.\d\d GB\n", render(starved))
+    on_cpu = make_plan(EngineConfig(model="llama-3.1-405b", quantization="int4"), parse_target("cpu"))
+    assert on_cpu.remedies == ()
+    assert "no --max-model-len fits\n" in render(on_cpu)
+
+
+@pytest.mark.parametrize("name", ["h200", "h100x2", "l4", "v6e", "v5e:4x4", "tpu7x:2x2x1"])
+def test_larger_targets_are_targets_with_more_chips(name: str) -> None:
+    target, last = parse_target(name), parse_target(name).num_chips
+    for larger in larger_targets(target):
+        assert larger == parse_target(larger.name)
+        assert larger.num_chips > last
+        last = larger.num_chips
+    assert last > target.num_chips
+    assert not list(larger_targets(parse_target("cpu")))
+
+
+def row_bytes(text: str) -> dict[str, float]:
+    """Return the first size of each row of the table of memory, in GB."""
+    found = re.findall(r"^(\w[\w ]*?)  +(-?\d+\.\d\d) GB", text, re.MULTILINE)
+    return {name: float(size) for name, size in found}
+
+
+@pytest.mark.parametrize(
+    ("model", "target", "options"),
+    [
+        ("llama-3.1-8b", "h100", {}),
+        ("llama-3.1-8b", "h200x2", {"gpu_memory_utilization": 0.6}),
+        ("llama-3.1-8b", "v6e", {"max_model_len": 8192}),
+        ("llama-3.1-8b", "tpu7x:1x1x1", {}),
+        ("qwen3-next-80b-a3b", "h200x4", {}),
+        ("llama-3.1-405b", "h200", {}),
+        ("llama-3.1-70b", "l4x4", {"quantization": "int4"}),
+        (None, "cpu", {}),
+        ("llama-3.1-8b", "cpu", {"quantization": "int4"}),
+    ],
+)
+def test_every_byte_of_the_limit_has_a_row(model: str | None, target: str, options: dict[str, Any]) -> None:
+    """The rows add up to the limit if all fits; otherwise they and one request exceed it by what is missing."""
+    chips = parse_target(target)
+    plan = make_plan(EngineConfig(model=model, tensor_parallel_size=chips.num_devices, **options), chips)
+    memory, rows = plan.memory, row_bytes(render(plan))
+    limit = rows.pop("this machine" if target == "cpu" else "memory XLA takes")
+    assert limit == pytest.approx(memory.limit / 1e9, abs=0.006)
+    page = memory.page * (1 + (target == "cpu"))
+    if plan.fits:
+        assert sum(rows.values()) == pytest.approx(limit, abs=0.006 * (len(rows) + 1))
+        assert 0 <= memory.rest <= page
+    elif "the pool" not in render(plan):
+        taken = sum(size for name, size in rows.items() if name not in ("keys and values", "rest"))
+        assert taken + (memory.request - memory.missing) / 1e9 == pytest.approx(limit, abs=0.006 * (len(rows) + 2))
+        assert f"{memory.request / 1e9:.2f} GB would hold one request of full length" in render(plan)
+    else:
+        assert sum(rows.values()) == pytest.approx(limit, abs=0.006 * (len(rows) + 1))
+
+
+def test_temporaries_beyond_the_reserve_have_a_row() -> None:
+    plan = plan_of("llama-3.1-8b", "h100")
+    assert plan.largest is not None
+    assert f"of it {plan.largest.temp_bytes / 1e9:.2f} GB in a step of 2048 tokens" in render(plan)
+    assert "beyond the reserve" not in render(plan)
+    more = dataclasses.replace(plan.memory, temp=plan.memory.reserve + 5 * 10**9)
+    text = render(dataclasses.replace(plan, memory=more, fitting_len=1))
+    assert re.search(r"^beyond the reserve +5.00 GB$", text, re.MULTILINE)
+    assert "each chip lacks 5.00 GB" in text or "each chip lacks 4.99 GB" in text
 
 
 def test_names_of_targets() -> None:

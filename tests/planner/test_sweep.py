@@ -11,8 +11,9 @@ import pytest
 from jaxserve import EngineConfig, cli
 from jaxserve.errors import ConfigError
 from jaxserve.planner import command
-from jaxserve.planner.plan import Memory, Plan, Speed, make_plan
+from jaxserve.planner.plan import Plan, Speed, make_plan
 from jaxserve.planner.report import build_report, build_sweep_report, render_sweep
+from jaxserve.planner.sizes import Memory
 from jaxserve.planner.sweep import Candidate, cheapest, read_prices, sweep
 from jaxserve.planner.targets import KINDS, SWEPT, Target, parse_target
 
