@@ -74,14 +74,17 @@ def _single_tokens(
     """Return what the tokens of rows with one token read, any numbers for others, and the memory they leave."""
     (T, V, _), R, nowhere = heads.v.shape, rows.start.shape[0], memory.shape[1]
     group = V // heads.k.shape[1]
-    is_single = _is_single(rows)
     size = min(CPU_ROWS if target_platform() == "cpu" else ROWS, R)
-    order = jnp.pad(jnp.argsort(~is_single, stable=True), (0, -R % size))
-    num_rows = jnp.sum(is_single)
+    if T == 1:
+        every_row, every_entry, num_rows = _lone_token(rows)
+    else:
+        is_single = _is_single(rows)
+        every_row = jnp.pad(jnp.argsort(~is_single, stable=True), (0, -R % size))
+        every_entry, num_rows = rows.target[every_row], jnp.sum(is_single)
 
     def compute(index: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         out, memory = carry
-        row = lax.dynamic_slice_in_dim(order, index * size, size)
+        row, entry = (lax.dynamic_slice_in_dim(x, index * size, size) for x in (every_row, every_entry))
         is_there = index * size + jnp.arange(size) < num_rows
         token = rows.cu_q_lens[row]
         q, k, v, log_decay, rate = jax.tree.map(lambda x: x.at[token].get(mode="clip"), heads)
@@ -95,7 +98,7 @@ def _single_tokens(
         read = of_query + change * along
         new = decayed + change[:, :, :, None] * k[:, :, None, :]
         out = out.at[jnp.where(is_there, token, T)].set(read, mode="drop")
-        return out, memory.at[layer, jnp.where(is_there, rows.target[row], nowhere)].set(new, mode="drop")
+        return out, memory.at[layer, jnp.where(is_there, entry, nowhere)].set(new, mode="drop")
 
     # The values are the layer's own numbers: XLA would make zeros of all layers at once, and keep them.
     return lax.fori_loop(0, -(-num_rows // size), compute, (heads.v, memory))
@@ -103,6 +106,16 @@ def _single_tokens(
 
 def _is_single(rows: StateRows) -> Bool[Array, " R"]:
     return (rows.q_lens == 1) & (rows.kept_len == 0)
+
+
+def _lone_token(rows: StateRows) -> tuple[Int[Array, "2"], Int[Array, "2"], Int[Array, ""]]:
+    """Return row and entry of what the token of a step of one token writes, and how many entries that are.
+
+    No chunks follow, so that it is computed here with a snapshot, too: once for each entry, that of the slot last.
+    """
+    has_kept = (rows.kept_len > 0).astype(jnp.int32)
+    entry = jnp.where(has_kept > 0, jnp.concatenate([rows.kept, rows.target]), rows.target)
+    return jnp.zeros(2, jnp.int32), entry, (rows.q_lens + has_kept)[0]
 
 
 def _chunks(

@@ -201,6 +201,22 @@ def test_a_snapshot_inside_a_row_is_the_state_there(kept_len: int, form: Form) -
     np.testing.assert_allclose(pool.window[LAYER, 5], pool.window[LAYER, 3], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("form", [DELTA, MAMBA], ids=["delta", "mamba"])
+def test_a_step_of_one_token_takes_a_snapshot_too(form: Form) -> None:
+    inputs, pool, outputs = random_inputs(form, 3), empty_pool(form), []
+    for start, kept_len in enumerate([0, 1, 0]):
+        kept = {"kept_len": [kept_len], "kept": [7]}
+        fields = {name: x[:1] for name, x in rows_of([1], [start], [3], 1, **kept)._asdict().items()}
+        rows = StateRows(**fields | {"cu_q_lens": np.array([0, 1], np.int32)})
+        step = inputs._replace(**{name: getattr(inputs, name)[start : start + 1] for name in _by_token(inputs)})
+        out, pool = jax.tree.map(np.asarray, advance(form, step, rows, pool, np.int32(LAYER)))
+        outputs.append(out)
+    wanted, memories = expected(form, inputs, [2])
+    np.testing.assert_allclose(np.concatenate(outputs), wanted, rtol=0, atol=2e-5)
+    for entry, memory in zip((7, 3), memories, strict=True):
+        np.testing.assert_allclose(pool.memory[LAYER, entry], memory, rtol=0, atol=2e-5)
+
+
 def one_row(
     form: Form, inputs: Inputs, pool: MemoryPool, start: int, count: int, slot: int, **kept: list[int]
 ) -> tuple[np.ndarray, MemoryPool]:
