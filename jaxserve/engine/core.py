@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.deltas import Admitted, Delta, Ended, StepDelta
-from jaxserve.engine.events import CacheReset, Cancelled, Event, Submitted, Transferred
+from jaxserve.engine.events import CacheReset, Cancelled, DraftsAllowed, Event, Submitted, Transferred
 from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.engine.replica import Replica
 from jaxserve.errors import PeerLostError
@@ -104,6 +104,9 @@ class EngineCore:
                         replica.reset_prefix_cache()
                 case Transferred(keys, ok, index):
                     self.replicas[index].transferred(keys, ok=ok)
+                case DraftsAllowed(is_allowed):
+                    for replica in self.replicas:
+                        replica.chooser.may_draft = is_allowed
         for replica in self.replicas:
             self._settle(replica)
 

@@ -126,14 +126,6 @@ class Engine:
         self.core.inbox.append(CacheReset())
         self.core.take_events()
 
-    def allow_drafts(self, *, is_allowed: bool) -> None:
-        """Go on with drafts, if there are any, or without, from the next step on. From any thread.
-
-        No event: an idle core would leave it in its inbox, where it looks like a request that nobody serves.
-        """
-        for replica in self.replicas:
-            replica.chooser.may_draft = is_allowed
-
     # Weights and memory
 
     def update_weights(self, given: Weights, *, running: str = "finish") -> None:

@@ -48,7 +48,13 @@ class Transferred(NamedTuple):
     replica: int = 0  # index of the replica that asked for them
 
 
-Event = Submitted | Cancelled | CacheReset | Transferred
+class DraftsAllowed(NamedTuple):
+    """Steps are to go on with drafts, if there are any, or without."""
+
+    is_allowed: bool
+
+
+Event = Submitted | Cancelled | CacheReset | Transferred | DraftsAllowed
 
 # Of a replica
 

@@ -57,7 +57,7 @@ class StepChooser:
         costs: times of steps so far.
 
     Attributes:
-        may_draft: False to go on without drafts; any thread may change it.
+        may_draft: False to go on without drafts.
     """
 
     def __init__(self, config: EngineConfig, scheduler: AnyScheduler, executor: Executor, costs: StepCosts) -> None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
 from jaxserve.engine.engine import POLL_S, Engine
+from jaxserve.engine.events import Event
 from jaxserve.engine.frontend import Listener
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.wakes import Wakes
@@ -76,6 +77,12 @@ class EngineThreads:
         finally:  # requests queued ahead of an interrupt are there to be cancelled
             self._is_wanted = True
             self._start()
+
+    def send(self, event: Event) -> None:
+        """Leave an event for the core. From any thread."""
+        self._engine.core.inbox.append(event)
+        self._is_wanted = True
+        self._start()
 
     @contextmanager
     def paused(self) -> Iterator[Engine]:

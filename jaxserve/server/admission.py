@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.engine.events import DraftsAllowed
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.scheduling.wait_estimate import Wait
 from jaxserve.server.degradation import Ladder
@@ -83,6 +84,7 @@ class Admission:
         self._waits: dict[int, tuple[float, Wait | None]] = {}  # estimates by class, and their times
         self._held: deque[tuple[int, asyncio.Future[None]]] = deque()  # requests below class 0, in order of arrival
         self._is_draining = False
+        self._may_draft: bool | None = None  # unknown until the engine is told
         self._task: asyncio.Task[None] | None = None
         self._streams: Streams | None = None
 
@@ -114,9 +116,12 @@ class Admission:
     def update(self, now_s: int | float) -> None:
         """Take the load, and put it into effect."""
         self.ladder.update(self.load(), now_s)
-        self._engine.allow_drafts(is_allowed=not self.ladder.has("speculation"))
         if self._streams is not None:
             self._streams.interval_s = COALESCED_S if self.ladder.has("coalesce") else 0.0
+            may_draft = not self.ladder.has("speculation")
+            if may_draft != self._may_draft:
+                self._may_draft = may_draft
+                self._streams.send(DraftsAllowed(may_draft))
         if self.ladder.has("shed"):
             self._shed()
         elif not self.ladder.has("batch"):

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from jaxserve.engine.engine import Engine
+    from jaxserve.engine.events import Event
     from jaxserve.engine.frontend import Listener
     from jaxserve.engine.outputs import RequestGroup
     from jaxserve.server.observer import Observer
@@ -210,6 +211,10 @@ class Streams:
             listener(group)
 
         self._threads.submit(groups, listen)
+
+    def send(self, event: Event) -> None:
+        """Leave an event for the engine's core."""
+        self._threads.send(event)
 
     def end_all(self) -> None:
         """End all streams, whose replies say that the server stops."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.driven import DrivenEngine
+from jaxserve.engine.events import DraftsAllowed
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.proposers import GREEDY, TREE, hidden_size, write_heads, write_with_other_ids
 from tests.e2e.workloads import assert_same, generate, tokens
@@ -40,10 +41,10 @@ def test_a_draft_that_is_right_saves_target_passes(
     assert sum(metrics.num_accepted_per_position) == metrics.num_accepted_tokens
     assert len(metrics.num_accepted_per_position) == num_tokens
     drafted = engine.stats.num_drafted_tokens
-    engine.allow_drafts(is_allowed=False)
+    engine.core.inbox.append(DraftsAllowed(False))
     assert_same(*generate(engine, [prompt], GREEDY), *expected)
     assert engine.stats.num_drafted_tokens == drafted
-    engine.allow_drafts(is_allowed=True)
+    engine.core.inbox.append(DraftsAllowed(True))
     assert_same(*generate(engine, [prompt], GREEDY), *expected)
     assert engine.stats.num_drafted_tokens > drafted
 

@@ -198,21 +198,14 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once(engine: Engine) -
         assert server.client.post("/v1/completions", json=LONG).status_code == 200
 
 
-def test_an_idle_server_changes_whether_its_engine_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_server_changes_whether_its_engine_drafts(engine: Engine) -> None:
     """Nothing is left that `/health` would take for a request that nobody serves."""
-    changes: list[bool] = []
-    monkeypatch.setattr(engine, "allow_drafts", lambda *, is_allowed: changes.append(is_allowed))
+    chooser = engine.replicas[0].chooser
     with running(engine, degradation=["speculation"]) as server:
         admission = server.app.service.admission
-        admission.load = lambda: 0.5  # type: ignore[method-assign]
-        until(lambda: not changes[-1])
-        admission.load = lambda: 0.0  # type: ignore[method-assign]
-        until(lambda: changes[-1])
-    monkeypatch.undo()
-    for is_allowed in (False, True):
-        engine.allow_drafts(is_allowed=is_allowed)
-        assert engine.replicas[0].chooser.may_draft is is_allowed
-        assert not engine.core.has_work()
+        for load, may_draft in ((0.5, False), (0.0, True)):
+            admission.load = lambda load=load: load  # type: ignore[misc]
+            until(lambda: chooser.may_draft is may_draft and not engine.core.has_work())  # noqa: B023
 
 
 def test_cancelled_requests_leave_within_a_step(engine: Engine) -> None:
