@@ -44,14 +44,14 @@ _TOKEN_BYTES = 4  # estimated bytes of text per token, and exact bytes of a toke
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """Arguments of `Engine.add_request`.
+    """Arguments of `BatchEngine.add_request`.
 
     Attributes:
         request_id: internal id, not the caller's. It is new each time a request is given to an actor, so that a late
             result of an earlier attempt is not taken for that of a later one.
         prompt: text or token ids.
         params: sampling parameters.
-        cache_salt: namespace of the prefix cache, as in `Engine.add_request`.
+        cache_salt: namespace of the prefix cache, as in `BatchEngine.add_request`.
     """
 
     request_id: str
