@@ -84,10 +84,10 @@ class EngineCore:
             self.last_steps = []
         self.take_events()
         self._load_balancer.place()
-        ready = [each for each in self.replicas if each.has_work() and (not self._is_shared or each.is_ready())]
         self._has_worked = False
-        for replica in ready:
-            self._has_worked |= self._step(replica)
+        for replica in self.replicas:
+            if replica.has_work():
+                self._has_worked |= self._step(replica)
         return self._has_worked
 
     def take_events(self) -> None:
@@ -140,6 +140,8 @@ class EngineCore:
         launched: StepPlan | None = None
         is_read = False
         try:
+            if self._is_shared and not replica.is_ready():
+                return False
             launched = replica.launch(self._now_s)
             self.last_steps += replica.step_stats.write(self.num_waiting)  # the device runs the launched step meanwhile
             if launched is not None:

@@ -220,6 +220,22 @@ def test_where_pages_for_drafts_run_out_a_program_runs_what_is_planned() -> None
     assert {reason for _, reason in driven.ended.values()} == {FinishReason.LENGTH}
 
 
+def test_a_replica_whose_device_cannot_be_asked_ends_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven = Driven(2)
+    requests = [driven.submit(prompt=[n], max_tokens=5) for n in range(4)]
+    driven.step()
+    failed = driven.replicas[0]
+    lost = set(driven.core._load_balancer.ids_on(failed))
+
+    def fail() -> bool:
+        raise FAILURE
+
+    monkeypatch.setattr(failed.in_flight[0].handle, "is_ready", fail)
+    driven.step()
+    driven.drain()
+    assert {r.request_id for r in requests if driven.ended[r][1] is FinishReason.ABORT} == lost
+
+
 def test_executors_are_executors() -> None:
     assert isinstance(SimulatedExecutor(SIZES), Executor)
 
