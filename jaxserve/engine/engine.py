@@ -158,6 +158,11 @@ class Engine:
 
     def close(self) -> None:
         """Abort all requests, stop compiling, and free weights and pools. Nothing can be served any more."""
+        self.free()
+        self.settle()
+
+    def free(self) -> None:
+        """Do the same, but for telling of the requests that end: the outbox has that."""
         self.devices.close()
         with ExitStack() as stack:  # an error leaves nothing unfreed
             for log in self._logs:
@@ -165,7 +170,6 @@ class Engine:
             for replica in self.replicas:
                 stack.callback(replica.close)
             self.core.abort_all(RuntimeError("the engine was closed"))
-            self.settle()
 
     def sleep(self, level: int = 1) -> None:
         """Free the devices' memory until `wake_up`; see `LLM.sleep`."""

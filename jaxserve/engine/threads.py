@@ -126,15 +126,11 @@ class EngineThreads:
         with self._lock:
             if self._is_paused or "core" in self._running:
                 return
-            try:
-                if "frontend" not in self._running:  # it ends after the core alone
-                    self._running["frontend"] = 0
-                    threading.Thread(target=self._run_frontend, name="jaxserve frontend", daemon=True).start()
-            except RuntimeError as error:  # the system has no more threads
-                del self._running["frontend"]
-                self._engine.frontend.abandon_all(error)
-                return
             self._running["core"] = threading.get_ident()
+            failure = self._start_frontend()
+        if failure is not None:
+            self._abandon(failure)
+            return
         core, runs = self._engine.core, True
         while runs:
             try:
@@ -158,6 +154,27 @@ class EngineThreads:
         self._news.put(None)
         if core.has_work():  # work has come since, from a caller who has seen this thread
             self._is_wanted = True
+            self._start()
+
+    def _start_frontend(self) -> RuntimeError | None:
+        """Have a frontend's thread; returns the error of a system that has no more threads."""
+        if "frontend" not in self._running:  # it ends after the core alone
+            self._running["frontend"] = 0
+            try:
+                threading.Thread(target=self._run_frontend, name="jaxserve frontend", daemon=True).start()
+            except RuntimeError as error:
+                del self._running["frontend"]
+                return error
+        return None
+
+    def _abandon(self, failure: RuntimeError) -> None:
+        """End all requests, on the core's thread, as no other one tells of them."""
+        frontend = self._engine.frontend
+        try:
+            frontend.abandon_all(failure)
+        finally:
+            del self._running["core"]
+        if frontend.has_unfinished():  # listeners and other threads have submitted more since
             self._start()
 
     def _run_frontend(self) -> None:
@@ -185,7 +202,7 @@ class EngineThreads:
         except BaseException:
             logger.exception("the engine is closed: it cannot go on")
             with contextlib.suppress(BaseException):
-                self._engine.close()
+                self._engine.free()
             core.lose_all(error)
 
 

@@ -248,6 +248,31 @@ def test_requests_end_where_no_thread_can_be_started(llm: LLM, monkeypatch: pyte
         check(llm)
 
 
+def test_a_listener_may_submit_where_no_thread_can_be_started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, fails, ended = threading.Thread.start, [True, True], SimpleQueue()
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "jaxserve frontend" and fails:
+            fails.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def listener(group: RequestGroup) -> None:
+        ended.put((group.error, llm._threads._lock.locked()))
+        if group.error is not None:
+            submit(f"{group.request_id}'")
+
+    def submit(request_id: str) -> None:
+        llm._threads.submit([llm.engine.reader.read(request_id, [1], PARAMS)], listener)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    submit("again")
+    errors = [ended.get(timeout=PATIENCE_S) for _ in range(3)]
+    assert [(error is None, is_locked) for error, is_locked in errors[:2]] == [(False, False)] * 2
+    assert errors[2][0] is None
+    check(llm)
+
+
 def test_an_engine_that_cannot_end_its_requests_is_freed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     llm, closed = new_llm(), []
 
@@ -331,21 +356,26 @@ def test_a_thread_that_dies_ends_its_requests_and_the_next_are_served(
     assert "are ended" in caplog.text
 
 
-def test_a_core_that_cannot_recover_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cannot_end", [False, True])
+def test_a_core_that_cannot_recover_is_closed(monkeypatch: pytest.MonkeyPatch, cannot_end: bool) -> None:
     llm = new_llm()
 
     def broken(*_: object) -> None:
         raise RuntimeError("beyond repair")
 
+    deliver, names = llm.engine.frontend.deliver, set()
+    monkeypatch.setattr(llm.engine.frontend, "deliver", lambda: (names.add(threading.current_thread().name), deliver()))
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(llm.engine.core, "step", broken)
         patch.setattr(llm.engine.replicas[0], "recover", broken)
-        patch.setattr(llm.engine.core, "_finish", broken)
+        if cannot_end:
+            patch.setattr(llm.engine.core, "_finish", broken)
         with pytest.raises(RuntimeError, match="beyond repair"):
             pool.submit(llm.generate, [[1]], LONG, False).result(PATIENCE_S)
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([[1]], PARAMS, use_tqdm=False)
     until(lambda: not llm._threads._running)  # its thread must not go on for nobody
+    assert names == {"jaxserve frontend"}
 
 
 def test_those_that_end_beside_a_row_that_fails_are_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
