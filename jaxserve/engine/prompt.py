@@ -108,7 +108,7 @@ def outside_vocabulary(name: str, ids: Collection[int], vocab_size: int) -> str:
     others = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
     return (
         f"token ids in {name} must be in [0, {vocab_size}), got {token_id}{place}{others}; "
-        "take ids from this model's tokenizer"
+        "that is out of vocabulary: take ids from this model's tokenizer"  # clients look for these three words
     )
 
 

@@ -51,4 +51,6 @@ def plain_prompts(
 def _are_token_ids(items: list[Any]) -> bool:
     # Faster than looking at each, in parts between which other threads run.
     parts = (items[start : start + _PART_LEN] for start in range(0, len(items), _PART_LEN))
-    return bool(items) and all(set(map(type, part)) == {int} and min(part) >= 0 and max(part) < 2**31 for part in parts)
+    return bool(items) and all(
+        set(map(type, part)) == {int} and min(part) >= -(2**31) and max(part) < 2**31 for part in parts
+    )

@@ -101,7 +101,11 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("prompt", "options", "said"),
         [
-            ([3, 4, 999_999_999, 5], {}, "prompt must be in [0, V), got 999999999 at index 2;"),
+            (
+                [3, 4, 999_999_999, 5],
+                {},
+                "prompt must be in [0, V), got 999999999 at index 2; that is out of vocabulary",
+            ),
             ([-1], {}, "prompt must be in [0, V), got -1 at index 0;"),
             ([3, 10**6, 4, -2, 10**7], {}, "prompt must be in [0, V), got 1000000 at index 1 and 2 more;"),
             (PROMPT, {"stop_token_ids": [3, VOCAB_SIZE]}, f"stop_token_ids must be in [0, V), got {VOCAB_SIZE}"),
