@@ -198,8 +198,9 @@ class Attention {
   const int32_t* pages_of(int64_t row) const {
     return p_.page_table + (p_.table_row ? p_.table_row[row] : row) * p_.table_width;
   }
+  // Return the page of a position; that of the last column for a position past it.
   int64_t page_of(int64_t row, int64_t position) const {
-    return pages_of(row)[position / p_.page_size];
+    return pages_of(row)[std::min(position / p_.page_size, p_.table_width - 1)];
   }
 
   // Write all new keys and values, before any row reads them.
@@ -215,7 +216,9 @@ class Attention {
   void write_row(int64_t row, int64_t task, int64_t num_tasks) const {
     static thread_local std::vector<float> rotated;
     rotated.resize(p_.head_dim);
-    const int64_t first = p_.cu_q_lens[row], end = p_.cu_q_lens[row + 1], shift = p_.kv_lens[row] - end;
+    const int64_t first = p_.cu_q_lens[row], shift = p_.kv_lens[row] - p_.cu_q_lens[row + 1];
+    // Tokens past the last column have no pages.
+    const int64_t end = std::min<int64_t>(p_.cu_q_lens[row + 1], p_.table_width * p_.page_size - shift);
     for (int64_t token = first + (num_tasks + task - first % num_tasks) % num_tasks; token < end; token += num_tasks) {
       const int64_t page = page_of(row, token + shift), slot = (token + shift) % p_.page_size;
       if constexpr (kLatents) {
@@ -293,7 +296,7 @@ class Attention {
 
   // Return the number of pages that all queries of a part see in full.
   int64_t num_full_pages(const Part& part) const {
-    return std::min(part.first_position + 1, part.tree_start) / p_.page_size;
+    return std::min(std::min(part.first_position + 1, part.tree_start) / p_.page_size, p_.table_width);
   }
 
   // Make tiles of parts: neighbours in the order of their pages are joined while they share a block and fit.

@@ -109,14 +109,15 @@ class RaggedRows(NamedTuple):
     def place(self, num_tokens: int, *, num_pages: int, page_size: int) -> tuple[Int32[Array, "T"], Int32[Array, "T"]]:
         """Return the page of each token of the step and its offset there; padding tokens get pages that do not exist.
 
-        All places differ, those of padding tokens too: a scatter that drops places outside the pool may be declared
-        free of collisions.
+        So do tokens past the last column of the page table, which belong to nobody's pages. All places differ, those of
+        padding tokens too: a scatter that drops places outside the pool may be declared free of collisions.
         """
         token_id = jnp.arange(num_tokens, dtype=jnp.int32)
         row_id = self.row_ids(token_id)
         position = token_id + (self.kv_lens - self.cu_q_lens[1:])[row_id]
-        page_id = self.page_table.at[self.table_rows(row_id), position // page_size].get(mode="clip")
-        is_live = token_id < self.cu_q_lens[self.num_rows]
+        column = position // page_size
+        page_id = self.page_table.at[self.table_rows(row_id), column].get(mode="clip")
+        is_live = (token_id < self.cu_q_lens[self.num_rows]) & (column < self.page_table.shape[1])
         return jnp.where(is_live, page_id, num_pages + token_id), position % page_size
 
 

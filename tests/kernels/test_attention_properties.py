@@ -114,6 +114,19 @@ def test_random_rows_match_reference(backend, rows, seed):
 
 
 @pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
+def test_tokens_past_the_page_table_are_not_written(backend):
+    case, arguments, seen = random_arguments([(8, 13), (3, 20)], seed=0)
+    rows, spare = arguments.inputs.rows, len(seen) - 1
+    table = rows.page_table % len(seen)  # whatever is read past a row of it is a page
+    arguments = arguments.changed(kv_lens=rows.kv_lens + np.array([5, 0, 0, 0, 0], np.int32), page_table=table)
+    wider = np.pad(table, ((0, 0), (0, 1)), constant_values=spare)
+    _, expected = run(case, arguments.changed(page_table=wider), "reference")
+    assert (expected[:, spare] != arguments.kv_pages[:, spare]).any(), "the first row has tokens there"
+    _, pool = run(case, arguments, backend)
+    assert_same_pool(case, pool[:, :spare], expected[:, :spare])
+
+
+@pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
 @settings(max_examples=examples(15))
 @given(rows=ragged_rows(), seed=st.integers(0, 2**32 - 1))
 @example(rows=[(3, 20), (1, 17), (0, 9), (8, 16)], seed=0)
