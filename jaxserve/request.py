@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Protocol, TypeVar, get_type_hints, runtime_checkable
 
 from jaxserve.sampling_params import SamplingParams
 
@@ -59,36 +59,41 @@ class Constraint(Protocol):
         """Return the constraint before the first token."""
 
 
+T = TypeVar("T")
+Given = Annotated[T, "given"]  # by whoever makes a request: `Request.again` and event logs have it
+Moved = Annotated[T, "moved"]  # state that a preempted request takes along to another replica: event logs have it
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """Sequence that is generated. The scheduler owns every field from `output_token_ids` on.
+    """Sequence that is generated. The scheduler owns every field that is not given.
 
     Prefill and decode are not distinguished: `num_computed_tokens` of the `num_tokens` have keys and values in the
     pool; each step computes more until the numbers are equal, which samples one further token.
     """
 
-    request_id: str
-    prompt_token_ids: TokenIds
-    params: SamplingParams
-    seed: int  # resolved, never None
-    max_total_tokens: int  # prompt + output limit
-    bad_sequences: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that the output must not contain
-    salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
-    read_prefix_cache: bool = True  # False if every prompt position must be computed (prompt_logprobs)
-    shares_last_page: bool = False  # True if its last page is cached though not full, and others copy it (beams)
-    waits_for_tokens: bool = False  # True if each token must be read before the next is sampled
-    may_be_extended: bool = False  # True if tokens may be appended: each token is read before it is computed
+    request_id: Given[str]
+    prompt_token_ids: Given[TokenIds]
+    params: Given[SamplingParams]
+    seed: Given[int]  # resolved, never None
+    max_total_tokens: Given[int]  # prompt + output limit
+    bad_sequences: Given[tuple[tuple[int, ...], ...]] = ()  # sequences of token ids that the output must not contain
+    salt: Given[bytes] = b""  # prefix-cache namespace: requests share pages only if their salts are equal
+    read_prefix_cache: Given[bool] = True  # False if every prompt position must be computed (prompt_logprobs)
+    shares_last_page: Given[bool] = False  # True if its last page is cached though not full, and others copy it (beams)
+    waits_for_tokens: Given[bool] = False  # True if each token must be read before the next is sampled
+    may_be_extended: Given[bool] = False  # True if tokens may be appended: each token is read before it is computed
     constraint: Constraint | None = None  # tokens that may come next, of a request that waits for tokens
     key: int = 0  # number that the frontend has given it, and no other
-    arrival: int = 0  # index of the request in order of arrival
-    arrival_s: float = 0.0  # time of arrival, where classes have targets
-    priority: int = 0  # class: requests of a lower number go first
-    tenant: str = ""  # name of whom it is for: tenants have equal service in a class, and equal shares of the cache
+    arrival: Given[int] = 0  # index of the request in order of arrival
+    arrival_s: Given[float] = 0.0  # time of arrival, where classes have targets
+    priority: Given[int] = 0  # class: requests of a lower number go first
+    tenant: Given[str] = ""  # name of whom it is for: tenants share the service of a class, and the cache, equally
     num_shared_tokens: int = 0  # prompt tokens that the router expects to be cached when the request starts
 
     # Steps read these of every row, which are side by side in memory.
-    stop_ids: frozenset[int] = frozenset()  # any of these ends the output
-    output_token_ids: TokenIds = field(default_factory=list)  # ids read from the device so far
+    stop_ids: Given[frozenset[int]] = frozenset()  # any of these ends the output
+    output_token_ids: Moved[TokenIds] = field(default_factory=list)  # ids read from the device so far
     quiet_outputs: int = 0  # limit of output tokens up to which one that does not stop it changes only their list
     num_computed_tokens: int = 0  # tokens in plans made so far; 0 unless running
     quiet_until: int = 0  # limit of num_computed_tokens below which a decode step changes only that number
@@ -97,8 +102,8 @@ class Request:
     finish_reason: FinishReason | None = None
     num_tokens_when_preempted: int = 0  # includes tokens that were then on the device
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
-    num_preemptions: int = 0
-    first_due_s: float = 0.0  # time at which its first token was due, or came if that was later; 0 before
+    num_preemptions: Moved[int] = 0
+    first_due_s: Moved[float] = 0.0  # time at which its first token was due, or came if that was later; 0 before
     pages: list[int] = field(default_factory=list)  # ids of all KV groups, by column; append-only while running
     num_released_columns: int = 0  # leading columns whose pages in sliding groups were released
     num_registered_columns: int = 0  # leading columns whose pages were registered in the prefix cache
@@ -152,6 +157,11 @@ class Request:
         """Low and high word of the 64-bit seed."""
         return self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
 
+    def again(self) -> Request:
+        """Return the same request with nothing done for it yet."""
+        given = {name: getattr(self, name) for name in _GIVEN_FIELDS}
+        return Request(**given, constraint=None if self.constraint is None else self.constraint.again())
+
     def tokens(self, start: int, stop: int) -> TokenIds:
         """Return the known token ids in [start, stop)."""
         split = len(self.prompt_token_ids)
@@ -160,3 +170,9 @@ class Request:
         if start >= split:
             return self.output_token_ids[start - split : stop - split]
         return self.prompt_token_ids[start:split] + self.output_token_ids[: stop - split]
+
+
+_HINTS = get_type_hints(Request, include_extras=True)
+_MARKS = {name: getattr(hint, "__metadata__", ()) for name, hint in _HINTS.items()}
+_GIVEN_FIELDS = [name for name, marks in _MARKS.items() if "given" in marks]
+LOGGED_FIELDS = [name for name, marks in _MARKS.items() if marks]

@@ -29,7 +29,7 @@ from jaxserve.engine.events import (
     replay,
 )
 from jaxserve.errors import ConfigError
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import LOGGED_FIELDS, FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.choice import StepChoice, Timing
@@ -46,24 +46,6 @@ _KINDS = {
         *(Scheduled, Updated, Extended, Recovered, WeightsRead),
     )
 }
-_REQUEST_FIELDS = [
-    "request_id",
-    "prompt_token_ids",
-    "seed",
-    "max_total_tokens",
-    "bad_sequences",
-    "tenant",
-    "priority",
-    "arrival_s",
-    "first_due_s",
-    "num_preemptions",  # not 0 for one that came from another replica, as are the outputs
-    "read_prefix_cache",
-    "waits_for_tokens",
-    "may_be_extended",
-    "shares_last_page",
-    "arrival",
-    "output_token_ids",  # not empty for a preempted request that went to another replica
-]
 
 
 class EventLog:
@@ -141,7 +123,7 @@ def event_from_json(content: list[Any]) -> ReplicaEvent:
 def _to_json(field: Any) -> Any:
     if not isinstance(field, Request):
         return field
-    content = {name: getattr(field, name) for name in _REQUEST_FIELDS}
+    content = {name: getattr(field, name) for name in LOGGED_FIELDS}
     params = dataclasses.asdict(field.params)
     return content | {"params": params, "stop_ids": sorted(field.stop_ids), "salt": field.salt.hex()}
 

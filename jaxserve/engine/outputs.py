@@ -99,7 +99,7 @@ class RequestGroup:
 
     def restart(self) -> list[Request]:
         """Begin all samples again, as new requests; their outputs are emptied, where they are."""
-        requests = [_again(request) for request in self.requests]
+        requests = [request.again() for request in self.requests]
         for index, request in enumerate(requests):
             output = self._completions[index].output
             again = self._new_completion(index, request)
@@ -269,26 +269,3 @@ def _append_logprobs(entries: LogprobList[Any], logprobs: TokenLogprobs, row: in
         token_ids = np.zeros(0, np.int32)
     entries.append(token_id, logprob, int(logprobs.rank[row]), token_ids.tobytes(), values.tobytes())
     return logprob
-
-
-def _again(request: Request) -> Request:
-    """The same, with nothing done for it yet."""
-    return Request(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        params=request.params,
-        seed=request.seed,
-        max_total_tokens=request.max_total_tokens,
-        stop_ids=request.stop_ids,
-        bad_sequences=request.bad_sequences,
-        salt=request.salt,
-        tenant=request.tenant,
-        priority=request.priority,
-        arrival_s=request.arrival_s,
-        read_prefix_cache=request.read_prefix_cache,
-        waits_for_tokens=request.waits_for_tokens,
-        may_be_extended=request.may_be_extended,
-        shares_last_page=request.shares_last_page,
-        constraint=None if request.constraint is None else request.constraint.again(),
-        arrival=request.arrival,
-    )
