@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -86,6 +86,7 @@ class LLM:
             raise SystemExit(0)
         self._threads = EngineThreads(engine)
         self._calls = Calls(engine, self._threads)
+        self._hf_tokenizer: PreTrainedTokenizerBase | None = None
 
     def __enter__(self) -> "LLM":
         return self
@@ -112,17 +113,10 @@ class LLM:
         Raises:
             ConfigError: there is no tokenizer, because of `skip_tokenizer_init`.
         """
-        self._engine_tokenizer()
+        _tokenizer_of(self.engine)
+        if self._hf_tokenizer is None:
+            self._hf_tokenizer = load_hf_tokenizer(self.engine.config.tokenizer_path)
         return self._hf_tokenizer
-
-    @cached_property
-    def _hf_tokenizer(self) -> "PreTrainedTokenizerBase":
-        return load_hf_tokenizer(self.engine.config.tokenizer_path)
-
-    def _engine_tokenizer(self) -> Tokenizer:
-        if self.engine.tokenizer is None:
-            raise ConfigError("there is no tokenizer; drop skip_tokenizer_init")
-        return self.engine.tokenizer
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached pages; return True, as vLLM does on success."""
@@ -198,7 +192,7 @@ class LLM:
             RequestError: a conversation or its parameters cannot be served, and none is started.
         """
         check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
-        tokenizer = self._engine_tokenizer()
+        tokenizer = _tokenizer_of(self.engine)
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
         variables = {"add_generation_prompt": add_generation_prompt} | ({"tools": tools} if tools else {})
@@ -314,7 +308,7 @@ class LLM:
         pairs = scoring.pairs(as_list(data_1), as_list(data_2))
         pooler = self.engine.arch.pooler
         if pooler is not None and pooler.num_labels:
-            prompts = scoring.joined(pairs, pooler, self._engine_tokenizer())
+            prompts = scoring.joined(pairs, pooler, _tokenizer_of(self.engine))
             return scoring.scores_of_head(self.encode(prompts, pooling_task=CLASSIFY, **options))
         both = self.encode([prompt for pair in pairs for prompt in pair], pooling_task=EMBED, **options)
         return scoring.scores_of_embeddings(both)
@@ -440,3 +434,9 @@ def _with_increments(output: RequestOutput, increments: Sequence[Increment]) -> 
         if part.logprobs is None and completion.logprobs_since(0, 0) is not None:
             part.logprobs = []
     return dataclasses.replace(output, outputs=new)
+
+
+def _tokenizer_of(engine: Engine) -> Tokenizer:
+    if engine.tokenizer is None:
+        raise ConfigError("there is no tokenizer; drop skip_tokenizer_init")
+    return engine.tokenizer
