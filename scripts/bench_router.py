@@ -5,7 +5,7 @@
 
 Every replica is a scheduler without a device that has so many rows in decode. Between two rounds of requests all make
 and update a plan, so that all loads have changed, and the requests of the round end. A request is one call of
-`LoadBalancer.add` and one of `place`. Its prompt is hashed before: whoever computes it needs the hashes too.
+`Balancer.add` and one of `place`. Its prompt is hashed before: whoever computes it needs the hashes too.
 
 `place_us` is the median of all requests, and `lone_us` that before one replica alone, which puts each request into its
 scheduler's queue and chooses nothing; `route_us` is the difference. `first_us` is the median of the first request of
@@ -22,13 +22,12 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import cast
 
-from jaxserve.engine.load_balancer import LoadBalancer
-from jaxserve.engine.replica import Replica
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.admission import Admission
+from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.scheduler import Scheduler
 
 PAGE_SIZE = 16
@@ -51,17 +50,19 @@ class SchedulerReplica:
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
 
-    def finish(self, request_id: str, reason: FinishReason) -> None:
-        self.scheduler.finish(request_id, reason)
+    @property
+    def admission(self) -> Admission:
+        return self.scheduler.admission
+
+    @property
+    def load(self) -> int:
+        return self.scheduler.admission.load
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        self.scheduler.finish(request.request_id, reason)
 
     def withdraw(self) -> list[Request]:
         return self.scheduler.withdraw()
-
-    def has_work(self) -> bool:
-        return self.scheduler.has_unfinished()
-
-    def is_ready(self) -> bool:
-        return True
 
     def step(self) -> None:
         plan = self.scheduler.schedule()
@@ -80,7 +81,7 @@ class Balanced:
 
     def __init__(self, num_replicas: int, num_rows: int, rng: random.Random) -> None:
         self.replicas = [SchedulerReplica(num_rows) for _ in range(num_replicas)]
-        self.balancer = LoadBalancer(cast("list[Replica]", self.replicas))  # it asks no more of them than these do
+        self.balancer = Balancer(self.replicas, {})
         for index in range(num_replicas * num_rows):
             self.balancer.add([new_request(f"row {index}", 8 + index % 5, rng)])
         while self.balancer.num_queued or any(replica.scheduler.num_waiting for replica in self.replicas):

@@ -34,7 +34,7 @@ class Backlog:
 
     def num_waiting_tokens(self) -> int:
         """Return the tokens to compute of requests that wait, in all queues, as far as is known."""
-        placed = sum(replica.scheduler.admission.num_waiting_tokens for replica in self._core.replicas)
+        placed = sum(replica.scheduler.num_waiting_tokens for replica in self._core.replicas)
         return placed + sum(request.num_tokens for request in self._not_placed())
 
     def wait(self, num_tokens: int = 1, is_ahead: Callable[[Request], bool] = lambda _: True) -> Wait | None:
@@ -76,8 +76,8 @@ class Backlog:
         if rates is None:
             return None
         # Those of lower classes give way.
-        running = works_of(filter(is_ahead, _copied(lambda: scheduler.admission.running)), self.lengths)
-        first = [request for request in _copied(lambda: scheduler.admission.waiting) if is_ahead(request)]
+        running = works_of(filter(is_ahead, _copied(lambda: scheduler.running)), self.lengths)
+        first = [request for request in _copied(lambda: scheduler.waiting) if is_ahead(request)]
         waiting = works_of([*first, *later], self.lengths, costs.cached_share)
         num_requests = len(running) + len(waiting) + 1  # where rows are divided, so many shards have any at most
         mean = sum(sum(work) for work in running + waiting) / max(num_requests - 1, 1)

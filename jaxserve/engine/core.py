@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from jaxserve.engine.deltas import Admitted, Delta, Ended, StepDelta
 from jaxserve.engine.events import CacheReset, Cancelled, DraftsAllowed, Event, Submitted, Transferred
-from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.engine.replica import Replica
 from jaxserve.errors import PeerLostError
 from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduling.balancer import Balancer
 
 if TYPE_CHECKING:
     from jaxserve.execution.executor import StepResult
@@ -49,7 +49,7 @@ class EngineCore:
         self.last_steps: list[StepStats] = []
         self._step_ahead, self._on_failure = step_ahead, on_failure
         self._is_shared = len(replicas) > 1  # no replica may keep this thread from the others
-        self._load_balancer = LoadBalancer(replicas)
+        self._balancer = Balancer(replicas, dict(replicas[0].scheduler.policy.weights))
         self._requests: dict[int, Request] = {}  # unfinished, by key
         self._has_worked = False  # the last call of `step` went on
         self._now_s = 0.0
@@ -66,12 +66,12 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """Requests that have no pages and no slot, new or preempted."""
-        return self._load_balancer.num_queued + sum(replica.scheduler.num_waiting for replica in self.replicas)
+        return self._balancer.num_queued + sum(replica.scheduler.num_waiting for replica in self.replicas)
 
     @property
     def queued(self) -> list[Request]:
         """Requests in no replica, in their order."""
-        return self._load_balancer.queued
+        return self._balancer.queued
 
     def step(self, now_s: float) -> bool:
         """Take events, start the next step of each replica that can go on, and read those that have ended.
@@ -83,7 +83,7 @@ class EngineCore:
         if self._has_worked:  # calls that could not go on may have written some, too
             self.last_steps = []
         self.take_events()
-        self._load_balancer.place()
+        self._balancer.place()
         self._has_worked = False
         for replica in self.replicas:
             if replica.has_work():
@@ -96,7 +96,7 @@ class EngineCore:
             match self.inbox.popleft():
                 case Submitted(requests):
                     self._requests.update({request.key: request for request in requests})
-                    self._load_balancer.add(requests)
+                    self._balancer.add(requests)
                 case Cancelled(keys, reason):
                     self._finish(keys, reason)
                 case CacheReset():
@@ -119,6 +119,7 @@ class EngineCore:
         """End all requests after an error at any point, and go on without them."""
         for replica in self.replicas:
             replica.forget_all()
+        self._balancer.restart()
         self.abort_all(error)
         for replica in self.replicas:
             replica.recover()
@@ -133,12 +134,12 @@ class EngineCore:
         """Raise AssertionError if a page, slot or request is lost or shared."""
         for replica in self.replicas:
             replica.scheduler.check_integrity()
-        self._load_balancer.check_integrity(request.request_id for request in self._requests.values())
+        self._balancer.check_integrity(request.request_id for request in self._requests.values())
 
     def _step(self, replica: Replica) -> bool:
         """Launch and read a step of one replica, as far as there is any; returns whether there was."""
         launched: StepPlan | None = None
-        is_read = False
+        is_read, ended = False, list[Request]()
         try:
             if self._is_shared and not replica.is_ready():
                 return False
@@ -150,7 +151,7 @@ class EngineCore:
             if self._is_shared:
                 keep = max(keep, replica.num_running_steps)
             if len(replica.in_flight) > keep:
-                self._update(replica, replica.read())
+                ended = self._update(replica, replica.read())
                 is_read = True
                 if launched is None and not replica.in_flight:  # rows waited for these tokens: callers hear meanwhile
                     launched = replica.launch(self._now_s)
@@ -159,17 +160,19 @@ class EngineCore:
         except Exception as error:
             self._fail(replica, error)
             is_read = True
+        for request in ended:
+            self._balancer.finish(request)
         self._settle(replica)
         return launched is not None or is_read
 
-    def _update(self, replica: Replica, result: StepResult) -> None:
-        """Take the tokens of the oldest step in flight of a replica."""
+    def _update(self, replica: Replica, result: StepResult) -> list[Request]:
+        """Take the tokens of the oldest step in flight of a replica; return the requests that they ended."""
         step = replica.update(result)
         self._now_s = max(self._now_s, result.ended_s)
         self.outbox.append(Delta(result.ended_s, step=StepDelta.from_plan(*step)))
         for request in step.ended:
-            self._load_balancer.finish(request)
             del self._requests[request.key]
+        return step.ended
 
     def _settle(self, replica: Replica) -> None:
         """Drop the steps in flight of a replica without requests, and write what is left of the statistics."""
@@ -186,7 +189,7 @@ class EngineCore:
 
     def _fail(self, replica: Replica, error: BaseException) -> None:
         """End a replica's requests after a failed step: plans, pages and device disagree about what was computed."""
-        ids = set(self._load_balancer.ids_on(replica))
+        ids = set(self._balancer.lose(self.replicas.index(replica)))
         # Requests that a token has ended may not have been reported yet.
         keys = [r.key for r in self._requests.values() if r.request_id in ids or r.status is RequestStatus.FINISHED]
         try:
@@ -210,7 +213,5 @@ class EngineCore:
         self.outbox.append(Delta(self._now_s, ended=ended, error=error))
         for request in known:
             if request is not None:
-                self._load_balancer.finish(request, reason)
-                if request.status is not RequestStatus.FINISHED:  # no scheduler knows it
-                    request.status, request.finish_reason = RequestStatus.FINISHED, reason
+                self._balancer.finish(request, reason)
                 del self._requests[request.key]

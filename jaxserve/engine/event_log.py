@@ -34,7 +34,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.plan import StepShape
-from jaxserve.scheduling.sharded import new_scheduler
+from jaxserve.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
 def replay_log(path: str | Path) -> int:
     """Make the plans of a log again, and return their number; RuntimeError where one is another."""
     schedule, events = read_log(path)
-    return replay(events, new_scheduler(schedule))
+    return replay(events, Scheduler.of(schedule))
 
 
 def event_to_json(event: ReplicaEvent) -> list[Any]:

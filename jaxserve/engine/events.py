@@ -17,7 +17,7 @@ from jaxserve.request import FinishReason, Request
 if TYPE_CHECKING:
     from jaxserve.scheduling.choice import StepChoice
     from jaxserve.scheduling.plan import StepPlan, StepShape
-    from jaxserve.scheduling.sharded import AnyScheduler
+    from jaxserve.scheduling.scheduler import Scheduler
 
 
 # To the core
@@ -115,7 +115,7 @@ Record = Callable[[ReplicaEvent], None]
 
 def replay(
     events: Iterable[ReplicaEvent],
-    scheduler: AnyScheduler,
+    scheduler: Scheduler,
     launch: Callable[[StepPlan, StepShape], None] = lambda plan, program: None,
     read_weights: Callable[[str], None] = lambda path: None,
 ) -> int:
@@ -163,7 +163,7 @@ def replay(
     return num_plans
 
 
-def _plan_again(event: Scheduled, scheduler: AnyScheduler, digest: int, num_plans: int) -> tuple[StepPlan | None, int]:
+def _plan_again(event: Scheduled, scheduler: Scheduler, digest: int, num_plans: int) -> tuple[StepPlan | None, int]:
     """Return the plan of an event and the digest of all plans; RuntimeError if it is another one here."""
     plan = scheduler.schedule(event.choice)
     digest = digest if plan is None else plan.digest(digest)

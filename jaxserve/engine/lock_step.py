@@ -14,7 +14,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.execution.executor import Executor
 from jaxserve.execution.program_store import source_digest
 from jaxserve.scheduling.plan import StepPlan, StepShape
-from jaxserve.scheduling.sharded import AnyScheduler
+from jaxserve.scheduling.scheduler import Scheduler
 
 _OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that each process may have of its own
 
@@ -39,7 +39,7 @@ def _described(value: object) -> str:
     return f"function {value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
 
 
-def follow(peers: Follower, scheduler: AnyScheduler, executor: Executor, devices: Devices) -> None:
+def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: Devices) -> None:
     """Replay the leading process's events until it ends. End this process if that cannot go on."""
 
     def launch(plan: StepPlan, program: StepShape) -> None:

@@ -26,7 +26,8 @@ from jaxserve.engine.step_chooser import NewChooser, StepChooser
 from jaxserve.engine.step_stats import InFlight, StepStatsWriter
 from jaxserve.execution.executor import Executor, StepResult
 from jaxserve.request import FinishReason, Request, RequestStatus
-from jaxserve.scheduling.sharded import new_scheduler
+from jaxserve.scheduling.admission import Admission
+from jaxserve.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
@@ -82,7 +83,7 @@ class Replica:
         new_chooser: NewChooser = StepChooser,
     ) -> None:
         self.executor = executor
-        self.scheduler = new_scheduler(executor.schedule)
+        self.scheduler = Scheduler.of(executor.schedule)
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.chooser = new_chooser(config, self.scheduler, executor, self.step_stats.costs)
         self.in_flight: deque[InFlight] = deque()
@@ -94,6 +95,16 @@ class Replica:
         self._is_stuck = False  # nothing can be planned before a step in flight is read
         self._has_dropped = False  # steps that may have failed without anybody having read it
 
+    @property
+    def admission(self) -> Admission:
+        """Answers to a balancer of several replicas."""
+        return self.scheduler.admission
+
+    @property
+    def load(self) -> int:
+        """Tokens to compute before those of a request added now."""
+        return self.scheduler.admission.load
+
     # Requests
 
     def add(self, request: Request) -> None:
@@ -103,11 +114,10 @@ class Replica:
         if request.constraint is not None:
             self._constrained.add(request)
 
-    def finish(self, request_id: str, reason: FinishReason) -> None:
+    def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request if it has not ended already."""
-        request = self.scheduler.finish(request_id, reason)
-        if request is not None:
-            self._note(Finished(request_id, reason))
+        if self.scheduler.finish(request.request_id, reason) is request:
+            self._note(Finished(request.request_id, reason))
             self._constrained.discard(request)
 
     def reset_prefix_cache(self) -> None:
@@ -200,7 +210,7 @@ class Replica:
                 if request.constraint.has_ended:  # no token may follow
                     if error := request.constraint.error:
                         logger.warning("request %s is ended, it cannot go on: %s", request.request_id, error)
-                    self.finish(request.request_id, FinishReason.ABORT if error else FinishReason.STOP)
+                    self.finish(request, FinishReason.ABORT if error else FinishReason.STOP)
                     ended.append(request)
         self._constrained.difference_update(ended)
         return ended

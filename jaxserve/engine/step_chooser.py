@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.engine.step_stats import InFlight
     from jaxserve.request import Request
-    from jaxserve.scheduling.sharded import AnyScheduler
+    from jaxserve.scheduling.scheduler import Scheduler
     from jaxserve.scheduling.step_costs import StepCosts
 
 TWO_ROUNDS = 2  # every multi-step program has that many
@@ -60,7 +60,7 @@ class StepChooser:
         may_draft: False to go on without drafts.
     """
 
-    def __init__(self, config: EngineConfig, scheduler: AnyScheduler, executor: Executor, costs: StepCosts) -> None:
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, executor: Executor, costs: StepCosts) -> None:
         speculation, is_timed, schedule = config.speculation, config.multi_step == "auto", executor.schedule
         self.may_draft = True
         self._scheduler, self._executor, self._costs = scheduler, executor, costs
@@ -83,7 +83,7 @@ class StepChooser:
             constrained: unfinished requests with a constraint.
         """
         scheduler = self._scheduler
-        if in_flight and constrained and len(scheduler.waiting_slots) == scheduler.num_running:
+        if in_flight and constrained and len(scheduler.rows.waiting_slots) == scheduler.num_running:
             can_split = self._may_split(constrained) and not any(request.may_be_extended for request in constrained)
             if not can_split:  # one step with all rows is faster than two, each with those that the other leaves
                 return False
@@ -123,20 +123,20 @@ class StepChooser:
 
     def _may_split(self, constrained: Collection[Request]) -> bool:
         """Return whether rows with a constraint can compute a token before the host has read it."""
-        if not constrained or self._most_in_flight == 1 or not self._scheduler.has_split_rows:
+        if not constrained or self._most_in_flight == 1 or not self._scheduler.rows.has_split:
             return False
-        return self._executor.fit(StepShape(self._scheduler.num_even_rows, samples_late=True)) is not None
+        return self._executor.fit(StepShape(self._scheduler.rows.num_even, samples_late=True)) is not None
 
     def _max_steps(self, wanted: int) -> int:
         """Return the steps that the next dispatch may have: `wanted` as far as programs go, or as many as pay if 0."""
-        program = self._executor.fit(StepShape(self._scheduler.num_even_rows, TWO_ROUNDS))
+        program = self._executor.fit(StepShape(self._scheduler.rows.num_even, TWO_ROUNDS))
         if program is None or self._has_whole_logprobs():
             return 1
         return min(wanted, program.num_rounds) if wanted else self._pacer.max_steps(program)
 
     def _has_whole_logprobs(self) -> bool:
         """Return whether a request may want log probabilities of the whole vocabulary: of one step at a time."""
-        return self._max_logprobs < 0 and self._scheduler.wants_logprobs
+        return self._max_logprobs < 0 and self._scheduler.rows.wants_logprobs
 
     def _choose_drafts(self) -> tuple[Sequence[int], int]:
         """Return the tokens to draft by slot and the most rounds, as `DraftPacer.choose` does; () for no tokens."""
@@ -146,11 +146,11 @@ class StepChooser:
         program = self._executor.fit(StepShape(scheduler.num_running, has_drafts=True))
         if program is None or self._has_whole_logprobs():
             return (), 0
-        slots = scheduler.running_slots
+        slots = scheduler.rows.slots
         wanted, max_rounds = self._draft_pacer.choose(program, slots, self._max_steps(MAX_STEPS))
         by_slot = np.zeros(self._executor.schedule.max_num_seqs, np.int64)
         by_slot[slots] = wanted
-        by_slot[scheduler.waiting_slots] = 0
+        by_slot[scheduler.rows.waiting_slots] = 0
         return by_slot.tolist() if by_slot.any() else (), max_rounds
 
     def _learn_drafts(self, step: InFlight, result: StepResult) -> None:
@@ -184,4 +184,4 @@ class StepChooser:
         return Timing(starts_s, rates.prefill_step_s, rates.prefill_token_s, rates.decode_token_s)
 
 
-NewChooser = Callable[["EngineConfig", "AnyScheduler", Executor, "StepCosts"], Chooser]
+NewChooser = Callable[["EngineConfig", "Scheduler", Executor, "StepCosts"], Chooser]

@@ -29,7 +29,7 @@ from jaxserve.pooling import PoolingParams
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
+from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, Start, sample_depths
 from jaxserve.text.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -351,7 +351,7 @@ class Fleet:
         for job, route in self._router.assign(
             self._queue.values(),
             prefix_of=lambda job: job.prefix,
-            fits=self._fits,
+            could_start=self._could_start,
             load_of=lambda job, route: job.load_with(route.num_shared_tokens),
         ):
             if route.is_open:
@@ -362,9 +362,10 @@ class Fleet:
         while self._queue and self._idle:  # no actor may idle while a job waits for another's prefix
             self._give(next(iter(self._idle.values())), self._queue.popitem(last=False)[1])
 
-    def _fits(self, job: _Job, route: Route) -> bool:
+    def _could_start(self, job: _Job, route: Route) -> Start:
         seat = self._seats[route.replica]
-        return not seat.jobs or seat.num_sequences + job.num_sequences <= self._room
+        fits = not seat.jobs or seat.num_sequences + job.num_sequences <= self._room
+        return Start.NOW if fits else Start.FULL
 
     def _even_out(self) -> None:
         """Move to idle actors the newest jobs of busy ones, which exceed the rows of a step and so have not started."""

@@ -1,107 +1,112 @@
-"""Admission: whether a scheduler could start a request that is queued before it, and what it has to do before."""
+"""Admission: whether a shard could start a request now, and what it has to do before."""
+
+import sys
+from dataclasses import dataclass
 
 from jaxserve.request import Request
-from jaxserve.scheduling.ledger import Demand, Ledger
-from jaxserve.scheduling.prefill import Prefills
-from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix
+from jaxserve.scheduling.classes import would_yield
+from jaxserve.scheduling.ledger import Ledger
+from jaxserve.scheduling.prompts import Prompts
+from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix, Start
+from jaxserve.scheduling.starts import Starts
+
+
+@dataclass(slots=True)
+class Changes:
+    """Number of changes of what `Admission` answers, but for requests that were added.
+
+    Attributes:
+        count: changes.
+        num_plans: plans that were asked for.
+        num_losses: losses of all cached pages.
+    """
+
+    count: int = 0
+    num_plans: int = 0
+    num_losses: int = 0
+
+    def planned(self) -> None:
+        """Note that a plan was asked for."""
+        self.count += 1
+        self.num_plans += 1
+
+    def lost_cache(self) -> None:
+        """Note that nothing is cached any more."""
+        self.count += 1
+        self.num_losses += 1
 
 
 class Admission:
-    """Answers to those who queue requests, from the state of one scheduler, which they only read.
+    """Answers to a balancer, from the state of a shard, which they only read.
 
     Args:
-        ledger: requests and pages of the scheduler.
-        prefills: its prompts.
+        ledger: requests and pages of the shard.
+        prompts: its unfinished prompts.
+        starts: start of its requests.
+        changes: changes of the shard.
+
+    Attributes:
+        changes: changes of the shard.
     """
 
-    def __init__(self, ledger: Ledger, prefills: Prefills) -> None:
-        self._ledger, self._prefills = ledger, prefills
+    def __init__(self, ledger: Ledger, prompts: Prompts, starts: Starts, changes: Changes) -> None:
+        self._ledger, self._prompts, self._starts, self.changes = ledger, prompts, starts, changes
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without pages and slot."""
+        return len(self._ledger.waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """True if there are no requests."""
+        return not (self._ledger.running or self._ledger.waiting)
 
     @property
     def load(self) -> int:
         """Tokens to compute before those of a request added now, and a charge for every request."""
-        return self.load_behind(self._ledger.waiting_demand)
-
-    def load_behind(self, ahead: Demand) -> int:
-        """Return the load before a request that comes behind these waiting ones."""
         ledger, num_running = self._ledger, len(self._ledger.running)
-        num_tokens = num_running + ledger.num_prefill_tokens + ahead.num_tokens
-        return num_tokens + ROW_CHARGE_TOKENS * (num_running + ahead.num_requests)
+        num_tokens = num_running + ledger.num_prefill_tokens + ledger.num_waiting_tokens
+        return num_tokens + ROW_CHARGE_TOKENS * (num_running + len(ledger.waiting))
 
-    @property
-    def running(self) -> list[Request]:
-        """Requests with pages and a slot, in the order of admission."""
-        return list(self._ledger.running.values())
+    def is_open(self, priority: int = sys.maxsize) -> bool:
+        """Return whether the next plan could start some request of a class behind those that wait."""
+        ledger = self._ledger
+        may_displace = bool(ledger.running) and ledger.lowest_priority > priority
+        return may_displace or self._num_pages_left() >= ledger.groups.size
 
-    @property
-    def waiting(self) -> list[Request]:
-        """Requests without: by class, by tenant, in the order of arrival."""
-        return list(self._ledger.waiting)
+    def could_start(self, request: Request) -> Start:
+        """Return whether the next plan could start a request behind those that wait.
 
-    @property
-    def queued(self) -> Demand:
-        """Demand of all of these."""
-        return self._ledger.waiting_demand
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Tokens that these have to compute, as far as is known."""
-        return self._ledger.num_waiting_tokens
-
-    def has_room(self, request: Request | None = None, ahead: Demand | None = None) -> bool:
-        """Return whether the next plan has a slot, budget and pages to start `request`, or any that takes one page.
-
-        Requests that wait here come first, or those `ahead` where they are given. Rows in decode that need a page in
-        that plan may still take pages that count as free, and the plan may pass over `request` if it `must_wait`.
+        Rows in decode that need a page in that plan may still take pages that count as free.
         """
-        ledger = self._ledger
-        num_ahead, num_tokens, num_pages = ahead or ledger.waiting_demand
-        if num_ahead >= len(ledger.free_slots):
-            return False
-        if num_tokens >= self._prefills.num_budget_left():
-            return False
-        num_left = ledger.num_available - self._prefills.num_pages_kept - num_pages
-        num_columns = 1 if request is None else ledger.groups.num_columns(request.num_tokens)
-        if num_columns * ledger.groups.size <= num_left:  # whatever of it is cached
-            return True
-        return request is not None and max(ledger.num_pages_taken(request, request.num_shared_tokens), 1) <= num_left
-
-    def would_yield(self, priority: int, num_ahead: int, request: Request | None = None) -> bool:
-        """Return whether rows of lower classes would give way to `request`, or to any of a class.
-
-        Args:
-            priority: class of the request.
-            num_ahead: waiting requests that come before it.
-            request: the request; None for any that has the pages it needs.
-        """
-        ledger = self._ledger
-        if not ledger.running or ledger.lowest_priority <= priority:
-            return False
-        lower = [other for other in ledger.running.values() if other.priority > priority]
-        if num_ahead >= len(ledger.free_slots) + len(lower):
-            return False
-        num_freed = sum(len(other.pages) + ledger.groups.size for other in lower)
-        num_left = ledger.num_available - self._prefills.num_pages_kept + num_freed
-        return request is None or ledger.num_pages_taken(request) + ledger.groups.size <= num_left
-
-    def num_ahead(self, priority: int) -> int:
-        """Return the number of waiting requests of a class and those above."""
-        return self._ledger.waiting.num_ahead(priority)
-
-    def demand(self, request: Request) -> Demand:
-        """Return what the start of a waiting request takes."""
-        return self._ledger.demand(request)
-
-    def num_cached_tokens(self, request: Request) -> int:
-        """Return the tokens of a waiting request that are cached here."""
-        ledger = self._ledger
-        return len(ledger.cached_pages(request)) // ledger.groups.size * ledger.page_size
-
-    def must_wait(self, request: Request) -> bool:
-        """Return whether the next plan would pass over `request`, because it waits for an unfinished prompt."""
-        return self._prefills.must_wait(request)
+        ledger, num_left = self._ledger, self._num_pages_left()
+        if self._starts.would_pass_over(request):
+            return Start.LATER
+        if ledger.groups.num_columns(request.num_tokens) * ledger.groups.size <= num_left:  # whatever of it is cached
+            return Start.NOW
+        fits = num_left > 0 and ledger.num_pages_taken(request, request.num_shared_tokens) <= num_left
+        return Start.NOW if fits or self._would_yield(request) else Start.FULL
 
     def prefix(self, request: Request) -> Prefix:
         """Return the sampled prefixes of a request that others may share with it."""
         page_size = self._ledger.page_size
         return Prefix.of(self._ledger.store.hashes(request), page_size, (request.num_known_tokens - 1) // page_size)
+
+    def _num_pages_left(self) -> int:
+        """Pages left for newcomers behind those that wait; 0 if there is no slot or no token left."""
+        ledger = self._ledger
+        num_ahead, num_tokens, num_pages = ledger.waiting_demand
+        if num_ahead >= len(ledger.free_slots) or num_tokens >= self._prompts.next_budget_left():
+            return 0
+        return ledger.num_available - self._prompts.num_pages_kept - num_pages
+
+    def _would_yield(self, request: Request) -> bool:
+        """Return whether rows of lower classes would give way to a request behind those of its class that wait."""
+        ledger = self._ledger
+        if not ledger.running or ledger.lowest_priority <= request.priority:
+            return False
+        num_ahead = ledger.waiting.num_ahead(request.priority)
+        num_pages = ledger.num_pages_taken(request) + ledger.groups.size
+        num_pages += ledger.num_waiting_pages if num_ahead else 0
+        return would_yield(request.priority, num_ahead + 1, num_pages, ledger)

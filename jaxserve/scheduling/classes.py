@@ -36,7 +36,7 @@ def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
                 return
             if request.status is RequestStatus.LOADING:
                 continue
-            unfinished = _prompts_before(request, ledger)
+            unfinished = _prompts_before(request.priority, ledger)
             most_left = budget_left - sum(map(num_remaining, unfinished))
             if most_left <= 0 or _must_wait(request, unfinished, most_left, policy):
                 return
@@ -47,9 +47,9 @@ def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
             budget_left -= policy.first_share(request.num_tokens, most_left)
 
 
-def _prompts_before(request: Request, ledger: Ledger) -> list[Request]:
-    """Unfinished prompts of the class of a request or above."""
-    return [other for other in ledger.running.values() if other.priority <= request.priority and in_prefill(other)]
+def _prompts_before(priority: int, ledger: Ledger) -> list[Request]:
+    """Unfinished prompts of a class or above."""
+    return [other for other in ledger.running.values() if other.priority <= priority and in_prefill(other)]
 
 
 def _must_wait(request: Request, unfinished: list[Request], budget_left: int, policy: Policy) -> bool:
@@ -80,26 +80,32 @@ def _yield_to(
         policy: policy that chooses the victims.
         plan: plan being made.
     """
-    num_rest = sum(
-        ledger.num_pages_kept(other) - ledger.groups.size * ledger.can_grow(other)
-        for other in _prompts_before(request, ledger)
-    )
+    num_kept = _num_kept(request.priority, ledger)
 
     def has_room() -> bool:
-        return len(ledger.free_slots) >= num_starts and _num_free_pages(ledger) - num_rest >= num_pages
+        return len(ledger.free_slots) >= num_starts and _num_free_pages(ledger) - num_kept >= num_pages
 
-    lower = [other for other in ledger.running.values() if other.priority > request.priority]
-    if not has_room():
-        if len(ledger.free_slots) + len(lower) < num_starts:
-            return False
-        num_freed = sum(len(other.pages) + 2 * ledger.groups.size for other in lower)
-        if _num_free_pages(ledger) - num_rest + num_freed < num_pages:
-            return False
+    if not has_room() and not would_yield(request.priority, num_starts, num_pages, ledger):
+        return False
     while not has_room():
         if not ledger.running or ledger.lowest_priority <= request.priority:
             return False
         ledger.preempt(policy.victim(ledger.running), plan)
     return True
+
+
+def would_yield(priority: int, num_starts: int, num_pages: int, ledger: Ledger) -> bool:
+    """Return whether so many slots and pages are free when all rows of classes below one have given way."""
+    lower = [other for other in ledger.running.values() if other.priority > priority]
+    num_freed = sum(len(other.pages) + 2 * ledger.groups.size for other in lower)
+    num_free = _num_free_pages(ledger) - _num_kept(priority, ledger) + num_freed
+    return len(ledger.free_slots) + len(lower) >= num_starts and num_free >= num_pages
+
+
+def _num_kept(priority: int, ledger: Ledger) -> int:
+    """Pages that the rest of unfinished prompts of a class, or above, takes beyond what is kept for them to grow."""
+    prompts, size = _prompts_before(priority, ledger), ledger.groups.size
+    return sum(ledger.num_pages_kept(other) - size * ledger.can_grow(other) for other in prompts)
 
 
 def _num_free_pages(ledger: Ledger) -> int:

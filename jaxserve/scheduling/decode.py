@@ -30,7 +30,7 @@ class Decodes:
         )  # most rows in decode while prompts wait
         self._next_held_slot = 0  # slot from which rows in decode are held back next
 
-    def most_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
+    def most_steps(self, limit: int, num_drafts: Sequence[int] = (), *, has_queue: bool = False) -> int:
         """Return the most steps that one plan may have, if all rows are in decode and pages for their tokens are there.
 
         Where requests wait, a row that ends limits them, as one could join in its slot; 0 if one can join at once.
@@ -38,12 +38,13 @@ class Decodes:
         Args:
             limit: most steps.
             num_drafts: tokens to draft by slot; empty for a plan without drafts.
+            has_queue: True if requests wait elsewhere that could join.
         """
         ledger = self._ledger
         num_tokens, num_spare = 1 + max(num_drafts, default=0), self._num_spare_tokens if num_drafts else 0
         if not ledger.running or (ledger.waiting and ledger.free_slots) or ledger.num_prefill_tokens:
             return 0
-        num_steps = min(limit, -(-min(self._left()) // num_tokens)) if ledger.waiting else limit
+        num_steps = min(limit, -(-min(self._left()) // num_tokens)) if ledger.waiting or has_queue else limit
         while num_steps and ledger.num_pages_short(num_steps * num_tokens + num_spare) > ledger.num_available:
             num_steps //= 2
         return num_steps

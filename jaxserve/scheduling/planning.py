@@ -1,4 +1,4 @@
-"""Planning: makes the plan of a step in three parts, from one token budget: begin, decode, fill.
+"""Planning: makes the plan of a step from one token budget: rows give way, then decode, then prompts fill it.
 
 The budget. Rows in decode come first, with a token each; then prompts, as the module `prefill` says. Where that would
 leave prompts less than `prefill_share` of the budget, some rows in decode are held back: they get what the prompts did
@@ -24,100 +24,162 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.balancer import Balancer
+from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.classes import make_room
-from jaxserve.scheduling.decode import Decodes, may_sample_late
-from jaxserve.scheduling.ledger import Ledger
+from jaxserve.scheduling.deadlines import Deadlines
+from jaxserve.scheduling.decode import may_sample_late
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.prefill import Prefills
+from jaxserve.scheduling.shard import Shard
 
 
-class Decoded(NamedTuple):
-    """A plan with its rows in decode, which lacks those in prefill.
+class Limits(NamedTuple):
+    """Limits of the plans of one step, which all shards have in common.
+
+    Attributes:
+        num_steps: steps, or rounds with drafts.
+        num_drafts: tokens to draft by slot; empty for a plan without drafts.
+        may_split: True if the plan may be split for rows that wait for tokens.
+    """
+
+    num_steps: int = 1
+    num_drafts: Sequence[int] = ()
+    may_split: bool = False
+
+
+ONE_STEP_EACH = Limits()
+
+
+class Draft:
+    """Plan of a shard while it is made: each part is called once, in their order here.
+
+    Args:
+        shard: the shard.
+        plan: plan without rows.
 
     Attributes:
         plan: the plan.
-        num_displaced: rows preempted for requests of higher classes.
-        held_back: rows in decode that get what prompts leave.
-        in_prefill: running rows between two chunks.
-        beside_decode: True if any row in decode waits for the step.
     """
 
-    plan: StepPlan
-    num_displaced: int
-    held_back: list[Request]
-    in_prefill: list[Request]
-    beside_decode: bool
+    __slots__ = ("_beside_decode", "_held_back", "_in_prefill", "_num_displaced", "_shard", "plan")
+
+    def __init__(self, shard: Shard, plan: StepPlan) -> None:
+        self._shard, self.plan = shard, plan
+        self._num_displaced = 0  # rows preempted for requests of higher classes
+        self._held_back: list[Request] = []  # rows in decode that get what prompts leave
+        self._in_prefill: list[Request] = []  # running rows between two chunks
+        self._beside_decode = False  # True if any row in decode waits for the step
+
+    def make_room(self) -> None:
+        """Have rows give way to waiting requests of higher classes."""
+        shard = self._shard
+        shard.changes.planned()
+        if (states := shard.ledger.store.states) is not None:
+            states.begin_plan()
+        make_room(shard.ledger, shard.policy, self.plan)
+        self._num_displaced = len(self.plan.preempted)
+
+    def decode(self, limits: Limits) -> None:
+        """Give rows in decode their tokens, as far as there are pages."""
+        plan, rows, decodes = self.plan, self._shard.ledger.running.values(), self._shard.decodes
+        plan.num_steps, num_drafts, may_split = limits
+        plan.is_split = may_split and any(map(may_sample_late, rows))
+        self._held_back = decodes.rows_to_hold_back()
+        self._in_prefill = decodes.schedule(plan, self._held_back, num_drafts)
+        has_row = bool(plan.requests or self._held_back)
+        self._beside_decode = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
+
+    def fill(self, most_prefill_tokens: int) -> None:
+        """Fill the plan with rows in prefill, of so many tokens at most, and with rows in decode held back before."""
+        plan, shard = self.plan, self._shard
+        shard.prefills.schedule(
+            plan,
+            self._in_prefill,
+            beside_decode=self._beside_decode,
+            num_displaced=self._num_displaced,
+            most_tokens=most_prefill_tokens,
+        )
+        if self._held_back:
+            shard.decodes.schedule_held_back(plan, self._held_back)
+        if plan.num_steps > 1 and not plan.num_drafts:
+            plan.num_steps = max(plan.max_new, default=1)
+        plan.slots = [request.slot for request in plan.requests]
+        plan.num_pages_used = shard.ledger.num_pages_used
 
 
 class Planning:
-    """The parts of a plan. Each plan begun is decoded and filled before the ledger changes otherwise.
-
-    They are apart because the shards of a `ShardedScheduler` agree after each on what the next may do.
+    """Makes plans. The shards of a step have one each, and agree on how far it may go.
 
     Args:
-        ledger: ledger of all requests.
-        policy: order of requests, and a prompt's share of a step.
-        prefills: prompts between two chunks, and the start of requests.
-        num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
+        shards: all shards.
+        balancer: queue before the shards.
+        deadlines: deadlines of tokens, whose slack the shards share.
     """
 
-    def __init__(self, ledger: Ledger, policy: Policy, prefills: Prefills, num_spare_tokens: int) -> None:
-        self._ledger, self._policy, self._prefills = ledger, policy, prefills
-        self._decodes = Decodes(ledger, policy, num_spare_tokens)
+    def __init__(self, shards: Sequence[Shard], balancer: Balancer, deadlines: Deadlines) -> None:
+        self._shards, self._balancer, self._deadlines = shards, balancer, deadlines
 
-    def begin(self, step_id: int) -> StepPlan:
-        """Begin a plan: rows give way to waiting requests of higher classes."""
-        if (states := self._ledger.store.states) is not None:
-            states.begin_plan()
-        plan = StepPlan(step_id)
-        make_room(self._ledger, self._policy, plan)
-        return plan
+    def make(self, step_id: int, choice: StepChoice) -> list[StepPlan]:
+        """Return the plan of each shard, some or all of them without rows."""
+        self._balancer.place()
+        drafts = [Draft(shard, StepPlan(step_id)) for shard in self._shards]
+        plans = [draft.plan for draft in drafts]
+        for draft in drafts:
+            draft.make_room()
+        limits = self._agree(choice)
+        for draft in drafts:
+            draft.decode(limits)
+        most_prefill_tokens = self._deadlines.most_prefill_tokens(plans, choice.timing)
+        for draft in drafts:
+            draft.fill(most_prefill_tokens)
+        self._deadlines.note_first_tokens(plans, choice.timing)
+        return plans
 
-    def most_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
-        """Return the most steps that the plan begun may have; see `Decodes.most_steps`."""
-        return self._decodes.most_steps(limit, num_drafts)
+    def _agree(self, choice: StepChoice) -> Limits:
+        """Return what the choice allows for and every shard with requests can do."""
+        max_steps, num_drafts, _, may_split = choice
+        if max_steps == 1 and not num_drafts and not may_split:
+            return ONE_STEP_EACH
+        num_steps = self._most_steps(max_steps, num_drafts) if num_drafts else 0
+        if not num_steps:
+            if num_drafts:  # `max_steps` are rounds: no program may go several steps without drafts for so many rows
+                num_drafts, max_steps = (), 1
+            num_steps = self._most_steps(max_steps) if max_steps > 1 else 1
+        return Limits(max(num_steps, 1), num_drafts, may_split and bool(self._most_steps(1)))
 
-    def steps_left(self, num_drafts: Sequence[int] = ()) -> int:
-        """Return the steps until all running rows have ended; see `Decodes.steps_left`."""
-        return self._decodes.steps_left(num_drafts)
+    def _most_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
+        """Return the most steps that the plans of all shards with requests may have; see `Decodes.most_steps`."""
+        busy = [shard.decodes for shard in self._shards if not shard.admission.is_idle]
+        num_steps = min(limit, max((decodes.steps_left(num_drafts) for decodes in busy), default=0))
+        has_queue = self._balancer.num_queued > 0
+        for decodes in busy:
+            num_steps = decodes.most_steps(num_steps, num_drafts, has_queue=has_queue) if num_steps else 0
+        return num_steps
 
-    def decode(
-        self, plan: StepPlan, num_steps: int, num_drafts: Sequence[int] = (), *, may_split: bool = False
-    ) -> Decoded:
-        """Give rows in decode `num_steps` steps of the plan begun, at most what `most_steps` allows.
 
-        Args:
-            plan: the plan.
-            num_steps: number of steps.
-            num_drafts: tokens to draft by slot; empty for a plan without drafts.
-            may_split: True if the plan may be split for rows that wait for tokens.
-        """
-        num_displaced = len(plan.preempted)
-        rows = self._ledger.running.values()
-        plan.num_steps = num_steps
-        plan.is_split = may_split and self._decodes.most_steps(1) > 0 and any(map(may_sample_late, rows))
-        held_back = self._decodes.rows_to_hold_back()
-        in_prefill_before = self._decodes.schedule(plan, held_back, num_drafts)
-        beside_decode = bool(plan.num_rows or held_back) or any(row.status is RequestStatus.BLOCKED for row in rows)
-        return Decoded(plan, num_displaced, held_back, in_prefill_before, beside_decode)
+def join(plans: Sequence[StepPlan], num_shard_pages: int) -> StepPlan:
+    """Return the plan of all rows: those of one shard after those of another.
 
-    def fill(self, decoded: Decoded, most_prefill_tokens: int) -> StepPlan | None:
-        """Return the plan with rows in prefill of so many tokens at most; None if it has no rows."""
-        plan = decoded.plan
-        self._prefills.schedule(
-            plan,
-            decoded.in_prefill,
-            beside_decode=decoded.beside_decode,
-            num_displaced=decoded.num_displaced,
-            most_tokens=most_prefill_tokens,
-        )
-        if decoded.held_back:
-            self._decodes.schedule_held_back(plan, decoded.held_back)
-        if not plan.requests:
-            return None
-        if plan.num_steps > 1 and not plan.num_drafts:
-            plan.num_steps = max(plan.max_new)
-        plan.slots = [request.slot for request in plan.requests]
-        plan.num_pages_used = self._ledger.num_pages_used
-        return plan
+    Args:
+        plans: plans of all shards, one of them with rows.
+        num_shard_pages: pages of each shard.
+    """
+    joined = StepPlan(plans[0].step_id)
+    for index, part in enumerate(plans):
+        joined.preempted += part.preempted
+        joined.num_pages_used += part.num_pages_used
+        if not part.requests:
+            continue
+        for name in ("requests", "slots", "starts", "counts", "max_new", "admitted", "grown"):
+            getattr(joined, name).extend(getattr(part, name))
+        first_page = index * num_shard_pages
+        joined.copies += [(first_page + source, first_page + target) for source, target in part.copies]
+        for name in ("num_decode_tokens", "num_prefill_tokens", "num_cached_tokens"):
+            setattr(joined, name, getattr(joined, name) + getattr(part, name))
+        joined.wants_logprobs |= part.wants_logprobs
+        joined.wants_prompt_logprobs |= part.wants_prompt_logprobs
+        joined.is_split |= part.is_split
+        joined.num_steps = max(joined.num_steps, part.num_steps)
+    most = max(part.num_tokens for part in plans)
+    joined.num_uneven_tokens = most * len(plans) - joined.num_tokens
+    return joined

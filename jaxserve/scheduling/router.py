@@ -8,6 +8,7 @@ prefix. Repeated work delays the request itself and later ones, so saved tokens 
 prefix go to the same replica until the difference in load exceeds that.
 """
 
+import enum
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,6 +46,14 @@ def sample_depths(num_blocks: int) -> Sequence[int]:
     """
     depths = _DEPTHS[: bisect_right(_DEPTHS, num_blocks)]
     return depths if not num_blocks or depths[-1] == num_blocks else [*depths, num_blocks]
+
+
+class Start(enum.Enum):
+    """Answer to whether a job could start now."""
+
+    NOW = enum.auto()
+    LATER = enum.auto()  # it waits for unfinished prompts, and jobs behind it start before
+    FULL = enum.auto()  # it does not fit yet, and jobs behind it wait, too
 
 
 class Prefix(NamedTuple):
@@ -157,9 +166,9 @@ class Router:
         self,
         queue: Iterable[Job],
         prefix_of: Callable[[Job], Prefix],
-        fits: Callable[[Job, Route], bool],
+        could_start: Callable[[Job, Route], Start],
         load_of: Callable[[Job, Route], int],
-        must_wait: Callable[[Job, Route], bool] = lambda *_: False,
+        may_wait: Callable[[Job], bool] = lambda _: True,
     ) -> Iterator[tuple[Job, Route]]:
         """Route the jobs of a queue in order until no replica is open.
 
@@ -169,27 +178,24 @@ class Router:
         Args:
             queue: jobs in order; must not change during the iteration.
             prefix_of: function that returns the sampled prefixes of a job's prompt.
-            fits: predicate, True if an open replica has room for a job; else it is closed until its next `set_load`.
+            could_start: function that returns whether an open replica could start a job now. A job that it could start
+                later has a closed route; a full replica is closed until its next `set_load`.
             load_of: function that returns the load, in tokens, that a job adds to a replica.
-            must_wait: predicate, True if an open replica would start other jobs first; the job's route is then closed.
+            may_wait: predicate, True of a job that may wait for a closed replica which has computed its prefix.
         """
         num_passed_over = 0
         try:
             for job in queue:
-                prefix, only_open = prefix_of(job), num_passed_over == MAX_PASSED_OVER
-                while (route := self.choose(prefix, only_open=only_open)) is not None:
-                    if not route.is_open:
-                        break
-                    if must_wait(job, route):
-                        if only_open:
-                            return
-                        route = Route(route.replica, is_open=False, num_shared_tokens=route.num_shared_tokens)
-                        break
-                    if fits(job, route):
+                is_last, answer = num_passed_over == MAX_PASSED_OVER, Start.FULL
+                prefix, only_open = prefix_of(job), is_last or not may_wait(job)
+                while (route := self.choose(prefix, only_open=only_open)) is not None and route.is_open:
+                    if (answer := could_start(job, route)) is not Start.FULL:
                         break
                     self.close(route.replica)
-                if route is None:
+                if route is None or (answer is Start.LATER and is_last):
                     return
+                if route.is_open and answer is Start.LATER:
+                    route = route._replace(is_open=False)
                 if not route.is_open:
                     num_passed_over += 1
                     self._waiting_loads[route.replica] += load_of(job, route)
@@ -219,13 +225,6 @@ class Router:
         if len(all_holders) > _MAX_PREFIXES:  # many at once: a dict steps over all that was deleted to find its first
             for oldest in list(islice(all_holders, len(all_holders) - _MAX_PREFIXES + _MAX_PREFIXES // 64)):
                 del all_holders[oldest]
-
-    def drop(self, replica: int, prefix: Prefix, num_tokens: int) -> None:
-        """Record that a replica will not compute more than so many tokens of what `note` has recorded."""
-        for length, prefix_hash in zip(prefix.lengths, prefix.hashes, strict=True):
-            if length > num_tokens and replica in (holders := self._holders.get(prefix_hash, {})):
-                # Empty or not, it stays: longer prefixes of others are found behind it.
-                self._holders[prefix_hash] = {other: epoch for other, epoch in holders.items() if other != replica}
 
     def forget(self, replica: int) -> None:
         """Drop all prefixes of a replica whose cache was lost."""

@@ -5,9 +5,13 @@ meet, which samples one further token. Chunked prefill, prefix-cache hits and re
 case. The scheduler is a pure function of its state and the order of calls: no clock, no randomness.
 
 One request. `add` queues it in the `Ledger`. Each `schedule` has `Planning` make a plan: rows in decode (`Decodes`),
-then prompts and requests that start (`Prefills`). `update` has `Updates` append what a plan has sampled, and end the
-requests of which that was the last; `finish` ends others. All change requests through the `Ledger`, which alone moves
-them between queue, slots and pages.
+then prompts and requests that start (`Prefills`, `Starts`). `update` has `Updates` append what a plan has sampled, and
+end the requests of which that was the last; `finish` ends others. All change requests through the `Ledger`, which alone
+moves them between queue, slots and pages.
+
+Shards. Where attention is data parallel, the devices of a shard have the keys and values of its rows alone, and a step
+gives each shard an equal share of the token axis. So each `Shard` has a ledger of its own, and their plans are joined:
+the rows of one shard follow those of another. A `Balancer` gives each request to the shard that can start it.
 
 Step-ahead. Plan n + 1 may be made before the tokens of plan n are read, so `schedule()` already counts the tokens that
 a plan computes, and `num_pending_tokens` counts those sampled but not read. The caller promises one thing: every plan
@@ -32,8 +36,8 @@ be appended behind that one.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -42,43 +46,79 @@ from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.kv_cache.transfers import Tier
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.admission import Admission
+from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.choice import ONE_STEP, StepChoice
 from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.planning import Planning
+from jaxserve.scheduling.planning import Planning, join
 from jaxserve.scheduling.policy import Policy
-from jaxserve.scheduling.prefill import Prefills
-from jaxserve.scheduling.updates import Updates
+from jaxserve.scheduling.shard import Shard
 
 if TYPE_CHECKING:
     from jaxserve.schedule_config import ScheduleConfig
 
 
-class Scheduler:
-    """Continuous batching over a page pool.
+class Rows:
+    """Running rows of all shards, as they decide what the next plan may be.
 
     Args:
-        max_num_seqs: rows in a step and requests running at once.
+        shards: all shards.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+
+    @property
+    def num_even(self) -> int:
+        """Number of rows if each shard had as many as the fullest."""
+        return len(self._shards) * max([len(shard.ledger.running) for shard in self._shards])
+
+    @property
+    def slots(self) -> list[int]:
+        """Slots of all rows, in the order of admission."""
+        return [request.slot for shard in self._shards for request in shard.ledger.running.values()]
+
+    @property
+    def waiting_slots(self) -> list[int]:
+        """Slots of the rows whose every token must be read before the next is sampled."""
+        rows = (request for shard in self._shards for request in shard.ledger.running.values())
+        return [request.slot for request in rows if request.waits_for_tokens]
+
+    @property
+    def has_split(self) -> bool:
+        """True if a row can compute a token before it is read, but not sample the next."""
+        rows = (request for shard in self._shards for request in shard.ledger.running.values())
+        return any(request.waits_for_tokens and not request.may_be_extended for request in rows)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if a row wants log probabilities of its samples."""
+        rows = (request for shard in self._shards for request in shard.ledger.running.values())
+        return any(request.params.logprobs is not None for request in rows)
+
+
+class Scheduler:
+    """Continuous batching over the page pools of one shard or several.
+
+    Args:
+        max_num_seqs: rows in a step and requests running at once, in all shards.
         max_num_batched_tokens: token budget of a step; at least `max_num_seqs`.
         groups: groups of layers with pages of their own.
-        num_pages: pages in the pool.
+        num_pages: pages of all shards.
         max_model_len: limit on a request's prompt and output tokens together.
-        policy: order of requests, and a prompt's share of a step; None is the default for the budget.
+        policy: order of requests, and a prompt's share of a step; None is the default for the budget of a shard.
         num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
-        first_slot: number of the first slot.
-        tiers: tiers of pages below device memory.
+        num_shards: number of shards, which have equal parts of all this.
+        tiers: tiers of pages below device memory, of a single shard.
 
     Attributes:
         groups: groups of layers with pages of their own.
         policy: order of requests, and a prompt's share of a step.
         num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
-        deadlines: deadlines of tokens.
-        admission: answers to a load balancer; another object after `restart`.
-        planning: parts of a plan, for a scheduler of several shards; another object after `restart`.
-        watcher: function called after every change of what `admission` answers, but for `add`.
-        num_schedules: calls of `schedule`.
-        num_cache_resets: calls of `reset_prefix_cache` and `restart`.
+        max_prompt_tokens: most tokens of one prompt in a step.
+        shards: all shards.
+        rows: running rows.
     """
 
     def __init__(
@@ -91,116 +131,102 @@ class Scheduler:
         max_model_len: int,
         policy: Policy | None = None,
         num_spare_tokens: int = 0,
-        first_slot: int = 0,
+        num_shards: int = 1,
         tiers: Sequence[Tier] = (),
     ):
         assert max_num_batched_tokens >= max_num_seqs, "all rows in decode must fit one step; the config checks it"
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.page_size = groups.page_size
-        self.num_pages = num_pages
-        self.max_model_len = max_model_len
-        self.num_schedules = 0
-        self.num_cache_resets = 0
-        self.watcher: Callable[[], None] | None = None
-        self.groups = groups
-        self.num_spare_tokens = num_spare_tokens
-        self._first_slot = first_slot
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.page_size, self.num_pages, self.max_model_len = groups.page_size, num_pages, max_model_len
+        self.groups, self.num_spare_tokens = groups, num_spare_tokens
+        self.max_prompt_tokens = max_num_batched_tokens // num_shards
+        self.policy = policy or Policy.of(self.max_prompt_tokens)
         self._tiers, self._keys = tiers, count()
-        self.policy = policy or Policy.of(max_num_batched_tokens)
-        self.deadlines = Deadlines(self.policy.targets, self.policy.prefill_share)
+        first_slots = range(0, max_num_seqs, max_num_seqs // num_shards)
+        self.shards = [
+            Shard(partial(self._new_ledger, first_slot, num_shards), self.policy, num_spare_tokens)
+            for first_slot in first_slots
+        ]
+        self.rows = Rows(self.shards)
+        self._balancer = Balancer(self.shards, dict(self.policy.weights))
+        self._planning = Planning(
+            self.shards, self._balancer, Deadlines(self.policy.targets, self.policy.prefill_share)
+        )
         self._requests: dict[str, Request] = {}  # waiting and running
+        self._parts: dict[int, list[tuple[Shard, StepPlan]]] = {}  # plans of shards in flight, by id
         self._next_step_id = 0
         self._last_updated_step_id = -1
-        self._clear()
 
-    def _clear(self) -> None:
-        self._requests.clear()
-        self._ledger = Ledger(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+    def _new_ledger(self, first_slot: int, num_shards: int) -> Ledger:
+        return Ledger(
+            max_num_seqs=self.max_num_seqs // num_shards,
+            max_num_batched_tokens=self.max_prompt_tokens,
             groups=self.groups,
-            num_pages=self.num_pages,
+            num_pages=self.num_pages // num_shards,
             weights=dict(self.policy.weights),
-            first_slot=self._first_slot,
+            first_slot=first_slot,
             tiers=self._tiers,
             keys=self._keys,
         )
-        self._prefills = Prefills(self._ledger, self.policy)
-        self.planning = Planning(self._ledger, self.policy, self._prefills, self.num_spare_tokens)
-        self._updates = Updates(self._ledger, self._prefills)
-        self.admission = Admission(self._ledger, self._prefills)
 
     @classmethod
-    def of(cls, schedule: ScheduleConfig, first_slot: int = 0) -> Scheduler:
-        """Return a scheduler of these sizes, whose slots are numbered from `first_slot` on."""
+    def of(cls, schedule: ScheduleConfig) -> Scheduler:
+        """Return a scheduler of these sizes."""
         return cls(
             max_num_seqs=schedule.max_num_seqs,
             max_num_batched_tokens=schedule.max_num_batched_tokens,
             groups=schedule.kv_groups,
             num_pages=schedule.num_pages,
             max_model_len=schedule.max_total_tokens,
-            policy=schedule.policy,
+            policy=schedule.of_shard.policy,
             num_spare_tokens=schedule.num_spare_drafts,
-            first_slot=first_slot,
+            num_shards=schedule.num_data_shards,
         )
 
     @property
-    def max_prompt_tokens(self) -> int:
-        """Most tokens of one prompt in a step."""
-        return self.max_num_batched_tokens
+    def admission(self) -> Admission:
+        """Answers to a balancer of several replicas, whose rows are not divided; another object after `restart`."""
+        return self.shards[0].admission
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests with pages and a slot, shard by shard in the order of admission."""
+        return [request for shard in self.shards for request in shard.ledger.running.values()]
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests without: by class, by tenant, in the order of arrival."""
+        return [*self._balancer.queued, *(request for shard in self.shards for request in shard.ledger.waiting)]
 
     @property
     def num_waiting(self) -> int:
         """Requests without pages and slot, new or preempted."""
-        return len(self._ledger.waiting)
+        return self._balancer.num_queued + sum(len(shard.ledger.waiting) for shard in self.shards)
 
     @property
-    def first_waiting_priority(self) -> int:
-        """Highest class of a waiting request; below all if none waits."""
-        waiting = self._ledger.waiting
-        return waiting.first_priority if waiting else sys.maxsize
+    def num_waiting_tokens(self) -> int:
+        """Tokens that these have to compute, as far as is known; on any thread."""
+        num_queued = sum(request.num_tokens for request in self._balancer.queued)
+        return num_queued + sum(shard.ledger.num_waiting_tokens for shard in self.shards)
 
     @property
     def num_deferred(self) -> int:
         """Waiting requests that wait for a prompt with which they share a prefix, not for slots or pages."""
-        return self._prefills.num_held
+        return self._balancer.num_deferred + sum(shard.starts.num_held for shard in self.shards)
 
     @property
     def num_running(self) -> int:
         """Requests with pages and a slot."""
-        return len(self._ledger.running)
-
-    @property
-    def num_even_rows(self) -> int:
-        """Running requests, if each shard had as many as the fullest; here there is one."""
-        return self.num_running
-
-    @property
-    def running_slots(self) -> list[int]:
-        """Slots of the running requests, in the order of admission."""
-        return [request.slot for request in self._ledger.running.values()]
-
-    @property
-    def waiting_slots(self) -> list[int]:
-        """Slots of the running requests whose every token must be read before the next is sampled."""
-        return [request.slot for request in self._ledger.running.values() if request.waits_for_tokens]
-
-    @property
-    def has_split_rows(self) -> bool:
-        """True if a running request can compute a token before it is read, but not sample the next."""
-        rows = self._ledger.running.values()
-        return any(request.waits_for_tokens and not request.may_be_extended for request in rows)
+        return sum([len(shard.ledger.running) for shard in self.shards])
 
     @property
     def num_pages_used(self) -> int:
         """Pages that running requests own; the others are free or can be evicted."""
-        return self._ledger.num_pages_used
+        return sum(shard.ledger.num_pages_used for shard in self.shards)
 
     @property
     def num_wasted_tokens(self) -> int:
         """Tokens that were sampled for requests that had ended, since the last restart."""
-        return self._updates.num_wasted_tokens
+        return sum(shard.updates.num_wasted_tokens for shard in self.shards)
 
     def has_unfinished(self) -> bool:
         """Return whether any request waits or runs."""
@@ -221,7 +247,7 @@ class Scheduler:
             )
         self.check_fits(request)
         self._requests[request.request_id] = request
-        self._ledger.enqueue(request)
+        self._balancer.add([request])
 
     def check_fits(self, request: Request) -> None:
         """Raise RequestError where a request could not run to its end even alone."""
@@ -233,10 +259,11 @@ class Scheduler:
                 "shorten the prompt, lower max_tokens or raise max_model_len"
             )
         num_needed = self.groups.num_pages(max_total - 1)  # the last token is never computed
-        if num_needed > self.num_pages:
+        num_pages = self.num_pages // len(self.shards)
+        if num_needed > num_pages:
             raise RequestError(
                 f"a request must fit the page pool: {num_prompt} prompt tokens and up to {max_total - num_prompt} new "
-                f"ones need {num_needed} pages of {self.page_size} tokens, but there are {self.num_pages}; "
+                f"ones need {num_needed} pages of {self.page_size} tokens, but there are {num_pages}; "
                 "lower max_tokens, shorten the prompt or raise num_pages"
             )
 
@@ -247,25 +274,18 @@ class Scheduler:
         """
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self._updates.end(request, reason)
-            self._notify()
+            self._balancer.finish(request, reason)
         return request
 
-    def withdraw(self, requests: Iterable[Request] | None = None) -> list[Request]:
-        """Forget requests that wait and return them in their order, for another scheduler to take.
+    def withdraw(self) -> list[Request]:
+        """Forget the requests that wait and return them in their order, for another scheduler to take.
 
         Those with tokens on the device stay: what there is to compute of them is not known yet.
-
-        Args:
-            requests: waiting requests; None for all.
         """
-        waiting = self._ledger.waiting.in_order() if requests is None else requests
-        withdrawn = [request for request in waiting if not request.num_pending_tokens]
+        withdrawn = self._balancer.queued + [request for shard in self.shards for request in shard.withdraw()]
         for request in withdrawn:
-            self._ledger.dequeue(request)
-            self._prefills.forget(request)
+            self._balancer.finish(request)
             del self._requests[request.request_id]
-        self._notify()
         return withdrawn
 
     def reset_prefix_cache(self) -> None:
@@ -273,9 +293,8 @@ class Scheduler:
 
         Running requests keep their pages, but no one else will find what they compute on top of them.
         """
-        self.num_cache_resets += 1
-        self._ledger.store.reset(self._ledger.running.values())
-        self._notify()
+        for shard in self.shards:
+            shard.reset_prefix_cache()
 
     def transferred(self, keys: Sequence[int], *, ok: bool) -> None:
         """Take the end of moves of pages between tiers; those from before a restart are ignored.
@@ -284,53 +303,36 @@ class Scheduler:
             keys: their numbers.
             ok: False if their content is lost.
         """
-        self._ledger.store.transferred(keys, ok=ok)
-        self._notify()
+        for shard in self.shards:
+            shard.transferred(keys, ok=ok)
 
     def restart(self) -> None:
         """Go on as a new scheduler would: nothing is cached, and whatever broke off has left nothing behind.
 
         All requests have been ended.
         """
-        self.num_cache_resets += 1
         for tier in self._tiers:
             tier.clear()
-        self._clear()
-        self._notify()
-
-    def _notify(self) -> None:
-        if self.watcher is not None:
-            self.watcher()
+        for shard in self.shards:
+            shard.restart()
+        self._balancer.restart()
+        self._requests.clear()
+        self._parts.clear()
 
     # One step
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """True if a running request wants log probabilities of its samples."""
-        return any(request.params.logprobs is not None for request in self._ledger.running.values())
 
     def schedule(self, choice: StepChoice = ONE_STEP) -> StepPlan | None:
         """Plan the next step, or up to `choice.max_steps` at once; None when nothing can run.
 
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
         """
-        max_steps, num_drafts, timing, may_split = choice
-        self.num_schedules += 1
-        planning = self.planning
-        plan = planning.begin(self._next_step_id)
-        num_steps = 0
-        if num_drafts:
-            num_steps = planning.most_steps(min(max_steps, planning.steps_left(num_drafts)), num_drafts)
-        if not num_steps:
-            if num_drafts:  # `max_steps` are rounds: no program may go several steps without drafts for so many rows
-                num_drafts, max_steps = (), 1
-            num_steps = planning.most_steps(min(max_steps, planning.steps_left())) if max_steps > 1 else 1
-        decoded = planning.decode(plan, max(num_steps, 1), num_drafts, may_split=may_split)
-        filled = planning.fill(decoded, self.deadlines.most_prefill_tokens([plan], timing))
-        self.deadlines.note_first_tokens([plan], timing)
-        self._next_step_id += filled is not None
-        self._notify()
-        return filled
+        plans = self._planning.make(self._next_step_id, choice)
+        parts = [(shard, plan) for shard, plan in zip(self.shards, plans, strict=True) if plan.requests]
+        if not parts:
+            return None
+        self._parts[self._next_step_id] = parts
+        self._next_step_id += 1
+        return plans[0] if len(plans) == 1 else join(plans, self.num_pages // len(plans))
 
     def update(self, plan: StepPlan, sampled: Sequence[list[int]]) -> list[Request]:
         """Take the token ids that each row of `plan` has sampled, as many as the device came to.
@@ -340,10 +342,15 @@ class Scheduler:
         """
         assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
         self._last_updated_step_id = plan.step_id
-        ended = self._updates.take(plan, sampled)
+        ended: list[Request] = []
+        first, parts = 0, self._parts.pop(plan.step_id)
+        for shard, part in parts:
+            own = sampled[first : first + part.num_rows] if len(parts) > 1 else sampled
+            ended += shard.updates.take(part, own)
+            shard.changes.count += 1
+            first += part.num_rows
         for request in ended:
-            del self._requests[request.request_id]
-        self._notify()
+            self._forget(request)
         return ended
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
@@ -352,14 +359,22 @@ class Scheduler:
         They are computed like those of a prompt. Returns them up to the one that ended the request.
         """
         request = self._requests[request_id]
-        taken = self._updates.extend(request, token_ids)
+        taken = self.shards[self._balancer.locate(request)].updates.extend(request, token_ids)
         if request.status is RequestStatus.FINISHED:
-            del self._requests[request_id]
+            self._forget(request)
         return taken
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        self._balancer.finish(request)
 
     def check_integrity(self) -> None:
         """Assert that pages and slots are conserved and that every request is where its status says."""
-        self._ledger.check_integrity()
-        self._prefills.check_integrity()
-        waiting = {request.request_id for request in self._ledger.waiting}
-        assert self._requests.keys() == self._ledger.running.keys() | waiting
+        held = [*self._balancer.queued]
+        for index, shard in enumerate(self.shards):
+            shard.check_integrity()
+            own = [*shard.ledger.running.values(), *shard.ledger.waiting]
+            assert {request.request_id for request in own} == set(self._balancer.ids_on(index))
+            held += own
+        assert self._requests == {request.request_id: request for request in held}
+        self._balancer.check_integrity(self._requests)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.ledger import RUNS, Ledger
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.prefill import Prefills
+from jaxserve.scheduling.starts import Starts
 
 
 class Updates:
@@ -29,14 +29,14 @@ class Updates:
 
     Args:
         ledger: ledger of all requests.
-        prefills: prompts, which know waiting requests that an update may end.
+        starts: start of requests, which knows waiting ones that an update may end.
 
     Attributes:
         num_wasted_tokens: tokens that were sampled for requests that had ended.
     """
 
-    def __init__(self, ledger: Ledger, prefills: Prefills) -> None:
-        self._ledger, self._prefills = ledger, prefills
+    def __init__(self, ledger: Ledger, starts: Starts) -> None:
+        self._ledger, self._starts = ledger, starts
         self.num_wasted_tokens = 0
 
     def take(self, plan: StepPlan, sampled: Sequence[list[int]]) -> list[Request]:
@@ -100,7 +100,7 @@ class Updates:
             self._ledger.stop(request)
         else:
             self._ledger.dequeue(request)
-            self._prefills.forget(request)
+            self._starts.forget(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.num_tokens_when_preempted = request.quiet_outputs = 0

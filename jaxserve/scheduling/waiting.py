@@ -198,6 +198,12 @@ class WaitingQueue:
             for tenant in self._classes[priority].tenants.values():
                 yield from tenant.queue.values()
 
+    def __contains__(self, request: Request) -> bool:
+        """Return whether a request waits here."""
+        group = self._classes.get(request.priority)
+        tenant = None if group is None else group.tenants.get(request.tenant)
+        return tenant is not None and tenant.queue.get(request.request_id) is request
+
     def in_order(self) -> Generator[Request]:
         """Yield the waiting requests in their order, which charges meanwhile change.
 
@@ -212,6 +218,16 @@ class WaitingQueue:
     def first_priority(self) -> int:
         """Highest class of a waiting request; some request must wait."""
         return next(priority for priority in self._priorities if self._classes[priority].num_waiting)
+
+    @property
+    def last_priority(self) -> int:
+        """Lowest class with a request that waits or runs; there must be some."""
+        return self._priorities[-1]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes with requests that wait or run."""
+        return len(self._priorities)
 
     def num_ahead(self, priority: int) -> int:
         """Return the number of waiting requests of a class and those above."""
@@ -288,9 +304,21 @@ class WaitingQueue:
         tenant.num_running -= 1
         self._leave(request, group, tenant)
 
+    def take_back(self, request: Request, num_cached_tokens: int) -> None:
+        """Put a request that was given away at the head of its tenant's queue; one that never ran costs nothing."""
+        self.put_back(request)
+        self.stopped(request)
+        if not request.num_preemptions:
+            group = self._classes[request.priority]
+            tenant = group.tenants[request.tenant]
+            tenant.counter -= PROMPT_COST * (request.num_prompt_tokens - num_cached_tokens) * tenant.cost
+            group.push(tenant)
+
     def settle(self) -> None:
         """Charge tenants for the output of running requests, where that decides who comes first."""
         classes = self._classes
+        if all(group.num_queued < 2 for group in classes.values()):
+            return
         for request in self._running.values():
             group = classes[request.priority]
             if group.num_queued > 1:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulation import SimulatedExecutor
 
-from jaxserve.engine import core, load_balancer, replica
+from jaxserve.engine import core, replica
 from jaxserve.engine.events import (
     CacheReset,
 )
@@ -21,7 +21,7 @@ from jaxserve.execution.executor import Executor
 from jaxserve.kv_cache import eviction, group_kinds, page_store, pages, transfers
 from jaxserve.request import FinishReason
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling import decode, ledger, prefill, scheduler
+from jaxserve.scheduling import balancer, decode, ledger, prefill, prompts, scheduler, shard, starts
 from tests.driven_core import FAILURE, FEW_PROGRAMS, SIZES, Driven, end_at_assertions
 from tests.random_runs import examples
 
@@ -116,17 +116,20 @@ class BreakOff:
     FILES = frozenset(
         module.__file__
         for module in (
+            balancer,
             core,
             decode,
             eviction,
             group_kinds,
             ledger,
-            load_balancer,
             page_store,
             pages,
             prefill,
+            prompts,
             replica,
             scheduler,
+            shard,
+            starts,
             transfers,
         )
     )
@@ -225,7 +228,7 @@ def test_a_replica_whose_device_cannot_be_asked_ends_its_own_requests_alone(monk
     requests = [driven.submit(prompt=[n], max_tokens=5) for n in range(4)]
     driven.step()
     failed = driven.replicas[0]
-    lost = set(driven.core._load_balancer.ids_on(failed))
+    lost = set(driven.core._balancer.ids_on(0))
 
     def fail() -> bool:
         raise FAILURE

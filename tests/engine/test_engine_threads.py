@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 
 from jaxserve import llm as llm_module
-from jaxserve.engine import core, engine, frontend, load_balancer, replica, threads, wakes
+from jaxserve.engine import core, engine, frontend, replica, threads, wakes
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.errors import RequestError
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling import balancer
 from synthetic.null_device import TOKEN, null_engine
 from tests.waiting import until
 
-FILES = {module.__file__ for module in (core, engine, frontend, load_balancer, replica, threads, llm_module)}
+FILES = {module.__file__ for module in (core, engine, frontend, balancer, replica, threads, llm_module)}
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
 PATIENCE_S = 30
@@ -329,7 +330,7 @@ def test_a_listener_must_not_wait_for_its_own_thread(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit("dies"), MemoryError("dies"), KeyboardInterrupt("dies")], ids=repr)
-@pytest.mark.parametrize("part", ["core.take_events", "core.step", "frontend._take_step", "core._load_balancer.place"])
+@pytest.mark.parametrize("part", ["core.take_events", "core.step", "frontend._take_step", "core._balancer.place"])
 def test_a_thread_that_dies_ends_its_requests_and_the_next_are_served(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,7 +22,7 @@ from jaxserve.request import RequestStatus
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.plan import StepShape
-from jaxserve.scheduling.sharded import new_scheduler
+from jaxserve.scheduling.scheduler import Scheduler
 from tests.driven_core import DRAFTING, FAILURE, LARGER, SIZES, Driven
 from tests.parameters import mainly
 
@@ -86,7 +86,7 @@ def record_log(
                     case 1:
                         executor.fails_on_device = FAILURE
                     case 2:  # fails in the middle of a plan, or of taking tokens
-                        vars(replica.scheduler._ledger.store)["register_columns"] = break_off
+                        vars(replica.scheduler.shards[0].ledger.store)["register_columns"] = break_off
             case _:
                 step_or_recover(driven, counts)
                 driven.take()
@@ -145,7 +145,7 @@ def test_the_end_of_a_transfer_is_an_event_that_is_replayed() -> None:
     assert driven.ended[again][0] == generate_alone(again)[0]
     assert (again.num_cached_tokens, tier.counts["loaded"]) == (36, 9)
     digests = [event.digest for event in events if isinstance(event, Scheduled)]
-    anew = new_scheduler(SIZES)
+    anew = Scheduler.of(SIZES)
     vars(anew)["_tiers"] = [SlowTier(SIZES.page_size, 1000)]
     anew.restart()
     assert replay(events, anew) == len(set(digests))

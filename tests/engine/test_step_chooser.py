@@ -18,7 +18,7 @@ from jaxserve.execution.executor import Executor
 from jaxserve.request import Request
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.choice import StepChoice, Timing
-from jaxserve.scheduling.sharded import AnyScheduler
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.step_costs import StepCosts
 from tests.driven_core import DRAFTING, LARGER, SIZES, Driven
 
@@ -26,7 +26,7 @@ from tests.driven_core import DRAFTING, LARGER, SIZES, Driven
 class RandomChooser(StepChooser):
     """Chooses at random within the limits of programs."""
 
-    def __init__(self, config: EngineConfig, scheduler: AnyScheduler, executor: Executor, costs: StepCosts) -> None:
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, executor: Executor, costs: StepCosts) -> None:
         super().__init__(config, scheduler, executor, costs)
         self._random = Random(3)
 

@@ -102,7 +102,7 @@ def test_a_flood_leaves_others_their_share(victim, flood, num_tenants):
         for number, length in enumerate(victim):
             name = f"quiet {index}"
             run(loop, [make_request(f"{name} {number}", [index, number] * length, tenant=name, salt=name.encode())])
-    store = loop.scheduler._ledger.store
+    store = loop.scheduler.shards[0].ledger.store
     before = {f"quiet {index}": store.order.num_cached(f"quiet {index}") for index in range(num_tenants)}
     longest = max(-(-(2 * length + 4) // page_size) for length in flood)  # pages that the flood has in use
     for number, length in enumerate(flood):

@@ -91,7 +91,7 @@ def test_a_preempted_request_is_charged_once():
         loop.step()
     loop.add(make_request("urgent 1", [3], 3), make_request("urgent 2", [4], 3))
     while request.status.name != "FINISHED":
-        before = scheduler.admission._ledger.waiting.counter(request)
+        before = scheduler.shards[0].ledger.waiting.counter(request)
         loop.step()
     assert request.num_preemptions == 1
     assert before == 10 + 2 * 8 - 2, "ten prompt tokens and two for each output token but the last"

@@ -63,7 +63,7 @@ def test_a_prompt_has_its_share_where_rows_in_decode_could_take_the_whole_budget
     loop = in_decode(make_scheduler(64, 64, 16, 256), num_rows=63)
     long = make_request("long", [5] * 200, 4)
     loop.add(long)
-    before = {request: len(request.output_token_ids) for request in loop.scheduler._ledger.running.values()}
+    before = {request: len(request.output_token_ids) for request in loop.scheduler.shards[0].ledger.running.values()}
     plans = []
     while not long.output_token_ids:
         plans.append(loop.step())

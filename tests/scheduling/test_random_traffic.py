@@ -251,10 +251,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sum(is_long) <= self.policy.most_long
         num_free = self.scheduler.num_pages - plan.num_pages_used
         in_decode = [request for request in self.running if request not in unfinished]
-        num_kept = self.groups.size * sum(map(self.scheduler._ledger.can_grow, in_decode))
+        num_kept = self.groups.size * sum(map(self.scheduler.shards[0].ledger.can_grow, in_decode))
         for request in unfinished:
             has_pages = num_free >= num_kept + self.groups.size
-            num_kept += self.scheduler._ledger.num_pages_kept(request)  # pages kept from younger prompts
+            num_kept += self.scheduler.shards[0].ledger.num_pages_kept(request)  # pages kept from younger prompts
             num_tokens = rows[request].num_tokens if request in rows else 0
             long = self.policy.is_long(left_before.get(request, 0))
             assert not (long and beside_decode) or num_tokens <= self.policy.long_chunk

@@ -16,6 +16,7 @@ from jaxserve.scheduling.router import (
     ROW_CHARGE_TOKENS,
     Prefix,
     Router,
+    Start,
     sample_depths,
 )
 from tests.random_runs import examples
@@ -105,9 +106,10 @@ def test_a_queue_is_assigned_in_its_order(data: st.DataObject, num_replicas: int
     for job, route in router.assign(
         range(num_jobs),
         prefixes.__getitem__,
-        lambda job, route: sizes[job] <= room[route.replica],
+        lambda job, route: (
+            Start.LATER if job in held else Start.NOW if sizes[job] <= room[route.replica] else Start.FULL
+        ),
         lambda *_: 50,
-        lambda job, _: job in held,
     ):
         seen.append(job)
         if not route.is_open:

@@ -10,7 +10,7 @@ from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, num_compu
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.choice import StepChoice, Timing
-from jaxserve.scheduling.sharded import ShardedScheduler, new_scheduler
+from jaxserve.scheduling.scheduler import Scheduler
 from tests.random_runs import examples
 
 REQUESTS = st.lists(
@@ -35,17 +35,16 @@ REQUESTS = st.lists(
 
 def make(
     num_shards: int, seqs: int = 2, budget: int = 8, num_pages: int = 16, page_size: int = 2, **options: Any
-) -> ShardedScheduler:
+) -> Scheduler:
     """Return a scheduler of shards with these sizes each."""
     sizes = (num_shards * seqs, num_shards * budget, 40, page_size, num_shards * num_pages)
-    scheduler = new_scheduler(ScheduleConfig(*sizes, num_data_shards=num_shards, **options))
-    assert isinstance(scheduler, ShardedScheduler)
-    return scheduler
+    return Scheduler.of(ScheduleConfig(*sizes, num_data_shards=num_shards, **options))
 
 
-def loop_of(scheduler: ShardedScheduler, *args: int, **kwargs: bool) -> Loop:
-    own = scheduler.shards[0]
-    return Loop(scheduler, *args, **kwargs, first_page=lambda slot: slot // own.max_num_seqs * own.num_pages)
+def loop_of(scheduler: Scheduler, *args: int, **kwargs: bool) -> Loop:
+    count = len(scheduler.shards)
+    num_slots, num_pages = scheduler.max_num_seqs // count, scheduler.num_pages // count
+    return Loop(scheduler, *args, **kwargs, first_page=lambda slot: slot // num_slots * num_pages)
 
 
 @given(
@@ -93,7 +92,7 @@ def test_requests_go_where_the_least_is_to_do_and_to_their_prefixes():
     loop = loop_of(scheduler)
     loop.add(*(make_request(str(index), [index % 5] * 8, 12) for index in range(8)))
     loop.step()
-    assert [shard.num_running for shard in scheduler.shards] == [2] * 4
+    assert [len(shard.ledger.running) for shard in scheduler.shards] == [2] * 4
     loop.drain()
     loop.add(make_request("first", [4, 3, 2, 1, 0] * 4, 4)).drain()
     [first] = {row.slot // 4 for plan in loop.plans[-1:] for row in rows_of(plan)}
@@ -153,9 +152,9 @@ def test_shards_share_the_slack_of_the_row_that_is_due_first(num_shards):
     assert (row.output_token_ids, row.finish_reason) == generate_alone(row)
 
 
-def running_of(scheduler: ShardedScheduler) -> list[list[str]]:
+def running_of(scheduler: Scheduler) -> list[list[str]]:
     """Ids of the running requests of each shard."""
-    return [[request.request_id for request in shard.admission.running] for shard in scheduler.shards]
+    return [list(shard.ledger.running) for shard in scheduler.shards]
 
 
 @pytest.mark.parametrize("has_prefix", [False, True])
@@ -192,33 +191,6 @@ def test_lower_classes_give_way_on_whichever_shard_they_run(comes_first):
     assert (low.output_token_ids, low.finish_reason) == generate_alone(low)
 
 
-def test_only_requests_that_move_leave_their_queue():
-    scheduler = make(num_shards=2, seqs=2, budget=64, num_pages=20)
-    loop = loop_of(scheduler)
-    withdrawn: list[str] = []
-    for shard in scheduler.shards:
-        forget = shard._prefills.forget
-        shard._prefills.forget = lambda request, forget=forget: (withdrawn.append(request.request_id), forget(request))[
-            1
-        ]
-    for index, (prompt, max_tokens) in enumerate([([1] * 9, 20), ([2] * 9, 20), ([3] * 24, 12)]):
-        request = make_request(f"running {index}", prompt, max_tokens)
-        scheduler._bind(request, index // 2)
-    loop.step()
-    assert [shard.num_running for shard in scheduler.shards] == [2, 1]
-    large = [make_request(f"large {index}", [4, index] * 10, 4, arrival=index) for index in range(3)]
-    small = make_request("small", [0] * 3, 4, arrival=3)
-    for request in large:
-        scheduler._bind(request, 0)
-    for _ in range(3):
-        loop.step()
-    assert withdrawn == [], "the other shard has a slot, but too few pages"
-    scheduler._bind(small, 0)
-    loop.step()
-    assert withdrawn == ["small"]
-    loop.drain()
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_row_at_its_end_shortens_plans_only_where_something_waits_for_its_shard(depth):
     def num_steps(*late: Request) -> list[int]:
@@ -230,20 +202,3 @@ def test_a_row_at_its_end_shortens_plans_only_where_something_waits_for_its_shar
 
     assert num_steps() == [1, 8, 8, 8, 8, 1], "the first token, and 33 more"
     assert max(num_steps(make_request("late", [2] * 4, 2))[:2]) <= 3, "the three tokens that the short one has left"
-
-
-def test_a_prefix_follows_a_request_that_moves():
-    scheduler = make(num_shards=2, seqs=1, budget=64, num_pages=20)
-    loop = loop_of(scheduler)
-    loop.add(make_request("long", [0] * 3, 34)).step()
-    loop.add(make_request("short", [1] * 3, 3)).step()
-    moved = make_request("moved", [2] * 20, 18)
-    scheduler._bind(moved, 0)
-    while moved.status is not RequestStatus.RUNNING:
-        loop.step()
-    assert moved.slot == 1
-    again = make_request("again", [*[2] * 20, 3], 18)
-    loop.add(again)
-    assert [len(shard.admission.waiting) for shard in scheduler.shards] == [0, 1]
-    loop.drain()
-    assert (again.output_token_ids, again.finish_reason) == generate_alone(again)

@@ -19,7 +19,7 @@ from jaxserve.metrics import EngineStats
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.sharded import new_scheduler
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.step_costs import Rates, StepCosts
 from jaxserve.scheduling.wait_estimate import OutputLengths, Sizes, Work, estimate_wait
 from simulate import modelled
@@ -124,7 +124,7 @@ def test_a_free_engine_starts_at_once() -> None:
 def test_a_lone_prompt_has_the_budget_of_one_shard() -> None:
     def estimates(num_shards: int) -> tuple[float, Any, Any]:
         sizes = (4 * num_shards, 64 * num_shards, 8192, 16, 1000 * num_shards)
-        scheduler = new_scheduler(ScheduleConfig(*sizes, num_data_shards=num_shards))
+        scheduler = Scheduler.of(ScheduleConfig(*sizes, num_data_shards=num_shards))
         costs = SimpleNamespace(rates=lambda: RATES, cached_share=0.0)
         replica = SimpleNamespace(scheduler=scheduler, step_stats=SimpleNamespace(costs=costs))
         core: Any = SimpleNamespace(replicas=[replica], queued=[], inbox=[])

@@ -19,7 +19,6 @@ from jaxserve.models.params import matrix_transform, split_array, unsplit
 from jaxserve.planner.program import collectives
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepShape
-from jaxserve.scheduling.sharded import ShardedScheduler
 from jaxserve.sharding import named_sharding, tensor_mesh
 from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import write_checkpoint
@@ -86,7 +85,6 @@ def test_rows_go_on_through_preemption_and_prefixes_are_found_where_they_are(pai
     has_several = engine.stats.num_steps > engine.stats.num_dispatches
     assert has_several == (engine.config.max_steps > 1)
     scheduler = engine.replicas[0].scheduler
-    assert isinstance(scheduler, ShardedScheduler)
     num_mixtures = engine.arch.num_layers - len(engine.arch.dense_layers)
     num_computed = (engine.stats.num_tokens - num_tokens) * num_mixtures
     assert expert_tokens(engine) - num_counted == num_computed * engine.arch.experts.per_token, "none of padding"

@@ -5,9 +5,9 @@ import random
 import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler
 
-from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.request import RequestStatus
-from jaxserve.scheduling.router import ROW_CHARGE_TOKENS
+from jaxserve.scheduling.balancer import Balancer
+from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Start
 from tests.parameters import seeds
 
 
@@ -25,7 +25,7 @@ def test_what_has_room_is_started_by_the_next_plan(seed):
     started = 0
     for index in range(60):
         request = random_request(rng, index, prefixes=0)
-        if loop.scheduler.admission.has_room(request):
+        if loop.scheduler.admission.could_start(request) is Start.NOW:
             loop.add(request)
             plan = loop.step()
             assert request in plan.admitted or plan.preempted or plan.grown
@@ -39,7 +39,7 @@ def test_what_has_room_is_started_by_the_next_plan(seed):
 def test_an_idle_scheduler_has_room_for_whatever_fits():
     for num_prompt in range(1, 256):
         scheduler = make_scheduler(max_num_batched_tokens=8, num_pages=64)
-        assert scheduler.admission.has_room(make_request("0", range(num_prompt), 256 - num_prompt))
+        assert scheduler.admission.could_start(make_request("0", range(num_prompt), 256 - num_prompt)) is Start.NOW
 
 
 def test_a_shared_prefix_is_room_for_many():
@@ -48,12 +48,12 @@ def test_a_shared_prefix_is_room_for_many():
     loop.add(make_request("first", prefix, 30)).step()
     for index in range(4):
         request = make_request(str(index), [*prefix, index], 8, num_shared_tokens=len(prefix))
-        assert loop.scheduler.admission.has_room(request)
+        assert loop.scheduler.admission.could_start(request) is Start.NOW
         loop.add(request)
     loop.step()
     assert loop.scheduler.num_running == 5
     loop.drain()
-    assert loop.scheduler.admission.has_room(make_request("idle pages count too", [*prefix, 9], 8))
+    assert loop.scheduler.admission.could_start(make_request("idle pages count too", [*prefix, 9], 8)) is Start.NOW
 
 
 def test_load_is_what_there_is_to_compute_and_a_charge_for_each_request():
@@ -98,8 +98,16 @@ def test_requests_go_on_elsewhere_as_if_they_had_been_there(seed, depth):
 class SimulatedReplica(Loop):
     """A scheduler and its device, as a replica of an engine."""
 
-    def finish(self, request_id, reason):
-        self.scheduler.finish(request_id, reason)
+    @property
+    def admission(self):
+        return self.scheduler.admission
+
+    @property
+    def load(self):
+        return self.scheduler.admission.load
+
+    def finish(self, request, reason):
+        self.scheduler.finish(request.request_id, reason)
 
     def withdraw(self):
         return self.scheduler.withdraw()
@@ -116,7 +124,7 @@ class Cluster:
 
     def __init__(self, count, depth=0, **sizes):
         self.replicas = [SimulatedReplica(make_scheduler(**sizes), depth) for _ in range(count)]
-        self.balancer = LoadBalancer(self.replicas)
+        self.balancer = Balancer(self.replicas, {})
         self.unfinished = {}
 
     def add(self, requests):
@@ -223,7 +231,8 @@ def test_a_request_costs_its_router_the_same_however_many_rows_run():
         cluster.add([make_request(str(i), [i, 1, 2], 50) for i in range(2 * num_rows)])
         cluster.step()
         for replica in cluster.replicas:
-            replica.scheduler._ledger.running = CountedDict(replica.scheduler._ledger.running)
+            ledger = replica.scheduler.shards[0].ledger
+            ledger.running = CountedDict(ledger.running)
         CountedDict.num_looks = 0
         cluster.add([make_request("new", [9, 9], 2)])
         cluster.balancer.place()
@@ -241,3 +250,57 @@ class CountedDict(dict):
     def __iter__(self):
         CountedDict.num_looks += 1
         return super().__iter__()
+
+
+# The order of the queue
+
+
+def test_a_higher_class_starts_first_and_lower_ones_give_way_on_whichever_replica_they_run():
+    cluster = Cluster(2, max_num_seqs=1, num_pages=64)
+    first = make_request("first", [1] * 9, 40)
+    low = make_request("low", [2] * 9, 40, priority=5, arrival=1)
+    cluster.add([first, low])
+    cluster.step()
+    waiting = [make_request(f"low {index}", [3, index], 4, priority=5, arrival=2 + index) for index in range(3)]
+    high = make_request("high", [*[1] * 9, 4], 4, arrival=9)
+    cluster.add([*waiting, high])
+    cluster.step()
+    assert high.status is RequestStatus.RUNNING
+    assert low.num_preemptions == 1
+    assert first.status is RequestStatus.RUNNING
+    assert all(request.status is RequestStatus.WAITING for request in (low, *waiting))
+    cluster.drain()
+    for request in (first, low, high, *waiting):
+        assert (request.output_token_ids, request.finish_reason) == generate_alone(request)
+
+
+@pytest.mark.parametrize("num_pages", [64, 13])
+def test_tenants_of_one_class_have_equal_service_in_all_replicas_together(num_pages):
+    """With few pages, requests are preempted and taken back, and no tenant is charged for that."""
+    cluster = Cluster(2, max_num_seqs=2, num_pages=num_pages, max_num_batched_tokens=32)
+    many = [make_request(f"many {index}", [1, index] * 4, 8, tenant="many", arrival=index) for index in range(40)]
+    few = [make_request(f"few {index}", [2, index] * 4, 8, tenant="few", arrival=100 + index) for index in range(8)]
+    cluster.add(many)
+    for _ in range(20):
+        cluster.step()
+    num_before = sum(bool(request.output_token_ids) for request in many)
+    cluster.add(few)
+    while any(request in cluster.unfinished.values() for request in few):
+        cluster.step()
+    num_more = sum(bool(request.output_token_ids) for request in many) - num_before
+    assert 4 <= num_more <= 12, "as many as those of the other tenant, but for what runs"
+    cluster.drain()
+    assert all(request.output_token_ids == generate_alone(request)[0] for request in many + few)
+
+
+def test_what_is_taken_back_has_cost_nothing():
+    balancer = Balancer([SimulatedReplica(make_scheduler(max_num_seqs=1)) for _ in range(2)], {})
+    requests = [make_request(str(index), [index] * 8, 4, arrival=index) for index in range(2)]
+    balancer.add(requests)
+    balancer.place()
+    assert balancer._queue.counter(requests[0]) == 16
+    returned = balancer._take_back([0, 1])
+    assert [request.request_id for request in returned] == ["0", "1"] == [each.request_id for each in balancer.queued]
+    assert balancer._queue.counter(requests[0]) == 0
+    balancer.place()
+    balancer.check_integrity(["0", "1"])

@@ -1,0 +1,247 @@
+"""Balancer: the queue before several targets, replicas or shards, which chooses one for each request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
+from typing import Protocol, runtime_checkable
+
+from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduling.admission import Admission
+from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, Start
+from jaxserve.scheduling.waiting import WaitingQueue
+
+
+@runtime_checkable
+class Target(Protocol):
+    """Where requests are queued, start and run: a replica, or a shard of its rows."""
+
+    @property
+    def admission(self) -> Admission:
+        """Answers to whether requests could start."""
+
+    @property
+    def load(self) -> int:
+        """Tokens to compute before those of a request added now."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request if it has not ended already."""
+
+    def withdraw(self) -> list[Request]:
+        """Hand back the requests that wait, as far as all their tokens are known, in their order."""
+
+
+class Balancer:
+    """Queue before targets that gives a request to one when that can start it at once.
+
+    There is nothing to choose before a single target: it gets all requests, whose order it decides itself.
+
+    The router chooses the target. If that is closed, because it holds a prefix whose computing costs more than the
+    wait, or because it would start other requests first, the request stays in the queue and later ones are routed, a
+    bounded number of times. No target is idle while a request waits that it could start: requests that a target did not
+    start after all, or had to preempt, come back to the queue, and an idle target takes requests that wait for others.
+
+    The queue has the order of one target's: by class, and inside a class by what tenants have got. A request of a class
+    above others does not wait for a prefix, as rows of those could give way to it elsewhere.
+
+    Args:
+        targets: replicas of one model and one configuration, or shards of equal sizes.
+        weights: weights of tenants; 1 for others.
+    """
+
+    def __init__(self, targets: Sequence[Target], weights: Mapping[str, float]) -> None:
+        self._targets, self._weights = targets, weights
+        self._has_choice = len(targets) > 1
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget all requests, whatever a failure has left of them."""
+        count = len(self._targets)
+        self._router = Router(count)
+        self._target_of: dict[str, int] = {}  # keyed by request id
+        self._bound: dict[str, Request] = {}  # requests that were chosen a target for, by id
+        self._queue = WaitingQueue(self._weights, self._bound)
+        self._prefixes: dict[str, Prefix] = {}  # prefixes of queued requests that were routed, by request id
+        self._idle = dict.fromkeys(range(count))  # targets without requests
+        self._with_waiting: dict[int, None] = {}  # targets with waiting requests
+        self._seen = [(-1, 0, 0)] * count  # changes of each target that were noted: all, plans, losses of its cache
+        self.num_deferred = 0
+
+    @property
+    def num_queued(self) -> int:
+        """Number of requests in no target."""
+        return len(self._queue)
+
+    @property
+    def queued(self) -> list[Request]:
+        """Requests in no target, by class and by tenant."""
+        return list(self._queue)
+
+    def locate(self, request: Request) -> int:
+        """Return the index of the target that has a request; one that is queued is given to the first."""
+        if request in self._queue:
+            request.num_shared_tokens = 0
+            self.bind(request, 0)
+            self._queue.remove(request)
+        return self._target_of[request.request_id]
+
+    def ids_on(self, index: int) -> list[str]:
+        """Return the ids of the requests in a target."""
+        return [request_id for request_id, other in self._target_of.items() if other == index]
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue new requests, for which every target is large enough."""
+        for request in requests:
+            if self._has_choice:
+                self._queue.append(request)
+            else:
+                self._give(request, 0)
+
+    def finish(self, request: Request, reason: FinishReason | None = None) -> None:
+        """Forget a request that has ended, or end it for `reason`."""
+        index = self._target_of.pop(request.request_id, None)
+        if self._bound.pop(request.request_id, None) is not None:
+            self._queue.stopped(request)
+        elif index is None and request in self._queue:
+            self._prefixes.pop(request.request_id, None)
+            self._queue.remove(request)
+        if reason is not None:
+            if index is not None:
+                self._targets[index].finish(request, reason)
+            if request.status is not RequestStatus.FINISHED:  # no target knows it
+                request.status, request.finish_reason = RequestStatus.FINISHED, reason
+
+    def lose(self, index: int) -> list[str]:
+        """Forget the requests of a target, which has lost them; return their ids."""
+        lost = self.ids_on(index)
+        for request_id in lost:
+            del self._target_of[request_id]
+            if (request := self._bound.pop(request_id, None)) is not None:
+                self._queue.stopped(request)
+        return lost
+
+    def place(self) -> None:
+        """Give requests, in their order, to targets that could start them now."""
+        if not self._has_choice:
+            return
+        self._give_to_idle(self._look())
+        if self._queue:
+            self._give_to_idle(self._route())
+
+    def bind(self, request: Request, index: int) -> None:
+        """Give a queued request to a target, which will have its prefix."""
+        self._queue.started(request, request.num_shared_tokens)
+        self._bound[request.request_id] = request
+        self._give(request, index)
+        self._router.note(index, self._prefix(request))
+        del self._prefixes[request.request_id]
+        self._note(index, is_open=True)  # `could_start` says whether it still is
+
+    def _give(self, request: Request, index: int) -> None:
+        self._target_of[request.request_id] = index
+        self._targets[index].add(request)
+
+    def _look(self) -> list[Request]:
+        """Note what has changed; return requests taken back, which targets did not start or, if any is idle, will not.
+
+        A plan made since the last look has passed over all that waits.
+        """
+        overdue: list[int] = []
+        for index, target in enumerate(self._targets):
+            changes, (count, num_plans, num_losses) = target.admission.changes, self._seen[index]
+            if changes.count == count:
+                continue
+            self._seen[index] = changes.count, changes.num_plans, changes.num_losses
+            if changes.num_losses != num_losses:
+                self._router.forget(index)
+            self._note(index, is_open=target.admission.is_open())
+            if changes.num_plans != num_plans and index in self._with_waiting:
+                overdue.append(index)
+        return self._take_back(list(self._with_waiting) if self._idle else overdue)
+
+    def _note(self, index: int, *, is_open: bool) -> None:
+        """Report the load of a target to the router, and note whether it has requests and whether any waits."""
+        target, admission = self._targets[index], self._targets[index].admission
+        self._router.set_load(index, target.load, is_open=is_open)
+        if admission.is_idle:
+            self._idle[index] = None
+        else:
+            self._idle.pop(index, None)
+        if admission.num_waiting:
+            self._with_waiting[index] = None
+        else:
+            self._with_waiting.pop(index, None)
+
+    def _take_back(self, indices: Sequence[int]) -> list[Request]:
+        """Take back what waits in some targets; return it in the order of the queue."""
+        returned: list[Request] = []
+        for index in indices:
+            withdrawn = self._targets[index].withdraw()
+            for request in withdrawn:
+                del self._target_of[request.request_id], self._bound[request.request_id]
+            returned += withdrawn
+            self._note(index, is_open=self._targets[index].admission.is_open())  # it may be idle now
+        returned.sort(key=lambda request: (request.priority, request.arrival))
+        for request in reversed(returned):
+            self._queue.take_back(request, request.num_shared_tokens)
+        return returned
+
+    def _route(self) -> list[Request]:
+        """Bind queued requests until no target is open; return those that wait for one that has their prefix."""
+        queue, bound, waiting = self._queue, [], []
+        has_classes = queue.num_classes > 1
+        if has_classes:
+            for index, target in enumerate(self._targets):
+                self._note(index, is_open=target.admission.is_open(queue.first_priority))
+        queue.settle()
+        with closing(queue.in_order()) as order:
+            for request, route in self._router.assign(
+                order,
+                self._usable_prefix,
+                self._could_start,
+                lambda request, route: request.num_tokens - route.num_shared_tokens + ROW_CHARGE_TOKENS,
+                lambda request: not has_classes or request.priority == queue.last_priority,
+            ):
+                if route.is_open:
+                    self.bind(request, route.replica)
+                    bound.append(request)
+                else:
+                    waiting.append(request)
+        for request in bound:
+            queue.remove(request)
+        self.num_deferred = len(waiting)
+        return waiting
+
+    def _could_start(self, request: Request, route: Route) -> Start:
+        request.num_shared_tokens = route.num_shared_tokens
+        answer = self._targets[route.replica].admission.could_start(request)
+        if answer is Start.FULL:  # another request may fit when we look next
+            _, num_plans, num_losses = self._seen[route.replica]
+            self._seen[route.replica] = -1, num_plans, num_losses
+        return answer
+
+    def _give_to_idle(self, requests: Sequence[Request]) -> None:
+        """Bind queued requests to idle targets, one to each, wherever their prefixes are."""
+        for index, request in zip(list(self._idle), requests, strict=False):
+            request.num_shared_tokens = 0
+            self.bind(request, index)
+            self._queue.remove(request)
+
+    def _prefix(self, request: Request) -> Prefix:
+        prefix = self._prefixes.get(request.request_id)
+        if prefix is None:
+            prefix = self._prefixes[request.request_id] = self._targets[0].admission.prefix(request)
+        return prefix
+
+    def _usable_prefix(self, request: Request) -> Prefix:
+        return self._prefix(request) if request.read_prefix_cache else NO_PREFIX
+
+    def check_integrity(self, unfinished: Iterable[str]) -> None:
+        """Raise AssertionError unless each of these requests is either queued or in a target."""
+        queued = {request.request_id for request in self._queue}
+        assert set(unfinished) == self._target_of.keys() | queued
+        assert not self._target_of.keys() & queued
+        self._queue.check_integrity()

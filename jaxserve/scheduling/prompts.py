@@ -1,0 +1,97 @@
+"""Prompts: those between two chunks, with the tokens and pages that they leave to others, and their rows in a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.ledger import RUNS, Ledger, in_prefill, num_remaining
+from jaxserve.scheduling.plan import StepPlan, wants_prompt_logprobs
+from jaxserve.scheduling.policy import Policy
+
+
+class Prompts:
+    """Unfinished prompts, which the plan being made continues and starts.
+
+    Args:
+        ledger: ledger of all requests.
+        policy: policy that says how much of a step a prompt has.
+
+    Attributes:
+        unfinished: rows in prefill after the last plan, or already in the one being made, in the order of their classes
+            and ages.
+    """
+
+    def __init__(self, ledger: Ledger, policy: Policy) -> None:
+        self._ledger, self._policy = ledger, policy
+        self.unfinished: list[Request] = []
+        self._limit = ledger.max_num_batched_tokens  # tokens of the plan being made
+
+    # The plan being made
+
+    def begin(self, plan: StepPlan, most_tokens: int) -> None:
+        """Begin the prompts of a plan that has its rows in decode: of so many tokens at most."""
+        self._limit = min(plan.num_tokens + most_tokens, self._ledger.max_num_batched_tokens)
+        self.unfinished = []
+
+    def budget_left(self, plan: StepPlan) -> int:
+        """Return the tokens that the plan has left for prompts."""
+        return self._limit - plan.num_tokens
+
+    def settle(self) -> None:
+        """Forget prompts that the plan has come to the end of, or that it has preempted."""
+        self.unfinished = [request for request in self.unfinished if request.status in RUNS and in_prefill(request)]
+
+    def add_row(self, request: Request, plan: StepPlan) -> int:
+        """Add a row of no tokens yet; returns its index."""
+        plan.requests.append(request)
+        plan.starts.append(request.num_computed_tokens)
+        plan.counts.append(0)
+        plan.max_new.append(0)
+        return plan.num_rows - 1
+
+    def compute(self, row: int, num_tokens: int, plan: StepPlan) -> None:
+        """Put the next tokens of the request of a row into the plan, and count them as computed."""
+        request = plan.requests[row]
+        start = request.num_computed_tokens
+        samples = num_remaining(request) == num_tokens
+        request.num_computed_tokens = start + num_tokens
+        self._ledger.num_prefill_tokens -= num_tokens - samples
+        plan.num_prefill_tokens += num_tokens
+        plan.counts[row] += num_tokens
+        plan.max_new[row] = int(samples)
+        if samples and request.waits_for_tokens:
+            request.status = RequestStatus.BLOCKED
+        plan.wants_logprobs |= samples and request.params.logprobs is not None
+        plan.wants_prompt_logprobs |= wants_prompt_logprobs(request, start)
+        self._ledger.store.register_columns(request, request.num_computed_tokens // self._ledger.page_size)
+
+    # What they leave to others
+
+    @property
+    def num_long(self) -> int:
+        """Number of long ones."""
+        return sum(self._policy.is_long(num_remaining(request)) for request in self.unfinished)
+
+    @property
+    def num_pages_kept(self) -> int:
+        """Free pages that newcomers leave to running rows."""
+        ledger, num_kept = self._ledger, self._ledger.num_pages_to_grow
+        for request in self.unfinished:
+            if request.status in RUNS:
+                num_kept += ledger.num_pages_kept(request) - ledger.groups.size * ledger.can_grow(request)
+        return num_kept
+
+    def next_shares(self) -> Iterator[tuple[Request, int]]:
+        """Yield the unfinished prompts with the first share that each has of the next plan."""
+        unfinished = [request for request in self.unfinished if request.status in RUNS]
+        budget_left = self._ledger.max_num_batched_tokens - (len(self._ledger.running) - len(unfinished))
+        for request in unfinished:
+            share = self._policy.first_share(num_remaining(request), max(budget_left, 0))
+            budget_left -= share
+            yield request, share
+
+    def next_budget_left(self) -> int:
+        """Return the tokens that the next plan has left for newcomers."""
+        num_tokens = self._ledger.max_num_batched_tokens - len(self._ledger.running)
+        return num_tokens - sum(share - 1 for _, share in self.next_shares()) if self.unfinished else num_tokens

@@ -1,0 +1,239 @@
+"""Starts: the start of waiting requests, by what prompts between two chunks leave of a step.
+
+Passing over. A waiting request may have to wait for unfinished prompts: because as many are unfinished as may be, or
+because one of them is just computing the next page that it would have to compute itself. Then it is passed over, and
+those behind it go on. Nobody starves by that: nothing that is passed over needs more than the end of a prompt that
+runs, or that this gets beyond the common part, and in the step in which that happens it is the first that is asked. So
+a prefix is computed once however many requests begin with it. A request is never passed over for want of pages or
+slots: then all behind it wait too. To know how much of a request is cached, one page is looked up, the one that must be
+cached for the request to start; the whole prefix is matched when that is. A request that waits for a prompt to get
+beyond their common part is remembered with that part, so that the next plans pass it over without a look.
+
+Pages. A newcomer leaves free what the rest of all unfinished prompts takes, and a page for every other row that can
+grow, so that they will rarely lack any.
+
+Tiers. A waiting request whose prefix lies in a tier below device memory loads it first, when its turn comes and there
+are pages for it; those behind it go on meanwhile. It starts by what is cached when all its transfers have ended.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+
+from jaxserve.kv_cache.page_store import num_last_tokens
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.ledger import Ledger, in_prefill, num_remaining
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.prompts import Prompts
+
+
+class Starts:
+    """The start of waiting requests.
+
+    Args:
+        ledger: ledger of all requests.
+        policy: policy that says who may start, and how much of a step a prompt has.
+        prompts: unfinished prompts.
+    """
+
+    def __init__(self, ledger: Ledger, policy: Policy, prompts: Prompts) -> None:
+        self._ledger, self._policy, self._prompts = ledger, policy, prompts
+        # Waiting requests that were looked at: the prompt that each waits for, and their common tokens.
+        self._seen: dict[Request, tuple[Request, int]] = {}
+
+    def start_waiting(self, plan: StepPlan, above: int | None) -> None:
+        """Start waiting requests in their order: those of classes above one, or of all where it is None."""
+        ledger = self._ledger
+        if not ledger.waiting or not ledger.free_slots:
+            return
+        if above is not None and ledger.waiting.first_priority >= above:
+            return
+        ledger.waiting.settle()
+        with closing(ledger.waiting.in_order()) as order:
+            started = self._start_in_turn(order, plan, above)
+        for request in started:
+            ledger.waiting.remove(request)
+            self._seen.pop(request, None)
+
+    def _start_in_turn(self, order: Iterator[Request], plan: StepPlan, above: int | None) -> list[Request]:
+        """Start requests, which stay in the queue, until one cannot; return them."""
+        ledger = self._ledger
+        num_kept = self._prompts.num_pages_kept  # a newcomer that takes the last pages is soon preempted
+        started: list[Request] = []
+        num_passed_over, num_looks, may_hash = 0, 0, True
+        if not self._prompts.unfinished:
+            self._seen.clear()
+        for request in order:
+            budget_left = self._prompts.budget_left(plan)
+            if not budget_left or not ledger.free_slots or ledger.num_available <= num_kept:
+                break
+            if above is not None and request.priority >= above:
+                break
+            # Of a preempted one, it is not known what there is to compute before its tokens are read.
+            if request.num_pending_tokens or self._lacks_pages_to_load(request, num_kept):
+                break
+            if request.status is RequestStatus.LOADING:
+                continue
+            cached: list[int] | None = None
+            if not self._is_held(request):
+                most_left = self._policy.most_left_to_start(
+                    budget_left, len(self._prompts.unfinished), self._prompts.num_long
+                )
+                is_too_long = request.num_tokens > most_left  # unless enough of it is cached
+                is_new = request.read_prefix_cache and request not in self._seen  # its pages are to be hashed
+                # To hash a long prompt can take as long as a step: one of those in vain is enough.
+                if not is_too_long or ((may_hash or not is_new) and 4 * num_looks <= self._policy.most_looks):
+                    may_hash &= not (is_too_long and is_new)
+                    num_looks += 1
+                    cached = self._find_start(request, most_left)
+            if cached is None:
+                num_passed_over += 1
+                if num_passed_over > self._policy.most_passed_over or num_looks > self._policy.most_looks:
+                    break
+            elif self._admit(request, cached, num_kept, plan):
+                started.append(request)
+                num_looks -= 1
+                num_kept += ledger.num_pages_kept(request)
+            else:
+                break
+        return started
+
+    def _lacks_pages_to_load(self, request: Request, num_kept: int) -> bool:
+        """Begin to load what lower tiers have of a request's prefix; return whether there are too few pages for it."""
+        wanted = self._ledger.store.pages_below(request)
+        return bool(wanted) and not self._ledger.store.load(request, wanted, num_kept)
+
+    def _is_held(self, request: Request) -> bool:
+        """Return whether a waiting request was seen to begin like a prompt that has yet to get beyond that part."""
+        prompt, num_common = self._seen.get(request, (request, 0))
+        runs_here = self._ledger.running.get(prompt.request_id) is prompt
+        return runs_here and prompt.num_computed_tokens < num_common and prompt not in self._ledger.store.unshared
+
+    @property
+    def num_held(self) -> int:
+        """Waiting requests that were passed over, because a prompt computes what they begin with; on any thread."""
+        return sum(map(self._is_held, list(self._seen)))
+
+    def forget(self, request: Request) -> None:
+        """Forget what was seen of a request that leaves the queue; should it come back, plans take it for a new one."""
+        self._seen.pop(request, None)
+
+    def check_integrity(self) -> None:
+        """Assert that only waiting requests are remembered."""
+        assert self._seen.keys() <= set(self._ledger.waiting), "a request that left the queue is remembered"
+
+    def _find_start(self, request: Request, most_left: int) -> list[int] | None:
+        """Return the cached pages of a request; None where it must wait for prompts that are unfinished.
+
+        Args:
+            request: waiting request.
+            most_left: most tokens that the request may have to compute.
+        """
+        store = self._ledger.store
+        if not request.read_prefix_cache:
+            return [] if request.num_tokens <= most_left else None
+        self._seen[request] = request, 0
+        computed = ((other, other.num_computed_tokens) for other in self._prompts.unfinished)
+        if (prompt := self._prompt_ahead(request, computed)) is not None:
+            self._seen[request] = prompt, self._num_common_tokens(prompt, request)
+            return None
+        num_needed = self._ledger.groups.num_columns(request.num_tokens - most_left)
+        if not store.may_match(request, num_needed):
+            return None
+        cached = store.match(request)
+        return cached if request.num_tokens - self._num_cached_tokens(cached) <= most_left else None
+
+    def would_pass_over(self, request: Request) -> bool:
+        """Return whether the next plan would pass over a new request because of unfinished prompts."""
+        if not self._prompts.unfinished:
+            return False
+        left = [(other, share) for other, share in self._prompts.next_shares() if num_remaining(other) - share > 1]
+        if request.read_prefix_cache:
+            computed = ((other, other.num_computed_tokens + share) for other, share in left)
+            if self._prompt_ahead(request, computed) is not None:
+                return True
+        num_long = sum(self._policy.is_long(num_remaining(other) - share) for other, share in left)
+        most_left = self._policy.most_left_to_start(self._prompts.next_budget_left(), len(left), num_long)
+        if request.num_tokens - request.num_shared_tokens <= most_left:
+            return False
+        return request.num_tokens - self._num_cached_tokens(self._ledger.cached_pages(request)) > most_left
+
+    def _prompt_ahead(self, request: Request, computed: Iterable[tuple[Request, int]]) -> Request | None:
+        """Return the unfinished prompt that is at the page which a request needs next; None if there is none.
+
+        Args:
+            request: waiting request.
+            computed: unfinished prompts in the order of their classes, with their computed tokens.
+        """
+        for other, num_computed_tokens in computed:
+            if other.priority > request.priority:  # it waits for nobody of a lower class
+                break
+            if self._is_computing(other, num_computed_tokens, request):
+                return other
+        return None
+
+    def _num_cached_tokens(self, pages: Sequence[int]) -> int:
+        """Tokens of so many pages, of all groups."""
+        return len(pages) // self._ledger.groups.size * self._ledger.page_size
+
+    def _is_computing(self, other: Request, num_computed_tokens: int, request: Request) -> bool:
+        """Return whether an unfinished prompt with so many tokens computed is at the page that `request` needs next."""
+        ledger = self._ledger
+        if ledger.store.states is not None:  # states inside a prompt have no snapshots
+            return False
+        index = num_computed_tokens // ledger.page_size
+        theirs, num_matchable = ledger.store.hashes(other), (request.num_known_tokens - 1) // ledger.page_size
+        if index >= min(len(theirs), num_matchable) or other in ledger.store.unshared:
+            return False
+        page_hash = ledger.store.hashes(request)[index]
+        return page_hash == theirs[index] and not ledger.store.has(page_hash)
+
+    def _num_common_tokens(self, other: Request, request: Request) -> int:
+        """Return how many tokens of pages that may be shared two requests have in common."""
+        theirs, own = self._ledger.store.hashes(other), self._ledger.store.hashes(request)
+        stop = min(len(theirs), (request.num_known_tokens - 1) // self._ledger.page_size)
+        # A page's hash covers all pages before it.
+        return self._ledger.page_size * bisect_left(range(stop), True, key=lambda index: own[index] != theirs[index])
+
+    def _admit(self, request: Request, cached: list[int], num_kept: int, plan: StepPlan) -> bool:
+        """Start one request with its cached pages and a first share; False, and no change, where pages are short."""
+        ledger = self._ledger
+        if request.read_prefix_cache:
+            copied = ledger.store.match_last(request, len(cached) // ledger.groups.size)
+            if copied and self._start(request, cached, copied, num_kept, plan):
+                return True
+        return self._start(request, cached, [], num_kept, plan)
+
+    def _start(self, request: Request, cached: list[int], copied: list[int], num_kept: int, plan: StepPlan) -> bool:
+        """Start a request whose page behind the cached ones is a copy of those in `copied`, if there are any."""
+        ledger = self._ledger
+        start = num_last_tokens(request) if copied else self._num_cached_tokens(cached)
+        num_tokens = self._policy.first_share(request.num_tokens - start, self._prompts.budget_left(plan))
+        num_tokens = min(num_tokens, ledger.num_tokens_with_room(cached))
+        num_pages = ledger.groups.num_columns(start + num_tokens) * ledger.groups.size
+        ledger.store.retain(copied)  # lest the allocation evicts them
+        pages = ledger.store.acquire(request, cached, num_pages - len(cached), num_kept)
+        ledger.store.release(copied)
+        if pages is None:
+            return False
+        plan.copies += zip(copied, pages[len(cached) :], strict=False)
+        if (states := ledger.store.states) is not None:
+            hashes, num_columns = ledger.store.hashes(request), start // ledger.page_size
+            request.branch_tokens = 0
+            if request.read_prefix_cache and (num_full := ledger.store.num_full_columns(request)) > num_columns:
+                request.branch_tokens = num_full * ledger.page_size
+            if num_columns:
+                plan.restored.append((plan.num_rows, states.read(hashes[num_columns - 1])))
+        if not request.num_preemptions:
+            request.num_cached_tokens = start
+        ledger.uncount(request)
+        ledger.start(request, pages, start)
+        plan.num_cached_tokens += start
+        plan.admitted.append(request)
+        self._prompts.compute(self._prompts.add_row(request, plan), num_tokens, plan)
+        if in_prefill(request):
+            self._prompts.unfinished.append(request)
+        return True
