@@ -34,8 +34,8 @@ class Backlog:
 
     def num_waiting_tokens(self) -> int:
         """Return the tokens to compute of requests that wait, in all queues, as far as is known."""
-        placed = sum(replica.scheduler.num_waiting_tokens for replica in self._core.replicas)
-        return placed + sum(request.num_tokens for request in self._not_placed())
+        placed = _copied(lambda: [replica.scheduler.num_waiting_tokens for replica in self._core.replicas])
+        return sum(placed) + sum(request.num_tokens for request in self._not_placed())
 
     def wait(self, num_tokens: int = 1, is_ahead: Callable[[Request], bool] = lambda _: True) -> Wait | None:
         """Return how long a request that came now would wait; None before the first steps were measured.

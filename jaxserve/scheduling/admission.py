@@ -1,7 +1,7 @@
 """Admission: whether a shard could start a request now, and what it has to do before."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jaxserve.request import Request
 from jaxserve.scheduling.classes import would_yield
@@ -13,27 +13,33 @@ from jaxserve.scheduling.starts import Starts
 
 @dataclass(slots=True)
 class Changes:
-    """Number of changes of what `Admission` answers, but for requests that were added.
+    """Changes of what `Admission` answers, but for requests that were added.
 
     Attributes:
-        count: changes.
         num_plans: plans that were asked for.
         num_losses: losses of all cached pages.
+        changed: indices of targets with changes that their balancer has not seen.
+        index: index of this target.
     """
 
-    count: int = 0
     num_plans: int = 0
     num_losses: int = 0
+    changed: set[int] = field(default_factory=set)
+    index: int = 0
+
+    def note(self) -> None:
+        """Note some change."""
+        self.changed.add(self.index)
 
     def planned(self) -> None:
         """Note that a plan was asked for."""
-        self.count += 1
         self.num_plans += 1
+        self.note()
 
     def lost_cache(self) -> None:
         """Note that nothing is cached any more."""
-        self.count += 1
         self.num_losses += 1
+        self.note()
 
 
 class Admission:

@@ -55,6 +55,10 @@ class Balancer:
     def __init__(self, targets: Sequence[Target], weights: Mapping[str, float]) -> None:
         self._targets, self._weights = targets, weights
         self._has_choice = len(targets) > 1
+        self._changed: set[int] = set()  # targets whose state the router does not know
+        if self._has_choice:
+            for index, target in enumerate(targets):
+                target.admission.changes.changed, target.admission.changes.index = self._changed, index
         self.restart()
 
     def restart(self) -> None:
@@ -67,7 +71,8 @@ class Balancer:
         self._prefixes: dict[str, Prefix] = {}  # prefixes of queued requests that were routed, by request id
         self._idle = dict.fromkeys(range(count))  # targets without requests
         self._with_waiting: dict[int, None] = {}  # targets with waiting requests
-        self._seen = [(-1, 0, 0)] * count  # changes of each target that were noted: all, plans, losses of its cache
+        self._seen = [(0, 0)] * count  # plans of each target, and losses of its cache, that were noted
+        self._changed.update(range(count))
         self.num_deferred = 0
 
     @property
@@ -150,16 +155,16 @@ class Balancer:
         A plan made since the last look has passed over all that waits.
         """
         overdue: list[int] = []
-        for index, target in enumerate(self._targets):
-            changes, (count, num_plans, num_losses) = target.admission.changes, self._seen[index]
-            if changes.count == count:
-                continue
-            self._seen[index] = changes.count, changes.num_plans, changes.num_losses
+        for index in sorted(self._changed):
+            admission, (num_plans, num_losses) = self._targets[index].admission, self._seen[index]
+            changes = admission.changes
+            self._seen[index] = changes.num_plans, changes.num_losses
             if changes.num_losses != num_losses:
                 self._router.forget(index)
-            self._note(index, is_open=target.admission.is_open())
+            self._note(index, is_open=admission.is_open())
             if changes.num_plans != num_plans and index in self._with_waiting:
                 overdue.append(index)
+        self._changed.clear()
         return self._take_back(list(self._with_waiting) if self._idle else overdue)
 
     def _note(self, index: int, *, is_open: bool) -> None:
@@ -219,8 +224,7 @@ class Balancer:
         request.num_shared_tokens = route.num_shared_tokens
         answer = self._targets[route.replica].admission.could_start(request)
         if answer is Start.FULL:  # another request may fit when we look next
-            _, num_plans, num_losses = self._seen[route.replica]
-            self._seen[route.replica] = -1, num_plans, num_losses
+            self._changed.add(route.replica)
         return answer
 
     def _give_to_idle(self, requests: Sequence[Request]) -> None:

@@ -347,7 +347,7 @@ class Scheduler:
         for shard, part in parts:
             own = sampled[first : first + part.num_rows] if len(parts) > 1 else sampled
             ended += shard.updates.take(part, own)
-            shard.changes.count += 1
+            shard.changes.note()
             first += part.num_rows
         for request in ended:
             self._forget(request)

@@ -66,7 +66,7 @@ class Shard:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in whatever state it is."""
         self.updates.end(request, reason)
-        self.changes.count += 1
+        self.changes.note()
 
     def withdraw(self) -> list[Request]:
         """Forget requests that wait and return them in their order.
@@ -77,7 +77,7 @@ class Shard:
         for request in withdrawn:
             self.ledger.dequeue(request)
             self.starts.forget(request)
-        self.changes.count += 1
+        self.changes.note()
         return withdrawn
 
     def reset_prefix_cache(self) -> None:
@@ -88,7 +88,7 @@ class Shard:
     def transferred(self, keys: Iterable[int], *, ok: bool) -> None:
         """Take the end of moves of pages between tiers."""
         self.ledger.store.transferred(keys, ok=ok)
-        self.changes.count += 1
+        self.changes.note()
 
     def check_integrity(self) -> None:
         """Assert that pages and slots are conserved and that every request is where its status says."""

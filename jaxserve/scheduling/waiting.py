@@ -317,7 +317,7 @@ class WaitingQueue:
     def settle(self) -> None:
         """Charge tenants for the output of running requests, where that decides who comes first."""
         classes = self._classes
-        if all(group.num_queued < 2 for group in classes.values()):
+        if self._num_waiting < 2 or all(group.num_queued < 2 for group in classes.values()):
             return
         for request in self._running.values():
             group = classes[request.priority]
