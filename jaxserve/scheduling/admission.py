@@ -34,7 +34,7 @@ class Changes:
     def planned(self) -> None:
         """Note that a plan was asked for."""
         self.num_plans += 1
-        self.note()
+        self.changed.add(self.index)
 
     def lost_cache(self) -> None:
         """Note that nothing is cached any more."""

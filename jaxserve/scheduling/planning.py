@@ -122,8 +122,8 @@ class Planning:
     def make(self, step_id: int, choice: StepChoice) -> list[StepPlan]:
         """Return the plan of each shard, some or all of them without rows."""
         self._balancer.place()
-        drafts = [Draft(shard, StepPlan(step_id)) for shard in self._shards]
-        plans = [draft.plan for draft in drafts]
+        plans = [StepPlan(step_id) for _ in self._shards]
+        drafts = list(map(Draft, self._shards, plans))
         for draft in drafts:
             draft.make_room()
         limits = self._agree(choice)
@@ -161,7 +161,7 @@ def join(plans: Sequence[StepPlan], num_shard_pages: int) -> StepPlan:
     """Return the plan of all rows: those of one shard after those of another.
 
     Args:
-        plans: plans of all shards, one of them with rows.
+        plans: plans of all shards, some or all of them without rows.
         num_shard_pages: pages of each shard.
     """
     joined = StepPlan(plans[0].step_id)

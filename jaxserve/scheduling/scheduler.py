@@ -152,7 +152,7 @@ class Scheduler:
             self.shards, self._balancer, Deadlines(self.policy.targets, self.policy.prefill_share)
         )
         self._requests: dict[str, Request] = {}  # waiting and running
-        self._parts: dict[int, list[tuple[Shard, StepPlan]]] = {}  # plans of shards in flight, by id
+        self._parts: dict[int, list[StepPlan]] = {}  # plans of all shards in flight, by id
         self._next_step_id = 0
         self._last_updated_step_id = -1
 
@@ -326,13 +326,13 @@ class Scheduler:
 
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
         """
-        plans = self._planning.make(self._next_step_id, choice)
-        parts = [(shard, plan) for shard, plan in zip(self.shards, plans, strict=True) if plan.requests]
-        if not parts:
+        parts = self._planning.make(self._next_step_id, choice)
+        plan = parts[0] if len(parts) == 1 else join(parts, self.num_pages // len(parts))
+        if not plan.requests:
             return None
         self._parts[self._next_step_id] = parts
         self._next_step_id += 1
-        return plans[0] if len(plans) == 1 else join(plans, self.num_pages // len(plans))
+        return plan
 
     def update(self, plan: StepPlan, sampled: Sequence[list[int]]) -> list[Request]:
         """Take the token ids that each row of `plan` has sampled, as many as the device came to.
@@ -344,11 +344,12 @@ class Scheduler:
         self._last_updated_step_id = plan.step_id
         ended: list[Request] = []
         first, parts = 0, self._parts.pop(plan.step_id)
-        for shard, part in parts:
-            own = sampled[first : first + part.num_rows] if len(parts) > 1 else sampled
-            ended += shard.updates.take(part, own)
-            shard.changes.note()
-            first += part.num_rows
+        for shard, part in zip(self.shards, parts, strict=True):
+            if part.requests:
+                stop = first + len(part.requests)
+                ended += shard.updates.take(part, sampled[first:stop] if len(parts) > 1 else sampled)
+                shard.changes.note()
+                first = stop
         for request in ended:
             self._forget(request)
         return ended
