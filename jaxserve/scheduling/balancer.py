@@ -165,11 +165,13 @@ class Balancer:
             if changes.num_plans != num_plans and index in self._with_waiting:
                 overdue.append(index)
         self._changed.clear()
-        return self._take_back(list(self._with_waiting) if self._idle else overdue)
+        indices = self._with_waiting if self._idle else overdue
+        return self._take_back(list(indices)) if indices else []
 
     def _note(self, index: int, *, is_open: bool) -> None:
         """Report the load of a target to the router, and note whether it has requests and whether any waits."""
-        target, admission = self._targets[index], self._targets[index].admission
+        target = self._targets[index]
+        admission = target.admission
         self._router.set_load(index, target.load, is_open=is_open)
         if admission.is_idle:
             self._idle[index] = None
@@ -229,6 +231,8 @@ class Balancer:
 
     def _give_to_idle(self, requests: Sequence[Request]) -> None:
         """Bind queued requests to idle targets, one to each, wherever their prefixes are."""
+        if not requests:
+            return
         for index, request in zip(list(self._idle), requests, strict=False):
             request.num_shared_tokens = 0
             self.bind(request, index)
