@@ -26,7 +26,7 @@ from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.step_costs import Rates
+from jaxserve.scheduling.step_time import Rates
 from jaxserve.scheduling.waiting import OUTPUT_COST, PROMPT_COST
 
 A10G = Rates(prefill_step_s=0.030, decode_step_s=0.030, prefill_token_s=0.00025, decode_token_s=0.0003)

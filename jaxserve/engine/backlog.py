@@ -56,7 +56,7 @@ class Backlog:
     def prefill_s(self, num_tokens: int) -> float:
         """Return the time that a prompt takes beyond a step of one token, where nothing else is computed."""
         for replica in self._core.replicas:
-            if (rates := replica.step_stats.costs.rates()) is not None:
+            if (rates := replica.step_stats.step_time.rates()) is not None:
                 num_steps = (num_tokens - 1) // replica.scheduler.max_prompt_tokens
                 return num_tokens * rates.prefill_token_s + num_steps * rates.prefill_step_s
         return 0.0
@@ -71,14 +71,14 @@ class Backlog:
     def _wait_in(
         self, replica: Replica, later: Sequence[Request], num_tokens: int, is_ahead: Callable[[Request], bool]
     ) -> Wait | None:
-        costs, scheduler = replica.step_stats.costs, replica.scheduler
-        rates = costs.rates()
+        step_time, scheduler = replica.step_stats.step_time, replica.scheduler
+        rates = step_time.rates()
         if rates is None:
             return None
         # Those of lower classes give way.
         running = works_of(filter(is_ahead, _copied(lambda: scheduler.running)), self.lengths)
         first = [request for request in _copied(lambda: scheduler.waiting) if is_ahead(request)]
-        waiting = works_of([*first, *later], self.lengths, costs.cached_share)
+        waiting = works_of([*first, *later], self.lengths, step_time.cached_share)
         num_requests = len(running) + len(waiting) + 1  # where rows are divided, so many shards have any at most
         mean = sum(sum(work) for work in running + waiting) / max(num_requests - 1, 1)
         groups = scheduler.groups

@@ -85,7 +85,7 @@ class Replica:
         self.executor = executor
         self.scheduler = Scheduler.of(executor.schedule)
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
-        self.chooser = new_chooser(config, self.scheduler, executor, self.step_stats.costs)
+        self.chooser = new_chooser(config, self.scheduler, executor, self.step_stats.step_time)
         self.in_flight: deque[InFlight] = deque()
         self._stats = stats
         self._forbid_compiles = config.forbid_compiles

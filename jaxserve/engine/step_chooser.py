@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.step_stats import InFlight
     from jaxserve.request import Request
     from jaxserve.scheduling.scheduler import Scheduler
-    from jaxserve.scheduling.step_costs import StepCosts
+    from jaxserve.scheduling.step_time import StepTime
 
 TWO_ROUNDS = 2  # every multi-step program has that many
 
@@ -54,16 +54,16 @@ class StepChooser:
         config: options of the engine.
         scheduler: the rows there are.
         executor: the programs there are.
-        costs: times of steps so far.
+        step_time: how long steps take, so far.
 
     Attributes:
         may_draft: False to go on without drafts.
     """
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, executor: Executor, costs: StepCosts) -> None:
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, executor: Executor, step_time: StepTime) -> None:
         speculation, is_timed, schedule = config.speculation, config.multi_step == "auto", executor.schedule
         self.may_draft = True
-        self._scheduler, self._executor, self._costs = scheduler, executor, costs
+        self._scheduler, self._executor, self._step_time = scheduler, executor, step_time
         self._most_in_flight = 2 if config.step_ahead else 1
         self._max_drafts, self._max_logprobs = schedule.max_drafts, schedule.max_logprobs
         self._pacer = Pacer(config.multi_step)
@@ -173,7 +173,7 @@ class StepChooser:
         self._draft_pacer.ended(program, most, num_rounds, mean, result.ended_s, is_scout=step.is_scout)
 
     def _timing(self, now_s: float, in_flight: Sequence[InFlight]) -> Timing | None:
-        rates = self._costs.rates() if self._scheduler.policy.targets else None
+        rates = self._step_time.rates() if self._scheduler.policy.targets else None
         if rates is None:
             return None
         starts_s = now_s
@@ -184,4 +184,4 @@ class StepChooser:
         return Timing(starts_s, rates.prefill_step_s, rates.prefill_token_s, rates.decode_token_s)
 
 
-NewChooser = Callable[["EngineConfig", "Scheduler", Executor, "StepCosts"], Chooser]
+NewChooser = Callable[["EngineConfig", "Scheduler", Executor, "StepTime"], Chooser]

@@ -12,7 +12,7 @@ from jaxserve.execution.costs import attention_cost
 from jaxserve.execution.executor import Executor, RoundCounts, StepHandle
 from jaxserve.metrics import Counts, EngineStats, LayerCounts, StepStats
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.step_costs import StepCosts
+from jaxserve.scheduling.step_time import StepTime
 
 if TYPE_CHECKING:
     from jaxserve.models.arch import ArchConfig
@@ -56,7 +56,7 @@ class StepStatsWriter:
         stats: totals since start.
         last_step: statistics written last.
         last_end_s: end of the last step, by the executor's clock.
-        costs: time and bytes of steps.
+        step_time: how long steps take.
     """
 
     def __init__(self, arch: ArchConfig, executor: Executor, stats: EngineStats) -> None:
@@ -64,7 +64,7 @@ class StepStatsWriter:
         self.last_step: StepStats | None = None
         self.last_end_s = 0.0
         flops = executor.step_flops
-        self.costs = StepCosts(row_factor=flops(1, 1, 0) / flops(1, 0, 0))
+        self.step_time = StepTime(row_factor=flops(1, 1, 0) / flops(1, 0, 0))
         self._arch, self._executor = arch, executor
         self._device_free_s = 0.0
         self._unwritten: list[_Ended] = []
@@ -93,21 +93,17 @@ class StepStatsWriter:
         for step in ended:
             statistics = self._statistics(step, num_waiting)
             self.stats.add(statistics)
-            self._take_cost(step, statistics)
+            self.step_time.ended(
+                step.wall_s,
+                num_prefill_tokens=statistics.num_prefill_tokens,
+                num_rows=step.step.plan.num_decode_tokens,
+                num_steps=statistics.num_steps,
+                num_sampled=None if statistics.num_prefill_tokens else int(step.num_sampled.sum()),
+                num_cached_tokens=statistics.num_cached_tokens,
+            )
             self.last_step, self.last_end_s = statistics, step.end_s
             written.append(statistics)
         return written
-
-    def _take_cost(self, ended: _Ended, statistics: StepStats) -> None:
-        plan, has_prefill = ended.step.plan, ended.step.plan.num_prefill_tokens > 0
-        self.costs.ended(
-            ended.wall_s,
-            num_prefill_tokens=plan.num_prefill_tokens,
-            num_rows=plan.num_decode_tokens,
-            num_steps=statistics.num_steps,
-            num_sampled=None if has_prefill else int(ended.num_sampled.sum()),
-            num_cached_tokens=plan.num_cached_tokens,
-        )
 
     def _statistics(self, ended: _Ended, num_waiting: int) -> StepStats:
         step, num_sampled, device_s, wall_s, _, rounds, expert_tokens = ended

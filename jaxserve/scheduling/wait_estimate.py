@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from jaxserve.request import Request
-from jaxserve.scheduling.step_costs import Rates
+from jaxserve.scheduling.step_time import Rates
 
 MOST_SERVED = 192  # waiting requests that are served in thought; the rest is estimated from the pace of these
 _GOLDEN = (math.sqrt(5) - 1) / 2

@@ -19,15 +19,15 @@ from jaxserve.request import Request
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.step_costs import StepCosts
+from jaxserve.scheduling.step_time import StepTime
 from tests.driven_core import DRAFTING, LARGER, SIZES, Driven
 
 
 class RandomChooser(StepChooser):
     """Chooses at random within the limits of programs."""
 
-    def __init__(self, config: EngineConfig, scheduler: Scheduler, executor: Executor, costs: StepCosts) -> None:
-        super().__init__(config, scheduler, executor, costs)
+    def __init__(self, config: EngineConfig, scheduler: Scheduler, executor: Executor, step_time: StepTime) -> None:
+        super().__init__(config, scheduler, executor, step_time)
         self._random = Random(3)
 
     def choose(

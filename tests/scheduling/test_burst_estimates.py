@@ -20,7 +20,7 @@ from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import StepPlan, StepShape
-from jaxserve.scheduling.step_costs import Rates
+from jaxserve.scheduling.step_time import Rates
 from tests.checkpoints import hf_dict
 from tests.simulation import SimulatedExecutor
 
@@ -64,7 +64,7 @@ class TimedExecutor(SimulatedExecutor):
         return TimedStep(self, self.now_s, self._free_s, plan.max_new)
 
 
-Measured = tuple[float, dict[str, int]]  # time of a dispatch and its counts, as `StepCosts.ended` takes them
+Measured = tuple[float, dict[str, int]]  # time of a dispatch and its counts, as `StepTime.ended` takes them
 History = Callable[[TimedExecutor, random.Random], Iterator[Measured]]
 
 
@@ -143,7 +143,7 @@ def errors_in_burst(rates: Rates, history: History, seed: int) -> list[float]:
     device, rng = TimedExecutor(rates, seed), random.Random(seed)
     replica = Replica(EngineConfig("none"), registry.from_hf_config(hf_dict("llama")), device, EngineStats())
     for wall_s, counts in history(device, rng):
-        replica.step_stats.costs.ended(wall_s, **counts)
+        replica.step_stats.step_time.ended(wall_s, **counts)
     core = EngineCore([replica], step_ahead=True, on_failure=lambda _: None)
     backlog, expected_s, found = Backlog(core), dict[int, float](), list[float]()
     for index in range(90):

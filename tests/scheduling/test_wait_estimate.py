@@ -20,7 +20,7 @@ from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.scheduling.step_costs import Rates, StepCosts
+from jaxserve.scheduling.step_time import Rates, StepTime
 from jaxserve.scheduling.wait_estimate import OutputLengths, Sizes, Work, estimate_wait
 from simulate import modelled
 
@@ -125,8 +125,8 @@ def test_a_lone_prompt_has_the_budget_of_one_shard() -> None:
     def estimates(num_shards: int) -> tuple[float, Any, Any]:
         sizes = (4 * num_shards, 64 * num_shards, 8192, 16, 1000 * num_shards)
         scheduler = Scheduler.of(ScheduleConfig(*sizes, num_data_shards=num_shards))
-        costs = SimpleNamespace(rates=lambda: RATES, cached_share=0.0)
-        replica = SimpleNamespace(scheduler=scheduler, step_stats=SimpleNamespace(costs=costs))
+        step_time = SimpleNamespace(rates=lambda: RATES, cached_share=0.0)
+        replica = SimpleNamespace(scheduler=scheduler, step_stats=SimpleNamespace(step_time=step_time))
         core: Any = SimpleNamespace(replicas=[replica], queued=[], inbox=[])
         backlog = Backlog(core)
         alone = backlog.wait(640)
@@ -198,21 +198,21 @@ def test_what_is_ahead_only_adds_to_a_wait() -> None:
     assert starts_s[-1] == pytest.approx(whole_s * 399 / 190, rel=0.15)
 
 
-def test_costs_of_steps_are_found_again() -> None:
+def test_times_of_steps_are_found_again() -> None:
     rng, true = random.Random(3), Rates(0.004, 0.002, 2e-5, 1e-4)
-    costs = StepCosts()
-    assert costs.rates() is None
+    step_time = StepTime()
+    assert step_time.rates() is None
     for _ in range(400):
         prefill, rows, steps = rng.choice([(0, rng.randint(1, 60), rng.choice([1, 8])), (rng.randint(1, 500), 20, 1)])
         noise = rng.lognormvariate(-0.125, 0.5)  # its mean is 1
         wall_s = noise * (true.step_s(prefill, rows) if prefill else steps * true.step_s(0, rows))
-        costs.ended(wall_s, num_prefill_tokens=prefill, num_rows=rows, num_steps=steps, num_cached_tokens=prefill)
-    rates = costs.rates()
+        step_time.ended(wall_s, num_prefill_tokens=prefill, num_rows=rows, num_steps=steps, num_cached_tokens=prefill)
+    rates = step_time.rates()
     assert rates is not None
     for step in [(0, 10), (0, 50), (100, 20), (400, 20)]:
         assert rates.step_s(*step) == pytest.approx(true.step_s(*step), rel=0.25)
     assert min(rates) >= 0
-    assert costs.cached_share == pytest.approx(0.5)
+    assert step_time.cached_share == pytest.approx(0.5)
 
 
 def test_lengths_of_outputs_are_found_again() -> None:

@@ -1,4 +1,4 @@
-"""StepCosts: what steps take, fitted to those that were measured, for whoever has to foretell the next ones."""
+"""StepTime: how long steps take, fitted to those that were measured, for whoever has to foretell the next ones."""
 
 from __future__ import annotations
 
@@ -49,19 +49,7 @@ class Rates(NamedTuple):
         return fixed_s + num_prefill_tokens * self.prefill_token_s + num_rows * self.decode_token_s
 
 
-class _Measured(NamedTuple):
-    """A dispatch that has ended: its time, and the counts that `Rates` has times of."""
-
-    wall_s: float
-    num_prefill_steps: float
-    num_decode_steps: float
-    num_prefill_tokens: float
-    num_row_steps: float
-    num_sampled: float
-    num_cached_tokens: float
-
-
-class StepCosts:
+class StepTime:
     """Least squares over the latest steps, with none of the four times below zero. It reads no clock.
 
     A step that is like the latest ones is foretold well, whatever the device: rates of a load that has passed fade.
@@ -77,14 +65,12 @@ class StepCosts:
 
     def __init__(self, row_factor: float = 1.0) -> None:
         self._row_factor = row_factor
-        self._products = np.zeros((4, 4))  # products of the counts of a step with each other
-        self._times = np.zeros(4)  # products of the counts of a step with its time
-        self._weight = 0.0
-        self._totals = np.zeros(4)  # prompt tokens, rows in decode, tokens these sampled, cached tokens
+        self._products = np.zeros((4, 5))  # products of the counts of a step with each other and its time
+        # Sums: steps, times like those of the latest, prompt tokens, rows in decode, sampled and cached tokens.
+        self._totals = np.zeros(6)
         self._drafting_rows = 0.0
-        self._step_s = 0.0  # time of all steps, each like its latest ones
         self._rates: Rates | None = None
-        self._untaken: list[_Measured] = []
+        self._untaken: list[tuple[float, ...]] = []
 
     def ended(
         self,
@@ -110,10 +96,9 @@ class StepCosts:
         prefill_steps, decode_steps = (1, 0) if num_prefill_tokens else (0, num_steps)
         sampled = row_steps if num_sampled is None else num_sampled
         self._drafting_rows = max(_KEPT * self._drafting_rows, num_rows if sampled > row_steps else 0)
-        self._untaken.append(
-            _Measured(wall_s, prefill_steps, decode_steps, num_prefill_tokens, row_steps, sampled, num_cached_tokens)
-        )
-        if len(self._untaken) >= _AT_ONCE or self._weight < _AT_ONCE:
+        counts = (prefill_steps, decode_steps, num_prefill_tokens, row_steps, sampled, num_cached_tokens)
+        self._untaken.append((wall_s, *counts))
+        if len(self._untaken) >= _AT_ONCE or self._totals[0] < _AT_ONCE:
             self._take()
 
     def _take(self) -> None:
@@ -125,34 +110,30 @@ class StepCosts:
             foretold_s = counts @ np.array(self._rates[:4])
             typical_s = np.where(foretold_s > 0, foretold_s, wall_s)
         # Relative errors count, by the time foretold: by the time measured, mean rates would be too low.
-        decay = _KEPT ** np.arange(len(measured))[::-1]
+        decay, kept = _KEPT ** np.arange(len(measured))[::-1], _KEPT ** len(measured)
         weights = (decay / np.maximum(typical_s, 1e-6) ** 2)[:, None] * counts
-        kept = _KEPT ** len(measured)
-        self._products = kept * self._products + weights.T @ counts
-        self._times = kept * self._times + weights.T @ np.minimum(wall_s, _MOST_OVER * typical_s)
-        self._weight = kept * self._weight + decay.sum()
-        num_steps = counts[:, :2].sum(axis=1)
-        self._step_s = kept * self._step_s + decay @ (np.minimum(wall_s, _MOST_OVER * typical_s) / num_steps)
-        self._totals = kept * self._totals + decay @ measured[:, 3:]
+        wall_s = np.minimum(wall_s, _MOST_OVER * typical_s)
+        self._products = kept * self._products + weights.T @ np.column_stack([counts, wall_s])
+        ones, step_s = np.ones(len(measured)), wall_s / counts[:, :2].sum(axis=1)
+        self._totals = kept * self._totals + decay @ np.column_stack([ones, step_s, measured[:, 3:]])
         self._untaken.clear()
-        if self._weight >= _MIN_STEPS:
-            prefill_step, decode_step, prefill_token, decode_token = self._fit().tolist()
-            _, num_rows, num_sampled, _ = self._totals.tolist()
+        if self._totals[0] >= _MIN_STEPS:
+            _, _, _, num_rows, num_sampled, _ = self._totals.tolist()
             per_row = num_sampled / num_rows if num_rows else 1.0
-            times = prefill_step, decode_step, prefill_token, decode_token
-            self._rates = Rates(*times, max(per_row, 1e-3), self._drafting_rows)
+            self._rates = Rates._make([*self._fit().tolist(), max(per_row, 1e-3), self._drafting_rows])
 
     def _fit(self) -> NDArray[np.float64]:
         """Return the four times: of what all steps have in common, then moved as far as steps tell them apart."""
         common = np.array([[1, 0], [1, 0], [0, 1], [0, self._row_factor]], np.float64)
-        mean_s = max(self._step_s / self._weight, _LEAST_S)
+        products, times = self._products[:, :4], self._products[:, 4]
+        mean_s = max(self._totals[1] / self._totals[0], _LEAST_S)
         few = np.diag([0.0, (_NOISE / (_TOKEN * mean_s)) ** 2])
-        step_s, token_s = _non_negative_fit(common.T @ self._products @ common + few, common.T @ self._times)
+        step_s, token_s = _non_negative_fit(common.T @ products @ common + few, common.T @ times)
         least_s = max(token_s, _LEAST_TOKEN * step_s, _LEAST_TOKEN * _LEAST_S)
         expected = common @ np.array([step_s, token_s])
         spread = common @ np.array([_STEP * max(step_s, mean_s / 10), _KIND * least_s])
         weights = (_NOISE / spread) ** 2
-        return _non_negative_fit(self._products + np.diag(weights), self._times + weights * expected)
+        return _non_negative_fit(products + np.diag(weights), times + weights * expected)
 
     def rates(self) -> Rates | None:
         """Return the times by the latest steps; None as long as there were too few. From any thread."""
@@ -161,7 +142,7 @@ class StepCosts:
     @property
     def cached_share(self) -> float:
         """Share of prompt tokens that were found in the cache."""
-        num_computed, _, _, num_cached = self._totals.tolist()
+        _, _, num_computed, _, _, num_cached = self._totals.tolist()
         return num_cached / (num_cached + num_computed) if num_cached else 0.0
 
 
