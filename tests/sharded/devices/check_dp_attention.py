@@ -137,11 +137,8 @@ def test_beams_and_rows_with_constraints(tmp_path: Path) -> None:
             llm.engine.wait_until_warm()
             beams = llm.beam_search([tokens(9, 1), tokens(14, 2)], BeamSearchParams(beam_width=3, max_tokens=7))
             form = {"regex": "[a-z]{8}[0-9]{20}"}
-            workload = [
-                Job(tokens(9, seed), SamplingParams(seed=seed, max_tokens=20, structured_outputs=form))
-                for seed in range(5)
-            ]
-            outputs = run(llm.engine, workload)
+            params = [SamplingParams(seed=seed, max_tokens=20, structured_outputs=form) for seed in range(5)]
+            outputs = llm.generate([tokens(9, seed) for seed in range(5)], params, use_tqdm=False)
             found.append(([beam.tokens for each in beams for beam in each.sequences], outputs))
             assert any(shape.samples_late for shape in llm.engine.replicas[0].executor.programs.table)
             assert llm.engine.stats.num_compiles == 0
