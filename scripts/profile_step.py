@@ -24,7 +24,8 @@ from typing import Any
 import jax
 
 from device_report.trace import Span, lines, programs, record
-from jaxserve import LLM, SamplingParams
+from jaxserve import SamplingParams
+from jaxserve.config import EngineConfig
 from jaxserve.engine.driven import DrivenEngine
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.execution.runner import RunningStep
@@ -70,9 +71,8 @@ def host_ms(trace: jax.profiler.ProfileData) -> dict[str, float]:
     return {name: ns / 1e6 for name, ns in inside.items()}
 
 
-def profile(llm: LLM, num_rows: int, num_steps: int) -> dict[str, Any]:
+def profile(engine: DrivenEngine, num_rows: int, num_steps: int) -> dict[str, Any]:
     """The summary of one stream of `num_rows` rows."""
-    engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     for row in range(num_rows):
         engine.add_request(f"{num_rows} rows, {row}", PROMPT.format(row), params)
@@ -127,19 +127,20 @@ def main() -> None:
     parser.add_argument("--multi-step", type=int, default=1, help="most decode steps per dispatch; 1 is the plain loop")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summaries there too")
     args = parser.parse_args()
-    llm = LLM(
+    config = EngineConfig(
         args.model,
         compile_ahead="all",
         multi_step=args.multi_step,
         max_num_seqs=max(args.rows),
         max_num_batched_tokens=max(64, *args.rows),
     )
-    annotate_engine(llm.engine)
+    engine = DrivenEngine(config)
+    annotate_engine(engine)
     annotate(RunningStep, "result", "host:fetch")
     annotate(RequestGroup, "append", "host:detokenise")
     versions = {"jax": jax.__version__, "python": platform.python_version(), "device": jax.devices()[0].device_kind}
     results = [
-        profile(llm, num_rows, args.steps) | {"multi_step": args.multi_step} | versions for num_rows in args.rows
+        profile(engine, num_rows, args.steps) | {"multi_step": args.multi_step} | versions for num_rows in args.rows
     ]
     for result in results:
         print(table(result), json.dumps(result), sep="\n")
