@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,14 +199,17 @@ def test_a_request_that_would_wait_too_long_is_refused_at_once(engine: Engine) -
         assert server.client.post("/v1/completions", json=LONG).status_code == 200
 
 
-def test_an_idle_server_changes_whether_its_engine_drafts(engine: Engine) -> None:
+def test_an_idle_server_changes_whether_its_engine_drafts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is left that `/health` would take for a request that nobody serves."""
-    chooser = engine.replicas[0].chooser
+
+    def has_settled(may_draft: bool) -> bool:
+        return engine.replicas[0].chooser.may_draft is may_draft and not engine.core.has_work()
+
     with running(engine, degradation=["speculation"]) as server:
         admission = server.app.service.admission
         for load, may_draft in ((0.5, False), (0.0, True)):
-            admission.load = lambda load=load: load  # type: ignore[misc]
-            until(lambda: chooser.may_draft is may_draft and not engine.core.has_work())  # noqa: B023
+            monkeypatch.setattr(admission, "load", partial(float, load))
+            until(partial(has_settled, may_draft))
 
 
 def test_cancelled_requests_leave_within_a_step(engine: Engine) -> None:
