@@ -162,7 +162,7 @@ class Engine:
         self.settle()
 
     def free(self) -> None:
-        """Do the same, but for telling of the requests that end: the outbox has that."""
+        """Abort all requests and free everything, as `close` does; their ends stay in the outbox."""
         self.devices.close()
         with ExitStack() as stack:  # an error leaves nothing unfreed
             for log in self._logs:

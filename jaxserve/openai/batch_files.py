@@ -55,7 +55,7 @@ _DUPLICATE = "duplicate_custom_id"  # code of the error
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """Summary of the output file and of this run.
+    """Summary of the output file and this run.
 
     Attributes:
         num_records: records in the output file.
