@@ -12,10 +12,8 @@ from jaxserve import scoring
 from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.calls import Calls, ProgressBar, as_list, listed, per_prompt, priorities
 from jaxserve.config import EngineConfig
-from jaxserve.distributed.peers import Follower
 from jaxserve.engine.batch_engine import OfflineEngine
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.lock_step import follow
 from jaxserve.engine.parameters import Weights
 from jaxserve.engine.prompt import Prompt
 from jaxserve.engine.threads import EngineThreads
@@ -80,10 +78,7 @@ class LLM:
 
     def _drive(self, engine: Engine) -> None:
         self.engine = engine
-        if isinstance(engine.peers, Follower):
-            replica = engine.replicas[0]
-            follow(engine.peers, replica.scheduler, replica.executor, engine.devices)
-            raise SystemExit(0)
+        engine.host.follow()
         self._threads = EngineThreads(engine)
         self._calls = Calls(engine, self._threads)
         self._hf_tokenizer: PreTrainedTokenizerBase | None = None
@@ -353,7 +348,7 @@ class LLM:
     @property
     def params(self) -> Params:
         """Weights in use, in the form that programs take, which `update_weights` need not copy."""
-        return self.engine.devices.params
+        return self.engine.host.params
 
     def update_weights(self, weights: Weights, *, running: str = "finish") -> None:
         """Replace the weights by others of the same model. Compiles nothing; the prefix cache is emptied.
@@ -398,12 +393,12 @@ class LLM:
             tags: parts to restore: "weights", to update them before the pool takes memory, or "kv_cache". None is both.
         """
         with self._threads.paused() as engine:
-            engine.devices.wake_up(tags)
+            engine.host.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
         """True if weights or KV pool are asleep, so that requests are refused."""
-        return self.engine.devices.is_sleeping
+        return self.engine.host.memory.is_sleeping
 
 
 def _as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[Message]]:

@@ -14,7 +14,7 @@ from jaxserve.bench import plots
 from jaxserve.bench.flags import DEFAULT_VOCAB_SIZE
 from jaxserve.bench.load import LoadTrace, MeasuredEngine, TimedRequest, run_load
 from jaxserve.bench.remote import Server, run_remote
-from jaxserve.bench.report import build_remote_report, build_report
+from jaxserve.bench.report import DescribedEngine, build_remote_report, build_report
 from jaxserve.bench.summary import EngineSizes, Json, Setting, Slo, summarize
 from jaxserve.bench.tables import render
 from jaxserve.bench.workloads import (
@@ -90,7 +90,7 @@ def read_job(args: argparse.Namespace) -> BenchJob:
     )
 
 
-def run_job(engine: MeasuredEngine, job: BenchJob) -> Json:
+def run_job(engine: DescribedEngine, job: BenchJob) -> Json:
     """Measure an engine that serves nothing else; see `_measure`.
 
     Raises:

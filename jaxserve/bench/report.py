@@ -5,6 +5,7 @@ import platform
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import Protocol, runtime_checkable
 
 from jaxserve import __version__
 from jaxserve.bench.load import MeasuredEngine
@@ -13,24 +14,33 @@ from jaxserve.bench.summary import Json
 from jaxserve.bench.workloads import Workload
 from jaxserve.engine.memory import pool_dtype
 from jaxserve.engine.parameters import compute_dtype, storage_name
-from jaxserve.execution.roofline import describe_device
+from jaxserve.execution.roofline import Device
 from jaxserve.models import registry
 
 FORMAT = "jaxserve-bench-2"
 
 
-def build_report(engine: MeasuredEngine, kind: str, workload: Workload, load: Json) -> Json:
+@runtime_checkable
+class DescribedEngine(MeasuredEngine, Protocol):
+    """Engine that knows its device, which may be another process's."""
+
+    def describe_device(self) -> Device:
+        """Return what the device is."""
+
+
+def build_report(engine: DescribedEngine, kind: str, workload: Workload, load: Json) -> Json:
     """Return the report that `--json` writes, with no runs yet; `load` describes how the requests arrive."""
-    dtype = compute_dtype(engine.config, engine.arch)
+    device = engine.describe_device()
+    dtype = compute_dtype(engine.config, engine.arch, on_cpu=device.platform == "cpu")
     return _head(kind) | {
-        "device": dataclasses.asdict(describe_device()),
+        "device": dataclasses.asdict(device),
         "peak_rates": dataclasses.asdict(engine.peak_rates()),
         "model": {
             "path": str(engine.config.model_path),
             "architecture": engine.arch.architecture,
             "num_params": registry.num_params(engine.arch),
             "dtype": dtype.name,
-            "stored": storage_name(engine.config, engine.arch),
+            "stored": storage_name(engine.config, engine.arch, on_cpu=device.platform == "cpu"),
             "kv_dtype": pool_dtype(engine.config, dtype).name,
         },
         "config": dataclasses.asdict(engine.config),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.core import EngineCore
     from jaxserve.engine.replica import Replica
     from jaxserve.request import Request
+    from jaxserve.scheduling.step_time import Rates
 
 Item = TypeVar("Item")
 
@@ -34,18 +35,26 @@ class Backlog:
 
     def num_waiting_tokens(self) -> int:
         """Return the tokens to compute of requests that wait, in all queues, as far as is known."""
-        placed = _copied(lambda: [replica.scheduler.num_waiting_tokens for replica in self._core.replicas])
-        return sum(placed) + sum(request.num_tokens for request in self._not_placed())
+        return self.num_queued_tokens() + sum(request.num_tokens for request in self._sent())
 
-    def wait(self, num_tokens: int = 1, is_ahead: Callable[[Request], bool] = lambda _: True) -> Wait | None:
+    def num_queued_tokens(self) -> int:
+        """Return the same, without requests that the core has not taken from its inbox."""
+        placed = _copied(lambda: [replica.scheduler.num_waiting_tokens for replica in self._core.replicas])
+        return sum(placed) + sum(request.num_tokens for request in _copied(lambda: self._core.queued))
+
+    def wait(self, num_tokens: int = 1, priority: int | None = None) -> Wait | None:
         """Return how long a request that came now would wait; None before the first steps were measured.
 
         Args:
             num_tokens: tokens of its prompt.
-            is_ahead: predicate, True of a request that it cannot overtake or preempt.
+            priority: its class: it overtakes or preempts those of lower ones; None if it can do neither.
         """
+
+        def is_ahead(request: Request) -> bool:
+            return priority is None or request.priority <= priority
+
         waits = []
-        later = [request for request in self._not_placed() if is_ahead(request)]
+        later = [request for request in _copied(lambda: self._core.queued) + self._sent() if is_ahead(request)]
         replicas = self._core.replicas
         for index, replica in enumerate(replicas):
             wait = self._wait_in(replica, later[index :: len(replicas)], num_tokens, is_ahead)
@@ -55,18 +64,16 @@ class Backlog:
 
     def prefill_s(self, num_tokens: int) -> float:
         """Return the time that a prompt takes beyond a step of one token, where nothing else is computed."""
-        for replica in self._core.replicas:
-            if (rates := replica.step_stats.step_time.rates()) is not None:
-                num_steps = (num_tokens - 1) // replica.scheduler.max_prompt_tokens
-                return num_tokens * rates.prefill_token_s + num_steps * rates.prefill_step_s
-        return 0.0
+        return prefill_s(num_tokens, self.rates(), self._core.replicas[0].scheduler.max_prompt_tokens)
 
-    def _not_placed(self) -> list[Request]:
-        queued = _copied(lambda: self._core.queued)
-        for event in _copied(lambda: list(self._core.inbox)):
-            if isinstance(event, Submitted):
-                queued += event.requests
-        return queued
+    def rates(self) -> Rates | None:
+        """Return the times of steps of a replica; None before they were measured."""
+        found = (replica.step_stats.step_time.rates() for replica in self._core.replicas)
+        return next((rates for rates in found if rates is not None), None)
+
+    def _sent(self) -> list[Request]:
+        events = _copied(lambda: list(self._core.inbox))
+        return [request for event in events if isinstance(event, Submitted) for request in event.requests]
 
     def _wait_in(
         self, replica: Replica, later: Sequence[Request], num_tokens: int, is_ahead: Callable[[Request], bool]
@@ -92,6 +99,19 @@ class Backlog:
             long_chunk=scheduler.policy.long_chunk,
         )
         return estimate_wait(rates, sizes, running, waiting, Work(float(max(num_tokens, 1)), 1.0))
+
+
+def prefill_s(num_tokens: int, rates: Rates | None, most_in_step: int) -> float:
+    """Return the time that a prompt takes beyond a step of one token, where nothing else is computed.
+
+    Args:
+        num_tokens: tokens of the prompt.
+        rates: times of steps; None if they are not known.
+        most_in_step: most tokens of a prompt in a step.
+    """
+    if rates is None:
+        return 0.0
+    return num_tokens * rates.prefill_token_s + (num_tokens - 1) // most_in_step * rates.prefill_step_s
 
 
 def _copied(read: Callable[[], list[Item]]) -> list[Item]:

@@ -37,6 +37,7 @@ class EngineCore:
         replicas: replicas of the engine.
         inbox: events that any thread appends; `step` takes them.
         outbox: deltas in order, which `Frontend.deliver` takes; an exception stands for the loss of all requests.
+        num_taken: events that were taken from the inbox.
         last_steps: statistics of steps, of any replica, written since the call of `step` before the last that went on.
     """
 
@@ -46,6 +47,7 @@ class EngineCore:
         self.replicas = replicas
         self.inbox: deque[Event] = deque()
         self.outbox: deque[Delta | BaseException] = deque()
+        self.num_taken = 0
         self.last_steps: list[StepStats] = []
         self._step_ahead, self._on_failure = step_ahead, on_failure
         self._is_shared = len(replicas) > 1  # no replica may keep this thread from the others
@@ -107,6 +109,7 @@ class EngineCore:
                 case DraftsAllowed(is_allowed):
                     for replica in self.replicas:
                         replica.chooser.may_draft = is_allowed
+            self.num_taken += 1  # last, as `has_work` does not know of it before
         for replica in self.replicas:
             self._settle(replica)
 
@@ -127,7 +130,9 @@ class EngineCore:
     def lose_all(self, error: BaseException) -> None:
         """Forget all requests and events, where an error has left no way to end requests."""
         self._requests.clear()
-        self.inbox.clear()
+        while self.inbox:
+            self.inbox.popleft()
+            self.num_taken += 1
         self.outbox.append(error)
 
     def check_integrity(self) -> None:

@@ -4,14 +4,13 @@ from collections.abc import Callable, Sequence
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.parameters import Weights, compute_dtype, copies, prepare_params
-from jaxserve.errors import ConfigError, RequestError
+from jaxserve.engine.status import SLEEP_TAGS, MemoryState
+from jaxserve.errors import ConfigError
 from jaxserve.execution.roofline import device_peak_rates
 from jaxserve.execution.runner import Runner
 from jaxserve.metrics import PeakRates
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-
-SLEEP_TAGS = ("weights", "kv_cache")  # parts that can be woken separately, by vLLM's names
 
 
 class Devices:
@@ -23,86 +22,55 @@ class Devices:
         runners: runner of each replica; none where the engine has an executor of another kind.
 
     Attributes:
-        is_closed: True once the engine was closed.
+        memory: memory that they have.
     """
 
     def __init__(self, config: EngineConfig, arch: ArchConfig, runners: Sequence[Runner]) -> None:
         self._config, self._arch, self._runners = config, arch, runners
         self._peak_rates: PeakRates | None = None
-        self.is_closed = False
-        self._asleep: set[str] = set()  # subset of SLEEP_TAGS
-        self._has_weights = True
-
-    def check_open(self) -> None:
-        """Raise RuntimeError if the engine is closed."""
-        if self.is_closed:
-            raise RuntimeError("this engine is closed: its weights and pools are freed; start another one")
-
-    def check_serve(self) -> None:
-        """Raise RequestError if no request can be served now, RuntimeError if the engine is closed."""
-        self.check_open()
-        if self._asleep:
-            raise RequestError("the engine must be awake to serve requests; call wake_up first")
-        if not self._has_weights:
-            raise RequestError(
-                "the engine has no weights: the last could not be read, or sleep(level=2) let them go; update_weights"
-            )
+        self.memory = MemoryState()
 
     @property
     def params(self) -> Params:
         """Weights in use, of the first replica, in the form that its programs take."""
-        self.check_open()
+        self.memory.check_open()
         return self._runners[0].params
 
     def prepare(self, given: Weights) -> Callable[[], Params]:
         """Return a function that makes other weights, for `replace`; ConfigError if they do not fit the model."""
-        if "weights" in self._asleep:
+        if "weights" in self.memory.asleep:
             raise ConfigError('the engine must be awake to take weights; call wake_up, or wake_up(tags=["weights"])')
         return prepare_params(self._config, self._arch, given, self._runners[0].param_shapes)
 
     def replace(self, make: Callable[[], Params]) -> None:
         """Free the weights in use, make others and copy them to all replicas."""
-        self._has_weights = False
+        self.memory = self.memory._replace(has_weights=False)
         for runner in self._runners:
             runner.params = {}  # there may not be room for both
         replicas = copies(make(), [runner.mesh for runner in self._runners])
         for runner, params in zip(self._runners, replicas, strict=True):
             runner.params = params
-        self._has_weights = True
+        self.memory = self.memory._replace(has_weights=True)
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Free weights and pools; the weights are kept in host memory, or dropped."""
-        keep_weights = keep_weights and self._has_weights
+        keep_weights = keep_weights and self.memory.has_weights
         for runner in self._runners:
             runner.sleep(keep_weights=keep_weights)
-        self._has_weights = keep_weights
-        self._asleep = set(SLEEP_TAGS)
+        self.memory = self.memory._replace(asleep=frozenset(SLEEP_TAGS), has_weights=keep_weights)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate the memory again that `sleep` has freed; see `LLM.wake_up`."""
-        self.check_open()
+        self.memory.check_open()
         wanted = set(SLEEP_TAGS if tags is None else tags)
         if isinstance(tags, str) or not wanted <= set(SLEEP_TAGS):
             raise ConfigError(f"tags must be a list of some of {list(SLEEP_TAGS)}, got {tags!r}")
         for runner in self._runners:
-            if "weights" in wanted & self._asleep:
+            if "weights" in wanted & self.memory.asleep:
                 runner.wake_weights()
-            if "kv_cache" in wanted & self._asleep:
+            if "kv_cache" in wanted & self.memory.asleep:
                 runner.wake_state()
-        self._asleep -= wanted
-
-    @property
-    def is_sleeping(self) -> bool:
-        """True while some memory that `sleep` has freed is not allocated again."""
-        self.check_open()
-        return bool(self._asleep)
-
-    @property
-    def sleep_state(self) -> str:
-        """State of the memory by vLLM's names: awake, weights_offloaded or discard_all."""
-        if not self._asleep:
-            return "awake"
-        return "weights_offloaded" if self._has_weights else "discard_all"
+        self.memory = self.memory._replace(asleep=self.memory.asleep - wanted)
 
     @property
     def is_warm(self) -> bool:
@@ -123,4 +91,4 @@ class Devices:
 
     def close(self) -> None:
         """Refuse further use; the executors free their memory themselves."""
-        self.is_closed = True
+        self.memory = self.memory._replace(is_closed=True)

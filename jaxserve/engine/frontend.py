@@ -35,7 +35,7 @@ class Frontend:
     """Requests of users, as far as they are unfinished.
 
     Args:
-        inbox: events for the core.
+        send: leaves an event for the core.
         outbox: deltas from the core, or the exception that has lost it all requests.
         stats: totals, to which output tokens and finished requests are added.
         pooler: pooling of a model that pools; None if it generates.
@@ -43,12 +43,12 @@ class Frontend:
 
     def __init__(
         self,
-        inbox: deque[Event],
+        send: Callable[[Event], None],
         outbox: deque[Delta | BaseException],
         stats: EngineStats,
         pooler: Pooler | None = None,
     ) -> None:
-        self._inbox, self._outbox, self._stats, self._pooler = inbox, outbox, stats, pooler
+        self._send, self._outbox, self._stats, self._pooler = send, outbox, stats, pooler
         self._groups: dict[str, RequestGroup] = {}
         # Each unfinished sample by its key: a step in flight may still hold an earlier request of the same id.
         self._samples: dict[int, tuple[RequestGroup, int]] = {}
@@ -77,7 +77,7 @@ class Frontend:
                     f"request_id must be unique among unfinished requests, got {group.request_id!r} again; "
                     "choose another one, or wait for the end of the other request"
                 )
-            self._inbox.append(Submitted(group.requests))
+            self._send(Submitted(group.requests))
         except BaseException:  # an interrupt of the caller's thread may come anywhere
             self._let_go(group)
             if self._groups.get(group.request_id) is group:
@@ -88,7 +88,7 @@ class Frontend:
         """End a request if it is unfinished; from anywhere, the garbage collector included, any number of times."""
         group = self._groups.get(request_id)
         if group is not None:
-            self._inbox.append(Cancelled(_keys(group), FinishReason.ABORT))
+            self._send(Cancelled(_keys(group), FinishReason.ABORT))
         return group
 
     def restart(self) -> None:
@@ -98,7 +98,7 @@ class Frontend:
             with self.lock:
                 group.restart()
             self._register(group)
-            self._inbox.append(Submitted(group.requests))
+            self._send(Submitted(group.requests))
 
     def _register(self, group: RequestGroup) -> None:
         """Give the samples of a request keys that none had before."""
@@ -111,7 +111,7 @@ class Frontend:
         keys = _keys(group)
         for key in keys:
             self._samples.pop(key, None)
-        self._inbox.append(Cancelled(keys, FinishReason.ABORT))
+        self._send(Cancelled(keys, FinishReason.ABORT))
 
     def has_unfinished(self) -> bool:
         """Return whether there is a request whose end its listener has not heard of."""
@@ -205,7 +205,7 @@ class Frontend:
                 iterations.update(rounds[:num_kept].tolist())
             if stop is not None:
                 if reason is None:  # the core goes on with it
-                    self._inbox.append(Cancelled([key], FinishReason.STOP))
+                    self._send(Cancelled([key], FinishReason.STOP))
                 self._finish(group, index, FinishReason.STOP, at_s, stop)
             elif reason is not None:
                 self._finish(group, index, reason, at_s)

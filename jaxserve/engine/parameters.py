@@ -224,14 +224,22 @@ def unpacked_formats(config: EngineConfig, arch: ArchConfig) -> Counter[str]:
     return Counter(own.name for own in formats if own is not plain.FORMAT and not_packed(config, own, dtype))
 
 
-def storage_name(config: EngineConfig, arch: ArchConfig) -> str:
-    """Return the name of the form that matrices have on devices: a format, with a checkpoint's elements, or a dtype."""
+def storage_name(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> str:
+    """Return the name of the form that matrices have on devices: a format, with a checkpoint's elements, or a dtype.
+
+    Args:
+        config: options of the engine.
+        arch: sizes of the model.
+        on_cpu: the same as in `compute_dtype`.
+    """
     if config.quantization is not None or arch.schemes is None:
-        return config.quantization or matrix_dtype(config, arch).name
+        return config.quantization or matrix_dtype(config, arch, on_cpu=on_cpu).name
     form = StoredFormat(arch.schemes)
     formats = [own for spec in registry.param_specs(arch) if (own := form.at(spec)) is not None]
     elements = sorted({own.scheme.elements for own in formats})
-    return f"{arch.schemes.method} ({', '.join(elements)})" if elements else matrix_dtype(config, arch).name
+    return (
+        f"{arch.schemes.method} ({', '.join(elements)})" if elements else matrix_dtype(config, arch, on_cpu=on_cpu).name
+    )
 
 
 def meshes_of(config: EngineConfig) -> list[Mesh | None]:

@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import logging
 import random
-import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.grammars import Grammars
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.prompt import Prompt, check_bound, outside_vocabulary, prompt_limit, prompt_too_long, read_prompt
 from jaxserve.errors import RequestError, brief
@@ -19,7 +19,6 @@ from jaxserve.pooling import Pooler, PoolingParams
 from jaxserve.request import Request, TokenIds
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.structured_output.grammar import GrammarCompiler, TokenConstraint
 from jaxserve.text.bad_words import encode_bad_words
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -45,6 +44,7 @@ class RequestReader:
 
     Attributes:
         eos_ids: tokens that end an output.
+        grammars: constraints of outputs.
     """
 
     def __init__(
@@ -64,9 +64,7 @@ class RequestReader:
         self._config, self._schedule, self._tokenizer = config, schedule, tokenizer
         self._vocab_size, self._max_position, self._hidden_size = vocab_size, max_position, hidden_size
         self.eos_ids, self._check_fits, self._pooler = eos_ids, check_fits, pooler
-        self._is_lock_step = is_lock_step
-        self._grammars: GrammarCompiler | None = None  # made for the first request that needs one
-        self._grammars_lock = threading.Lock()
+        self.grammars = Grammars(lambda: tokenizer, vocab_size, eos_ids, is_lock_step=is_lock_step)
         self._seeds = random.Random(config.seed)
         self._arrivals = itertools.count()
         self._has_told_of_cut = False
@@ -228,7 +226,7 @@ class RequestReader:
                 read_prefix_cache=reads_cache and (index > 0 or params.prompt_logprobs is None),
                 waits_for_tokens=form is not None,
                 may_be_extended=form is not None and form.append_forced_tokens,
-                constraint=self.constraint(params, stop_ids, tenant),
+                constraint=self.grammars.constraint(params, stop_ids, tenant),
                 arrival=arrival,
             )
             for index in range(params.n)
@@ -245,42 +243,6 @@ class RequestReader:
             *(prompt_len, max_tokens, limit, limit - prompt_len),
             f"; lower max_tokens{self._advice_on_length()}. Further requests are not warned of" if is_first else "",
         )
-
-    def constraint(self, params: SamplingParams, stop_ids: frozenset[int], tenant: str = "") -> TokenConstraint | None:
-        """Return the constraint of a sample; RequestError where its form is refused."""
-        form = params.structured_outputs
-        if form is None:
-            return None
-        if form.append_forced_tokens and (params.logprobs is not None or params.has_penalties or params.bad_words):
-            message = "append_forced_tokens cannot be combined with logprobs, penalties or bad_words; drop one"
-            raise RequestError(message)
-        with self._grammars_lock:
-            if self._grammars is None:
-                self._grammars = self._new_grammars()
-        return self._grammars.constraint(
-            form,
-            allowed_token_ids=params.allowed_token_ids,
-            stop_ids=stop_ids,
-            min_tokens=params.min_tokens,
-            tenant=tenant,
-        )
-
-    def _new_grammars(self) -> GrammarCompiler:
-        if self._is_lock_step:
-            raise RequestError(
-                "structured_outputs need an engine of one process, got one of several in lock-step; drop them, or "
-                "serve the model from one process"
-            )
-        if self._tokenizer is None or self._tokenizer.json_text is None:
-            raise RequestError(
-                "structured_outputs need a tokenizer with a tokenizer.json, got none; convert the tokenizer, or drop "
-                "skip_tokenizer_init"
-            )
-        if not self.eos_ids:
-            raise RequestError(
-                "structured_outputs need a model with an end-of-sequence id, got none; give its files one"
-            )
-        return GrammarCompiler(self._tokenizer.json_text(), self._vocab_size, self.eos_ids)
 
 
 def _check_some_allowed(request: Request) -> None:

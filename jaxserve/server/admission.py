@@ -24,10 +24,10 @@ from jaxserve.server.observer import FRESH_S
 from jaxserve.server.rate_limits import Excess, Limits, RateLimits, tokens_to_take, tokens_used
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from jaxserve.engine.engine import Engine
-    from jaxserve.request import Request
+    from jaxserve.engine.outputs import RequestGroup
     from jaxserve.server.config import ServerConfig
     from jaxserve.server.observer import Observer
     from jaxserve.server.streams import Streams
@@ -130,8 +130,8 @@ class Admission:
 
     def load(self) -> int | float:
         """Return the load, which is 1 where requests are refused: for their number, their tokens or their wait."""
-        core, config = self._engine.core, self._config
-        loads = [(core.num_waiting + len(core.inbox)) / config.max_queued_requests]
+        config = self._config
+        loads = [self._engine.host.num_waiting / config.max_queued_requests]
         loads.append(self._observer.backlog.num_waiting_tokens() / config.max_queued_tokens)
         if (target_s := self.target_s(0)) is not None:
             wait = self.wait(0)
@@ -158,8 +158,7 @@ class Admission:
 
     def check_early(self, tenant: str) -> None:
         """Refuse a request of which nothing is known yet but who sends it."""
-        core, config = self._engine.core, self._config
-        if core.num_waiting + len(core.inbox) >= config.max_queued_requests:
+        if self._engine.host.num_waiting >= self._config.max_queued_requests:
             raise self._full(tenant, "queue_full", "the queue of the server is full", self._retry_s())
         self._check_open(tenant, 1)
         self._check_rate(self.limits.excess(tenant, 0, time.monotonic()))
@@ -208,8 +207,11 @@ class Admission:
                 del self.num_open[tenant]
 
     @contextmanager
-    def admitted(self, tenant: str, priority: int, requests: list[Request], timeout_s: int | float) -> Iterator[None]:
-        """Count the samples of a request, which begin now, as unfinished; refuse them by their exact length."""
+    def admitted(
+        self, tenant: str, priority: int, groups: Sequence[RequestGroup], timeout_s: int | float
+    ) -> Iterator[None]:
+        """Count the samples of requests, which begin now, as unfinished; refuse them by their exact length."""
+        requests = [request for group in groups for request in group.requests]
         self._check_wait(tenant, priority, sum(request.num_prompt_tokens for request in requests), timeout_s)
         self._check_open(tenant, len(requests) - 1)
         num_taken = tokens_to_take(requests)
@@ -219,7 +221,7 @@ class Admission:
             yield
         finally:
             self.num_open[tenant] -= len(requests) - 1
-            self.limits.settle(tenant, num_taken, tokens_used(requests), time.monotonic())
+            self.limits.settle(tenant, num_taken, tokens_used(groups), time.monotonic())
 
     async def turn(self, priority: int, through: asyncio.Future[None]) -> None:
         """Hold a request below class 0 while the load says so, or until nobody waits for it: `through` is done."""
@@ -252,7 +254,7 @@ class Admission:
         now_s = time.monotonic()
         at_s, wait = self._waits.get(priority, (-math.inf, None))
         if now_s - at_s > FRESH_S:
-            wait = self._observer.backlog.wait(1, lambda other: other.priority <= priority)
+            wait = self._observer.backlog.wait(1, priority)
             if len(self._waits) >= MAX_CLASSES:  # clients may choose any number
                 self._waits.clear()
             self._waits[priority] = now_s, wait

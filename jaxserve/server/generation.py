@@ -75,8 +75,7 @@ class Generation:
             partial(self._read, call, interface, body), needs_time=_needs_time(body)
         )
         self._check_draining()
-        samples = [sample for group in groups for sample in group.requests]
-        priority = samples[0].priority
+        priority = groups[0].requests[0].priority
         response_id = request.request_id or f"{self._random.getrandbits(128):032x}"
         reply = interface.new_reply(
             request,
@@ -86,7 +85,7 @@ class Generation:
             created_s=int(time.time()),
             fingerprint=self._service.fingerprint,
         )
-        with admission.admitted(call.tenant, priority, samples, timeouts.first_token_s):
+        with admission.admitted(call.tenant, priority, groups, timeouts.first_token_s):
             try:
                 left = timeouts.since(came_s, time.monotonic())
                 await self._generate(call, request, groups, reply, left, priority)
@@ -138,7 +137,7 @@ class Generation:
         return request, self._prepare_all(interface, request)
 
     def _prepare_all(self, interface: Interface, request: ParsedRequest) -> list[RequestGroup]:
-        self._engine.devices.check_serve()
+        self._engine.host.memory.check_serve()
         read, name = self._engine.reader.read, interface.prefix
         groups: list[RequestGroup] = []
         whose = request.tenant, request.priority or 0

@@ -38,10 +38,10 @@ class Health:
 
     def problem(self) -> str | None:
         """Return what is wrong; None if nothing is."""
-        if self._engine.devices.is_closed:
-            return "the engine has closed itself after a failure"
+        if (problem := self._engine.host.problem) is not None:
+            return problem
         stuck_s = time.monotonic() - self._moved_s
-        if stuck_s > self._stuck_after_s and self._engine.core.has_work():
+        if stuck_s > self._stuck_after_s and self._engine.host.driver.has_work():
             return f"the engine has made no step for {stuck_s:.0f} s, with requests unfinished"
         return None
 
@@ -49,6 +49,6 @@ class Health:
         with suppress(asyncio.CancelledError):
             while True:
                 num_steps = self._engine.stats.num_dispatches
-                if num_steps != self._seen or not self._engine.core.has_work():
+                if num_steps != self._seen or not self._engine.host.driver.has_work():
                     self._seen, self._moved_s = num_steps, time.monotonic()
                 await asyncio.sleep(LOOK_S)

@@ -146,7 +146,7 @@ class Info:
         reason = self._service.health.problem()
         if self._service.is_draining:
             reason = "the server is stopping"
-        elif reason is None and not self._engine.devices.is_warm:
+        elif reason is None and not self._engine.host.is_warm:
             reason = "programs are being compiled"
         elif reason is None and self._service.is_full:
             reason = "the queue is full"

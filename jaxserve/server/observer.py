@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxserve.engine.backlog import Backlog
 from jaxserve.metrics import ITERATION_TOKENS, Counter, Gauge, Vector, vllm_metrics
 from jaxserve.server.histogram import (
     ITL_S,
@@ -57,7 +56,7 @@ class Observer(Collector):
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0"}
         self.degradations: Mapping[str, int] = {}
-        self.backlog = Backlog(engine.core)
+        self.backlog = engine.host.backlog
         self._estimated_at_s, self._estimate_s = -math.inf, 0.0
         self.rejections = dict.fromkeys(_REJECTIONS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
@@ -210,7 +209,7 @@ class Observer(Collector):
         num_deferred = min(occupancy.num_deferred, occupancy.num_waiting)
         waiting = {"capacity": occupancy.num_waiting - num_deferred, "deferred": num_deferred}
         yield _gauge("vllm:num_requests_waiting_by_reason", labels, "reason", waiting)
-        state = self._engine.devices.sleep_state
+        state = self._engine.host.memory.sleep_state
         yield _gauge(
             "vllm:engine_sleep_state", labels, "sleep_state", {name: int(name == state) for name in _SLEEP_STATES}
         )

@@ -9,6 +9,7 @@ from threading import RLock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from jaxserve.engine.outputs import RequestGroup
     from jaxserve.request import Request
 
 MINUTE_S = 60.0
@@ -103,9 +104,10 @@ def tokens_to_take(requests: Sequence[Request]) -> int:
     return sum(request.num_prompt_tokens + (request.params.max_tokens or 0) for request in requests)
 
 
-def tokens_used(requests: Sequence[Request]) -> int:
-    """Return the tokens of the prompts of samples, and those of their outputs so far."""
-    return sum(request.num_prompt_tokens + len(request.output_token_ids) for request in requests)
+def tokens_used(groups: Sequence[RequestGroup]) -> int:
+    """Return the tokens of the prompts of all samples of requests, and those of their outputs so far."""
+    outputs = [(len(group.output.prompt_token_ids), each.metrics) for group in groups for each in group.output.outputs]
+    return sum(prompt_len + metrics.num_output_tokens for prompt_len, metrics in outputs)
 
 
 class RateLimits:

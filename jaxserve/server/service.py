@@ -185,5 +185,4 @@ class Service:
     @property
     def is_full(self) -> bool:
         """True if no further request may wait."""
-        core = self.engine.core
-        return core.num_waiting + len(core.inbox) >= self.config.max_queued_requests
+        return self.engine.host.num_waiting >= self.config.max_queued_requests

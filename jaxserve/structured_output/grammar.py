@@ -49,8 +49,10 @@ class TokenConstraint:
         stop_ids: ids that end the output.
         min_tokens: tokens before which none of them can be sampled.
         takes_forced: True to go on at once by tokens that alone are possible.
+        num_bytes: memory that the grammar has taken where it was compiled.
 
     Attributes:
+        num_bytes: that memory.
         forced: tokens by which the last call of `advance` has gone on beyond the output; they belong to it.
         error: reason why the output cannot go on, although it is unfinished; empty unless that is so.
         has_ended: True if no further token may follow.
@@ -65,7 +67,9 @@ class TokenConstraint:
         stop_ids: frozenset[int],
         min_tokens: int,
         takes_forced: bool = False,
+        num_bytes: int = 0,
     ) -> None:
+        self.num_bytes = num_bytes
         self._first, self._matcher = matcher, matcher.deep_copy()
         self._first_words, self._words = first_words, first_words
         self._allowed, self._stop_ids, self._min_tokens = allowed, sorted(stop_ids), min_tokens
@@ -84,6 +88,7 @@ class TokenConstraint:
             stop_ids=frozenset(self._stop_ids),
             min_tokens=self._min_tokens,
             takes_forced=self._takes_forced,
+            num_bytes=self.num_bytes,
         )
 
     @property
@@ -178,6 +183,7 @@ class GrammarCompiler:
         stop_ids: frozenset[int],
         min_tokens: int,
         tenant: str = "",
+        tried_bytes: int | None = None,
     ) -> TokenConstraint:
         """Return the constraint of an output; RequestError where llguidance refuses its form.
 
@@ -187,11 +193,12 @@ class GrammarCompiler:
             stop_ids: ids that end the output.
             min_tokens: tokens before which none of them can be sampled.
             tenant: name of whoever has sent the form; tenants share the processes that compile.
+            tried_bytes: memory that the grammar takes, if it is known to stay within the limits.
         """
         found = self._find(form)
         if found is None:
             with self._one_at_a_time((tenant, form.key)):  # others of the tenant may have it compiled meanwhile
-                found = self._find(form) or self._keep(form, self._compile(form, tenant))
+                found = self._find(form) or self._keep(form, self._compile(form, tenant, tried_bytes))
         allowed = None
         if allowed_token_ids is not None:
             bits = np.zeros(self._num_words * _WORD_BITS, bool)
@@ -205,6 +212,7 @@ class GrammarCompiler:
                 stop_ids=stop_ids,
                 min_tokens=min_tokens,
                 takes_forced=form.append_forced_tokens,
+                num_bytes=found.num_bytes,
             )
         if constraint.has_ended:
             raise RequestError(
@@ -244,7 +252,7 @@ class GrammarCompiler:
                 if not self._num_waiting[key]:
                     del self._turns[key], self._num_waiting[key]
 
-    def _compile(self, form: StructuredOutputsParams, tenant: str) -> _Compiled:
+    def _compile(self, form: StructuredOutputsParams, tenant: str, tried_bytes: int | None) -> _Compiled:
         """Compile; RequestError if llguidance refuses the form, or if a trial exceeds its limits."""
         try:
             grammar = self._grammar(form)
@@ -252,12 +260,12 @@ class GrammarCompiler:
             raise
         except Exception as error:
             raise refused(str(error) or repr(error)) from None
-        cost = self._trials.run(grammar, tenant)
+        num_bytes = self._trials.run(grammar, tenant).num_bytes if tried_bytes is None else tried_bytes
         matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         words = mask_of(matcher, self._num_words)
         if matcher.is_error():
             raise refused(matcher.get_error())
-        return _Compiled(matcher, words, max(cost.num_bytes, len(grammar)))
+        return _Compiled(matcher, words, max(num_bytes, len(grammar)))
 
     def _grammar(self, form: StructuredOutputsParams) -> str:
         make: Any = self._llguidance.LLMatcher

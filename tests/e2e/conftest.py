@@ -97,7 +97,7 @@ def start(
         options = {"model": str(llama), "skip_tokenizer_init": True} | SIZES | options
         with compiling(options):
             key = (*sorted(options.items()), ("few_programs", are_few()))
-            if key not in engines or engines[key].devices.is_closed:
+            if key not in engines or engines[key].host.memory.is_closed:
                 engines[key] = DrivenEngine(EngineConfig(**options))
         engines[key].reset_prefix_cache()
         return engines[key]

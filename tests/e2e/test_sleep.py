@@ -37,12 +37,12 @@ def test_weights_are_kept_and_all_is_freed_meanwhile(start: Start) -> None:
         alive, compiles = arrays_of(engine), compile_counter.count
         engine.sleep()
         gc.collect()
-        assert engine.devices.is_sleeping
+        assert engine.host.memory.is_sleeping
         assert not any(array() is not None for array in alive)
         with pytest.raises(RequestError, match="call wake_up first"):
             engine.add_request("asleep", PROMPTS[0], PARAMS)
         engine.devices.wake_up()
-        assert not engine.devices.is_sleeping
+        assert not engine.host.memory.is_sleeping
         assert token_ids(engine) == expected
         assert compile_counter.count == compiles
     (output,) = generate(engine, PROMPTS[:1], SamplingParams(temperature=0, max_tokens=1))
@@ -60,11 +60,11 @@ def test_weights_that_were_let_go_are_given_anew(start: Start, llama: Any) -> No
     with pytest.raises(ConfigError, match="must be awake to take weights"):
         engine.update_weights(llama)
     engine.devices.wake_up(tags=["weights"])
-    assert engine.devices.is_sleeping
+    assert engine.host.memory.is_sleeping
     with pytest.raises(RequestError, match="call wake_up first"):
         engine.add_request("half asleep", PROMPTS[0], PARAMS)
     engine.devices.wake_up(tags=["kv_cache"])
-    assert not engine.devices.is_sleeping
+    assert not engine.host.memory.is_sleeping
     with pytest.raises(RequestError, match="let them go; update_weights"):
         engine.add_request("without weights", PROMPTS[0], PARAMS)
     engine.update_weights(llama)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxserve import llm as llm_module
-from jaxserve.engine import core, engine, frontend, replica, threads, wakes
+from jaxserve.engine import core, core_thread, engine, frontend, host, replica, threads, wakes
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.errors import RequestError
 from jaxserve.llm import LLM
@@ -22,7 +22,9 @@ from jaxserve.scheduling import balancer
 from synthetic.null_device import TOKEN, null_engine
 from tests.waiting import until
 
-FILES = {module.__file__ for module in (core, engine, frontend, balancer, replica, threads, llm_module)}
+FILES = {
+    module.__file__ for module in (core, core_thread, engine, frontend, host, balancer, replica, threads, llm_module)
+}
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
 PATIENCE_S = 30
@@ -172,7 +174,7 @@ def test_few_frames_lead_to_the_program(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(llm.engine.replicas[0].executor, "launch", watched)
     generate(llm)
-    assert paths[0] == ["launch", "_step", "step", "_run_core"], "and the executor's launch calls the program"
+    assert paths[0] == ["launch", "_step", "step", "_run"], "and the executor's launch calls the program"
 
 
 def test_many_threads_are_served(llm: LLM) -> None:
@@ -253,7 +255,7 @@ def test_a_listener_may_submit_where_no_thread_can_be_started(llm: LLM, monkeypa
     start, fails, ended = threading.Thread.start, [True, True], SimpleQueue()
 
     def fail(thread: threading.Thread) -> None:
-        if thread.name == "jaxserve frontend" and fails:
+        if thread.name == "jaxserve core" and fails:
             fails.pop()
             raise RuntimeError("can't start new thread")
         start(thread)
@@ -375,7 +377,7 @@ def test_a_core_that_cannot_recover_is_closed(monkeypatch: pytest.MonkeyPatch, c
             pool.submit(llm.generate, [[1]], LONG, False).result(PATIENCE_S)
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([[1]], PARAMS, use_tqdm=False)
-    until(lambda: not llm._threads._running)  # its thread must not go on for nobody
+    until(lambda: not llm._threads._thread)  # its thread must not go on for nobody
     assert names == {"jaxserve frontend"}
 
 

@@ -82,7 +82,7 @@ def check(llm: LLM, output: RequestOutput, form: StructuredOutputsParams) -> boo
             jsonschema.validate(value, form.json, cls=jsonschema.Draft202012Validator)
         return True
     assert completion.finish_reason == "length"
-    constraint = llm.engine.reader.constraint(SamplingParams(structured_outputs=form), frozenset({0}))
+    constraint = llm.engine.reader.grammars.constraint(SamplingParams(structured_outputs=form), frozenset({0}))
     assert constraint is not None
     constraint.advance(completion.token_ids)
     assert not constraint.error

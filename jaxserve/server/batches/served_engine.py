@@ -128,7 +128,7 @@ class ServedEngine:
 
     def _settle(self, group: RequestGroup) -> None:
         """Count the tokens of a request that has ended in place of those that were taken."""
-        taken, used = tokens_to_take(group.requests), tokens_used(group.requests)
+        taken, used = tokens_to_take(group.requests), tokens_used([group])
         self._limits.settle(self._limited, taken, used, time.monotonic())
 
     def _listen(self, group: RequestGroup) -> None:

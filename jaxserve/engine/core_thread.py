@@ -1,0 +1,115 @@
+"""CoreThread: the thread that drives a core, for as long as the core has work."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jaxserve.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+MAX_DELTAS = 8  # deltas that whoever takes them may be behind
+LOOK_S = 1e-3  # time between looks at whether they have been taken
+POLL_S = 5e-5  # time between two looks at the devices of several replicas
+
+
+class CoreThread:
+    """Plans, launches and reads steps on a thread of its own, which ends when there are no more.
+
+    Args:
+        core: core that nobody else drives, but while this is paused.
+        free: called if the core cannot go on.
+        tell: called on the thread when there are deltas, and when it ends; None to wake `wait`.
+        num_behind: returns how many deltas were not taken yet; None counts those of the outbox.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        free: Callable[[], None],
+        tell: Callable[[], None] | None = None,
+        num_behind: Callable[[], int] | None = None,
+    ) -> None:
+        self._core, self._free = core, free
+        self._news: SimpleQueue[None] = SimpleQueue()
+        self._tell = tell or (lambda: self._news.put(None))
+        self._num_behind = num_behind or (lambda: len(core.outbox))
+        self._lock = threading.Lock()  # guards the two below
+        self._is_running = self._is_paused = False
+
+    def start(self) -> None:
+        """Have the thread, if there is work for it.
+
+        Raises:
+            RuntimeError: the system has no more threads.
+        """
+        with self._lock:
+            if self._is_running or self._is_paused or not self._core.has_work():
+                return
+            self._is_running = True
+        try:
+            threading.Thread(target=self._run, name="jaxserve core", daemon=True).start()
+        except BaseException:
+            self._is_running = False
+            raise
+
+    def wait(self, most_s: float | None) -> None:
+        """Wait for deltas or for the end of the thread, for at most some seconds."""
+        with contextlib.suppress(Empty):
+            self._news.get(timeout=most_s)
+
+    def has_work(self) -> bool:
+        """Return whether there is work for the thread."""
+        return self._core.has_work()
+
+    @property
+    def is_running(self) -> bool:
+        """True while there is the thread."""
+        return self._is_running
+
+    def pause(self) -> None:
+        """Have the thread end after the step at hand, until `resume`."""
+        with self._lock:
+            self._is_paused = True
+
+    def resume(self) -> None:
+        """Let the thread be started again."""
+        self._is_paused = False
+
+    def _run(self) -> None:
+        core, runs = self._core, True
+        while runs:
+            try:
+                while core.has_work() and not self._is_paused:
+                    if self._num_behind() > MAX_DELTAS:  # so that stop strings are found in time
+                        time.sleep(LOOK_S)
+                        continue
+                    if not core.step(time.monotonic()):
+                        time.sleep(POLL_S)
+                    if core.outbox:
+                        self._tell()
+            except BaseException as error:  # a defect: errors of steps go to those whose requests they ended
+                logger.exception("all requests are ended: the engine's core has failed")
+                self._recover(error)
+            with self._lock:
+                runs = core.has_work() and not self._is_paused
+                self._is_running = runs
+            self._tell()
+
+    def _recover(self, error: BaseException) -> None:
+        """End all requests, whatever the core knows of them; where that does not help, nobody is served any more."""
+        try:
+            self._core.recover(error)
+        except BaseException:
+            logger.exception("the engine is closed: it cannot go on")
+            with contextlib.suppress(BaseException):
+                self._free()
+            self._core.lose_all(error)
