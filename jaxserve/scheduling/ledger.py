@@ -146,6 +146,7 @@ class Ledger:
         request.slot = self.free_slots.pop()
         request.pages = pages
         request.num_computed_tokens = num_computed_tokens
+        request.quiet_outputs = 0  # pages of outputs are registered by its slot, and a replay knows of no earlier one
         request.num_registered_columns = num_computed_tokens // self.page_size
         if self.groups.sliding:  # its only pages are those of the cached prefix
             num_cached = num_computed_tokens // self.page_size

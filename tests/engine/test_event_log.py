@@ -7,18 +7,19 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from simulation import generate_alone
+from simulation import Loop, generate_alone, make_request, make_scheduler
 from slow_tier import SlowTier
 
 from jaxserve.engine.event_log import EventLog, event_from_json, event_to_json, read_log, replay_log
 from jaxserve.engine.events import (
+    Added,
     CacheReset,
     Record,
     ReplicaEvent,
     Scheduled,
     replay,
 )
-from jaxserve.request import RequestStatus
+from jaxserve.request import FinishReason, RequestStatus
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.plan import StepShape
@@ -209,3 +210,30 @@ def test_a_log_is_bounded_and_may_be_torn(tmp_path: Path, caplog: pytest.LogCapt
     assert path.stat().st_size <= 1000
     assert replay_log(path) == 0
     assert "is full" in caplog.text
+
+
+def test_a_request_that_moves_registers_its_pages_as_the_log_of_its_new_replica_says() -> None:
+    """Where the pages of outputs are registered together, at which of them depends on the slot."""
+    sizes = {"page_size": 32, "max_num_seqs": 2, "max_num_batched_tokens": 160}
+    before = Loop(make_scheduler(**{**sizes, "max_num_seqs": 1}))
+    moved = make_request("moved", [1] * 8, 200, priority=1)
+    before.add(moved)
+    while len(moved.output_token_ids) < 70:
+        before.step()
+    before.add(make_request("above", [2], 1)).step()
+    [withdrawn] = before.scheduler.withdraw()
+    assert withdrawn is moved
+    logged = event_from_json(json.loads(json.dumps(event_to_json(Added(moved)))))
+    assert isinstance(logged, Added)
+    num_cached = []
+    for request in (moved, logged.request):
+        loop = Loop(make_scheduler(**sizes)).add(make_request("first", [3], 200))
+        loop.step()
+        loop.add(request)
+        while request.num_known_tokens < 100:
+            loop.step()
+        assert request.slot == 1
+        loop.scheduler.finish("first", FinishReason.ABORT)
+        loop.add(again := make_request("again", request.tokens(0, 100), 1)).step()
+        num_cached.append(again.num_cached_tokens)
+    assert num_cached == [96, 96]
