@@ -24,7 +24,7 @@ class EvictionOrder:
     def __init__(self) -> None:
         self._evictable: dict[str, OrderedDict[int, None]] = {}  # pages by tenant, the page released first in front
         self.num_evictable = 0
-        # Heap of evictable tenants by their cached pages, with outdated entries; None while there is but one.
+        # Heap of evictable tenants by their cached pages, with outdated entries; None until an eviction needs it.
         self._by_size: list[tuple[int, str]] | None = None
         self._num_cached: Counter[str] = Counter()  # pages with content by tenant, in use or not
 
@@ -98,7 +98,7 @@ class EvictionOrder:
     def _largest_tenant(self) -> str:
         """Return the tenant with evictable pages that has the most cached ones; of equal ones the first by name."""
         heap = self._by_size
-        if heap is None or len(heap) > 2 * len(self._evictable) + _SPARE_ENTRIES:
+        if heap is None:
             heap = self._by_size = [(-self._num_cached[name], name) for name in self._evictable]
             heapify(heap)
         while True:
@@ -108,6 +108,13 @@ class EvictionOrder:
             heappop(heap)  # out of date: whenever a count changes, an entry is added
 
     def _note_size(self, tenant: str) -> None:
-        """Add an entry for a tenant to the heap, if it is needed."""
-        if self._by_size is not None and tenant in self._evictable:
+        """Add an entry for a tenant to the heap, if it is needed.
+
+        Pages may come and go for as long as no page is evicted, which alone drops what is outdated.
+        """
+        if self._by_size is None or tenant not in self._evictable:
+            return
+        if len(self._by_size) > 2 * len(self._evictable) + _SPARE_ENTRIES:
+            self._by_size = None
+        else:
             heappush(self._by_size, (-self._num_cached[tenant], tenant))

@@ -140,3 +140,17 @@ def new_loop(**sizes):
 def run(loop, requests):
     """Run requests to their end."""
     loop.add(*requests).drain()
+
+
+def test_pages_found_again_and_again_leave_nothing_behind_while_none_is_evicted():
+    store = PageStore(3, KVGroups(4))
+    [own], [other], [third] = (store.allocate(1, tenant) for tenant in "abc")
+    for page, tenant in ((own, "a"), (other, "b"), (third, "c")):
+        store.register(tenant.encode(), page, tenant=tenant)
+        store.release([page])
+    assert store.allocate(1, "d") == [own], "an eviction among several tenants"
+    for _ in range(2000):
+        store.retain([other])
+        store.release([other])
+    assert len(store.order._by_size or ()) < 1000
+    assert store.allocate(1, "d") == [other]
