@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import count, groupby
 from operator import attrgetter
 
 from jaxserve.request import Request
-from jaxserve.scheduling.ledger import RUNS, Ledger, in_prefill, num_remaining
+from jaxserve.scheduling.ledger import RUNS, Ledger, num_remaining
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prompts import Prompts
@@ -90,48 +90,46 @@ class Prefills:
             stop: index behind its last.
             plan: plan to add to.
         """
-        is_short = False
-        self._prompts.unfinished += [request for request in rows[start:stop] if request.status in RUNS]
+        ledger, is_short = self._ledger, False
+        own = [request for request in rows[start:stop] if request.status in RUNS]
+        kept = _Kept(ledger, own, self._prompts.num_pages_kept - ledger.num_pages_to_grow)
+        self._prompts.unfinished += own
         for index, request in enumerate(rows[start:stop], start):
             budget_left = self._prompts.budget_left(plan)
             if request.status not in RUNS or not budget_left:  # preempted for an older one
                 continue
             wanted = self._policy.first_share(num_remaining(request), budget_left)
-            self._ledger.store.release_unseen(request)
-            num_tokens = self._num_affordable(request, wanted)
+            ledger.store.release_unseen(request)
+            kept.turn_of(request)
+            num_tokens = kept.num_affordable(request, wanted)
             while not num_tokens and (victim := _last_running(rows[index + 1 :])) is not None:
-                self._ledger.preempt(victim, plan)
-                num_tokens = self._num_affordable(request, wanted)
+                if victim.priority == request.priority:
+                    kept.forget(victim)
+                ledger.preempt(victim, plan)
+                num_tokens = kept.num_affordable(request, wanted)
             is_short |= num_tokens < wanted
-            if num_tokens and self._ledger.allocate(request, num_tokens, plan):
+            if num_tokens and ledger.allocate(request, num_tokens, plan):
                 self._prompts.compute(self._prompts.add_row(request, plan), num_tokens, plan)
         self._prompts.settle()
         return is_short
 
-    def _num_affordable(self, request: Request, most: int) -> int:
-        """Tokens that a row in prefill may have and leave rows in decode and older prompts the pages they need."""
-        ledger, is_older = self._ledger, True
-        num_kept, size = ledger.num_pages_to_grow, ledger.groups.size
-        for other in self._prompts.unfinished:
-            is_older &= other is not request
-            if other.status in RUNS and in_prefill(other):
-                num_kept += (ledger.num_pages_kept(other) if is_older else 0) - size * ledger.can_grow(other)
-        num_columns = (len(request.pages) + max(ledger.num_available - num_kept, 0)) // size
-        return max(min(most, num_columns * ledger.page_size - request.num_computed_tokens), 0)
-
     def _share_out_rest(self, plan: StepPlan, first_row: int, *, beside_decode: bool) -> None:
         """Give unfinished prompts that are in the plan what nobody else took, oldest first."""
-        for row in range(first_row, plan.num_rows):
+        unfinished = self._prompts.unfinished
+        row_of = dict(zip(plan.requests[first_row:], count(first_row), strict=False))
+        kept = _Kept(self._ledger, unfinished)
+        for request in unfinished:
             budget_left = self._prompts.budget_left(plan)
             if not budget_left:
                 return
-            if plan.max_new[row]:
+            kept.turn_of(request)
+            row = row_of.get(request)
+            if row is None:
                 continue
-            request = plan.requests[row]
             wanted = self._policy.further_share(
                 num_remaining(request), plan.counts[row], budget_left, beside_decode=beside_decode
             )
-            num_tokens = self._num_affordable(request, wanted)
+            num_tokens = kept.num_affordable(request, wanted)
             if num_tokens and self._ledger.allocate(request, num_tokens, plan):
                 self._prompts.compute(row, num_tokens, plan)
 
@@ -150,6 +148,44 @@ class Prefills:
             entry = states.take(ledger.store.hashes(request)[num_tokens // ledger.page_size - 1])
             if entry is not None:
                 plan.snapshots.append((row, num_tokens - start, entry))
+
+
+class _Kept:
+    """Pages kept from each prompt in turn, oldest first: those of older ones, and for rows in decode to grow.
+
+    The sums go along with the turns: tokens may be appended to many rows at once, all of which are prompts then.
+
+    Args:
+        ledger: ledger of all requests.
+        prompts: prompts whose turn comes.
+        num_older_pages: pages kept for the rest of prompts before these.
+    """
+
+    def __init__(self, ledger: Ledger, prompts: Sequence[Request], num_older_pages: int = 0) -> None:
+        self._ledger, self._size = ledger, ledger.groups.size
+        self._num_older_pages = num_older_pages
+        self._num_growing = sum(map(ledger.can_grow, prompts))  # prompts whose turn is now or later
+        self._last: Request | None = None
+        self._can_last_grow = False  # as it could when its turn came
+
+    def turn_of(self, request: Request) -> None:
+        """Go on to the next prompt."""
+        ledger, last = self._ledger, self._last
+        if last is not None:
+            self._num_growing -= self._can_last_grow
+            self._num_older_pages += ledger.num_pages_kept(last) - self._size * ledger.can_grow(last)
+        self._last, self._can_last_grow = request, ledger.can_grow(request)
+
+    def forget(self, request: Request) -> None:
+        """Forget a prompt that is preempted before its turn."""
+        self._num_growing -= self._ledger.can_grow(request)
+
+    def num_affordable(self, request: Request, most: int) -> int:
+        """Return the tokens that the prompt whose turn it is may have, and leave others the pages they need."""
+        ledger, size = self._ledger, self._size
+        num_kept = ledger.num_pages_to_grow + self._num_older_pages - size * self._num_growing
+        num_columns = (len(request.pages) + max(ledger.num_available - num_kept, 0)) // size
+        return max(min(most, num_columns * ledger.page_size - request.num_computed_tokens), 0)
 
 
 def _last_running(rows: Sequence[Request]) -> Request | None:

@@ -331,3 +331,20 @@ def test_the_length_of_the_queue_costs_schedule_nothing_and_aborts_little():
     assert time.thread_time() - begin < 10 * half_s
     assert not long.has_unfinished()
     long.check_integrity()
+
+
+def test_appended_tokens_of_many_rows_take_a_look_at_each_row(monkeypatch):
+    scheduler = make_scheduler(max_num_seqs=40, max_num_batched_tokens=400, num_pages=400)
+    requests = [make_request(str(n), [n], 50, waits_for_tokens=True, may_be_extended=True) for n in range(40)]
+    for request in requests:
+        scheduler.add(request)
+    plan = scheduler.schedule()
+    scheduler.update(plan, [[1] * most for most in plan.max_new])
+    for request in requests:
+        scheduler.extend(request.request_id, [2, 3, 4])
+    ledger, looks = scheduler.shards[0].ledger, []
+    can_grow = ledger.can_grow
+    monkeypatch.setattr(ledger, "can_grow", lambda request: looks.append(request) or can_grow(request))
+    plan = scheduler.schedule()
+    assert plan.counts == [4] * 40
+    assert len(looks) < 10 * len(requests)
