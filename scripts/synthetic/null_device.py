@@ -17,15 +17,15 @@ from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
 from jaxserve.scheduling.plan import StepPlan, StepShape, cheapest
 
 TOKEN = 7
-MODEL: dict[str, Any] = {  # no weights are made of it: only step statistics and limits read it
+MODEL: dict[str, Any] = {  # no weights are made of it; it is small so that a pool of any size would have room
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 32_000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "max_position_embeddings": 131_072,
     "rms_norm_eps": 1e-5,
 }
