@@ -20,7 +20,6 @@ from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.balancer import Balancer
 
 if TYPE_CHECKING:
-    from jaxserve.execution.executor import StepResult
     from jaxserve.metrics import StepStats
     from jaxserve.scheduling.plan import StepPlan
 
@@ -76,7 +75,7 @@ class EngineCore:
         return self._balancer.queued
 
     def step(self, now_s: float) -> bool:
-        """Take events, start the next step of each replica that can go on, and read those that have ended.
+        """Take events; of each replica that can go on, launch the next step, and read one that has ended.
 
         Returns whether any replica went on. It waits for the device of a lone replica; of several, none may be able to
         go on yet, and whoever drives the core waits a moment.
@@ -88,8 +87,20 @@ class EngineCore:
         self._balancer.place()
         self._has_worked = False
         for replica in self.replicas:
-            if replica.has_work():
-                self._has_worked |= self._step(replica)
+            try:
+                if not replica.has_work() or (self._is_shared and not replica.is_ready()):
+                    continue
+                plan = replica.launch(self._now_s)
+                self._emit_admitted(replica, plan)
+                self.last_steps += replica.step_stats.write(self.num_waiting)  # the device runs this plan meanwhile
+                num_kept = max(plan is not None and self._step_ahead, self._is_shared and replica.num_running_steps)
+                if len(replica.in_flight) > num_kept:
+                    self._read(replica)
+                    if plan is None and not replica.in_flight:  # rows waited for these tokens: callers hear meanwhile
+                        self._emit_admitted(replica, replica.launch(self._now_s))
+            except Exception as error:
+                self._fail(replica, error)
+            self._settle(replica)
         return self._has_worked
 
     def take_events(self) -> None:
@@ -104,8 +115,8 @@ class EngineCore:
                 case CacheReset():
                     for replica in self.replicas:
                         replica.reset_prefix_cache()
-                case Transferred(keys, ok, index):
-                    self.replicas[index].transferred(keys, ok=ok)
+                case Transferred() as event:
+                    self.replicas[event.replica].transferred(event)
                 case DraftsAllowed(is_allowed):
                     for replica in self.replicas:
                         replica.chooser.may_draft = is_allowed
@@ -141,43 +152,16 @@ class EngineCore:
             replica.scheduler.check_integrity()
         self._balancer.check_integrity(request.request_id for request in self._requests.values())
 
-    def _step(self, replica: Replica) -> bool:
-        """Launch and read a step of one replica, as far as there is any; returns whether there was."""
-        launched: StepPlan | None = None
-        is_read, ended = False, list[Request]()
-        try:
-            if self._is_shared and not replica.is_ready():
-                return False
-            launched = replica.launch(self._now_s)
-            self.last_steps += replica.step_stats.write(self.num_waiting)  # the device runs the launched step meanwhile
-            if launched is not None:
-                self._emit_admitted(replica, launched)
-            keep = 1 if launched and self._step_ahead else 0
-            if self._is_shared:
-                keep = max(keep, replica.num_running_steps)
-            if len(replica.in_flight) > keep:
-                ended = self._update(replica, replica.read())
-                is_read = True
-                if launched is None and not replica.in_flight:  # rows waited for these tokens: callers hear meanwhile
-                    launched = replica.launch(self._now_s)
-                    if launched is not None:
-                        self._emit_admitted(replica, launched)
-        except Exception as error:
-            self._fail(replica, error)
-            is_read = True
-        for request in ended:
-            self._balancer.finish(request)
-        self._settle(replica)
-        return launched is not None or is_read
-
-    def _update(self, replica: Replica, result: StepResult) -> list[Request]:
-        """Take the tokens of the oldest step in flight of a replica; return the requests that they ended."""
+    def _read(self, replica: Replica) -> None:
+        """Read the oldest step in flight of a replica, and emit its tokens; the requests that they ended are gone."""
+        result = replica.read()
         step = replica.update(result)
+        self._has_worked = True
         self._now_s = max(self._now_s, result.ended_s)
         self.outbox.append(Delta(result.ended_s, step=StepDelta.from_plan(*step)))
         for request in step.ended:
             del self._requests[request.key]
-        return step.ended
+            self._balancer.finish(request)
 
     def _settle(self, replica: Replica) -> None:
         """Drop the steps in flight of a replica without requests, and write what is left of the statistics."""
@@ -186,7 +170,11 @@ class EngineCore:
         if not replica.in_flight:
             self.last_steps += replica.step_stats.write(self.num_waiting)
 
-    def _emit_admitted(self, replica: Replica, plan: StepPlan) -> None:
+    def _emit_admitted(self, replica: Replica, plan: StepPlan | None) -> None:
+        """Emit which requests start with a plan that was launched."""
+        if plan is None:
+            return
+        self._has_worked = True
         self._now_s = max(self._now_s, replica.in_flight[-1].handle.launched_s)
         if plan.admitted:
             admitted = [Admitted(r.key, r.num_cached_tokens, r.num_preemptions) for r in plan.admitted]
@@ -194,6 +182,7 @@ class EngineCore:
 
     def _fail(self, replica: Replica, error: BaseException) -> None:
         """End a replica's requests after a failed step: plans, pages and device disagree about what was computed."""
+        self._has_worked = True
         ids = set(self._balancer.lose(self.replicas.index(replica)))
         # Requests that a token has ended may not have been reported yet.
         keys = [r.key for r in self._requests.values() if r.request_id in ids or r.status is RequestStatus.FINISHED]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -83,7 +82,7 @@ class Replica:
         new_chooser: NewChooser = StepChooser,
     ) -> None:
         self.executor = executor
-        self.scheduler = Scheduler.of(executor.schedule)
+        self.scheduler = Scheduler(executor.schedule)
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.chooser = new_chooser(config, self.scheduler, executor, self.step_stats.step_time)
         self.in_flight: deque[InFlight] = deque()
@@ -125,10 +124,10 @@ class Replica:
         self.scheduler.reset_prefix_cache()
         self._note(CacheReset())
 
-    def transferred(self, keys: Sequence[int], *, ok: bool) -> None:
+    def transferred(self, event: Transferred) -> None:
         """Take the end of moves of pages between tiers; see `Scheduler.transferred`."""
-        self.scheduler.transferred(keys, ok=ok)
-        self._note(Transferred(keys, ok))
+        self.scheduler.transferred(event.keys, ok=event.ok)
+        self._note(event)
 
     def withdraw(self) -> list[Request]:
         """Hand back the requests that wait here, as far as all their tokens are known, in their order."""

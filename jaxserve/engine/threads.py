@@ -7,6 +7,7 @@ listeners, while the device works. Callers on any thread submit, wait and cancel
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import threading
@@ -62,24 +63,20 @@ class EngineThreads:
             RequestError: the engine sleeps or has no weights.
             RuntimeError: the engine is closed.
         """
-        if self._is_own_thread():  # a pause waits for this very thread, or is its own
-            self._queue(groups, listener)
-            return
-        if self._is_stopped:
+        is_own = self._is_own_thread()  # a pause waits for this very thread, or is its own
+        if self._is_stopped and not is_own:
             raise RuntimeError("the process is ending: no requests are served any more")
-        with self._pause:
-            self._is_paused, self._pauser = self._is_stopped, 0  # an interrupt may have come at the end of a pause
-            self._driver.resume()
-            self._queue(groups, listener)
-
-    def _queue(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
-        self._engine.host.memory.check_serve()
-        try:
-            for group in groups:
-                self._engine.frontend.start(group, listener)
-        finally:  # requests queued ahead of an interrupt are there to be cancelled
-            self._is_wanted = True
-            self._start()
+        with contextlib.nullcontext() if is_own else self._pause:
+            if not is_own:
+                self._is_paused, self._pauser = self._is_stopped, 0  # an interrupt may have come at the end of a pause
+                self._driver.resume()
+            self._engine.host.memory.check_serve()
+            try:
+                for group in groups:
+                    self._engine.frontend.start(group, listener)
+            finally:  # requests queued ahead of an interrupt are there to be cancelled
+                self._is_wanted = True
+                self._start()
 
     def send(self, event: Event) -> None:
         """Leave an event for the core. From any thread."""

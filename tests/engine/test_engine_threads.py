@@ -174,7 +174,7 @@ def test_few_frames_lead_to_the_program(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(llm.engine.replicas[0].executor, "launch", watched)
     generate(llm)
-    assert paths[0] == ["launch", "_step", "step", "_run"], "and the executor's launch calls the program"
+    assert paths[0] == ["launch", "step", "_run"], "and the executor's launch calls the program"
 
 
 def test_many_threads_are_served(llm: LLM) -> None:
