@@ -12,22 +12,9 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_args
 
-from jaxserve.engine.events import (
-    Added,
-    CacheReset,
-    Extended,
-    Finished,
-    Recovered,
-    ReplicaEvent,
-    Scheduled,
-    Transferred,
-    Updated,
-    WeightsRead,
-    Withdrawn,
-    replay,
-)
+from jaxserve.engine.events import Added, Finished, ReplicaEvent, Scheduled, replay
 from jaxserve.errors import ConfigError
 from jaxserve.request import LOGGED_FIELDS, FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
@@ -39,13 +26,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**30
-_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(Added, Finished, Withdrawn, CacheReset, Transferred),
-        *(Scheduled, Updated, Extended, Recovered, WeightsRead),
-    )
-}
+_KINDS = {kind.__name__: kind for kind in get_args(ReplicaEvent)}
 
 
 class EventLog:
@@ -107,7 +88,7 @@ def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
 def replay_log(path: str | Path) -> int:
     """Make the plans of a log again, and return their number; RuntimeError where one is another."""
     schedule, events = read_log(path)
-    return replay(events, Scheduler.of(schedule))
+    return replay(events, Scheduler(schedule))
 
 
 def event_to_json(event: ReplicaEvent) -> list[Any]:
