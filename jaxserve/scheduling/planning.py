@@ -21,7 +21,6 @@ with it, one after the other, every request:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.balancer import Balancer
@@ -31,23 +30,6 @@ from jaxserve.scheduling.deadlines import Deadlines
 from jaxserve.scheduling.decode import may_sample_late
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.shard import Shard
-
-
-class Limits(NamedTuple):
-    """Limits of the plans of one step, which all shards have in common.
-
-    Attributes:
-        num_steps: steps, or rounds with drafts.
-        num_drafts: tokens to draft by slot; empty for a plan without drafts.
-        may_split: True if the plan may be split for rows that wait for tokens.
-    """
-
-    num_steps: int = 1
-    num_drafts: Sequence[int] = ()
-    may_split: bool = False
-
-
-ONE_STEP_EACH = Limits()
 
 
 class Draft:
@@ -79,13 +61,13 @@ class Draft:
         make_room(shard.ledger, shard.policy, self.plan)
         self._num_displaced = len(self.plan.preempted)
 
-    def decode(self, limits: Limits) -> None:
+    def decode(self, limits: StepChoice) -> None:
         """Give rows in decode their tokens, as far as there are pages."""
         plan, rows, decodes = self.plan, self._shard.ledger.running.values(), self._shard.decodes
-        plan.num_steps, num_drafts, may_split = limits
-        plan.is_split = may_split and any(map(may_sample_late, rows))
+        plan.num_steps = limits.max_steps
+        plan.is_split = limits.may_split and any(map(may_sample_late, rows))
         self._held_back = decodes.rows_to_hold_back()
-        self._in_prefill = decodes.schedule(plan, self._held_back, num_drafts)
+        self._in_prefill = decodes.schedule(plan, self._held_back, limits.num_drafts)
         has_row = bool(plan.requests or self._held_back)
         self._beside_decode = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
 
@@ -135,17 +117,17 @@ class Planning:
         self._deadlines.note_first_tokens(plans, choice.timing)
         return plans
 
-    def _agree(self, choice: StepChoice) -> Limits:
-        """Return what the choice allows for and every shard with requests can do."""
-        max_steps, num_drafts, _, may_split = choice
+    def _agree(self, choice: StepChoice) -> StepChoice:
+        """Return the limits of the choice, as far as every shard with requests can come to them."""
+        max_steps, num_drafts, timing, may_split = choice
         if max_steps == 1 and not num_drafts and not may_split:
-            return ONE_STEP_EACH
+            return choice
         num_steps = self._most_steps(max_steps, num_drafts) if num_drafts else 0
         if not num_steps:
             if num_drafts:  # `max_steps` are rounds: no program may go several steps without drafts for so many rows
                 num_drafts, max_steps = (), 1
             num_steps = self._most_steps(max_steps) if max_steps > 1 else 1
-        return Limits(max(num_steps, 1), num_drafts, may_split and bool(self._most_steps(1)))
+        return StepChoice(max(num_steps, 1), num_drafts, timing, may_split and bool(self._most_steps(1)))
 
     def _most_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
         """Return the most steps that the plans of all shards with requests may have; see `Decodes.most_steps`."""
