@@ -23,9 +23,9 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.scheduler import Scheduler
@@ -39,13 +39,8 @@ class SchedulerReplica:
     """A replica whose steps take no time."""
 
     def __init__(self, num_rows: int) -> None:
-        self.scheduler = Scheduler(
-            max_num_seqs=num_rows + 8,
-            max_num_batched_tokens=2048,
-            groups=KVGroups(PAGE_SIZE),
-            num_pages=(num_rows + 8) * MAX_MODEL_LEN // PAGE_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-        )
+        num_pages = (num_rows + 8) * MAX_MODEL_LEN // PAGE_SIZE
+        self.scheduler = Scheduler(ScheduleConfig(num_rows + 8, 2048, MAX_MODEL_LEN, PAGE_SIZE, num_pages))
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)

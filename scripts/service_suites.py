@@ -19,12 +19,11 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.choice import StepChoice, Timing
 from jaxserve.scheduling.plan import StepPlan
-from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.step_time import Rates
 from jaxserve.scheduling.waiting import OUTPUT_COST, PROMPT_COST
@@ -155,14 +154,9 @@ class Run:
         self._is_fair, self._has_targets = "vtc" in policy, "deadlines" in policy
         weights = tuple((str(i), client.weight) for i, client in enumerate(clients))
         most = max(client.prompt + client.output for client in clients)
-        self.scheduler = Scheduler(
-            max_num_seqs=64,
-            max_num_batched_tokens=512,
-            groups=KVGroups(PAGE_SIZE, (None,)),
-            num_pages=pool_tokens // PAGE_SIZE,
-            max_model_len=most,
-            policy=Policy.of(512, weights=weights, targets=TARGETS if self._has_targets else ()),
-        )
+        sizes = (64, 512, most, PAGE_SIZE, pool_tokens // PAGE_SIZE)
+        targets = TARGETS if self._has_targets else ()
+        self.scheduler = Scheduler(ScheduleConfig(*sizes, tenant_weights=weights, targets=targets))
         self._client_of: dict[str, int] = {}
         self._arrived_s: dict[str, float] = {}
         self._num_waiting = [0] * len(clients)

@@ -7,13 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxserve.execution.executor import StepResult
-from jaxserve.kv_cache.groups import RELEASED, KVGroups
+from jaxserve.kv_cache.groups import RELEASED
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.plan import StepPlan, StepShape, cheapest
-from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Scheduler
 
 VOCAB_SIZE = 5
@@ -33,23 +32,23 @@ def make_scheduler(
     tiers=(),
     **policy_numbers,
 ):
-    policy = Policy.of(max_num_batched_tokens)
-    return Scheduler(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        groups=KVGroups(page_size, windows, num_snapshots),
-        num_pages=num_pages,
-        max_model_len=max_model_len,
-        policy=dataclasses.replace(policy, **policy_numbers),
-        num_spare_tokens=num_spare_tokens,
-        tiers=tiers,
-    )
+    sizes = (max_num_seqs, max_num_batched_tokens, max_model_len, page_size, num_pages)
+    groups = {"windows": windows, "num_snapshots": num_snapshots}
+    schedule = ScheduleConfig(*sizes, num_spare_drafts=num_spare_tokens, **groups)
+    return Scheduler(schedule, dataclasses.replace(schedule.policy, **policy_numbers), tiers)
 
 
 def make_request(request_id, prompt, max_tokens=4, *, min_tokens=0, **kwargs):
     prompt = list(prompt)
     params = PARAMS if not min_tokens else SamplingParams(max_tokens=None, min_tokens=min_tokens)
     return Request(request_id, prompt, params, seed=0, max_total_tokens=len(prompt) + max_tokens, **kwargs)
+
+
+def counter_of(queue, request):
+    """What the tenant of an unfinished request has got, all told."""
+    group = queue._classes[request.priority]
+    queue._settle(group)
+    return group.tenants[request.tenant].counter
 
 
 def next_token(tokens):
@@ -246,9 +245,11 @@ class Loop:
 
     def __init__(self, scheduler, depth=0, max_steps=1, max_drafts=0, *, may_split=False, first_page=lambda slot: 0):
         self.scheduler, self.depth, self.max_steps = scheduler, depth, max_steps
-        slots = range(scheduler.max_num_seqs)
+        slots = range(scheduler.sizes.max_num_seqs)
         self.num_drafts = [(max_drafts + slot) % (max_drafts + 1) for slot in slots] if max_drafts else ()
-        self.device = Device(scheduler.groups, scheduler.num_spare_tokens if max_drafts else 0, first_page)
+        self.device = Device(
+            scheduler.sizes.kv_groups, scheduler.sizes.num_spare_drafts if max_drafts else 0, first_page
+        )
         self.may_split = may_split and max_steps == 1 and not max_drafts
         self.in_flight = []
         self.plans = []

@@ -20,7 +20,8 @@ class SlowTier:
     def __init__(self, page_size, num_pages, device=None):
         self.page_size, self.num_pages, self.device = page_size, num_pages, device
         self.moves, self.num_new = [], 0
-        self.stored = OrderedDict()
+        self.stored = OrderedDict()  # key of the move that stored each page
+        self.sources = {}  # key of a load -> key of the move that stored its content
         self.contents = {}
         self.counts = {"loads": 0, "stores": 0, "loaded": 0, "stored": 0}
 
@@ -31,7 +32,7 @@ class SlowTier:
 
     def load(self, move):
         assert move.is_load
-        assert self.has(move.group, move.page_hash)
+        self.sources[move.key] = self.stored[move.group, move.page_hash]
         self._begin(move, "loads")
 
     def store(self, move):
@@ -47,15 +48,23 @@ class SlowTier:
 
     def transferred(self, move, *, ok):
         key = move.group, move.page_hash
-        if move.is_load and not ok:
-            self.stored.pop(key, None)
-        elif not move.is_load and ok:
-            self.stored[key] = None
+        if move.is_load:
+            source = self.sources.pop(move.key)
+            if not ok and self.stored.get(key) == source:  # not what was stored anew meanwhile
+                del self.stored[key]
+        elif ok:
+            self.stored[key] = move.key
             if len(self.stored) > self.num_pages:
                 self.stored.popitem(last=False)
 
     def clear(self):
         self.stored.clear()
+
+    def restart(self):
+        self.clear()
+        self.moves.clear()
+        self.sources.clear()
+        self.num_new = 0
 
     # The side of the bytes
 
@@ -79,11 +88,6 @@ class SlowTier:
         if ok:
             self.counts["loaded" if move.is_load else "stored"] += 1
         return move.key, ok
-
-    def forget_moves(self):
-        """Have no move end any more, as when the device starts anew."""
-        self.moves.clear()
-        self.num_new = 0
 
     def _entries(self, move):
         return [(move.page, offset) for offset in range(self.page_size)]

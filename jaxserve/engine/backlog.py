@@ -88,13 +88,13 @@ class Backlog:
         waiting = works_of([*first, *later], self.lengths, step_time.cached_share)
         num_requests = len(running) + len(waiting) + 1  # where rows are divided, so many shards have any at most
         mean = sum(sum(work) for work in running + waiting) / max(num_requests - 1, 1)
-        groups = scheduler.groups
+        schedule, groups = scheduler.sizes, scheduler.sizes.kv_groups
         tokens_per_page = mean / groups.num_pages(int(mean)) if groups.sliding and mean >= 1 else 0.0
         sizes = Sizes(
-            num_slots=scheduler.max_num_seqs,
-            num_batched_tokens=min(scheduler.max_num_batched_tokens, scheduler.max_prompt_tokens * num_requests),
-            num_kv_tokens=scheduler.num_pages * (tokens_per_page or scheduler.page_size / groups.size),
-            page_size=scheduler.page_size,
+            num_slots=schedule.max_num_seqs,
+            num_batched_tokens=min(schedule.max_num_batched_tokens, scheduler.max_prompt_tokens * num_requests),
+            num_kv_tokens=schedule.num_pages * (tokens_per_page or groups.page_size / groups.size),
+            page_size=groups.page_size,
             long_threshold=scheduler.policy.long_threshold,
             long_chunk=scheduler.policy.long_chunk,
         )

@@ -214,7 +214,7 @@ class CoreHost:
             num_running=sum(scheduler.num_running for scheduler in schedulers),
             num_waiting=self.core.num_waiting,
             num_pages_used=sum(scheduler.num_pages_used for scheduler in schedulers),
-            num_pages=sum(scheduler.num_pages for scheduler in schedulers),
+            num_pages=sum(scheduler.sizes.num_pages for scheduler in schedulers),
             num_deferred=sum(scheduler.num_deferred for scheduler in schedulers),
         )
 

@@ -28,10 +28,6 @@ class EvictionOrder:
         self._by_size: list[tuple[int, str]] | None = None
         self._num_cached: Counter[str] = Counter()  # pages with content by tenant, in use or not
 
-    def num_cached(self, tenant: str) -> int:
-        """Return the number of a tenant's cached pages, in use or not."""
-        return self._num_cached[tenant]
-
     def cached(self, tenant: str) -> None:
         """Note that a page of a tenant has become cached."""
         self._num_cached[tenant] += 1

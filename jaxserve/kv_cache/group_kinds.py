@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import cycle
 from typing import Protocol, runtime_checkable
 
@@ -11,16 +11,7 @@ from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.pages import CACHED, Pages
 from jaxserve.request import Request
 
-
-@runtime_checkable
-class Hashes(Protocol):
-    """A set of hashes."""
-
-    def __contains__(self, page_hash: bytes, /) -> bool:
-        """Return whether a hash is in it."""
-
-
-Cached = Sequence[Hashes]  # hashes of the pages that are cached, by group; those of states come last
+Cached = Sequence[Container[bytes]]  # hashes of the pages that are cached, by group; those of states come last
 
 
 @runtime_checkable
@@ -216,6 +207,6 @@ def pages_seen(kinds: Sequence[GroupKind], num_columns: int) -> Iterator[tuple[i
                 yield column, group
 
 
-def _num_leading(cached: Hashes, hashes: Sequence[bytes]) -> int:
+def _num_leading(cached: Container[bytes], hashes: Sequence[bytes]) -> int:
     """Return the length of the longest run of cached hashes from the first."""
     return next((index for index, page_hash in enumerate(hashes) if page_hash not in cached), len(hashes))

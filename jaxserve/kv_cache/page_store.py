@@ -14,14 +14,12 @@ prefix is cached if all kinds find what the next token sees.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Container, Iterable, Sequence
 
 from jaxserve.kv_cache.eviction import EvictionOrder
 from jaxserve.kv_cache.group_kinds import (
     FullAttention,
     GroupKind,
-    Hashes,
     RecurrentState,
     SlidingWindow,
     longest_hit,
@@ -30,7 +28,7 @@ from jaxserve.kv_cache.group_kinds import (
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.pages import CACHED, COMPUTING, LOADING, STORING, Pages
 from jaxserve.kv_cache.prefix_hashes import PrefixHashes
-from jaxserve.kv_cache.transfers import Tier, Transfers
+from jaxserve.kv_cache.transfers import Transfers
 from jaxserve.request import Request, RequestStatus
 
 TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one they take twice as long
@@ -39,10 +37,10 @@ TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by
 class _Anywhere:
     """Hashes of the pages of a group that are cached, or can be loaded."""
 
-    def __init__(self, group: int, cached: Hashes, transfers: Transfers) -> None:
+    def __init__(self, group: int, cached: Container[bytes], transfers: Transfers) -> None:
         self._group, self._cached, self._transfers = group, cached, transfers
 
-    def __contains__(self, page_hash: bytes) -> bool:
+    def __contains__(self, page_hash: object) -> bool:
         return page_hash in self._cached or self._transfers.reaches(self._group, page_hash)
 
 
@@ -52,8 +50,7 @@ class PageStore:
     Args:
         num_pages: pages in the pool.
         groups: groups of layers with pages of their own.
-        tiers: tiers below device memory, the next one first.
-        keys: numbers of moves between tiers.
+        transfers: moves to lower tiers and from them.
 
     Attributes:
         page_size: tokens per page.
@@ -64,20 +61,18 @@ class PageStore:
         unshared: running requests that were there when the cache was reset last: nobody finds what they compute.
     """
 
-    def __init__(
-        self, num_pages: int, groups: KVGroups, tiers: Sequence[Tier] = (), keys: Iterator[int] | None = None
-    ) -> None:
+    def __init__(self, num_pages: int, groups: KVGroups, transfers: Transfers) -> None:
         self.page_size, self._groups = groups.page_size, groups
         self.columns_at_once = max(TOKENS_AT_ONCE // groups.page_size, 1)
         self._pages = Pages(num_pages)
         self.order = EvictionOrder()
-        self.has_tiers = bool(tiers)
-        self._transfers = Transfers(tiers, keys or count())
+        self.has_tiers = bool(transfers.tiers)
+        self._transfers = transfers
         self._hashes = PrefixHashes(groups.page_size)
         self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
-        self._cached: list[Hashes] = [*self._page_by_hash]  # pages of each group, then of states
-        self._anywhere: list[Hashes] = [
-            _Anywhere(group, cached, self._transfers) for group, cached in enumerate(self._page_by_hash)
+        self._cached: list[Container[bytes]] = [*self._page_by_hash]  # pages of each group, then of states
+        self._anywhere: list[Container[bytes]] = [
+            _Anywhere(group, cached, transfers) for group, cached in enumerate(self._page_by_hash)
         ]
         self._full = FullAttention(groups)
         self._first = groups.full[0] if groups.full else 0  # group that `has` asks

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxserve.kv_cache.pages import Content
 from jaxserve.request import Request
@@ -38,7 +38,8 @@ class Move(NamedTuple):
 class Tier(Protocol):
     """A tier below device memory, as the scheduler sees it. Its answers follow from the calls before, in their order.
 
-    So whoever replays the events of a scheduler makes the same plans, with a tier of the same sizes.
+    So whoever replays the events of a scheduler makes the same plans, with a tier of the same sizes. A move is known by
+    its key: other moves may have the same content, before and after `clear`.
     """
 
     def has(self, group: int, page_hash: bytes) -> bool:
@@ -54,7 +55,10 @@ class Tier(Protocol):
         """Note the end of a move: a page that was stored can be loaded, one whose load failed cannot."""
 
     def clear(self) -> None:
-        """Forget all content, as after a change of weights."""
+        """Forget all content, as after a change of weights; moves go on, and their ends are of no use."""
+
+    def restart(self) -> None:
+        """Forget all content and all moves: none of them reads or writes a page any more once this returns."""
 
 
 @dataclass
@@ -81,7 +85,7 @@ class Transfers:
 
     Args:
         tiers: tiers below device memory, the next one first.
-        keys: numbers of moves.
+        keys: numbers of moves; other ones after a restart.
 
     Attributes:
         tiers: tiers below device memory.
@@ -93,8 +97,9 @@ class Transfers:
         self.loading: dict[tuple[int, bytes], int] = {}
         self._keys = keys
         self._by_key: dict[int, Transfer] = {}
+        self._by_page: dict[int, Transfer] = {}
 
-    def reaches(self, group: int, page_hash: bytes) -> bool:
+    def reaches(self, group: int, page_hash: Any) -> bool:
         """Return whether a page can be loaded, or is being."""
         return (group, page_hash) in self.loading or any(tier.has(group, page_hash) for tier in self.tiers)
 
@@ -114,14 +119,13 @@ class Transfers:
 
     def _begin(self, page: int, content: Content, tier: Tier, *, is_load: bool) -> Move:
         move = Move(next(self._keys), is_load, page, *content[:2])
-        self._by_key[move.key] = Transfer(move, tier, content)
+        self._by_key[move.key] = self._by_page[page] = Transfer(move, tier, content)
         return move
 
     def wait(self, request: Request) -> None:
         """Have a request wait for those of its pages that are being loaded."""
-        held = set(request.pages)
-        for transfer in self._by_key.values():
-            if transfer.move.is_load and transfer.move.page in held:
+        for page in request.pages:
+            if (transfer := self._by_page.get(page)) is not None and transfer.move.is_load:
                 transfer.waiting.append(request)
                 request.num_transfers += 1
 
@@ -131,6 +135,7 @@ class Transfers:
         if transfer is None:
             return None
         move = transfer.move
+        del self._by_page[move.page]
         transfer.is_of_use &= ok
         if move.is_load and self.loading.get((move.group, move.page_hash)) == move.page:
             del self.loading[move.group, move.page_hash]
@@ -141,8 +146,8 @@ class Transfers:
 
     def abandon(self, request: Request) -> None:
         """Have a request wait no more; the pages that it waited for are loaded nevertheless."""
-        for transfer in self._by_key.values():
-            if request in transfer.waiting:
+        for page in request.pages:
+            if (transfer := self._by_page.get(page)) is not None and request in transfer.waiting:
                 transfer.waiting.remove(request)
         request.num_transfers = 0
 
@@ -162,6 +167,7 @@ class Transfers:
             storing: pages in this state.
             waiting: requests in the state LOADING.
         """
+        assert self._by_page == {transfer.move.page: transfer for transfer in self._by_key.values()}
         moves = [transfer.move for transfer in self._by_key.values()]
         assert sorted(move.page for move in moves if move.is_load) == sorted(loading), "a page loads by no or two moves"
         assert sorted(move.page for move in moves if not move.is_load) == sorted(storing), "a page is not being stored"

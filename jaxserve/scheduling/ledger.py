@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from jaxserve.kv_cache.groups import RELEASED, KVGroups
+from jaxserve.kv_cache.groups import RELEASED
 from jaxserve.kv_cache.page_store import PageStore
-from jaxserve.kv_cache.transfers import Tier
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.waiting import WaitingQueue
+
+if TYPE_CHECKING:
+    from jaxserve.schedule_config import ScheduleConfig
 
 RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
 
@@ -24,27 +26,19 @@ class Demand(NamedTuple):
         num_pages: pages that they take.
     """
 
-    num_requests: int = 0
-    num_tokens: int = 0
-    num_pages: int = 0
-
-    def plus(self, other: Demand) -> Demand:
-        """Return the sum of both."""
-        return Demand(*map(sum, zip(self, other, strict=True)))
+    num_requests: int
+    num_tokens: int
+    num_pages: int
 
 
 class Ledger:
     """Requests by state, with counts that every change updates, so that no caller iterates over requests.
 
     Args:
-        max_num_seqs: slots.
-        max_num_batched_tokens: token budget of a step, which bounds the first chunk of a prompt.
-        groups: groups of layers with pages of their own.
-        num_pages: pages in the pool.
+        sizes: sizes of the shard's steps and pool.
+        store: all pages.
         weights: weights of tenants; 1 for others.
         first_slot: number of the first slot.
-        tiers: tiers below device memory.
-        keys: numbers of moves between tiers.
 
     Attributes:
         page_size: tokens per page.
@@ -61,32 +55,20 @@ class Ledger:
         num_waiting_pages: pages that the start of all waiting requests takes.
     """
 
-    def __init__(
-        self,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        groups: KVGroups,
-        num_pages: int,
-        weights: Mapping[str, float] | None = None,
-        first_slot: int = 0,
-        tiers: Sequence[Tier] = (),
-        keys: Iterator[int] | None = None,
-    ) -> None:
-        self.groups = groups
-        self.page_size, self._group_size = groups.page_size, groups.size
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.store = PageStore(num_pages, groups, tiers, keys)
+    def __init__(self, sizes: ScheduleConfig, store: PageStore, weights: Mapping[str, float], first_slot: int) -> None:
+        self.groups, self.store = sizes.kv_groups, store
+        self.page_size, self._group_size = self.groups.page_size, self.groups.size
+        self.max_num_batched_tokens = sizes.max_num_batched_tokens
         self.running: dict[str, Request] = {}
-        self.waiting = WaitingQueue(weights or {}, self.running)
+        self.waiting = WaitingQueue(weights, self.running)
         self.num_running_of: dict[int, int] = {}
-        self._slots = range(first_slot, first_slot + max_num_seqs)
+        self._slots = range(first_slot, first_slot + sizes.max_num_seqs)
         self.free_slots = list(reversed(self._slots))
         self.num_prefill_tokens = 0
         self.num_growing = 0
         self.num_waiting_tokens = 0
         self.num_waiting_pages = 0
-        self._num_pages = num_pages
+        self._num_pages = sizes.num_pages
 
     @property
     def num_available(self) -> int:

@@ -36,14 +36,14 @@ be appended behind that one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError
-from jaxserve.kv_cache.groups import KVGroups
-from jaxserve.kv_cache.transfers import Tier
+from jaxserve.kv_cache.page_store import PageStore
+from jaxserve.kv_cache.transfers import Tier, Transfers
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.balancer import Balancer
@@ -70,6 +70,10 @@ class Rows:
         self._shards = shards
 
     @property
+    def _all(self) -> Iterator[Request]:
+        return (request for shard in self._shards for request in shard.ledger.running.values())
+
+    @property
     def num_even(self) -> int:
         """Number of rows if each shard had as many as the fullest."""
         return len(self._shards) * max([len(shard.ledger.running) for shard in self._shards])
@@ -77,74 +81,48 @@ class Rows:
     @property
     def slots(self) -> list[int]:
         """Slots of all rows, in the order of admission."""
-        return [request.slot for shard in self._shards for request in shard.ledger.running.values()]
+        return [request.slot for request in self._all]
 
     @property
     def waiting_slots(self) -> list[int]:
         """Slots of the rows whose every token must be read before the next is sampled."""
-        rows = (request for shard in self._shards for request in shard.ledger.running.values())
-        return [request.slot for request in rows if request.waits_for_tokens]
+        return [request.slot for request in self._all if request.waits_for_tokens]
 
     @property
     def has_split(self) -> bool:
         """True if a row can compute a token before it is read, but not sample the next."""
-        rows = (request for shard in self._shards for request in shard.ledger.running.values())
-        return any(request.waits_for_tokens and not request.may_be_extended for request in rows)
+        return any(request.waits_for_tokens and not request.may_be_extended for request in self._all)
 
     @property
     def wants_logprobs(self) -> bool:
         """True if a row wants log probabilities of its samples."""
-        rows = (request for shard in self._shards for request in shard.ledger.running.values())
-        return any(request.params.logprobs is not None for request in rows)
+        return any(request.params.logprobs is not None for request in self._all)
 
 
 class Scheduler:
     """Continuous batching over the page pools of one shard or several.
 
     Args:
-        max_num_seqs: rows in a step and requests running at once, in all shards.
-        max_num_batched_tokens: token budget of a step; at least `max_num_seqs`.
-        groups: groups of layers with pages of their own.
-        num_pages: pages of all shards.
-        max_model_len: limit on a request's prompt and output tokens together.
-        policy: order of requests, and a prompt's share of a step; None is the default for the budget of a shard.
-        num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
-        num_shards: number of shards, which have equal parts of all this.
+        sizes: sizes of steps and pool.
+        policy: order of requests, and a prompt's share of a shard's step; None for that of the sizes.
         tiers: tiers of pages below device memory, of a single shard.
 
     Attributes:
-        groups: groups of layers with pages of their own.
-        policy: order of requests, and a prompt's share of a step.
-        num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
+        sizes: sizes of steps and pool.
+        policy: order of requests, and a prompt's share of a shard's step.
         max_prompt_tokens: most tokens of one prompt in a step.
         shards: all shards.
         rows: running rows.
     """
 
-    def __init__(
-        self,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        groups: KVGroups,
-        num_pages: int,
-        max_model_len: int,
-        policy: Policy | None = None,
-        num_spare_tokens: int = 0,
-        num_shards: int = 1,
-        tiers: Sequence[Tier] = (),
-    ):
-        assert max_num_batched_tokens >= max_num_seqs, "all rows in decode must fit one step; the config checks it"
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.page_size, self.num_pages, self.max_model_len = groups.page_size, num_pages, max_model_len
-        self.groups, self.num_spare_tokens = groups, num_spare_tokens
-        self.max_prompt_tokens = max_num_batched_tokens // num_shards
-        self.policy = policy or Policy.of(self.max_prompt_tokens)
-        self._tiers, self._keys = tiers, count()
-        first_slots = range(0, max_num_seqs, max_num_seqs // num_shards)
+    def __init__(self, sizes: ScheduleConfig, policy: Policy | None = None, tiers: Sequence[Tier] = ()) -> None:
+        self.sizes, self._shard_sizes = sizes, sizes.of_shard
+        self.max_prompt_tokens = self._shard_sizes.max_num_batched_tokens
+        self.policy = policy or self._shard_sizes.policy
+        self._tiers, self._move_keys = tiers, count()
         self.shards = [
-            Shard(partial(self._new_ledger, first_slot, num_shards), self.policy, num_spare_tokens)
-            for first_slot in first_slots
+            Shard(partial(self._new_ledger, first_slot), self.policy, sizes.num_spare_drafts)
+            for first_slot in range(0, sizes.max_num_seqs, self._shard_sizes.max_num_seqs)
         ]
         self.rows = Rows(self.shards)
         self._balancer = Balancer(self.shards, dict(self.policy.weights))
@@ -156,31 +134,10 @@ class Scheduler:
         self._next_step_id = 0
         self._last_updated_step_id = -1
 
-    def _new_ledger(self, first_slot: int, num_shards: int) -> Ledger:
-        return Ledger(
-            max_num_seqs=self.max_num_seqs // num_shards,
-            max_num_batched_tokens=self.max_prompt_tokens,
-            groups=self.groups,
-            num_pages=self.num_pages // num_shards,
-            weights=dict(self.policy.weights),
-            first_slot=first_slot,
-            tiers=self._tiers,
-            keys=self._keys,
-        )
-
-    @classmethod
-    def of(cls, schedule: ScheduleConfig) -> Scheduler:
-        """Return a scheduler of these sizes."""
-        return cls(
-            max_num_seqs=schedule.max_num_seqs,
-            max_num_batched_tokens=schedule.max_num_batched_tokens,
-            groups=schedule.kv_groups,
-            num_pages=schedule.num_pages,
-            max_model_len=schedule.max_total_tokens,
-            policy=schedule.of_shard.policy,
-            num_spare_tokens=schedule.num_spare_drafts,
-            num_shards=schedule.num_data_shards,
-        )
+    def _new_ledger(self, first_slot: int) -> Ledger:
+        sizes, transfers = self._shard_sizes, Transfers(self._tiers, self._move_keys)
+        store = PageStore(sizes.num_pages, sizes.kv_groups, transfers)
+        return Ledger(sizes, store, dict(self.policy.weights), first_slot)
 
     @property
     def admission(self) -> Admission:
@@ -252,18 +209,19 @@ class Scheduler:
     def check_fits(self, request: Request) -> None:
         """Raise RequestError where a request could not run to its end even alone."""
         num_prompt, max_total = request.num_prompt_tokens, request.max_total_tokens
-        if not 0 < num_prompt < max_total <= self.max_model_len:
+        longest, groups = self.sizes.max_total_tokens, self._shard_sizes.kv_groups
+        if not 0 < num_prompt < max_total <= longest:
             raise RequestError(
                 "a prompt must have at least 1 token and fewer than max_total_tokens <= max_model_len, "
-                f"got {num_prompt} prompt tokens, max_total_tokens {max_total} and max_model_len {self.max_model_len}; "
+                f"got {num_prompt} prompt tokens, max_total_tokens {max_total} and max_model_len {longest}; "
                 "shorten the prompt, lower max_tokens or raise max_model_len"
             )
-        num_needed = self.groups.num_pages(max_total - 1)  # the last token is never computed
-        num_pages = self.num_pages // len(self.shards)
+        num_needed = groups.num_pages(max_total - 1)  # the last token is never computed
+        num_pages = self._shard_sizes.num_pages
         if num_needed > num_pages:
             raise RequestError(
                 f"a request must fit the page pool: {num_prompt} prompt tokens and up to {max_total - num_prompt} new "
-                f"ones need {num_needed} pages of {self.page_size} tokens, but there are {num_pages}; "
+                f"ones need {num_needed} pages of {groups.page_size} tokens, but there are {num_pages}; "
                 "lower max_tokens, shorten the prompt or raise num_pages"
             )
 
@@ -312,7 +270,7 @@ class Scheduler:
         All requests have been ended.
         """
         for tier in self._tiers:
-            tier.clear()
+            tier.restart()
         for shard in self.shards:
             shard.restart()
         self._balancer.restart()
@@ -327,7 +285,7 @@ class Scheduler:
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
         """
         parts = self._planning.make(self._next_step_id, choice)
-        plan = parts[0] if len(parts) == 1 else join(parts, self.num_pages // len(parts))
+        plan = parts[0] if len(parts) == 1 else join(parts, self._shard_sizes.num_pages)
         if not plan.requests:
             return None
         self._parts[self._next_step_id] = parts

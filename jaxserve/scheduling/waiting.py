@@ -324,12 +324,6 @@ class WaitingQueue:
             if group.num_queued > 1:
                 self._charge(request, group.tenants[request.tenant])
 
-    def counter(self, request: Request) -> float:
-        """Return the counter of the tenant of an unfinished request, with all that it has got."""
-        group = self._classes[request.priority]
-        self._settle(group)
-        return group.tenants[request.tenant].counter
-
     def _settle(self, group: _Class) -> None:
         for request in self._running.values():
             if self._classes.get(request.priority) is group:

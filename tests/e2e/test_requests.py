@@ -153,12 +153,12 @@ class TestRefusals:
     def test_a_request_must_fit_the_pool(self, start: Start) -> None:
         # The largest request of these sizes needs 16 pages, so the pool shrinks on the host alone.
         engine = start()
-        scheduler, engine.replicas[0].scheduler.num_pages = engine.replicas[0].scheduler, 12
+        scheduler, engine.replicas[0].scheduler.sizes.num_pages = engine.replicas[0].scheduler, 12
         try:
             with pytest.raises(RequestError, match=r"40 prompt tokens and up to 24 new ones need 16 .* there are 12;"):
                 engine.add_request("a", tokens(40, 0), SamplingParams(max_tokens=None))
         finally:
-            scheduler.num_pages = SIZES["num_pages"]
+            scheduler.sizes.num_pages = SIZES["num_pages"]
 
     def test_an_id_in_use(self, start: Start) -> None:
         engine = start()

@@ -146,7 +146,7 @@ def test_the_end_of_a_transfer_is_an_event_that_is_replayed() -> None:
     assert driven.ended[again][0] == generate_alone(again)[0]
     assert (again.num_cached_tokens, tier.counts["loaded"]) == (36, 9)
     digests = [event.digest for event in events if isinstance(event, Scheduled)]
-    anew = Scheduler.of(SIZES)
+    anew = Scheduler(SIZES)
     vars(anew)["_tiers"] = [SlowTier(SIZES.page_size, 1000)]
     anew.restart()
     assert replay(events, anew) == len(set(digests))

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from jaxserve.kv_cache import prefix_hashes
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.kv_cache.page_store import PageStore
+from jaxserve.kv_cache.transfers import Transfers
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
 
@@ -14,7 +15,7 @@ PAGE_SIZE = 4
 
 
 def make_store(num_pages=8):
-    return PageStore(num_pages, KVGroups(PAGE_SIZE))
+    return PageStore(num_pages, KVGroups(PAGE_SIZE), Transfers((), iter(())))
 
 
 def make_request(token_ids, salt=b""):

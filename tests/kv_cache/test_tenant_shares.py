@@ -8,6 +8,7 @@ from simulation import Loop, make_request, make_scheduler
 
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.kv_cache.page_store import PageStore
+from jaxserve.kv_cache.transfers import Transfers
 from tests.random_runs import examples
 
 TENANTS = ["a", "b", "c"]
@@ -45,7 +46,7 @@ class Model:
 @settings(max_examples=examples(100))
 @given(num_pages=st.integers(4, 16), operations=OPERATIONS)
 def test_the_tenant_with_most_pages_gives_up_its_oldest(num_pages, operations):
-    store, model = PageStore(num_pages, KVGroups(4)), Model(num_pages)
+    store, model = PageStore(num_pages, KVGroups(4), Transfers((), iter(()))), Model(num_pages)
     held, released, number = [], [], 0
     for tenant, count, kind in operations:
         if kind == "drop" and held:
@@ -76,7 +77,7 @@ def test_the_tenant_with_most_pages_gives_up_its_oldest(num_pages, operations):
                 released.append(pages)
         owners = {page: 1 for pages in held for page in pages}
         store.check_integrity(owners)
-        assert {name: store.order.num_cached(name) for name in TENANTS} == {
+        assert {name: store.order._num_cached[name] for name in TENANTS} == {
             name: sum(owner == name for owner, _ in model.cached.values()) for name in TENANTS
         }
 
@@ -103,13 +104,13 @@ def test_a_flood_leaves_others_their_share(victim, flood, num_tenants):
             name = f"quiet {index}"
             run(loop, [make_request(f"{name} {number}", [index, number] * length, tenant=name, salt=name.encode())])
     store = loop.scheduler.shards[0].ledger.store
-    before = {f"quiet {index}": store.order.num_cached(f"quiet {index}") for index in range(num_tenants)}
+    before = {f"quiet {index}": store.order._num_cached[f"quiet {index}"] for index in range(num_tenants)}
     longest = max(-(-(2 * length + 4) // page_size) for length in flood)  # pages that the flood has in use
     for number, length in enumerate(flood):
         run(loop, [make_request(f"flood {number}", [number, 7] * length, tenant="flood", salt=b"flood")])
         share = (num_pages - longest) // (num_tenants + 1)
         for tenant, count in before.items():
-            assert store.order.num_cached(tenant) >= min(count, share)
+            assert store.order._num_cached[tenant] >= min(count, share)
 
 
 def test_without_the_rule_the_flood_would_take_all():
@@ -143,7 +144,7 @@ def run(loop, requests):
 
 
 def test_pages_found_again_and_again_leave_nothing_behind_while_none_is_evicted():
-    store = PageStore(3, KVGroups(4))
+    store = PageStore(3, KVGroups(4), Transfers((), iter(())))
     [own], [other], [third] = (store.allocate(1, tenant) for tenant in "abc")
     for page, tenant in ((own, "a"), (other, "b"), (third, "c")):
         store.register(tenant.encode(), page, tenant=tenant)

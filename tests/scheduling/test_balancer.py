@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from simulation import Loop, generate_alone, make_request, make_scheduler
+from simulation import Loop, counter_of, generate_alone, make_request, make_scheduler
 
 from jaxserve.request import RequestStatus
 from jaxserve.scheduling.balancer import Balancer
@@ -298,9 +298,9 @@ def test_what_is_taken_back_has_cost_nothing():
     requests = [make_request(str(index), [index] * 8, 4, arrival=index) for index in range(2)]
     balancer.add(requests)
     balancer.place()
-    assert balancer._queue.counter(requests[0]) == 16
+    assert counter_of(balancer._queue, requests[0]) == 16
     returned = balancer._take_back([0, 1])
     assert [request.request_id for request in returned] == ["0", "1"] == [each.request_id for each in balancer.queued]
-    assert balancer._queue.counter(requests[0]) == 0
+    assert counter_of(balancer._queue, requests[0]) == 0
     balancer.place()
     balancer.check_integrity(["0", "1"])

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulation import Loop, generate_alone, make_request, make_scheduler
+from simulation import Loop, counter_of, generate_alone, make_request, make_scheduler
 
 from service_suites import SUITES, Client, Run, bound
 from tests.random_runs import examples
@@ -91,7 +91,7 @@ def test_a_preempted_request_is_charged_once():
         loop.step()
     loop.add(make_request("urgent 1", [3], 3), make_request("urgent 2", [4], 3))
     while request.status.name != "FINISHED":
-        before = scheduler.shards[0].ledger.waiting.counter(request)
+        before = counter_of(scheduler.shards[0].ledger.waiting, request)
         loop.step()
     assert request.num_preemptions == 1
     assert before == 10 + 2 * 8 - 2, "ten prompt tokens and two for each output token but the last"

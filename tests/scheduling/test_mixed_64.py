@@ -32,7 +32,7 @@ def build_requests():
 
 def run_all(requests, depth):
     """Sizes of every step with `depth` plans in flight: computed tokens, bucket, pages used, slack positions."""
-    scheduler = Scheduler.of(SIZES)
+    scheduler = Scheduler(SIZES)
     for request in requests:
         scheduler.add(request)
     in_flight, steps = [], []

@@ -73,7 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = make_scheduler(
             *sizes, max_model_len=40, **layers, num_spare_tokens=num_spare_tokens, **policy_numbers
         )
-        self.groups = self.scheduler.groups
+        self.groups = self.scheduler.sizes.kv_groups
         self.loop = Loop(self.scheduler, depth, max_steps, max_drafts, may_split=may_split)
         self.requests = []
         self.waiting, self.running = [], []
@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def add(self, prompt, max_tokens, **kwargs):
         request = make_request(str(len(self.requests)), prompt, max_tokens, **kwargs)
-        if self.groups.num_pages(request.max_total_tokens - 1) > self.scheduler.num_pages:
+        if self.groups.num_pages(request.max_total_tokens - 1) > self.scheduler.sizes.num_pages:
             with pytest.raises(RequestError, match="fit the page pool"):
                 self.scheduler.add(request)
             return
@@ -203,13 +203,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_plan(self, plan, decodes, prefills, num_left):
         scheduler, rows = self.scheduler, {row.request: row for row in rows_of(plan)}
-        assert 0 < len(rows) == plan.num_rows <= scheduler.max_num_seqs
+        assert 0 < len(rows) == plan.num_rows <= scheduler.sizes.max_num_seqs
         assert len(set(plan.slots)) == len(rows)
         assert min(plan.counts) > 0
-        assert plan.num_tokens == sum(plan.counts) <= scheduler.max_num_batched_tokens
+        assert plan.num_tokens == sum(plan.counts) <= scheduler.sizes.max_num_batched_tokens
         assert not rows.keys() & set(plan.preempted)
         decodes = [request for request in decodes if request not in plan.preempted]
-        budget_left = scheduler.max_num_batched_tokens - plan.num_tokens
+        budget_left = scheduler.sizes.max_num_batched_tokens - plan.num_tokens
         self.check_decodes(plan, decodes, budget_left)
         if plan.num_steps > 1 or plan.num_drafts:
             self.check_several_steps(plan, decodes)
@@ -232,7 +232,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.num_pages_used == len({page for request in self.running for page in request.pages} - {RELEASED})
         if plan.preempted:
             assert not admitted
-        elif self.waiting and budget_left and len(self.running) < scheduler.max_num_seqs:
+        elif self.waiting and budget_left and len(self.running) < scheduler.sizes.max_num_seqs:
             # Some were unfinished only before they got what was left over.
             long = any(self.policy.is_long(r.num_tokens - rows[r].start - 1) for r in unfinished if r in rows)
             if not lacks_pages and not long and not any(r.num_tokens - r.num_computed_tokens > 1 for r in unfinished):
@@ -249,7 +249,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_long = [self.policy.is_long(r.num_tokens - r.num_computed_tokens) for r in unfinished]
         if any(is_long[-len(new) :] if new else ()):
             assert sum(is_long) <= self.policy.most_long
-        num_free = self.scheduler.num_pages - plan.num_pages_used
+        num_free = self.scheduler.sizes.num_pages - plan.num_pages_used
         in_decode = [request for request in self.running if request not in unfinished]
         num_kept = self.groups.size * sum(map(self.scheduler.shards[0].ledger.can_grow, in_decode))
         for request in unfinished:
@@ -259,16 +259,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             long = self.policy.is_long(left_before.get(request, 0))
             assert not (long and beside_decode) or num_tokens <= self.policy.long_chunk
             has_all = long and beside_decode and num_tokens == self.policy.long_chunk
-            if plan.num_tokens < self.scheduler.max_num_batched_tokens:
+            if plan.num_tokens < self.scheduler.sizes.max_num_batched_tokens:
                 assert has_all or not has_pages or not num_tokens, "tokens were left over"
 
     def check_decodes(self, plan, decodes, budget_left):
         rows = {row.request: row for row in rows_of(plan)}
         missing = [request for request in decodes if request not in rows]
-        if len(decodes) + len(plan.preempted) <= self.scheduler.max_num_batched_tokens - self.policy.prefill_share:
+        budget = self.scheduler.sizes.max_num_batched_tokens
+        if len(decodes) + len(plan.preempted) <= budget - self.policy.prefill_share:
             assert plan.requests[: len(decodes)] == decodes, "a row in decode missed a step"
         if missing:
-            no_page_left = plan.num_pages_used + self.groups.size > self.scheduler.num_pages
+            no_page_left = plan.num_pages_used + self.groups.size > self.scheduler.sizes.num_pages
             assert not budget_left or no_page_left, "a row in decode missed a step for nothing"
             assert plan.num_prefill_tokens <= self.policy.prefill_share or no_page_left
         assert all(rows[request].num_tokens == 1 for request in decodes if request in rows)
@@ -279,14 +280,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not plan.num_drafts:
             assert plan.num_steps == max(plan.max_new)
         assert plan.requests == decodes
-        assert not self.waiting or len(self.running) == self.scheduler.max_num_seqs
+        assert not self.waiting or len(self.running) == self.scheduler.sizes.max_num_seqs
         for request, most in zip(plan.requests, plan.max_new, strict=True):
             assert most == 1 or not request.waits_for_tokens
             assert request.num_tokens <= request.max_total_tokens
             assert len(request.pages) // self.groups.size * self.groups.page_size >= request.num_computed_tokens
 
     def check_head_must_wait(self, head, plan):
-        num_free = self.scheduler.num_pages - plan.num_pages_used
+        num_free = self.scheduler.sizes.num_pages - plan.num_pages_used
         pages_short = (self.groups.num_columns(head.num_tokens) + len(self.running)) * self.groups.size > num_free
         assert head.num_pending_tokens or pages_short, "the head could have run"
 

@@ -38,12 +38,12 @@ def make(
 ) -> Scheduler:
     """Return a scheduler of shards with these sizes each."""
     sizes = (num_shards * seqs, num_shards * budget, 40, page_size, num_shards * num_pages)
-    return Scheduler.of(ScheduleConfig(*sizes, num_data_shards=num_shards, **options))
+    return Scheduler(ScheduleConfig(*sizes, num_data_shards=num_shards, **options))
 
 
 def loop_of(scheduler: Scheduler, *args: int, **kwargs: bool) -> Loop:
     count = len(scheduler.shards)
-    num_slots, num_pages = scheduler.max_num_seqs // count, scheduler.num_pages // count
+    num_slots, num_pages = scheduler.sizes.max_num_seqs // count, scheduler.sizes.num_pages // count
     return Loop(scheduler, *args, **kwargs, first_page=lambda slot: slot // num_slots * num_pages)
 
 

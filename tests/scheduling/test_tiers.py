@@ -41,7 +41,7 @@ class Tiers:
         self.depth, self.max_steps = depth, max_steps
         self.sizes, self.tier_pages = sizes, tier_pages
         self.tier, self.scheduler = self.new()
-        self.device = self.tier.device = Device(self.scheduler.groups)
+        self.device = self.tier.device = Device(self.scheduler.sizes.kv_groups)
         self.in_flight, self.plans, self.requests, self.events = [], [], [], []
         self.digest = 0
 
@@ -158,7 +158,10 @@ class TierMachine(RuleBasedStateMachine):
     def add(self, prompts, max_tokens, num_steps, **fields):
         for prompt in prompts:
             request = make_request(str(len(self.tiers.requests)), prompt, max_tokens, **fields)
-            if self.tiers.scheduler.groups.num_pages(request.max_total_tokens - 1) <= self.tiers.scheduler.num_pages:
+            if (
+                self.tiers.scheduler.sizes.kv_groups.num_pages(request.max_total_tokens - 1)
+                <= self.tiers.scheduler.sizes.num_pages
+            ):
                 self.tiers.add(request)
         self.step(num_steps)
 
@@ -211,7 +214,7 @@ class TierMachine(RuleBasedStateMachine):
                 request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.ABORT
             keys = [move.key for move in tiers.tier.moves]
             scheduler.restart()
-            tiers.tier.forget_moves()
+            assert not tiers.tier.moves, "a move may still touch a page"
             tiers.digest = 0
             tiers.note(Recovered())
             scheduler.transferred(keys, ok=True)  # they began before

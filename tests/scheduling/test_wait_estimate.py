@@ -124,7 +124,7 @@ def test_a_free_engine_starts_at_once() -> None:
 def test_a_lone_prompt_has_the_budget_of_one_shard() -> None:
     def estimates(num_shards: int) -> tuple[float, Any, Any]:
         sizes = (4 * num_shards, 64 * num_shards, 8192, 16, 1000 * num_shards)
-        scheduler = Scheduler.of(ScheduleConfig(*sizes, num_data_shards=num_shards))
+        scheduler = Scheduler(ScheduleConfig(*sizes, num_data_shards=num_shards))
         step_time = SimpleNamespace(rates=lambda: RATES, cached_share=0.0)
         replica = SimpleNamespace(scheduler=scheduler, step_stats=SimpleNamespace(step_time=step_time))
         core: Any = SimpleNamespace(replicas=[replica], queued=[], inbox=[])
@@ -141,7 +141,7 @@ def test_a_lone_prompt_has_the_budget_of_one_shard() -> None:
 
 
 def test_waiting_tokens_are_counted_again_if_the_queue_before_shards_changes_meanwhile() -> None:
-    scheduler = Scheduler.of(ScheduleConfig(4, 64, 8192, 16, 2000, num_data_shards=2))
+    scheduler = Scheduler(ScheduleConfig(4, 64, 8192, 16, 2000, num_data_shards=2))
     requests = [Request(str(n), [n] * 640, SamplingParams(max_tokens=1), 0, 641, arrival=n) for n in range(3)]
     for request in requests[:2]:
         scheduler.add(request)
