@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxserve.execution.costs import Costs
 from jaxserve.execution.executor import StepResult
 from jaxserve.kv_cache.groups import RELEASED
 from jaxserve.request import FinishReason, Request, RequestStatus
@@ -332,6 +333,8 @@ class SimulatedExecutor:
         fails_on_device: exception that reading the next step raises; the state is lost with it.
     """
 
+    costs = Costs(1, lambda num_tokens, num_live: num_tokens, lambda num_tokens, num_rows, num_scores: num_tokens)
+
     def __init__(self, schedule: ScheduleConfig, max_steps: int = 1) -> None:
         self.schedule, self._programs = schedule, schedule.shapes(max_steps)
         self.device = Device(schedule.kv_groups)
@@ -341,21 +344,8 @@ class SimulatedExecutor:
         self._num_launches = 0
         self._last: SimulatedStep | None = None
 
-    @property
-    def kv_token_bytes(self) -> int:
-        return 1
-
-    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
-        return num_tokens
-
-    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
-        return num_tokens
-
     def fit(self, step: StepShape) -> StepShape | None:
         return cheapest(self._programs, step)
-
-    def wait_for(self, program: StepShape) -> None:
-        """All programs are there."""
 
     def launch(self, plan: StepPlan, program: StepShape) -> SimulatedStep:
         if self.fails_at_launch is not None:

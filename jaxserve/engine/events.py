@@ -116,7 +116,7 @@ Record = Callable[[ReplicaEvent], None]
 def replay(
     events: Iterable[ReplicaEvent],
     scheduler: Scheduler,
-    launch: Callable[[StepPlan, StepShape], None] = lambda plan, program: None,
+    launch: Callable[[StepPlan, StepShape], object] = lambda plan, program: None,
     read_weights: Callable[[str], None] = lambda path: None,
 ) -> int:
     """Make the plans of a replica from its events, and return their number.

@@ -13,7 +13,6 @@ from jaxserve.engine.events import replay
 from jaxserve.errors import ConfigError
 from jaxserve.execution.executor import Executor
 from jaxserve.execution.program_store import source_digest
-from jaxserve.scheduling.plan import StepPlan, StepShape
 from jaxserve.scheduling.scheduler import Scheduler
 
 _OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that each process may have of its own
@@ -42,13 +41,12 @@ def _described(value: object) -> str:
 def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: Devices) -> None:
     """Replay the leading process's events until it ends. End this process if that cannot go on."""
 
-    def launch(plan: StepPlan, program: StepShape) -> None:
-        executor.wait_for(program)
-        executor.launch(plan, program)
-
     try:
         replay(
-            map(event_from_json, peers.events()), scheduler, launch, lambda path: devices.replace(devices.prepare(path))
+            map(event_from_json, peers.events()),
+            scheduler,
+            executor.launch,
+            lambda path: devices.replace(devices.prepare(path)),
         )
     except Exception as error:
         traceback.print_exc()

@@ -63,7 +63,7 @@ class StepStatsWriter:
         self.stats = stats
         self.last_step: StepStats | None = None
         self.last_end_s = 0.0
-        flops = executor.step_flops
+        flops = executor.costs.flops
         self.step_time = StepTime(row_factor=flops(1, 1, 0) / flops(1, 0, 0))
         self._arch, self._executor = arch, executor
         self._device_free_s = 0.0
@@ -107,7 +107,7 @@ class StepStatsWriter:
 
     def _statistics(self, ended: _Ended, num_waiting: int) -> StepStats:
         step, num_sampled, device_s, wall_s, _, rounds, expert_tokens = ended
-        plan, bucket, arch = step.plan, step.bucket, self._arch
+        plan, bucket, arch, costs = step.plan, step.bucket, self._arch, self._executor.costs
         page_size, num_axis_tokens = self._executor.schedule.page_size, bucket
         if rounds is None:
             work = _work(plan, num_sampled, page_size)
@@ -133,9 +133,9 @@ class StepStatsWriter:
             host_ms=step.host_s * 1e3,
             device_ms=device_s * 1e3,
             wall_ms=wall_s * 1e3,
-            weight_bytes=self._executor.weight_bytes(num_axis_tokens, -(-num_tokens // num_steps)) * num_steps,
-            kv_bytes=attention.num_kv_tokens * self._executor.kv_token_bytes // num_shares,
-            flops=self._executor.step_flops(num_axis_tokens * num_steps, num_rows * num_steps, attention.num_scores),
+            weight_bytes=costs.weight_bytes(num_axis_tokens, -(-num_tokens // num_steps)) * num_steps,
+            kv_bytes=attention.num_kv_tokens * costs.kv_token_bytes // num_shares,
+            flops=costs.flops(num_axis_tokens * num_steps, num_rows * num_steps, attention.num_scores),
             num_drafted_tokens=0 if rounds is None else int(rounds.drafted.sum()),
             num_accepted_tokens=0 if rounds is None else int(rounds.accepted.sum()),
             num_draft_rounds=0 if rounds is None else int((rounds.drafted > 0).sum()),

@@ -1,13 +1,29 @@
-"""Costs of a step's attention, counted from its rows."""
+"""Costs of steps: work on a device, and that of attention, counted from the rows of a step."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
+
+
+class Costs(NamedTuple):
+    """Costs of a model's steps on a device.
+
+    Attributes:
+        kv_token_bytes: bytes of one token in the pool, all layers and what scales it included.
+        weight_bytes: function that returns the bytes of weights that a step reads, of the number of tokens on the token
+            axis, and of those that are live.
+        flops: function that returns the floating-point operations of a step, of the numbers of tokens on the token
+            axis, of rows whose logits are computed, and of query-key pairs of one head, summed over the layers.
+    """
+
+    kv_token_bytes: int
+    weight_bytes: Callable[[int, int], int]
+    flops: Callable[[int, int, int], int]
 
 
 class AttentionCost(NamedTuple):

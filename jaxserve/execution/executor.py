@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxserve.execution.costs import Costs
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import StepPlan, StepShape
 
@@ -85,25 +86,11 @@ class Executor(Protocol):
 
     Attributes:
         schedule: sizes of steps and pool.
+        costs: costs of steps.
     """
 
     schedule: ScheduleConfig
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of one token in the pool of a device, all layers and what scales it has included."""
-
-    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
-        """Return the bytes of weights that a step of so many tokens, of which some are live, reads on a device."""
-
-    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
-        """Return the floating-point operations of a step on a device.
-
-        Args:
-            num_tokens: tokens on the token axis.
-            num_rows: rows whose logits are computed.
-            num_scores: query-key pairs of one head, summed over the layers.
-        """
+    costs: Costs
 
     def fit(self, step: StepShape) -> StepShape | None:
         """Return the cheapest program that can run a step of this shape now; None if there is none.
@@ -111,14 +98,11 @@ class Executor(Protocol):
         Every step without drafts, of one round, that is not split, has one.
         """
 
-    def wait_for(self, program: StepShape) -> None:
-        """Block until a program can run; RuntimeError if it never will."""
-
     def launch(self, plan: StepPlan, program: StepShape) -> StepHandle:
-        """Start the step that `plan` describes. To be called once per plan, before the scheduler is asked for more.
+        """Start the step that `plan` describes, once its program is there; RuntimeError if it never will be.
 
-        Of a split plan it starts the model alone; `sample` must follow before the next launch, unless the step is
-        dropped.
+        To be called once per plan, before the scheduler is asked for more. Of a split plan it starts the model alone;
+        `sample` must follow before the next launch, unless the step is dropped.
         """
 
     def sample(self, step: Any) -> int:

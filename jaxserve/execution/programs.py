@@ -172,7 +172,9 @@ class Programs:
         return fits[step]
 
     def take(self, program: StepShape, step: StepShape) -> tuple[Compiled, ...]:
-        """Return the program that runs a step; note if a better one is missing."""
+        """Return the program that runs a step, once it is compiled; note if a better one is missing."""
+        if program not in self.table:  # a leading process has it
+            self.wait_for(program)
         if not self._is_long.is_set() and program != cheapest(self._shapes, step):
             self._num_padded += 1
             if self._num_padded >= _SHORT_RUN_STEPS:

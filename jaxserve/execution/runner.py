@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
+from jaxserve.execution.costs import Costs
 from jaxserve.execution.executor import RoundCounts, StepResult
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.packer import BatchPacker
@@ -122,6 +123,7 @@ class Runner:
         programs: compiled programs of the model.
         packer: packer that turns plans into arrays.
         param_shapes: shapes, dtypes and places that weights must have.
+        costs: costs of steps.
     """
 
     def __init__(
@@ -144,7 +146,6 @@ class Runner:
         self.draft_params = draft_params or {}
         self.arch, self.params, self.schedule, self.mesh = arch, params, schedule, mesh
         self.packer = BatchPacker(schedule, seed, arch.vocab_size)
-        self._flop_counts = flop_counts(arch.local(tensor_size(mesh)))
         # For programs: they may be compiled while the weights are replaced.
         self.param_shapes, self._draft_shapes = shapes_of(params), shapes_of(self.draft_params)
         lowering = Lowering(
@@ -165,12 +166,15 @@ class Runner:
         # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
         # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
         self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
-        own_specs, has_logits = param_specs(arch.local(tensor_size(mesh))), arch.pooler is None
-        self._weight_reads = WeightReads.of(params, own_specs, device_bytes, has_logits=has_logits)
         self.state: ServeState | None = self.programs.new_state()  # None while it sleeps, and once it is closed
         self._sleeping_params: Params | None = None  # copy in the host's memory
         self._sleeping_draft: Params = {}
-        self._kv_bytes = device_bytes(self.state.kv_pages)
+        local, pool_bytes = arch.local(tensor_size(mesh)), device_bytes(self.state.kv_pages)
+        num_layer_tokens = schedule.num_shard_pages * schedule.page_size * arch.kv_group_layers
+        reads = WeightReads.of(params, param_specs(local), device_bytes, has_logits=arch.pooler is None)
+        self.costs = Costs(
+            int(pool_bytes * arch.num_layers_read // num_layer_tokens), reads.step, flop_counts(local).step
+        )
         # Before finalizers are run at exit, as the first one registers: jax has some for the constants of what is being
         # traced.
         weakref.finalize(self, self.programs.close)
@@ -184,20 +188,6 @@ class Runner:
             raise RuntimeError("a step has failed on the devices of several processes, and their state is lost")
         self.state = self.programs.new_state()
         return True
-
-    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
-        """Bytes of weights that a step of `num_tokens` reads on a device; see `WeightReads`."""
-        return self._weight_reads.step(num_tokens, num_live)
-
-    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
-        """Return the floating-point operations of a step on a device."""
-        return self._flop_counts.step(num_tokens, num_rows, num_scores)
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of one token in the pool of a device, all layers and any scales included."""
-        arch, num_tokens = self.arch, self.schedule.num_shard_pages * self.schedule.page_size
-        return int(self._kv_bytes * arch.num_layers_read // (num_tokens * arch.kv_group_layers))
 
     def close(self) -> None:
         """Wait for the steps in flight, whether they fail or not, and let go of weights, state and programs."""
@@ -234,10 +224,6 @@ class Runner:
     def fit(self, step: StepShape) -> StepShape | None:
         """Return the cheapest compiled program for a step of this shape."""
         return self.programs.fit(step)
-
-    def wait_for(self, program: StepShape) -> None:
-        """Block until a program is compiled; RuntimeError if it never will be."""
-        self.programs.wait_for(program)
 
     def launch(self, plan: StepPlan, program: StepShape) -> RunningStep:
         """Dispatch one step: one upload, one program, and the download under way. Admissions go before it."""

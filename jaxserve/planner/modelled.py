@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.execution.costs import Costs
 from jaxserve.execution.executor import StepResult
 from jaxserve.models.registry import flop_counts
 from jaxserve.planner.speed import Roofline
@@ -41,6 +42,7 @@ class ModelledExecutor:
 
     Attributes:
         schedule: sizes of steps and pool.
+        costs: costs of steps.
         now_s: simulated time; host work does not advance it.
     """
 
@@ -48,28 +50,14 @@ class ModelledExecutor:
         self.schedule = roofline.schedule
         self.now_s = 0.0
         self._roofline = roofline
+        weight_bytes, flops = roofline.weight_reads.step, flop_counts(roofline.arch).step
+        self.costs = Costs(roofline.kv_token_bytes, weight_bytes, flops)
         self._programs = [StepShape(size) for size in self.schedule.buckets()]
         self._free_s = 0.0  # end of the last step launched
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of one token in the pool of a device."""
-        return self._roofline.kv_token_bytes
-
-    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
-        """Return the bytes of weights that a step of `num_tokens` tokens reads; see `WeightReads`."""
-        return self._roofline.weight_reads.step(num_tokens, num_live)
-
-    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
-        """Return the floating-point operations of a step."""
-        return flop_counts(self._roofline.arch).step(num_tokens, num_rows, num_scores)
 
     def fit(self, step: StepShape) -> StepShape | None:
         """Return the program for a step of one round; the roofline does not model how much several save."""
         return cheapest(self._programs, step)
-
-    def wait_for(self, program: StepShape) -> None:
-        """Return immediately: no program has to be compiled."""
 
     def launch(self, plan: StepPlan, program: StepShape) -> ModelledStep:
         """Launch a step that starts as soon as the previous one has ended."""

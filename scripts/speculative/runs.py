@@ -190,7 +190,7 @@ def run_round(case: Case, prompts: Sequence[str], params: SamplingParams) -> Non
     case.seconds.append([])
     engine, [replica] = case.engine, case.engine.replicas
     update, schedule = replica.update, replica.executor.schedule
-    page_bytes = schedule.page_size * replica.executor.kv_token_bytes
+    page_bytes = schedule.page_size * replica.executor.costs.kv_token_bytes
 
     def noted(result: StepResult) -> StepTokens:
         step = update(result)

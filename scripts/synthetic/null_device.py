@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.driven import DrivenEngine
+from jaxserve.execution.costs import Costs
 from jaxserve.execution.executor import StepResult
 from jaxserve.execution.packer import BatchPacker
 from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
@@ -50,7 +51,7 @@ class NullStep:
 class NullExecutor:
     """An executor without device: it packs what it is given and answers with the same token."""
 
-    kv_token_bytes = 0
+    costs = Costs(0, lambda *_: 0, lambda *_: 1)  # operations are of no interest, but there are ratios of them
 
     def __init__(self, schedule: ScheduleConfig, vocab_size: int) -> None:
         self.schedule = schedule
@@ -60,21 +61,12 @@ class NullExecutor:
     def fit(self, step: StepShape) -> StepShape | None:
         return cheapest(self._programs, step)
 
-    def wait_for(self, program: StepShape) -> None:
-        """All programs are there."""
-
     def launch(self, plan: StepPlan, program: StepShape) -> NullStep:
         self.packer.pack(plan, program.num_tokens)
         return NullStep(time.monotonic(), plan.max_new)
 
     def sample(self, step: NullStep) -> int:
         raise AssertionError("no plan is split")
-
-    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
-        return 0
-
-    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
-        return 1  # of no interest, but costs are ratios of it
 
     def restore_state(self) -> bool:
         return False

@@ -213,7 +213,7 @@ def test_narrow_pools(start: Start, backend: str, dtype: str, head_bytes: int, e
         assert output.outputs[0].token_ids == run_alone(narrow, job).outputs[0].token_ids
     wide, few = (engine.replicas[0].executor for engine in (exact, narrow))
     assert wide.arch.head_dim == 16
-    assert few.kv_token_bytes / wide.kv_token_bytes == head_bytes / (4 * 16)
+    assert few.costs.kv_token_bytes / wide.costs.kv_token_bytes == head_bytes / (4 * 16)
 
 
 def test_background_compiles_end_and_serve(llama: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_tied_embedding_is_read_as_the_head_and_for_its_rows(start: Start, tmp
     params = engine.replicas[0].executor.params
     everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert "lm_head" not in params
-    assert engine.replicas[0].executor.weight_bytes(5, 5) == everything + 5 * engine.arch.hidden_size * 4
+    assert engine.replicas[0].executor.costs.weight_bytes(5, 5) == everything + 5 * engine.arch.hidden_size * 4
 
 
 @pytest.mark.parametrize("step_ahead", [True, False])

@@ -13,6 +13,7 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.deltas import Delta
 from jaxserve.engine.events import Submitted
 from jaxserve.engine.replica import Replica
+from jaxserve.execution.costs import Costs
 from jaxserve.execution.executor import StepResult
 from jaxserve.metrics import EngineStats
 from jaxserve.models import registry
@@ -49,12 +50,11 @@ class TimedStep(NamedTuple):
 class TimedExecutor(SimulatedExecutor):
     """Executor whose steps take the times of `rates`, and more or less by chance."""
 
+    costs = Costs(1, lambda num_tokens, num_live: num_tokens, lambda num_tokens, num_rows, _: 4 * num_tokens + num_rows)
+
     def __init__(self, rates: Rates, seed: int) -> None:
         super().__init__(SCHEDULE)
         self.now_s, self._rates, self._free_s, self._random = 0.0, rates, 0.0, random.Random(seed)
-
-    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
-        return 4 * num_tokens + num_rows
 
     def took_s(self, num_prefill_tokens: int, num_rows: int, num_steps: int = 1) -> float:
         return self._random.lognormvariate(-0.02, 0.2) * num_steps * self._rates.step_s(num_prefill_tokens, num_rows)

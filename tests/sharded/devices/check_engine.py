@@ -147,7 +147,9 @@ def test_pool_is_split_and_updated_in_place(start: Start) -> None:
 
 def test_each_device_has_its_share(start: Start) -> None:
     whole, split = (start(n).replicas[0].executor for n in (1, DEVICES))
-    assert split.weight_bytes(1, 1) < whole.weight_bytes(1, 1) / 2  # each has norms, biases and a KV head of two
+    assert (
+        split.costs.weight_bytes(1, 1) < whole.costs.weight_bytes(1, 1) / 2
+    )  # each has norms, biases and a KV head of two
     for leaf in jax.tree.leaves((split.params, split.state)):
         assert {shard.device.id for shard in leaf.addressable_shards} == set(range(DEVICES))
     (page,) = {shard.data.nbytes for shard in split.state.kv_pages.addressable_shards}
