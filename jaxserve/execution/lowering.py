@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.execution.batch import AdmissionLayout, BatchLayout, BlobLayout, CopyLayout, MaskLayout
 from jaxserve.execution.pooling import make_pooling_step
 from jaxserve.execution.proposer import Observer, Proposer
+from jaxserve.execution.round import Model
 from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state, copy_pages, new_state
 from jaxserve.execution.step import (
     Compute,
@@ -98,6 +99,12 @@ class Lowering:
         """Proposer that takes part in plain steps; None where there is none. To ask takes 20 us."""
         return self.proposer if isinstance(self.proposer, Observer) else None
 
+    @cached_property
+    def model(self) -> Model:
+        """Static parts of the programs."""
+        sizes: dict[str, Any] = {"num_devices": self.num_devices, "max_logprobs": self.sizes.max_logprobs}
+        return Model.of(self.arch, backend=self.backend, observer=self.observer, **sizes)
+
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
         options: dict[str, Any] = {"kv_dtype": self.kv_dtype, "backend": self.backend, "new_draft": self._new_draft}
@@ -110,7 +117,7 @@ class Lowering:
         """Trace and lower the program that allocates an empty state on the devices."""
         program: Callable[[], ServeState] = partial(
             new_state,
-            self.arch.local(self.num_devices),
+            self.model.arch,
             self.sizes,
             kv_dtype=self.kv_dtype,
             backend=self.backend,
@@ -132,26 +139,16 @@ class Lowering:
         """Trace and lower the step of a bucket that goes up to `num_rounds` rounds."""
         layout = BatchLayout.of(self.sizes, bucket)
         if self.arch.pooler is not None:
-            pooling_step = make_pooling_step(self.arch, layout, backend=self.backend, num_devices=self.num_devices)
-            return self._lower(pooling_step, layout, self.param_shapes)
-        step = make_serve_step(
-            self.arch,
-            layout,
-            backend=self.backend,
-            max_steps=num_rounds,
-            num_devices=self.num_devices,
-            observer=self.observer,
-        )
-        return self._lower(step, layout, self._observed_shapes)
+            return self._lower(make_pooling_step(self.model, layout), layout, self.param_shapes)
+        return self._lower(make_serve_step(self.model, layout, num_rounds), layout, self._observed_shapes)
 
     def split(self, bucket: int) -> tuple[Lower, Lower]:
         """Return what traces and lowers the two programs for split plans of a number of rows."""
         layout = BatchLayout.of(self.sizes, bucket)
         masks = MaskLayout.of(self.sizes, self.arch.vocab_size)
-        options: dict[str, Any] = {"backend": self.backend, "num_devices": self.num_devices}
-        compute, sample = make_split_step(self.arch, layout, masks, observer=self.observer, **options)
+        compute, sample = make_split_step(self.model, layout, masks)
         part = PartitionSpec(None, MODEL) if self.mesh else PartitionSpec()
-        shape = (layout.num_rows, self.arch.local(self.num_devices).vocab_size * self.num_devices)
+        shape = (layout.num_rows, self.model.arch.vocab_size * self.num_devices)
         sharding = NamedSharding(self.mesh, part) if self.mesh else None
         logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
         return (
@@ -168,19 +165,12 @@ class Lowering:
         """Trace and lower the speculative step of a bucket (rows) that goes up to `num_rounds` rounds."""
         assert self.proposer is not None, "a speculative step has a proposer"
         layout = BatchLayout.of(self.sizes, bucket, is_speculative=True)
-        step = make_speculative_step(
-            self.arch,
-            layout,
-            self.proposer,
-            backend=self.backend,
-            max_rounds=num_rounds,
-            num_devices=self.num_devices,
-        )
+        step = make_speculative_step(self.model, layout, self.proposer, num_rounds)
         return self._lower(step, layout, (self.param_shapes, self.draft_shapes))
 
     def writers(self) -> dict[str, Lower]:
         """Return what traces and lowers the programs that write to tables by slot, each given the table first."""
-        state, num_devices = self.abstract_state(), self.num_devices
+        state, model = self.abstract_state(), self.model
         admissions = AdmissionLayout.of(self.sizes)
         masks = MaskLayout.of(self.sizes, self.arch.vocab_size)
         row = jax.tree.map(
@@ -199,12 +189,12 @@ class Lowering:
         if self.arch.pooler is not None:
             return {"admit": admit}
         copies = self._operand(CopyLayout.of(self.sizes).shape, jnp.int32)
-        copy = partial(copy_pages, axis=self.arch.local(num_devices).token_axis)
+        copy = partial(copy_pages, axis=model.arch.token_axis)
         return {
             "admit": admit,
             "copy_pages": writer(copy, state.kv_pages, copies),
-            "set_slot": writer(make_set_slot(self.arch, num_devices=num_devices), state, index, row),
-            "set_masks": writer(make_set_masks(self.arch, masks, num_devices=num_devices), state.slots.allowed, words),
+            "set_slot": writer(make_set_slot(model.split), state, index, row),
+            "set_masks": writer(make_set_masks(model, masks), state.slots.allowed, words),
         }
 
     def _lower(

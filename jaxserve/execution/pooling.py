@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxserve.execution.round import Model, StepOutput, run_model, with_counts, without_counts
+from jaxserve.execution.round import Model, StepOutput, begin, run_model, with_counts
 from jaxserve.execution.rows import Rows, Tokens, place_tokens, planned_rows, state_rows
-from jaxserve.execution.state import CLIPPED, ServeState, set_pages
+from jaxserve.execution.state import CLIPPED, ServeState
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.models.pooling import HEAD
 from jaxserve.pooling import PoolingKind
@@ -24,19 +24,16 @@ from jaxserve.pooling import PoolingKind
 if TYPE_CHECKING:
     from jaxserve.execution.batch import BatchLayout
     from jaxserve.execution.step import Program
-    from jaxserve.models.arch import ArchConfig
     from jaxserve.models.params import Params
 
 
-def make_pooling_step(arch: ArchConfig, layout: BatchLayout, *, backend: str, num_devices: int = 1) -> Program:
-    """The step of one bucket; see `make_serve_step`."""
-    model = Model.of(arch, backend=backend, num_devices=num_devices)
-    assert arch.pooler is not None, "a model that pools has a pooler"
-    kind, has_head = arch.pooler.kind, arch.pooler.num_labels > 0
+def make_pooling_step(model: Model, layout: BatchLayout) -> Program:
+    """Return the step of one bucket; see `make_serve_step`."""
+    assert model.arch.pooler is not None, "a model that pools has a pooler"
+    kind, has_head = model.arch.pooler.kind, model.arch.pooler.num_labels > 0
 
     def pooling_step(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
-        batch = layout.unpack(blob)
-        state = dataclasses.replace(without_counts(state), sequences=set_pages(state.sequences, batch.new_pages))
+        state, batch = begin(state, layout, blob)
         sequences = state.sequences
         rows = planned_rows(sequences, batch, jnp.int32(0))
         row, _, before, live = place_tokens(rows, layout.num_tokens)

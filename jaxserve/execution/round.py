@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, no_type_check
+from typing import TYPE_CHECKING, Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.batch import BatchLayout, StepBatch
 from jaxserve.execution.rows import Rows, Tokens, advance, planned_rows, ragged_rows, remember, state_rows, tokens_of
 from jaxserve.execution.shares import Shares
-from jaxserve.execution.state import CLIPPED, ServeState
+from jaxserve.execution.state import CLIPPED, ServeState, set_pages
 from jaxserve.layers.experts import RoutedTokens
 from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.layers.own_tokens import all_tokens
@@ -38,6 +38,9 @@ from jaxserve.sampling import (
     token_logprobs,
 )
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from jaxserve.execution.proposer import Observer
 
 LOGPROB_BLOCK = 64  # positions whose logprobs are computed at once: of all tokens of a step there are no logits
 
@@ -118,12 +121,6 @@ ReadLogprobs = Callable[
 Observe = Callable[[ServeState, Rows, Array, Array], Any]
 
 
-def vocab_split(arch: ArchConfig, num_devices: int) -> VocabSplit | None:
-    """Return the layout of logits over the devices; None if one device has all of them."""
-    axis = arch.local(num_devices).vocab_axis
-    return VocabSplit(axis, num_devices, arch.vocab_size) if axis else None
-
-
 @dataclass(frozen=True)
 class Model:
     """Static parts of the step.
@@ -131,16 +128,16 @@ class Model:
     Attributes:
         arch: sizes of the whole model, or of one device's part of it.
         backend: backend of attention.
-        split: layout of the logits on several devices; None where they are whole.
         logprobs: columns of packed log probabilities.
-        feature_layers: layers whose inputs a proposer observes, instead of the hidden states after the final norm.
+        split: layout of the logits on several devices; None where they are whole.
+        observer: proposer that observes the tokens of all steps; None without one.
     """
 
     arch: ArchConfig
     backend: str
     logprobs: LogprobLayout
     split: VocabSplit | None = None
-    feature_layers: tuple[int, ...] = ()
+    observer: Observer | None = None
 
     @staticmethod
     def of(
@@ -149,21 +146,35 @@ class Model:
         backend: str,
         num_devices: int = 1,
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
-        feature_layers: tuple[int, ...] = (),
+        observer: Observer | None = None,
     ) -> Model:
         """Return the model of the whole `arch`, or of its part on one of several devices, for a shard_map over them."""
-        return Model(
-            arch.local(num_devices),
-            backend,
-            LogprobLayout.of(max_logprobs, arch.vocab_size),
-            vocab_split(arch, num_devices),
-            feature_layers,
-        )
+        local, layout = arch.local(num_devices), LogprobLayout.of(max_logprobs, arch.vocab_size)
+        split = VocabSplit(local.vocab_axis, num_devices, arch.vocab_size) if local.vocab_axis else None
+        return Model(local, backend, layout, split, observer)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers whose inputs the observer reads, instead of the hidden states after the final norm."""
+        return () if self.observer is None else self.observer.feature_layers
+
+    def observing(self, params: Any) -> tuple[Params, Observe | None]:
+        """Return the model's parameters among those of a program, and the function that observes its tokens, if any."""
+        return (params, None) if self.observer is None else (params[0], partial(self.observer.observe, params))
 
     @property
     def read_logprobs(self) -> ReadLogprobs:
         """Function that computes log probabilities from logits."""
         return self.split.token_logprobs if self.split else token_logprobs
+
+
+def begin(state: ServeState, layout: BatchLayout, blob: Array) -> tuple[ServeState, Any]:
+    """Return the state of a step that has got its pages and has counted no tokens of experts yet, and its batch."""
+    batch, counts = layout.unpack(blob), state.expert_tokens
+    counts = None if counts is None else jnp.zeros_like(counts)
+    return dataclasses.replace(
+        state, sequences=set_pages(state.sequences, batch.new_pages), expert_tokens=counts
+    ), batch
 
 
 def plain_round(
@@ -260,12 +271,6 @@ def run_model(
     counts = None if carry.routed is None else carry.routed.counts
     state = dataclasses.replace(state, kv_pages=carry.kv_pages, states=carry.states, expert_tokens=counts)
     return hidden, features if model.feature_layers else hidden, state
-
-
-def without_counts(state: ServeState) -> ServeState:
-    """Return the state of a step that has counted no tokens of experts yet."""
-    counts = state.expert_tokens
-    return state if counts is None else dataclasses.replace(state, expert_tokens=jnp.zeros_like(counts))
 
 
 def with_counts(state: ServeState, output: StepOutput) -> tuple[ServeState, StepOutput]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,34 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
-from jaxserve.execution.batch import (
-    ADMITTED_STOP_IDS,
-    MAX_STOP_IDS,
-    AdmissionLayout,
-    BatchLayout,
-    MaskLayout,
-)
-from jaxserve.execution.proposer import Observer, Proposer
-from jaxserve.execution.round import (
-    Model,
-    StepOutput,
-    compute_tokens,
-    plain_round,
-    sample_rows,
-    vocab_split,
-    with_counts,
-    without_counts,
-)
+from jaxserve.execution.batch import ADMITTED_STOP_IDS, MAX_STOP_IDS, AdmissionLayout, BatchLayout, MaskLayout
+from jaxserve.execution.proposer import Proposer
+from jaxserve.execution.round import Model, StepOutput, begin, compute_tokens, plain_round, sample_rows, with_counts
 from jaxserve.execution.rows import planned_rows, takes_part, tokens_of
 from jaxserve.execution.state import ServeState, set_pages
-from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-from jaxserve.sampling import (
-    SlotRow,
-    SlotTable,
-    count_tokens,
-    mask_part,
-)
+from jaxserve.sampling import SlotRow, SlotTable, VocabSplit, count_tokens, mask_part
 
 Program = Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]
 
@@ -69,43 +47,16 @@ _GRAPH_NODES = (
 )
 
 
-def make_serve_step(
-    arch: ArchConfig,
-    layout: BatchLayout,
-    *,
-    backend: str,
-    max_steps: int = 1,
-    num_devices: int = 1,
-    observer: Observer | None = None,
-) -> Program:
-    """The step of one bucket, to be jitted with `state` donated; over several devices, in a shard_map.
+def make_serve_step(model: Model, layout: BatchLayout, max_steps: int = 1) -> Program:
+    """Return the step of one bucket, to be jitted with `state` donated; over several devices, in a shard_map.
 
-    With an observer its parameters are the model's and the observer's.
-
-    Args:
-        arch: sizes of the whole model.
-        layout: layout of the bucket's upload.
-        backend: backend of attention.
-        max_steps: rounds that one dispatch may go.
-        num_devices: number of devices that the model is split over.
-        observer: proposer of speculative decoding that reads the hidden states; None where there is none.
+    With an observer its parameters are the model's and the observer's. It goes up to `max_steps` rounds.
     """
-    features = () if observer is None else observer.feature_layers
-    model = Model.of(
-        arch,
-        backend=backend,
-        num_devices=num_devices,
-        max_logprobs=layout.max_logprobs,
-        feature_layers=features,
-    )
     R, num_words = layout.num_rows, model.logprobs.num_words
 
     def serve_step(all_params: Any, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
-        params: Params = all_params if observer is None else all_params[0]
-        observe = None if observer is None else partial(observer.observe, all_params)
-        batch = layout.unpack(blob)
-        sequences = set_pages(state.sequences, batch.new_pages)
-        state = dataclasses.replace(without_counts(state), sequences=sequences)
+        params, observe = model.observing(all_params)
+        state, batch = begin(state, layout, blob)
         if max_steps == 1:
             return with_counts(*plain_round(params, state, batch, jnp.int32(0), model, observe))
 
@@ -134,33 +85,19 @@ def make_serve_step(
     return serve_step
 
 
-def make_split_step(
-    arch: ArchConfig,
-    layout: BatchLayout,
-    masks: MaskLayout,
-    *,
-    backend: str,
-    num_devices: int = 1,
-    observer: Observer | None = None,
-) -> tuple[Compute, Sample]:
-    """The step of a plan whose rows, all of them in decode, sample by masks that come while the model runs.
+def make_split_step(model: Model, layout: BatchLayout, masks: MaskLayout) -> tuple[Compute, Sample]:
+    """Return the step of a plan whose rows, all of them in decode, sample by masks that come while the model runs.
 
     The first program runs the model and returns its logits, the second sets masks and samples. Both are given the blob
     of the plan, and between them nothing may change but masks. Arguments are as of `make_serve_step`, and the layout of
     the masks' blob.
     """
-    features = () if observer is None else observer.feature_layers
-    model = Model.of(
-        arch, backend=backend, num_devices=num_devices, max_logprobs=layout.max_logprobs, feature_layers=features
-    )
     R, num_words, first_round = layout.num_rows, model.logprobs.num_words, jnp.int32(0)
-    set_masks = make_set_masks(arch, masks, num_devices=num_devices)
+    set_masks = make_set_masks(model, masks)
 
     def compute(all_params: Any, state: ServeState, blob: Array) -> tuple[ServeState, Array]:
-        params: Params = all_params if observer is None else all_params[0]
-        observe = None if observer is None else partial(observer.observe, all_params)
-        batch = layout.unpack(blob)
-        state = dataclasses.replace(without_counts(state), sequences=set_pages(state.sequences, batch.new_pages))
+        params, observe = model.observing(all_params)
+        state, batch = begin(state, layout, blob)
         rows = planned_rows(state.sequences, batch, first_round)
         tokens = tokens_of(batch, rows, state.slots, first_round)
         state, logits, _ = compute_tokens(params, state, batch, rows, tokens, model, observe)
@@ -232,9 +169,8 @@ def make_admit(layout: AdmissionLayout, proposer: Proposer | None = None) -> Adm
     return admit
 
 
-def make_set_slot(arch: ArchConfig, *, num_devices: int = 1) -> SetSlot:
+def make_set_slot(split: VocabSplit | None) -> SetSlot:
     """Return the program that enters a request whose sampling reads more than its logits; donates the state."""
-    split = vocab_split(arch, num_devices)
 
     def set_slot(state: ServeState, slot: Int[Array, ""], row: SlotRow) -> ServeState:
         first_id, part_size = split.first_id if split else 0, state.slots.token_counts.shape[1]
@@ -255,9 +191,9 @@ def make_set_slot(arch: ArchConfig, *, num_devices: int = 1) -> SetSlot:
     return set_slot
 
 
-def make_set_masks(arch: ArchConfig, layout: MaskLayout, *, num_devices: int = 1) -> SetMasks:
+def make_set_masks(model: Model, layout: MaskLayout) -> SetMasks:
     """Return the program that sets the masks of allowed tokens of some slots; donates the masks of all."""
-    split, part_size = vocab_split(arch, num_devices), arch.local(num_devices).vocab_size
+    split, part_size = model.split, model.arch.vocab_size
 
     def set_masks(allowed: UInt32[Array, "S W"], blob: Int[Array, " words"]) -> UInt32[Array, "S W"]:
         new = layout.blob.unpack(blob)

@@ -23,46 +23,26 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.execution.acceptance import accept
 from jaxserve.execution.batch import BatchLayout, SpeculativeBatch
-from jaxserve.execution.proposer import BothParams, Drafts, Observer, Proposer
-from jaxserve.execution.round import Model, StepOutput, run_model, with_counts, without_counts
+from jaxserve.execution.proposer import BothParams, Drafts, Proposer
+from jaxserve.execution.round import Model, StepOutput, begin, run_model, with_counts
 from jaxserve.execution.rows import Rows, Tokens, num_draftable, place_tokens, planned_rows, takes_part
-from jaxserve.execution.state import CLIPPED, ServeState, set_pages
+from jaxserve.execution.state import CLIPPED, ServeState
 from jaxserve.models import decoder
-from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 
 
-def make_speculative_step(
-    arch: ArchConfig, layout: BatchLayout, proposer: Proposer, *, backend: str, max_rounds: int, num_devices: int = 1
-) -> Any:
-    """The speculative step of one bucket: rows in decode go several rounds, each with up to K drafted tokens.
+def make_speculative_step(model: Model, layout: BatchLayout, proposer: Proposer, max_rounds: int) -> Any:
+    """Return the speculative step of one bucket: rows in decode go several rounds, each with up to K drafted tokens.
 
     To be jitted with `state` donated; over several devices, in a shard_map. Parameters are a pair, the model's and the
     proposer's.
-
-    Args:
-        arch: sizes of the whole model.
-        layout: layout of the bucket's upload.
-        proposer: proposer of tokens.
-        backend: backend of attention.
-        max_rounds: rounds that one dispatch may go.
-        num_devices: number of devices that the model is split over.
     """
-    model = Model.of(
-        arch,
-        backend=backend,
-        num_devices=num_devices,
-        max_logprobs=layout.max_logprobs,
-        feature_layers=proposer.feature_layers if isinstance(proposer, Observer) else (),
-    )
     R, num_words = layout.num_rows, model.logprobs.num_words
     num_columns = max_rounds * (proposer.max_drafts + 1)
 
     def serve_step(params: BothParams, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
-        batch = layout.unpack(blob)
-        assert isinstance(batch, SpeculativeBatch), "the layout is that of a speculative step"
-        state = dataclasses.replace(without_counts(state), sequences=set_pages(state.sequences, batch.new_pages))
+        state, batch = begin(state, layout, blob)
         state = _with_sent_tokens(state, batch)
 
         def goes_on(carry: tuple[ServeState, StepOutput, Array]) -> Bool[Array, ""]:
@@ -126,13 +106,13 @@ def _round(
         with jax.named_scope("compact"):
             state = dataclasses.replace(state, kv_pages=_compact(state, rows, path, model))
     state = dataclasses.replace(state, draft=proposer.settle(state, rows, drafts, path))
-    if isinstance(proposer, Observer):
+    if model.observer is not None:
         with jax.named_scope("observe"):
             kept = Rows.packed(rows.slot, rows.start, out.sampled[:, 0] - num_sampled, rows.samples)
             row, node, before, _ = place_tokens(kept, rows.slot.shape[0] * (proposer.max_drafts + 1))
             place = row * (proposer.max_nodes + 1) + path.at[row, node].get(**CLIPPED)
             token_ids = state.slots.token_history.at[kept.slot[row], before.history].get(**CLIPPED)
-            draft_state = proposer.observe(params, state, kept, token_ids, observed[place])
+            draft_state = model.observer.observe(params, state, kept, token_ids, observed[place])
         state = dataclasses.replace(state, draft=draft_state)
     return state, out, round_words(wanted, drafts.num_levels, num_accepted, out.sampled[:, 0] - num_sampled)
 

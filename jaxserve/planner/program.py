@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.environment import leave_tpus_alone
 from jaxserve.errors import ConfigError
 from jaxserve.execution.batch import AdmissionLayout, BatchLayout
+from jaxserve.execution.round import Model
 from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state
 from jaxserve.execution.step import make_admit, make_serve_step, make_set_slot, step_options
 from jaxserve.models import decoder, registry
@@ -135,13 +136,13 @@ class StepCompiler:
             raise ConfigError(f"steps cannot be compiled for {self.target.name}: {reason}") from error
 
     def _lower(self, arch: ArchConfig, num_tokens: int, max_steps: int = 1) -> jax.stages.Lowered:
-        layout, chip, num_devices = BatchLayout.of(self.schedule, num_tokens), self._chip, self.target.num_devices
+        layout, chip = BatchLayout.of(self.schedule, num_tokens), self._chip
         mesh, state = self._mesh(arch), self._state(arch)
         params = abstract_params(
-            arch, self.dtype, self.quantization, num_devices, mesh, is_stacked=self._is_scanned(arch)
+            arch, self.dtype, self.quantization, self.target.num_devices, mesh, is_stacked=self._is_scanned(arch)
         )
         blob = _tensor((layout.blob_size,), jnp.dtype("int32"), (None,), mesh)
-        program = make_serve_step(arch, layout, backend=self.backend, max_steps=max_steps, num_devices=num_devices)
+        program = make_serve_step(self._model(arch), layout, max_steps)
         if mesh is not None:
             program = over_devices(program, mesh, (params, state, blob), (specs_of(state), PartitionSpec()))
         compiler_options = step_options(chip.device_kind)
@@ -163,7 +164,7 @@ class StepCompiler:
             abstract_slot_row(self.schedule, arch.vocab_size),
         )
         args = (state, _tensor((), jnp.dtype("int32"), (), mesh), row)
-        program = make_set_slot(arch, num_devices=self.target.num_devices)
+        program = make_set_slot(self._model(arch).split)
         if mesh is not None:
             program = over_devices(program, mesh, args, specs_of(state))
         return self._chip.lower(program, args, donate_argnums=(0,), mesh=mesh)
@@ -176,6 +177,10 @@ class StepCompiler:
         return tensor_mesh(
             self.target.num_devices, devices, num_expert_shards=num_shards, num_data_shards=num_data_shards
         )
+
+    def _model(self, arch: ArchConfig) -> Model:
+        num_devices, max_logprobs = self.target.num_devices, self.schedule.max_logprobs
+        return Model.of(arch, backend=self.backend, num_devices=num_devices, max_logprobs=max_logprobs)
 
     def _state(self, arch: ArchConfig) -> ServeState:
         return abstract_state(arch, self.schedule, kv_dtype=self.kv_dtype, backend=self.backend, mesh=self._mesh(arch))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.execution.batch import BatchLayout
+from jaxserve.execution.round import Model
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import make_serve_step, step_options
 from jaxserve.models import registry
@@ -52,10 +53,7 @@ def lower_step(chip, config, schedule, num_tokens, max_steps, kv_dtype, options=
     params = abstract_params(arch, BFLOAT16)
     state = abstract_state(arch, schedule, kv_dtype=kv_dtype, backend="mosaic_gpu")
     blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
-    if max_steps > 1:
-        program = make_serve_step(arch, layout, backend="mosaic_gpu", max_steps=max_steps)
-    else:
-        program = make_serve_step(arch, layout, backend="mosaic_gpu")
+    program = make_serve_step(Model.of(arch, backend="mosaic_gpu"), layout, max_steps)
     return state.kv_pages, chip.lower(program, (params, state, blob), (1,), None, options)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.batch import BatchLayout
+from jaxserve.execution.round import Model
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import step_options
 from jaxserve.execution.verification import make_speculative_step
@@ -48,7 +49,7 @@ def test_a_round_of_8b_with_a_draft_of_1b_works_in_place(targets, target, megaby
     sizes = (NUM_DRAFTS, draft_arch, arch.vocab_size, schedule, "bfloat16", backend)
     proposer = DraftModel(*sizes, kv_group=0, chunk=256, tree=tree)
     layout = BatchLayout.of(schedule, ROWS, is_speculative=True)
-    program = make_speculative_step(arch, layout, proposer, backend=backend, max_rounds=MAX_ROUNDS)
+    program = make_speculative_step(Model.of(arch, backend=backend), layout, proposer, MAX_ROUNDS)
     options = {"kv_dtype": BFLOAT16, "backend": backend, "new_draft": proposer.new_state}
     state = abstract_state(arch, schedule, **options)
     is_stacked = chip.platform == "tpu"

@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.lowering import known_options
+from jaxserve.execution.round import Model
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import make_serve_step, step_options
 from jaxserve.models import registry
@@ -24,7 +25,7 @@ def step_bytes(arch: ArchConfig, page_size: int) -> float:
     layout = BatchLayout.of(schedule, R)
     state = abstract_state(arch, schedule, kv_dtype=jnp.float32, backend="native")
     blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
-    step = make_serve_step(arch, layout, backend="native")
+    step = make_serve_step(Model.of(arch, backend="native"), layout)
     program = jax.jit(step, donate_argnums=1, compiler_options=known_options(step_options("cpu")))
     compiled = program.lower(abstract_params(arch, jnp.dtype("float32")), state, blob).compile()
     return float(compiled.cost_analysis()["bytes accessed"])

@@ -75,7 +75,7 @@ def test_memory_kept_free_holds_the_logits_of_all_drafted_tokens() -> None:
     draft_arch = replace(arch, one_kv_group=True)
     proposer = DraftModel(K, draft_arch, arch.vocab_size, schedule, "float32", "xla", kv_group=0, chunk=64)
     layout = BatchLayout.of(schedule, num_rows, is_speculative=True)
-    program = make_speculative_step(arch, layout, proposer, backend="xla", max_rounds=2)
+    program = make_speculative_step(Model.of(arch, backend="xla"), layout, proposer, 2)
     state = abstract_state(arch, schedule, kv_dtype=jnp.float32, backend="xla", new_draft=proposer.new_state)
     params = (abstract_params(arch, jnp.dtype("float32")),) * 2
     blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
