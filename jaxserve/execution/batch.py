@@ -4,7 +4,7 @@ All of it travels as one int32 blob: which slots take part, how many tokens each
 that rows got. All else lies on the device by slot. `BlobLayout` says where each field lies; the host writes through
 numpy views, the device reads through slices of the same layout. The size of a blob does not depend on max_model_len.
 
-Masks of rows with a constraint travel in blobs of their own, `MaskLayout`, where they differ from what the slot has.
+Masks of rows with a constraint travel in blobs of their own where they differ from what the slot has.
 
 A request enters its slot by an `Admission`, a blob of its own in front of the step's. It carries the pages, too, that
 a step has no room for: those that an admission found in the prefix cache.
@@ -13,7 +13,6 @@ a step has no room for: those that an admission found in the prefix cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, no_type_check
@@ -37,6 +36,8 @@ ADMITTED_STOP_IDS = 8  # stop ids that an admission carries; a request with more
 ADMISSION_ROWS = 64  # requests per admission blob
 ADMISSION_PAGES = 2048  # pages per admission blob
 MASK_ROWS = 16  # masks per blob
+
+PAGES = "pages"  # field of entries of the page table
 
 _INT = np.dtype(np.int32)
 
@@ -86,14 +87,16 @@ class BlobLayout:
     def _matrices(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return tuple((name, shape) for name, _, shape in self.slices if len(shape) > 1)
 
-    def unpack(self, blob: Int[Array, " words"]) -> dict[str, Array]:
-        """Return the fields on the device."""
-        return {name: blob[where].reshape(shape) for name, where, shape in self.slices}
-
-    def unpack_rows(self, blob: Int[Array, " words"], name: str) -> list[Array]:
-        """Return the rows of a field on the device; for each one that `unpack` has, XLA would read the whole field."""
-        where, (num_rows, size) = next((where, shape) for each, where, shape in self.slices if each == name)
-        return [blob[where.start + row * size : where.start + (row + 1) * size] for row in range(num_rows)]
+    def unpack(self, blob: Int[Array, " words"]) -> dict[str, Any]:
+        """Return the fields on the device; pages as entries: for each row of a matrix, XLA would read all of it."""
+        found: dict[str, Any] = {}
+        for name, where, shape in self.slices:
+            if name == PAGES:
+                starts = range(where.start, where.stop, shape[1])
+                found["new_pages"] = PageEntries(*(blob[start : start + shape[1]] for start in starts))
+            else:
+                found[name] = blob[where].reshape(shape)
+        return found
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -222,18 +225,12 @@ class BatchLayout:
             )
         )
 
-    @property
-    def blob_size(self) -> int:
-        """Length of the blob in 4-byte words."""
-        return self.blob.size
-
     def unpack(self, blob: Int[Array, " words"]) -> StepBatch:
-        """Return the fields on the device, floats by their bits."""
-        columns: dict[str, Any] = self.blob.unpack(blob)
+        """Return the fields on the device."""
+        columns = self.blob.unpack(blob)
         columns["base_seed"] = lax.bitcast_convert_type(columns["base_seed"], np.dtype(np.uint32))
         kind = SpeculativeBatch if self.is_speculative else StateBatch if self.has_states else StepBatch
-        del columns["pages"]
-        return kind(new_pages=PageEntries(*self.blob.unpack_rows(blob, "pages")), **columns)
+        return kind(**columns)
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -263,84 +260,31 @@ class Admission:
     new_pages: PageEntries
 
 
-@dataclass(frozen=True)
-class AdmissionLayout:
-    """Shapes of an admission: A requests and E page-table entries at most."""
-
-    num_rows: int
-    num_new_pages: int
-    num_slots: int
-
-    @classmethod
-    def of(cls, config: ScheduleConfig) -> AdmissionLayout:
-        """Return the layout for these sizes."""
-        most_pages = config.max_num_seqs * config.max_pages_per_row * config.kv_groups.size
-        return cls(min(config.max_num_seqs, ADMISSION_ROWS), min(most_pages, ADMISSION_PAGES), config.max_num_seqs)
-
-    @cached_property
-    def blob(self) -> BlobLayout:
-        """The layout of the blob."""
-        return BlobLayout(
-            (
-                ("slot", (self.num_rows,), self.num_slots),
-                *((name, (self.num_rows,), 0) for name in ("start", "end_position", "position_offset", "cache_offset")),
-                ("records", (self.num_rows, RECORD_WORDS), 0),
-                ("stop_ids", (self.num_rows, ADMITTED_STOP_IDS), -1),
-                _page_field(self.num_new_pages),
-            )
+def admission_layout(config: ScheduleConfig) -> BlobLayout:
+    """Return the layout of an `Admission`."""
+    num_rows = min(config.max_num_seqs, ADMISSION_ROWS)
+    most_pages = config.max_num_seqs * config.max_pages_per_row * config.kv_groups.size
+    return BlobLayout(
+        (
+            ("slot", (num_rows,), config.max_num_seqs),
+            *((name, (num_rows,), 0) for name in ("start", "end_position", "position_offset", "cache_offset")),
+            ("records", (num_rows, RECORD_WORDS), 0),
+            ("stop_ids", (num_rows, ADMITTED_STOP_IDS), -1),
+            _page_field(min(most_pages, ADMISSION_PAGES)),
         )
-
-    def unpack(self, blob: Int[Array, " words"]) -> Admission:
-        """Return the fields on the device."""
-        columns: dict[str, Any] = self.blob.unpack(blob)
-        del columns["pages"]
-        return Admission(new_pages=PageEntries(*self.blob.unpack_rows(blob, "pages")), **columns)
+    )
 
 
-@dataclass(frozen=True)
-class MaskLayout:
-    """Shapes of masks that are sent together: N slots, and the bits of W words each. A slot out of range pads."""
-
-    num_rows: int
-    num_words: int
-    num_slots: int
-
-    @classmethod
-    def of(cls, config: ScheduleConfig, vocab_size: int) -> MaskLayout:
-        """Return the layout for these sizes."""
-        return cls(min(config.max_num_seqs, MASK_ROWS), mask_size(vocab_size), config.max_num_seqs)
-
-    @cached_property
-    def blob(self) -> BlobLayout:
-        """The layout of the blob."""
-        return BlobLayout((("slot", (self.num_rows,), self.num_slots), ("words", (self.num_rows, self.num_words), 0)))
+def mask_layout(config: ScheduleConfig, vocab_size: int) -> BlobLayout:
+    """Return the layout of masks that are sent together: slots, and the bits of each. A slot out of range pads."""
+    num_rows, num_words = min(config.max_num_seqs, MASK_ROWS), mask_size(vocab_size)
+    return BlobLayout((("slot", (num_rows,), config.max_num_seqs), ("words", (num_rows, num_words), 0)))
 
 
-@dataclass(frozen=True)
-class CopyLayout:
-    """Shapes of copies that are made together, E of them. A target out of range pads."""
-
-    num_copies: int
-    num_pages: int
-
-    @classmethod
-    def of(cls, config: ScheduleConfig) -> CopyLayout:
-        """Return the layout for these sizes."""
-        return cls(min(config.max_num_seqs, ADMISSION_ROWS) * config.kv_groups.size, config.num_pages)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Shape of a blob: sources, and targets."""
-        return 2, self.num_copies
-
-    def blobs(self, copies: Sequence[tuple[int, int]]) -> Iterator[NDArray[np.int32]]:
-        """Yield the blobs of some copies."""
-        for first in range(0, len(copies), self.num_copies):
-            some = copies[first : first + self.num_copies]
-            blob = np.full(self.shape, self.num_pages, _INT)
-            blob[:, : len(some)] = np.array(some, _INT).T
-            yield blob
+def num_copies(config: ScheduleConfig) -> int:
+    """Return E, the copies of pages that are made together: sources and targets. A target out of range pads."""
+    return min(config.max_num_seqs, ADMISSION_ROWS) * config.kv_groups.size
 
 
 def _page_field(num_pages: int) -> tuple[str, tuple[int, ...], int]:
-    return "pages", (len(fields(PageEntries)), num_pages), np.iinfo(_INT).max  # out of range
+    return PAGES, (len(fields(PageEntries)), num_pages), np.iinfo(_INT).max  # out of range

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.execution.batch import AdmissionLayout, BatchLayout, BlobLayout, CopyLayout, MaskLayout
+from jaxserve.execution.batch import BatchLayout, BlobLayout, admission_layout, mask_layout, num_copies
 from jaxserve.execution.pooling import make_pooling_step
 from jaxserve.execution.proposer import Observer, Proposer
 from jaxserve.execution.round import Model
@@ -145,7 +145,7 @@ class Lowering:
     def split(self, bucket: int) -> tuple[Lower, Lower]:
         """Return what traces and lowers the two programs for split plans of a number of rows."""
         layout = BatchLayout.of(self.sizes, bucket)
-        masks = MaskLayout.of(self.sizes, self.arch.vocab_size)
+        masks = mask_layout(self.sizes, self.arch.vocab_size)
         compute, sample = make_split_step(self.model, layout, masks)
         part = PartitionSpec(None, MODEL) if self.mesh else PartitionSpec()
         shape = (layout.num_rows, self.model.arch.vocab_size * self.num_devices)
@@ -153,7 +153,7 @@ class Lowering:
         logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
         return (
             partial(self._lower, compute, layout, self._observed_shapes, output=part),
-            partial(self._lower, sample, layout, logits, masks.blob),
+            partial(self._lower, sample, layout, logits, masks),
         )
 
     @property
@@ -171,8 +171,8 @@ class Lowering:
     def writers(self) -> dict[str, Lower]:
         """Return what traces and lowers the programs that write to tables by slot, each given the table first."""
         state, model = self.abstract_state(), self.model
-        admissions = AdmissionLayout.of(self.sizes)
-        masks = MaskLayout.of(self.sizes, self.arch.vocab_size)
+        admissions = admission_layout(self.sizes)
+        masks = mask_layout(self.sizes, self.arch.vocab_size)
         row = jax.tree.map(
             lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.sizes, self.arch.vocab_size)
         )
@@ -182,13 +182,11 @@ class Lowering:
                 program = over_devices(program, self.mesh, args, specs_of(args[0]))
             return partial(jax.jit(program, donate_argnums=0).lower, *args)
 
-        index, blob, words = (
-            self._operand(shape, jnp.int32) for shape in ((), (admissions.blob.size,), (masks.blob.size,))
-        )
+        index, blob, words = (self._operand(shape, jnp.int32) for shape in ((), (admissions.size,), (masks.size,)))
         admit = writer(make_admit(admissions, self.proposer), state, blob)
         if self.arch.pooler is not None:
             return {"admit": admit}
-        copies = self._operand(CopyLayout.of(self.sizes).shape, jnp.int32)
+        copies = self._operand((2, num_copies(self.sizes)), jnp.int32)
         copy = partial(copy_pages, axis=model.arch.token_axis)
         return {
             "admit": admit,

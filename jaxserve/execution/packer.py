@@ -10,10 +10,10 @@ import numpy as np
 from jaxserve.execution.batch import (
     ADMITTED_STOP_IDS,
     MAX_STOP_IDS,
-    AdmissionLayout,
     BatchLayout,
-    CopyLayout,
-    MaskLayout,
+    admission_layout,
+    mask_layout,
+    num_copies,
 )
 from jaxserve.kv_cache.groups import RELEASED
 from jaxserve.request import Request, RequestStatus
@@ -36,9 +36,9 @@ class StepUpload(NamedTuple):
     Attributes:
         admissions: blobs of `Admission`; none in most steps.
         slot_rows: slots whose requests need more than an admission carries, with what that is.
-        masks: blobs of masks by `MaskLayout`; none in most steps.
+        masks: blobs of masks; none in most steps.
         blob: blob of `StepBatch`.
-        copies: blobs of `CopyLayout`, for before the step; none in most steps.
+        copies: blobs of copies, for before the step; none in most steps.
     """
 
     admissions: Sequence[NDArray[np.int32]]
@@ -67,9 +67,8 @@ class BatchPacker:
             for each in shapes
             if each.has_drafts
         }
-        self._admission = AdmissionLayout.of(config)
-        self._masks = MaskLayout.of(config, vocab_size)
-        self._copies = CopyLayout.of(config)
+        self._admission, self._masks = admission_layout(config), mask_layout(config, vocab_size)
+        self._num_copies = num_copies(config)
         self._constrained: dict[int, Request] = {}  # rows with a constraint, by slot
         self._sent_masks: dict[int, NDArray[np.int32]] = {}  # masks by slot
         self._ones = np.ones(config.max_num_seqs, _INT)
@@ -77,10 +76,6 @@ class BatchPacker:
         self._slot_array = np.array(self._slots, np.intp)
         self._num_pages = [0] * config.max_num_seqs  # page-table entries sent so far, by slot
         self._has_sampled = np.zeros(config.max_num_seqs, bool)  # the slot's last row: the history has its next token
-
-    def num_rows(self, bucket: int) -> int:
-        """Return the rows of a bucket, padding included."""
-        return self.layouts[bucket].num_rows
 
     def pack(self, plan: StepPlan, bucket: int) -> StepUpload:
         """Lay out `plan`, padded to `bucket` tokens. To be called once per plan, in order."""
@@ -130,7 +125,7 @@ class BatchPacker:
             to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops))
         admissions = list(self._admissions(plan, new_pages[:, num_new_pages:]))
         masks = () if plan.is_split else list(self.masks(plan))
-        return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob, list(self._copies.blobs(plan.copies)))
+        return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob, list(self._copies(plan.copies)))
 
     def _new_pages(self, plan: StepPlan) -> NDArray[np.int32]:
         """Return rows and columns of the page table, and their pages, that the device lacks, of admissions last."""
@@ -151,11 +146,12 @@ class BatchPacker:
         return new_pages
 
     def _admissions(self, plan: StepPlan, new_pages: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
-        layout, admitted = self._admission, plan.admitted
+        admitted = plan.admitted
         start_of = dict(zip(plan.requests, plan.starts, strict=True)) if admitted else {}
         while admitted or new_pages.size:
-            blob, to = layout.blob.new()
-            now, admitted = admitted[: layout.num_rows], admitted[layout.num_rows :]
+            blob, to = self._admission.new()
+            num_rows, num_pages = len(to["slot"]), to["pages"].shape[1]
+            now, admitted = admitted[:num_rows], admitted[num_rows:]
             for row, request in enumerate(now):
                 to["slot"][row] = request.slot
                 to["start"][row] = start_of[request]
@@ -163,7 +159,7 @@ class BatchPacker:
                 stop_ids = sorted(request.stop_ids)[:ADMITTED_STOP_IDS]
                 to["stop_ids"][row, : len(stop_ids)] = stop_ids
             to["records"][: len(now)] = pack_records(now)
-            pages, new_pages = new_pages[:, : layout.num_new_pages], new_pages[:, layout.num_new_pages :]
+            pages, new_pages = new_pages[:, :num_pages], new_pages[:, num_pages:]
             to["pages"][:, : pages.shape[1]] = pages
             yield blob
 
@@ -195,17 +191,24 @@ class BatchPacker:
             if sent is not words:  # comparing them takes longer than sending one
                 self._sent_masks[slot] = words
                 changed.append((slot, words))
-        layout = self._masks
-        for first in range(0, len(changed), layout.num_rows):
-            blob, to = layout.blob.new()
-            for index, (slot, words) in enumerate(changed[first : first + layout.num_rows]):
+        while changed:
+            blob, to = self._masks.new()
+            now, changed = changed[: len(to["slot"])], changed[len(to["slot"]) :]
+            for index, (slot, words) in enumerate(now):
                 to["slot"][index] = slot
                 to["words"][index, : len(words)] = words
             yield blob
 
     def no_masks(self) -> NDArray[np.int32]:
         """Return a blob of no masks."""
-        return self._masks.blob.new()[0]
+        return self._masks.new()[0]
+
+    def _copies(self, copies: Sequence[tuple[int, int]]) -> Iterator[NDArray[np.int32]]:
+        for first in range(0, len(copies), self._num_copies):
+            some = copies[first : first + self._num_copies]
+            blob = np.full((2, self._num_copies), self.config.num_pages, _INT)
+            blob[:, : len(some)] = np.array(some, _INT).T
+            yield blob
 
     def _slot_row(self, request: Request) -> SlotRow:
         """Return what the device must know of a request beyond its admission."""

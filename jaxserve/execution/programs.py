@@ -44,19 +44,13 @@ class Programs:
     Attributes:
         lowering: description of the programs, which traces and lowers each.
         table: compiled programs by the shape of steps; two, model and sampling, for a shape that samples late.
-        admit: the program that lets requests enter their slots.
-        set_slot: the program that enters a request's other data.
-        set_masks: the program that sets the masks of rows with a constraint.
-        copy_pages: the program that copies pages of the pool.
+        writers: programs that write to tables by slot, by the names that `Lowering.writers` gives them.
     """
 
     def __init__(self, lowering: Lowering, *, directory: Path | None, cache_scope: Scope) -> None:
         self.lowering, self._shapes = lowering, lowering.schedule.shapes(lowering.max_steps)
         self.table: dict[StepShape, tuple[Compiled, ...]] = {}
-        self.admit: Compiled = None
-        self.set_slot: Compiled = None
-        self.set_masks: Compiled = None
-        self.copy_pages: Compiled = None
+        self.writers: dict[str, Compiled] = {}
         self._make_state: Compiled = None
         self._fits: dict[StepShape, StepShape | None] = {}  # answers of `fit`; another dict when the table grows
         self._closing = threading.Event()
@@ -149,9 +143,7 @@ class Programs:
         return len(chosen) == len(lowers)
 
     def _compile_writers(self) -> None:
-        made = {name: self._get(name, lower) for name, lower in self.lowering.writers().items()}
-        self.admit, self.copy_pages = made["admit"], made.get("copy_pages")
-        self.set_slot, self.set_masks = made.get("set_slot"), made.get("set_masks")
+        self.writers = {name: self._get(name, lower) for name, lower in self.lowering.writers().items()}
 
     def _get(self, name: str, lower: Lower) -> Compiled:
         is_writer = name in _WRITERS
@@ -204,8 +196,7 @@ class Programs:
         """Let go of all programs, and compile none after the one at hand, for which nobody waits."""
         self._closing.set()
         self.table.clear()
-        self._fits = {}
-        self.admit = self.set_slot = self.set_masks = self.copy_pages = None
+        self.writers, self._fits = {}, {}
 
     def _stop(self) -> None:
         """Stop compiling ahead of jax's clean-up at exit, which ends badly while XLA compiles."""

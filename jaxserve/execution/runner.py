@@ -231,9 +231,9 @@ class Runner:
         if self._one_at_a_time:
             jax.block_until_ready(self.state)
         for blob in upload.admissions:
-            self.state = self.programs.admit(self.state, blob)
+            self.state = self.programs.writers["admit"](self.state, blob)
         for slot, row in upload.slot_rows:
-            self.state = self.programs.set_slot(self.state, np.int32(slot), row)
+            self.state = self.programs.writers["set_slot"](self.state, np.int32(slot), row)
         self._set_masks(upload.masks)
         for blob in upload.copies:
             self.state = self._copy_pages(self.state, blob)
@@ -272,13 +272,13 @@ class Runner:
         for blob in blobs:
             assert self.state is not None, "a state that sleeps gets no masks"
             slots = self.state.slots
-            slots = dataclasses.replace(slots, allowed=self.programs.set_masks(slots.allowed, blob))
+            slots = dataclasses.replace(slots, allowed=self.programs.writers["set_masks"](slots.allowed, blob))
             self.state = dataclasses.replace(self.state, slots=slots)
 
     def _copy_pages(self, state: ServeState | None, blob: NDArray[np.int32]) -> ServeState:
         """Return the state with copies of some pages. Only the pool goes through the program."""
         assert state is not None, "a state that sleeps has no pages"
-        return dataclasses.replace(state, kv_pages=self.programs.copy_pages(state.kv_pages, blob))
+        return dataclasses.replace(state, kv_pages=self.programs.writers["copy_pages"](state.kv_pages, blob))
 
 
 def shapes_of(params: Params) -> Params:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
-from jaxserve.execution.batch import ADMITTED_STOP_IDS, MAX_STOP_IDS, AdmissionLayout, BatchLayout, MaskLayout
+from jaxserve.execution.batch import ADMITTED_STOP_IDS, MAX_STOP_IDS, Admission, BatchLayout, BlobLayout
 from jaxserve.execution.proposer import Proposer
 from jaxserve.execution.round import Model, StepOutput, begin, compute_tokens, plain_round, sample_rows, with_counts
 from jaxserve.execution.rows import planned_rows, takes_part, tokens_of
@@ -85,7 +85,7 @@ def make_serve_step(model: Model, layout: BatchLayout, max_steps: int = 1) -> Pr
     return serve_step
 
 
-def make_split_step(model: Model, layout: BatchLayout, masks: MaskLayout) -> tuple[Compute, Sample]:
+def make_split_step(model: Model, layout: BatchLayout, masks: BlobLayout) -> tuple[Compute, Sample]:
     """Return the step of a plan whose rows, all of them in decode, sample by masks that come while the model runs.
 
     The first program runs the model and returns its logits, the second sets masks and samples. Both are given the blob
@@ -146,11 +146,11 @@ def _append(sampled: Int[Array, "R columns"], new: Int[Array, "R 2"], index: Int
     return lax.dynamic_update_slice(sampled, new[:, 1:], (0, index + 1))
 
 
-def make_admit(layout: AdmissionLayout, proposer: Proposer | None = None) -> Admit:
+def make_admit(layout: BlobLayout, proposer: Proposer | None = None) -> Admit:
     """The program that lets requests enter their slots; donates the state. The same on every device."""
 
     def admit(state: ServeState, blob: Array) -> ServeState:
-        new = layout.unpack(blob)
+        new = Admission(**layout.unpack(blob))
         sequences = set_pages(state.sequences, new.new_pages)
         padding = ((0, 0), (0, MAX_STOP_IDS - ADMITTED_STOP_IDS))
         stop_ids = jnp.pad(new.stop_ids, padding, constant_values=-1)
@@ -191,12 +191,12 @@ def make_set_slot(split: VocabSplit | None) -> SetSlot:
     return set_slot
 
 
-def make_set_masks(model: Model, layout: MaskLayout) -> SetMasks:
+def make_set_masks(model: Model, layout: BlobLayout) -> SetMasks:
     """Return the program that sets the masks of allowed tokens of some slots; donates the masks of all."""
     split, part_size = model.split, model.arch.vocab_size
 
     def set_masks(allowed: UInt32[Array, "S W"], blob: Int[Array, " words"]) -> UInt32[Array, "S W"]:
-        new = layout.blob.unpack(blob)
+        new = layout.unpack(blob)
         words = lax.bitcast_convert_type(new["words"], jnp.uint32)
         if split:
             first_id = split.first_id

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.environment import leave_tpus_alone
 from jaxserve.errors import ConfigError
-from jaxserve.execution.batch import AdmissionLayout, BatchLayout
+from jaxserve.execution.batch import BatchLayout, admission_layout
 from jaxserve.execution.round import Model
 from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state
 from jaxserve.execution.step import make_admit, make_serve_step, make_set_slot, step_options
@@ -141,7 +141,7 @@ class StepCompiler:
         params = abstract_params(
             arch, self.dtype, self.quantization, self.target.num_devices, mesh, is_stacked=self._is_scanned(arch)
         )
-        blob = _tensor((layout.blob_size,), jnp.dtype("int32"), (None,), mesh)
+        blob = _tensor((layout.blob.size,), jnp.dtype("int32"), (None,), mesh)
         program = make_serve_step(self._model(arch), layout, max_steps)
         if mesh is not None:
             program = over_devices(program, mesh, (params, state, blob), (specs_of(state), PartitionSpec()))
@@ -150,8 +150,8 @@ class StepCompiler:
             return chip.lower(program, (params, state, blob), (1,), mesh, compiler_options)
 
     def _lower_admit(self, arch: ArchConfig) -> jax.stages.Lowered:
-        mesh, layout = self._mesh(arch), AdmissionLayout.of(self.schedule)
-        args = (self._state(arch), _tensor((layout.blob.size,), jnp.dtype("int32"), (None,), mesh))
+        mesh, layout = self._mesh(arch), admission_layout(self.schedule)
+        args = (self._state(arch), _tensor((layout.size,), jnp.dtype("int32"), (None,), mesh))
         program = make_admit(layout)
         if mesh is not None:
             program = over_devices(program, mesh, args, specs_of(args[0]))

@@ -52,7 +52,7 @@ def lower_step(chip, config, schedule, num_tokens, max_steps, kv_dtype, options=
     arch, layout = registry.from_hf_config(config), BatchLayout.of(schedule, num_tokens)
     params = abstract_params(arch, BFLOAT16)
     state = abstract_state(arch, schedule, kv_dtype=kv_dtype, backend="mosaic_gpu")
-    blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
+    blob = jax.ShapeDtypeStruct((layout.blob.size,), jnp.int32)
     program = make_serve_step(Model.of(arch, backend="mosaic_gpu"), layout, max_steps)
     return state.kv_pages, chip.lower(program, (params, state, blob), (1,), None, options)
 

@@ -212,7 +212,7 @@ def test_a_decode_step_reads_weights_and_keys_once():
 
     params = abstract_params(arch, BFLOAT16)
     state = abstract_state(arch, schedule, kv_dtype=BFLOAT16, backend="mosaic_tpu")
-    blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
+    blob = jax.ShapeDtypeStruct((layout.blob.size,), jnp.int32)
     no_fetching_ahead = {"xla_tpu_scoped_vmem_limit_kib": "120000"}
     lowered = TPU_V6E.lower(decode, (params, state, blob), (1,), compiler_options=no_fetching_ahead)
     counted = TPU_V6E.compile_all([lowered])[0].cost_analysis()["bytes accessed"]

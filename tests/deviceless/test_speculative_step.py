@@ -54,7 +54,7 @@ def test_a_round_of_8b_with_a_draft_of_1b_works_in_place(targets, target, megaby
     state = abstract_state(arch, schedule, **options)
     is_stacked = chip.platform == "tpu"
     params = tuple(abstract_params(each, BFLOAT16, is_stacked=is_stacked) for each in (arch, draft_arch))
-    blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
+    blob = jax.ShapeDtypeStruct((layout.blob.size,), jnp.int32)
     lowered = chip.lower(program, (params, state, blob), (1,), None, step_options(chip.device_kind))
     [compiled] = chip.compile_all([lowered])
     memory, text = compiled.memory_analysis(), compiled.as_text()

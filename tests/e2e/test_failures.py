@@ -53,7 +53,7 @@ def failing(method: Callable[..., Any], call: int, error: Exception, *, after: b
         "scheduler.schedule",
         "executor.packer.pack",
         "executor.launch",
-        "executor.programs.set_slot",
+        "executor.programs.writers.set_slot",
         "scheduler.update",
     ],
 )
@@ -74,7 +74,10 @@ def test_a_broken_step_ends_its_requests_and_spoils_no_later_one(
     owner, _, name = part.rpartition(".")
     with monkeypatch.context() as patch:
         target = attrgetter(owner)(engine.replicas[0])
-        patch.setattr(target, name, failing(getattr(target, name), 2, error, after=after))
+        if isinstance(target, dict):
+            patch.setitem(target, name, failing(target[name], 2, error, after=after))
+        else:
+            patch.setattr(target, name, failing(getattr(target, name), 2, error, after=after))
         with pytest.raises(type(error)):
             generate(engine, prompts, PARAMS)
     assert not engine.has_unfinished()

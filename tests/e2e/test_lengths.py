@@ -60,7 +60,7 @@ def changed(engine: DrivenEngine, changes: dict[tuple[int, ...], Change]) -> Ite
 
     def change_admissions(plan: StepPlan, pages: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
         for blob in admissions(plan, pages):
-            to = packer._admission.blob.views(blob)
+            to = packer._admission.views(blob)
             for row, request in enumerate(plan.admitted):
                 change = changes[tuple(request.prompt_token_ids)]
                 assert to["start"][row] == NUM_CACHED

@@ -198,7 +198,7 @@ def test_a_row_that_stops_leaves_the_others_to_go_on(start: Start, monkeypatch: 
 @pytest.mark.parametrize("max_model_len", [64, 4096])
 def test_the_upload_of_a_step_does_not_grow_with_the_length_of_a_sequence(max_model_len: int) -> None:
     sizes = ScheduleConfig(256, 2048, max_model_len, page_size=16, num_pages=10_000)
-    assert BatchLayout.of(sizes, 256).blob_size * 4 < 16 * 1024
+    assert BatchLayout.of(sizes, 256).blob.size * 4 < 16 * 1024
 
 
 def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:

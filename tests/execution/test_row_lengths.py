@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from jaxserve.execution.batch import AdmissionLayout
+from jaxserve.execution.batch import admission_layout
 from jaxserve.execution.rows import Rows, ends_sequence
 from jaxserve.execution.state import ServeState, new_state
 from jaxserve.execution.step import make_admit
@@ -22,8 +22,8 @@ def test_sequences_end_by_position_and_stop_ids_wait_for_the_history(offset: int
     """Rows of 10 tokens compute one: the history then has 11, and the position is `offset` beyond that."""
     schedule = ScheduleConfig(R, R, 64, 4, 16)
     state = new_state(registry.from_hf_config(hf_dict("llama")), schedule, kv_dtype=jnp.float32, backend="xla")
-    layout = AdmissionLayout.of(schedule)
-    blob, to = layout.blob.new()
+    layout = admission_layout(schedule)
+    blob, to = layout.new()
     end_position = np.array([12, 13, 12 + offset, 13 + offset, 99, 99])
     columns = {"slot": range(R), "start": 10, "end_position": end_position}
     for name, values in (columns | {"position_offset": offset, "cache_offset": -4}).items():

@@ -57,7 +57,7 @@ def test_verification_reads_the_weights_once() -> None:
         return replace(state, kv_pages=kv_pages), logits
 
     drafts = jax.eval_shape(lambda: Drafts(jnp.zeros((R, K), jnp.int32), jnp.zeros(R, jnp.int32), None))
-    blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
+    blob = jax.ShapeDtypeStruct((layout.blob.size,), jnp.int32)
     num_bytes = [
         jax.jit(program, donate_argnums=1).lower(params, state, last).compile(SOON).cost_analysis()["bytes accessed"]
         for program, last in ((plain, blob), (verify, drafts))
@@ -78,7 +78,7 @@ def test_memory_kept_free_holds_the_logits_of_all_drafted_tokens() -> None:
     program = make_speculative_step(Model.of(arch, backend="xla"), layout, proposer, 2)
     state = abstract_state(arch, schedule, kv_dtype=jnp.float32, backend="xla", new_draft=proposer.new_state)
     params = (abstract_params(arch, jnp.dtype("float32")),) * 2
-    blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
+    blob = jax.ShapeDtypeStruct((layout.blob.size,), jnp.int32)
     compiled = jax.jit(program, donate_argnums=1).lower(params, state, blob).compile(SOON)
     sizes = {"max_num_seqs": num_rows, "max_num_batched_tokens": 64, "max_logprobs": 0}
     drafting = SpeculationConfig(model="draft", num_speculative_tokens=K)
