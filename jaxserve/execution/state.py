@@ -209,23 +209,21 @@ def abstract_state(
     return joined(mesh, shapes(local), larger)
 
 
-def new_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
-    """Return an empty slot row; `vocab_size` is that of the whole model."""
-    return SlotRow(
-        token_ids=jnp.zeros(schedule.max_model_len, jnp.int32),
-        prompt_len=jnp.int32(0),
-        allowed=jnp.zeros(mask_size(vocab_size), jnp.uint32),
-        bad_words=jnp.zeros((MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), jnp.int32),
-        bias_ids=jnp.zeros(MAX_LOGIT_BIAS, jnp.int32),
-        bias_values=jnp.zeros(MAX_LOGIT_BIAS, jnp.float32),
-        stop_ids=jnp.zeros(MAX_STOP_IDS, jnp.int32),
-    )
-
-
 def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
-    """Return the shapes and dtypes of a slot row."""
-    shapes: SlotRow = jax.eval_shape(partial(new_slot_row, schedule, vocab_size))
-    return shapes
+    """Return the shapes and dtypes of a slot row; `vocab_size` is that of the whole model."""
+
+    def array(dtype: DTypeLike, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    return SlotRow(
+        token_ids=array(jnp.int32, schedule.max_model_len),
+        prompt_len=array(jnp.int32),
+        allowed=array(jnp.uint32, mask_size(vocab_size)),
+        bad_words=array(jnp.int32, MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS),
+        bias_ids=array(jnp.int32, MAX_LOGIT_BIAS),
+        bias_values=array(jnp.float32, MAX_LOGIT_BIAS),
+        stop_ids=array(jnp.int32, MAX_STOP_IDS),
+    )
 
 
 def copy_pages(kv_pages: Pages, blob: Int[Array, "2 E"], axis: str | None = None) -> Pages:

@@ -22,9 +22,7 @@ class GroupKind(Protocol):
         groups: groups whose pages lie in the KV pool.
     """
 
-    @property
-    def groups(self) -> tuple[int, ...]:
-        """Groups whose pages lie in the KV pool."""
+    groups: tuple[int, ...]
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
         """Return the columns of the longest prefix after which a token finds all that it sees.
@@ -39,9 +37,10 @@ class GroupKind(Protocol):
 
     def release_unseen(self, request: Request) -> list[int]:
         """Take from a running request the pages that no later token sees; return them, the first one last."""
+        return []
 
 
-class FullAttention:
+class FullAttention(GroupKind):
     """Groups in which every token sees all before it; those of latent attention are among them."""
 
     def __init__(self, groups: KVGroups) -> None:
@@ -55,12 +54,8 @@ class FullAttention:
         """Return all columns."""
         return range(num_columns)
 
-    def release_unseen(self, request: Request) -> list[int]:
-        """Return nothing: a page is seen as long as its request runs."""
-        return []
 
-
-class SlidingWindow:
+class SlidingWindow(GroupKind):
     """Groups in which a token sees the last ones. If windows differ, all keep what the largest reaches."""
 
     def __init__(self, groups: KVGroups) -> None:
@@ -99,7 +94,7 @@ class SlidingWindow:
         return taken
 
 
-class RecurrentState:
+class RecurrentState(GroupKind):
     """The group of layers without attention, whose pages are snapshots of a sequence's state after a column.
 
     They lie in a pool of their own. A plan owns those that it reads and those that it takes: these are written while
@@ -134,10 +129,6 @@ class RecurrentState:
     def seen(self, num_columns: int) -> range:
         """Return the last column."""
         return range(max(num_columns - 1, 0), num_columns)
-
-    def release_unseen(self, request: Request) -> list[int]:
-        """Return nothing: a running request has its state in its slot."""
-        return []
 
     def begin_plan(self) -> None:
         """Note that a new plan begins, whose step runs after those of all plans before."""
