@@ -22,71 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.choice import StepChoice
-from jaxserve.scheduling.classes import make_room
 from jaxserve.scheduling.deadlines import Deadlines
-from jaxserve.scheduling.decode import may_sample_late
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.shard import Shard
-
-
-class Draft:
-    """Plan of a shard while it is made: each part is called once, in their order here.
-
-    Args:
-        shard: the shard.
-        plan: plan without rows.
-
-    Attributes:
-        plan: the plan.
-    """
-
-    __slots__ = ("_beside_decode", "_held_back", "_in_prefill", "_num_displaced", "_shard", "plan")
-
-    def __init__(self, shard: Shard, plan: StepPlan) -> None:
-        self._shard, self.plan = shard, plan
-        self._num_displaced = 0  # rows preempted for requests of higher classes
-        self._held_back: list[Request] = []  # rows in decode that get what prompts leave
-        self._in_prefill: list[Request] = []  # running rows between two chunks
-        self._beside_decode = False  # True if any row in decode waits for the step
-
-    def make_room(self) -> None:
-        """Have rows give way to waiting requests of higher classes."""
-        shard = self._shard
-        shard.changes.planned()
-        if (states := shard.ledger.store.states) is not None:
-            states.begin_plan()
-        make_room(shard.ledger, shard.policy, self.plan)
-        self._num_displaced = len(self.plan.preempted)
-
-    def decode(self, limits: StepChoice) -> None:
-        """Give rows in decode their tokens, as far as there are pages."""
-        plan, rows, decodes = self.plan, self._shard.ledger.running.values(), self._shard.decodes
-        plan.num_steps = limits.max_steps
-        plan.is_split = limits.may_split and any(map(may_sample_late, rows))
-        self._held_back = decodes.rows_to_hold_back()
-        self._in_prefill = decodes.schedule(plan, self._held_back, limits.num_drafts)
-        has_row = bool(plan.requests or self._held_back)
-        self._beside_decode = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
-
-    def fill(self, most_prefill_tokens: int) -> None:
-        """Fill the plan with rows in prefill, of so many tokens at most, and with rows in decode held back before."""
-        plan, shard = self.plan, self._shard
-        shard.prefills.schedule(
-            plan,
-            self._in_prefill,
-            beside_decode=self._beside_decode,
-            num_displaced=self._num_displaced,
-            most_tokens=most_prefill_tokens,
-        )
-        if self._held_back:
-            shard.decodes.schedule_held_back(plan, self._held_back)
-        if plan.num_steps > 1 and not plan.num_drafts:
-            plan.num_steps = max(plan.max_new, default=1)
-        plan.slots = [request.slot for request in plan.requests]
-        plan.num_pages_used = shard.ledger.num_pages_used
 
 
 class Planning:
@@ -105,15 +45,15 @@ class Planning:
         """Return the plan of each shard, some or all of them without rows."""
         self._balancer.place()
         plans = [StepPlan(step_id) for _ in self._shards]
-        drafts = list(map(Draft, self._shards, plans))
-        for draft in drafts:
-            draft.make_room()
+        parts = list(zip(self._shards, plans, strict=True))
+        for shard, plan in parts:
+            shard.make_room(plan)
         limits = self._agree(choice)
-        for draft in drafts:
-            draft.decode(limits)
+        for shard, plan in parts:
+            shard.decode(plan, limits)
         most_prefill_tokens = self._deadlines.most_prefill_tokens(plans, choice.timing)
-        for draft in drafts:
-            draft.fill(most_prefill_tokens)
+        for shard, plan in parts:
+            shard.fill(plan, most_prefill_tokens)
         self._deadlines.note_first_tokens(plans, choice.timing)
         return plans
 

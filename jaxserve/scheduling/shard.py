@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.admission import Admission, Changes
-from jaxserve.scheduling.decode import Decodes
+from jaxserve.scheduling.choice import StepChoice
+from jaxserve.scheduling.classes import make_room
+from jaxserve.scheduling.decode import Decodes, may_sample_late
 from jaxserve.scheduling.ledger import Ledger
+from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prefill import Prefills
 from jaxserve.scheduling.prompts import Prompts
@@ -53,6 +56,11 @@ class Shard:
         self.updates = Updates(ledger, self.starts)
         self.changes.lost_cache()
         self.admission = Admission(ledger, prompts, self.starts, self.changes)
+        # The plan being made
+        self._num_displaced = 0  # rows preempted for requests of higher classes
+        self._held_back: list[Request] = []  # rows in decode that get what prompts leave
+        self._in_prefill: list[Request] = []  # running rows between two chunks
+        self._beside_decode = False  # True if any row in decode waits for the step
 
     @property
     def load(self) -> int:
@@ -89,6 +97,42 @@ class Shard:
         """Take the end of moves of pages between tiers."""
         self.ledger.store.transferred(keys, ok=ok)
         self.changes.note()
+
+    # A plan: each part is made once, in their order here
+
+    def make_room(self, plan: StepPlan) -> None:
+        """Have rows give way to waiting requests of higher classes."""
+        self.changes.planned()
+        if (states := self.ledger.store.states) is not None:
+            states.begin_plan()
+        make_room(self.ledger, self.policy, plan)
+        self._num_displaced = len(plan.preempted)
+
+    def decode(self, plan: StepPlan, limits: StepChoice) -> None:
+        """Give rows in decode their tokens, as far as there are pages."""
+        rows = self.ledger.running.values()
+        plan.num_steps = limits.max_steps
+        plan.is_split = limits.may_split and any(map(may_sample_late, rows))
+        self._held_back = self.decodes.rows_to_hold_back()
+        self._in_prefill = self.decodes.schedule(plan, self._held_back, limits.num_drafts)
+        has_row = bool(plan.requests or self._held_back)
+        self._beside_decode = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
+
+    def fill(self, plan: StepPlan, most_prefill_tokens: int) -> None:
+        """Fill the plan with rows in prefill, of so many tokens at most, and with rows in decode held back before."""
+        self.prefills.schedule(
+            plan,
+            self._in_prefill,
+            beside_decode=self._beside_decode,
+            num_displaced=self._num_displaced,
+            most_tokens=most_prefill_tokens,
+        )
+        if self._held_back:
+            self.decodes.schedule_held_back(plan, self._held_back)
+        if plan.num_steps > 1 and not plan.num_drafts:
+            plan.num_steps = max(plan.max_new, default=1)
+        plan.slots = [request.slot for request in plan.requests]
+        plan.num_pages_used = self.ledger.num_pages_used
 
     def check_integrity(self) -> None:
         """Assert that pages and slots are conserved and that every request is where its status says."""
