@@ -45,7 +45,7 @@ def test_split_plans_of_every_number_of_rows_have_a_layout(seqs: int, few: bool)
     packer = BatchPacker(sizes, base_seed=0, vocab_size=100)
     late = [shape.num_tokens for shape in sizes.shapes() if shape.samples_late]
     assert late[-1] == seqs
-    assert all(packer.layouts[bucket].num_rows == bucket for bucket in late)
+    assert all(packer.layouts[bucket, False].num_rows == bucket for bucket in late)
 
 
 @given(data=st.data(), budget=st.integers(1, 20_000))

@@ -58,14 +58,9 @@ class BatchPacker:
         self.config = config
         self._vocab_size = vocab_size
         self._base_seed = np.uint32(base_seed).view(np.int32)
-        shapes = config.shapes()
         self.layouts = {
-            each.num_tokens: BatchLayout.of(config, each.num_tokens) for each in shapes if not each.has_drafts
-        }
-        self._speculative_layouts = {
-            each.num_tokens: BatchLayout.of(config, each.num_tokens, is_speculative=True)
-            for each in shapes
-            if each.has_drafts
+            (each.num_tokens, each.has_drafts): BatchLayout.of(config, each.num_tokens, is_speculative=each.has_drafts)
+            for each in config.shapes()
         }
         self._admission, self._masks = admission_layout(config), mask_layout(config, vocab_size)
         self._num_copies = num_copies(config)
@@ -79,7 +74,7 @@ class BatchPacker:
 
     def pack(self, plan: StepPlan, bucket: int) -> StepUpload:
         """Lay out `plan`, padded to `bucket` tokens. To be called once per plan, in order."""
-        layout = self._speculative_layouts[bucket] if plan.num_drafts else self.layouts[bucket]
+        layout = self.layouts[bucket, bool(plan.num_drafts)]
         for request in plan.admitted:
             self._num_pages[request.slot] = 0
             self._has_sampled[request.slot] = False

@@ -205,7 +205,7 @@ def test_log_probabilities_of_a_whole_vocabulary_have_room_for_one_step(start: S
             outputs.append(output.outputs[0].token_ids)
         table = engine.replicas[0].executor.programs.table
         shape, (program,) = next((shape, programs) for shape, programs in table.items() if shape.num_rounds > 1)
-        layout = engine.replicas[0].executor.packer.layouts[shape.num_tokens]
+        layout = engine.replicas[0].executor.packer.layouts[shape.num_tokens, False]
         words = LogprobLayout.of(engine.config.max_logprobs, engine.arch.vocab_size).num_words
         step_bytes = 4 * (layout.num_rows + layout.num_tokens) * words
         memory = program.memory_analysis()
