@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -40,7 +41,7 @@ class CoreThread:
     ) -> None:
         self._core, self._free = core, free
         self._news: SimpleQueue[None] = SimpleQueue()
-        self._tell = tell or (lambda: self._news.put(None))
+        self._tell = tell or partial(self._news.put, None)  # no cycle: nobody collects a core that is left
         self._num_behind = num_behind or (lambda: len(core.outbox))
         self._lock = threading.Lock()  # guards the two below
         self._is_running = self._is_paused = False
