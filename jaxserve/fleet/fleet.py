@@ -41,6 +41,8 @@ _CALLS_AHEAD = 2  # the next call is queued when an actor ends one
 _BLOCK_BYTES = 256  # bytes of a prompt between consecutive prefix hashes
 _TOKEN_BYTES = 4  # estimated bytes of text per token, and exact bytes of a token id
 
+Ended = list[RequestOutput | RequestFailure]  # answer of a call: requests that ended
+
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
@@ -69,13 +71,6 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """Answer of a call: requests that ended."""
-
-    ended: list[RequestOutput | RequestFailure]
-
-
-@dataclass(frozen=True, slots=True)
 class Died:
     """Notice that an actor died; its outstanding calls get no answer."""
 
@@ -92,9 +87,9 @@ class Actors(Protocol):
         """Start or restart an actor; it answers `Started` or `Died`."""
 
     def serve(self, index: int, aborted: Sequence[str], added: Sequence[NewRequest]) -> None:
-        """Queue a call of `Server.serve` in an actor; it answers `Served` or `Died`."""
+        """Queue a call of `Server.serve` in an actor; it answers `Ended` or `Died`."""
 
-    def wait(self) -> tuple[int, Started | Served | Died]:
+    def wait(self) -> tuple[int, Started | Ended | Died]:
         """Return the next answer of any actor; ConfigError if an engine cannot start as configured."""
 
 
@@ -113,12 +108,12 @@ class Server:
         """Return what the fleet needs to know of the engine."""
         return Started(self._engine.schedule, self._engine.default_sampling_params)
 
-    def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Served:
+    def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Ended:
         """Abort some requests, add others, and run for CALL_S, or until a request ends and another would fit."""
         for request_id in aborted:
             self._engine.abort(request_id)
             self._num_sequences.pop(request_id, None)
-        ended: list[RequestOutput | RequestFailure] = []
+        ended: Ended = []
         for request in added:
             try:
                 self._add(request)
@@ -133,7 +128,7 @@ class Server:
                 ended.append(output)
             if time.monotonic() >= until_s or (ended and self._has_room()):
                 break
-        return Served(ended)
+        return ended
 
     def _add(self, request: NewRequest) -> None:
         self._engine.add_request(request.request_id, request.prompt, request.params, cache_salt=request.cache_salt)
@@ -302,7 +297,7 @@ class Fleet:
         """Return whether any request has not ended."""
         return bool(self._jobs)
 
-    def wait(self) -> list[RequestOutput | RequestFailure]:
+    def wait(self) -> Ended:
         """Assign waiting requests to actors, and return the requests that ended in the actor that answers next."""
         self._give_suspects()
         self._give_queue()
@@ -314,7 +309,7 @@ class Fleet:
                 seat.aborted, seat.added = [], []
         self._due.clear()
         answer = self._next_answer()
-        return answer.ended if isinstance(answer, Served) else []
+        return [] if isinstance(answer, Started) else answer
 
     def _note(self, seat: _Seat) -> None:
         """Update the router and the set of due seats after a change of a seat."""
@@ -382,8 +377,8 @@ class Fleet:
             self._note(busiest)
             self._may_even_out = bool(idle.jobs)
 
-    def _next_answer(self) -> Started | Served | Died:
-        """Wait for the next answer and record it; a `Served` is returned with the caller's requests that ended."""
+    def _next_answer(self) -> Started | Ended:
+        """Wait for the next answer and record it; requests that ended are returned as the caller knows them."""
         index, answer = self._actors.wait()
         seat = self._seats[index]
         if isinstance(answer, Started):
@@ -391,19 +386,19 @@ class Fleet:
             self._note(seat)
             return answer
         if isinstance(answer, Died):
-            return Served(self._bury(seat, answer.cause))
+            return self._bury(seat, answer.cause)
         seat.num_calls -= 1
-        ended = []
-        for output in answer.ended:
+        ended: Ended = []
+        for output in answer:
             job = seat.jobs.get(output.request_id)
             if job is not None:  # None if it was aborted, or moved to another actor since
                 seat.end(job)
                 del self._jobs[job.request_id]
                 ended.append(dataclasses.replace(output, request_id=job.request_id))
         self._note(seat)
-        return Served(ended)
+        return ended
 
-    def _bury(self, seat: _Seat, cause: str) -> list[RequestOutput | RequestFailure]:
+    def _bury(self, seat: _Seat, cause: str) -> Ended:
         """Restart an actor that died, and return the request that failed because of it, if any."""
         logger.warning("engine %d of the fleet died: %s", seat.index, cause)
         jobs = list(seat.jobs.values())

@@ -14,7 +14,7 @@ from typing import Any
 from jaxserve.config import EngineConfig
 from jaxserve.environment import ray_address
 from jaxserve.errors import ConfigError, install_extra
-from jaxserve.fleet.fleet import Died, Fleet, NewRequest, Served, Server, Started
+from jaxserve.fleet.fleet import Died, Ended, Fleet, NewRequest, Server, Started
 
 _ACCELERATORS = ("GPU", "TPU")  # Ray's names
 _OBJECT_STORE_BYTES = 2**28  # object store of a local Ray: outputs pass through it and spill to disk if they do not fit
@@ -123,7 +123,7 @@ class _RayActors:
     def serve(self, index: int, aborted: Sequence[str], added: Sequence[NewRequest]) -> None:
         self._calls[self._actors[index].serve.remote(aborted, added)] = index
 
-    def wait(self) -> tuple[int, Started | Served | Died]:
+    def wait(self) -> tuple[int, Started | Ended | Died]:
         while (index := self._calls.pop(call := self._next_answered(), None)) is None:
             pass  # the actor was stopped after this call
         try:
@@ -165,5 +165,5 @@ class _EngineActor:
         self._server = Server(LLM(**options).batch_engine())
         return self._server.started()
 
-    def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Served:
+    def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Ended:
         return self._server.serve(aborted, added)

@@ -21,7 +21,6 @@ from jaxserve.fleet.fleet import (
     Died,
     Fleet,
     NewRequest,
-    Served,
     Server,
     Started,
 )
@@ -306,7 +305,7 @@ class InstantActors:
         requests = self._requests[index]
         requests.extend(added)
         ended = [RequestFailure(requests.popleft().request_id, RequestError("served"))] if requests else []
-        self._answers.append((index, Served(ended)))
+        self._answers.append((index, ended))
 
     def wait(self) -> tuple[int, object]:
         return self._answers.popleft()
