@@ -7,11 +7,10 @@ after the other, each exactly as in a plain round.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, no_type_check
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -44,9 +43,7 @@ def accept(
     return state, out, path, at_once.num_accepted + num_accepted
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
-@struct.dataclass
-class _SampledAtOnce:
+class _SampledAtOnce(NamedTuple):
     """Tokens of all nodes of a round, sampled independently of each other.
 
     Attributes:
