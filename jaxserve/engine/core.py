@@ -70,6 +70,11 @@ class EngineCore:
         return self._balancer.num_queued + sum(replica.scheduler.num_waiting for replica in self.replicas)
 
     @property
+    def num_in_flight(self) -> int:
+        """Steps that were launched and not read."""
+        return sum(len(replica.in_flight) for replica in self.replicas)
+
+    @property
     def queued(self) -> list[Request]:
         """Requests in no replica, in their order."""
         return self._balancer.queued

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_DELTAS = 8  # deltas that whoever takes them may be behind
-LOOK_S = 1e-3  # time between looks at whether they have been taken
+LOOK_S = 1e-3  # time between looks at whether they have been taken, or at the inbox
 POLL_S = 5e-5  # time between two looks at the devices of several replicas
 
 
@@ -93,8 +93,8 @@ class CoreThread:
                     if self._num_behind() > MAX_DELTAS:  # so that stop strings are found in time
                         time.sleep(LOOK_S)
                         continue
-                    if not core.step(time.monotonic()):
-                        time.sleep(POLL_S)
+                    if not core.step(time.monotonic()):  # without a step in flight, requests wait for an event
+                        time.sleep(POLL_S if core.num_in_flight else LOOK_S)
                     if core.outbox:
                         self._tell()
             except BaseException as error:  # a defect: errors of steps go to those whose requests they ended
