@@ -4,8 +4,10 @@ import linecache
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from tests.waiting import until
 FILES = {
     module.__file__ for module in (core, core_thread, engine, frontend, host, balancer, replica, threads, llm_module)
 }
+PACKAGE = Path(llm_module.__file__).parent
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
 PATIENCE_S = 30
@@ -160,21 +163,24 @@ def test_an_interrupted_change_of_weights_keeps_the_outputs_of_requests_that_hav
 
 
 def test_few_frames_lead_to_the_program(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    launch, paths = llm.engine.replicas[0].executor.launch, []
+    """From the call to the event in the inbox, and from the core's thread to the executor, which calls the program."""
+    paths: dict[str, list[str]] = {}
 
-    def watched(*args: Any) -> Any:
-        frames, frame = [], sys._getframe(1)
-        while frame.f_code.co_name != "run":  # entry point of the thread
-            if not any(part in frame.f_code.co_filename for part in ("type_checks", "jaxtyping", "beartype")):
-                frames.append(frame.f_code.co_name)
-            assert frame.f_back is not None
-            frame = frame.f_back
-        paths.append(frames)
-        return launch(*args)
+    def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            frames = [each for each, _ in traceback.walk_stack(sys._getframe(1))]
+            own = [each.f_code for each in frames if each.f_code.co_filename.startswith(f"{PACKAGE}/")]
+            paths.setdefault(name, [code.co_name for code in own])
+            return function(*args)
 
-    monkeypatch.setattr(llm.engine.replicas[0].executor, "launch", watched)
-    generate(llm)
-    assert paths[0] == ["launch", "step", "_run"], "and the executor's launch calls the program"
+        return call
+
+    engine = llm.engine
+    monkeypatch.setattr(engine.frontend, "_send", watched("caller", engine.frontend._send))
+    monkeypatch.setattr(engine.replicas[0].executor, "launch", watched("core", engine.replicas[0].executor.launch))
+    llm.generate([[1, 2], [3]], PARAMS, use_tqdm=False)
+    assert paths["caller"] == ["start", "submit", "run", "generate"]
+    assert paths["core"] == ["launch", "step", "_run"], "and the launch of the executor"
 
 
 def test_many_threads_are_served(llm: LLM) -> None:
