@@ -29,6 +29,7 @@ def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
     num_rows = len(running) - sum(map(in_prefill, running.values()))
     budget_left = max(ledger.max_num_batched_tokens - num_rows, policy.prefill_share)
     num_starts = num_pages = 0
+    rows: _Rows | None = None  # as a class sees them
     ledger.waiting.settle()
     with closing(ledger.waiting.in_order()) as order:
         for request in order:
@@ -36,26 +37,69 @@ def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
                 return
             if request.status is RequestStatus.LOADING:
                 continue
-            unfinished = _prompts_before(request.priority, ledger)
-            most_left = budget_left - sum(map(num_remaining, unfinished))
-            if most_left <= 0 or _must_wait(request, unfinished, most_left, policy):
+            if rows is None or rows.priority != request.priority:
+                rows = _Rows(request.priority, ledger, policy)
+            most_left = budget_left - rows.num_prompt_tokens
+            if most_left <= 0 or rows.has_to_wait(request, most_left):
                 return
             num_starts += 1
             num_pages += ledger.num_pages_taken(request) + ledger.groups.size  # and a column to grow
-            if not _yield_to(request, num_starts, num_pages, ledger, policy, plan):
+            if not rows.yield_to(num_starts, num_pages, plan):
                 return
             budget_left -= policy.first_share(request.num_tokens, most_left)
+
+
+class _Rows:
+    """Running rows, as waiting requests of a class see them: those of lower classes give way. Counted once for all.
+
+    Args:
+        priority: the class.
+        ledger: all requests.
+        policy: policy that chooses who gives way.
+
+    Attributes:
+        priority: the class.
+        num_prompt_tokens: tokens left of the unfinished prompts of the class and those above.
+    """
+
+    def __init__(self, priority: int, ledger: Ledger, policy: Policy) -> None:
+        self.priority, self._ledger, self._policy = priority, ledger, policy
+        left = list(map(num_remaining, _prompts_before(priority, ledger)))
+        self.num_prompt_tokens = sum(left)
+        self._num_unfinished, self._num_long = len(left), sum(map(policy.is_long, left))
+        self._num_short = ledger.num_pages_short(1)
+        self._num_kept = _num_kept(priority, ledger)
+        self._num_lower, self._num_freed = _lower(priority, ledger)
+
+    def has_to_wait(self, request: Request, budget_left: int) -> bool:
+        """Return whether a request must wait for unfinished prompts of its class or above, whatever is free."""
+        return request.num_tokens > self._policy.most_left_to_start(budget_left, self._num_unfinished, self._num_long)
+
+    def yield_to(self, num_starts: int, num_pages: int, plan: StepPlan) -> bool:
+        """Preempt rows of lower classes until there are so many slots and pages; False, and no change, if in vain."""
+        ledger = self._ledger
+        if len(ledger.free_slots) + self._num_lower < num_starts or self._num_free + self._num_freed < num_pages:
+            return False
+        while len(ledger.free_slots) < num_starts or self._num_free < num_pages:
+            if not ledger.running or ledger.lowest_priority <= self.priority:
+                return False
+            victim = self._policy.victim(ledger.running)
+            self._num_lower -= 1
+            self._num_freed -= _num_freed(victim, ledger)
+            self._num_short -= ledger.num_pages_short(1, [victim])
+            ledger.preempt(victim, plan)
+        return True
+
+    @property
+    def _num_free(self) -> int:
+        """Pages left of those that are free when running rows have got what they need, and what is kept for them."""
+        ledger = self._ledger
+        return ledger.num_available - self._num_short - ledger.num_pages_to_grow - self._num_kept
 
 
 def _prompts_before(priority: int, ledger: Ledger) -> list[Request]:
     """Unfinished prompts of a class or above."""
     return [other for other in ledger.running.values() if other.priority <= priority and in_prefill(other)]
-
-
-def _must_wait(request: Request, unfinished: list[Request], budget_left: int, policy: Policy) -> bool:
-    """Return whether a request must wait for unfinished prompts of its class or above, whatever is free."""
-    num_long = sum(policy.is_long(num_remaining(other)) for other in unfinished)
-    return request.num_tokens > policy.most_left_to_start(budget_left, len(unfinished), num_long)
 
 
 def _let_go_on(request: Request, ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
@@ -67,39 +111,22 @@ def _let_go_on(request: Request, ledger: Ledger, policy: Policy, plan: StepPlan)
         ledger.preempt(policy.victim(ledger.running), plan)
 
 
-def _yield_to(
-    request: Request, num_starts: int, num_pages: int, ledger: Ledger, policy: Policy, plan: StepPlan
-) -> bool:
-    """Preempt rows of classes below that of a request until there are slots and pages; False, and no change, if vain.
-
-    Args:
-        request: request of a higher class.
-        num_starts: slots that it and those before it need.
-        num_pages: pages that they take.
-        ledger: all requests.
-        policy: policy that chooses the victims.
-        plan: plan being made.
-    """
-    num_kept = _num_kept(request.priority, ledger)
-
-    def has_room() -> bool:
-        return len(ledger.free_slots) >= num_starts and _num_free_pages(ledger) - num_kept >= num_pages
-
-    if not has_room() and not would_yield(request.priority, num_starts, num_pages, ledger):
-        return False
-    while not has_room():
-        if not ledger.running or ledger.lowest_priority <= request.priority:
-            return False
-        ledger.preempt(policy.victim(ledger.running), plan)
-    return True
-
-
 def would_yield(priority: int, num_starts: int, num_pages: int, ledger: Ledger) -> bool:
     """Return whether so many slots and pages are free when all rows of classes below one have given way."""
-    lower = [other for other in ledger.running.values() if other.priority > priority]
-    num_freed = sum(len(other.pages) + 2 * ledger.groups.size for other in lower)
+    num_lower, num_freed = _lower(priority, ledger)
     num_free = _num_free_pages(ledger) - _num_kept(priority, ledger) + num_freed
-    return len(ledger.free_slots) + len(lower) >= num_starts and num_free >= num_pages
+    return len(ledger.free_slots) + num_lower >= num_starts and num_free >= num_pages
+
+
+def _lower(priority: int, ledger: Ledger) -> tuple[int, int]:
+    """Return the number of rows of classes below one, and the pages that they free if all give way."""
+    lower = [other for other in ledger.running.values() if other.priority > priority]
+    return len(lower), sum(_num_freed(other, ledger) for other in lower)
+
+
+def _num_freed(request: Request, ledger: Ledger) -> int:
+    """Pages that a row frees if it gives way, those at most that it would have needed and that were kept for it."""
+    return len(request.pages) + 2 * ledger.groups.size
 
 
 def _num_kept(priority: int, ledger: Ledger) -> int:

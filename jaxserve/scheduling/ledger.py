@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.kv_cache.groups import RELEASED
@@ -220,10 +220,10 @@ class Ledger:
         num_held = len(request.pages) - request.num_released_columns * len(groups.sliding)
         return max(groups.num_pages(request.num_tokens) - num_held, num_to_grow)
 
-    def num_pages_short(self, num_steps: int) -> int:
-        """New pages that the running rows need for so many tokens each, or as many as they have left."""
+    def num_pages_short(self, num_steps: int, rows: Iterable[Request] | None = None) -> int:
+        """New pages that some or all running rows need for so many tokens each, or as many as they have left."""
         groups, num_short = self.groups, 0
-        for request in self.running.values():
+        for request in self.running.values() if rows is None else rows:
             num_tokens = min(request.num_computed_tokens + num_steps, request.max_total_tokens - 1)
             num_short += max(groups.num_columns(num_tokens) * groups.size - len(request.pages), 0)
         return num_short

@@ -150,3 +150,24 @@ def test_a_row_that_gives_way_again_before_its_next_token_is_read_keeps_the_page
     assert max(request.num_preemptions for request in requests) == 2
     for request in requests:
         assert (request.output_token_ids, request.finish_reason) == generate_alone(request)
+
+
+def test_many_that_start_at_once_count_the_rows_of_lower_classes_once(monkeypatch):
+    scheduler = make_scheduler(max_num_seqs=30, max_num_batched_tokens=600, num_pages=300)
+    for n in range(30):
+        scheduler.add(make_request(f"low {n}", [n], 50, priority=1))
+    plan = scheduler.schedule()
+    scheduler.update(plan, [[1] * most for most in plan.max_new])
+    for n in range(30):
+        scheduler.add(make_request(f"high {n}", [n], 50))
+    ledger, counts = scheduler.shards[0].ledger, []
+    num_pages_short = ledger.num_pages_short
+
+    def counting(num_steps, *rows):
+        counts.append(len(*rows or [ledger.running]))
+        return num_pages_short(num_steps, *rows)
+
+    monkeypatch.setattr(ledger, "num_pages_short", counting)
+    plan = scheduler.schedule()
+    assert len(plan.preempted) == len(plan.admitted) == 30
+    assert sum(counts) <= 3 * 30
