@@ -10,8 +10,7 @@ import numpy as np
 
 from jaxserve.execution.executor import Executor, StepResult
 from jaxserve.scheduling.choice import StepChoice, Timing
-from jaxserve.scheduling.draft_pacer import DISPATCH_S, DraftPacer
-from jaxserve.scheduling.pacer import MAX_STEPS, Pacer
+from jaxserve.scheduling.pacer import DISPATCH_S, MAX_STEPS, Pacer
 from jaxserve.scheduling.plan import StepPlan, StepShape
 
 if TYPE_CHECKING:
@@ -61,17 +60,18 @@ class StepChooser:
     """
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, executor: Executor, step_time: StepTime) -> None:
-        speculation, is_timed, schedule = config.speculation, config.multi_step == "auto", executor.schedule
+        speculation, schedule = config.speculation, executor.schedule
         self.may_draft = True
         self._scheduler, self._executor, self._step_time = scheduler, executor, step_time
         self._most_in_flight = 2 if config.step_ahead else 1
         self._max_drafts, self._max_logprobs = schedule.max_drafts, schedule.max_logprobs
-        self._pacer = Pacer(config.multi_step)
-        self._draft_pacer = DraftPacer(
+        is_timed = config.multi_step == "auto"
+        self._most_steps = MAX_STEPS if is_timed else int(config.multi_step)
+        self._pacer = Pacer(
+            step_time,
             schedule.max_drafts,
             schedule.max_num_seqs,
             adaptive=speculation is not None and speculation.adaptive,
-            has_multi_step=is_timed,
             dispatch_s=DISPATCH_S if is_timed else math.inf,
         )
 
@@ -95,31 +95,36 @@ class StepChooser:
         """Return the limits of the next plan; None if no step may start yet. For the rest see `may_launch`."""
         if not self.may_launch(in_flight, constrained):
             return None
-        num_drafts, max_rounds = self._choose_drafts()
+        num_drafts, max_rounds = self._choose_rounds()
         may_split = not num_drafts and self._may_split(constrained)
-        max_steps = 1 if may_split else max_rounds if num_drafts else self._max_steps(max_rounds)
-        return StepChoice(max_steps, num_drafts, self._timing(now_s, in_flight), may_split)
+        return StepChoice(1 if may_split else max_rounds, num_drafts, self._timing(now_s, in_flight), may_split)
 
     def launched(self, plan: StepPlan) -> bool:
         """Note the plan that was made by the latest limits; return whether its dispatch is one of a scout."""
-        return self._draft_pacer.launched(max(plan.num_drafts, default=0))
+        return not plan.num_prefill_tokens and self._pacer.launched(max(plan.num_drafts, default=0), plan.num_steps)
 
     def ended(self, step: InFlight, result: StepResult) -> None:
-        """Learn from a step that has ended."""
-        plan = step.plan
-        if self._max_drafts:
-            self._learn_drafts(step, result)
-        if plan.num_prefill_tokens or plan.num_drafts or plan.is_split:
+        """Learn from a step that has ended: how long it took, and what was accepted."""
+        plan, rounds, num_tokens = step.plan, result.rounds, result.num_tokens[: step.plan.num_rows]
+        program = self._program(plan.num_rows, plan.num_even_rows, has_drafts=bool(plan.num_drafts) or self.may_draft)
+        if self._max_drafts and plan.admitted:
+            self._pacer.admit([r.slot for r in plan.admitted if r.slot >= 0])
+        if plan.num_prefill_tokens or plan.is_split or program is None:
             self._pacer.pause()
             return
-        program = self._executor.fit(StepShape(plan.num_even_rows, TWO_ROUNDS))
-        num_steps = int(result.num_tokens[: plan.num_rows].max())
-        self._pacer.ended(program, plan.num_steps, num_steps, result.ended_s)
+        num_rounds, most = int(num_tokens.max()), max(plan.num_drafts, default=0)
+        mean, is_scout = float(num_rounds), step.is_scout
+        if rounds is not None:
+            num_rounds = int(rounds.sampled[: plan.num_rows].any(axis=0).sum())
+            own = [row for row, request in enumerate(plan.requests) if request.slot == plan.slots[row]]
+            slots = [plan.slots[row] for row in own]
+            self._pacer.accepted(slots, rounds.wanted[own], rounds.accepted[own])
+            mean = float((num_tokens[np.array(plan.num_drafts) > 0] if is_scout else num_tokens).mean())
+        self._pacer.ended(program, most, plan.num_steps, num_rounds, mean, result.ended_s, is_scout=is_scout)
 
     def pause(self) -> None:
         """Note that the next step that ends has no end before it to count from."""
         self._pacer.pause()
-        self._draft_pacer.pause()
 
     def _may_split(self, constrained: Collection[Request]) -> bool:
         """Return whether rows with a constraint can compute a token before the host has read it."""
@@ -127,50 +132,35 @@ class StepChooser:
             return False
         return self._executor.fit(StepShape(self._scheduler.rows.num_even, samples_late=True)) is not None
 
-    def _max_steps(self, wanted: int) -> int:
-        """Return the steps that the next dispatch may have: `wanted` as far as programs go, or as many as pay if 0."""
-        program = self._executor.fit(StepShape(self._scheduler.rows.num_even, TWO_ROUNDS))
-        if program is None or self._has_whole_logprobs():
-            return 1
-        return min(wanted, program.num_rounds) if wanted else self._pacer.max_steps(program)
+    def _program(self, num_rows: int, num_even_rows: int, *, has_drafts: bool) -> StepShape | None:
+        """Return the program by which the dispatches of so many rows in decode are timed; None if there is none."""
+        if self._max_drafts and has_drafts:
+            program = self._executor.fit(StepShape(num_rows, has_drafts=True))
+            if program is not None:
+                return program
+        return self._executor.fit(StepShape(num_even_rows, TWO_ROUNDS))
+
+    def _choose_rounds(self) -> tuple[Sequence[int], int]:
+        """Return the tokens to draft by slot, () for none, and the most rounds, or steps, if all rows decode."""
+        rows, num_running = self._scheduler.rows, self._scheduler.num_running
+        program = self._program(num_running, rows.num_even, has_drafts=self.may_draft)
+        if program is None or not num_running or self._has_whole_logprobs():
+            return (), 1
+        slots = rows.slots if program.has_drafts else []
+        several = self._executor.fit(StepShape(rows.num_even, TWO_ROUNDS)) if slots else program
+        max_steps = min(self._most_steps, several.num_rounds) if several else 1
+        wanted, max_rounds = self._pacer.choose(program, slots, max_steps)
+        if slots and wanted.any():
+            by_slot = np.zeros(self._executor.schedule.max_num_seqs, np.int64)
+            by_slot[slots] = wanted
+            by_slot[rows.waiting_slots] = 0
+            if by_slot.any():
+                return by_slot.tolist(), max_rounds
+        return (), min(max_rounds, max_steps)
 
     def _has_whole_logprobs(self) -> bool:
         """Return whether a request may want log probabilities of the whole vocabulary: of one step at a time."""
         return self._max_logprobs < 0 and self._scheduler.rows.wants_logprobs
-
-    def _choose_drafts(self) -> tuple[Sequence[int], int]:
-        """Return the tokens to draft by slot and the most rounds, as `DraftPacer.choose` does; () for no tokens."""
-        scheduler = self._scheduler
-        if not (self._max_drafts and scheduler.num_running and self.may_draft):
-            return (), 0
-        program = self._executor.fit(StepShape(scheduler.num_running, has_drafts=True))
-        if program is None or self._has_whole_logprobs():
-            return (), 0
-        slots = scheduler.rows.slots
-        wanted, max_rounds = self._draft_pacer.choose(program, slots, self._max_steps(MAX_STEPS))
-        by_slot = np.zeros(self._executor.schedule.max_num_seqs, np.int64)
-        by_slot[slots] = wanted
-        by_slot[scheduler.rows.waiting_slots] = 0
-        return by_slot.tolist() if by_slot.any() else (), max_rounds
-
-    def _learn_drafts(self, step: InFlight, result: StepResult) -> None:
-        """Learn how long a dispatch took, and what was accepted."""
-        plan, rounds, num_tokens = step.plan, result.rounds, result.num_tokens[: step.plan.num_rows]
-        program = self._executor.fit(StepShape(plan.num_rows, has_drafts=True))
-        if plan.admitted:
-            self._draft_pacer.admit([r.slot for r in plan.admitted if r.slot >= 0])
-        if plan.num_prefill_tokens or plan.is_split or program is None:
-            self._draft_pacer.pause()
-            return
-        num_rounds, num_drafts = int(num_tokens.max()), np.array(plan.num_drafts)
-        if rounds is not None:
-            num_rounds = int(rounds.sampled[: plan.num_rows].any(axis=0).sum())
-            own = [row for row, request in enumerate(plan.requests) if request.slot == plan.slots[row]]
-            slots = [plan.slots[row] for row in own]
-            self._draft_pacer.accepted(slots, rounds.wanted[own], rounds.accepted[own])
-        counted = num_tokens[num_drafts > 0] if step.is_scout else num_tokens
-        most, mean = int(num_drafts.max(initial=0)), float(counted.mean())
-        self._draft_pacer.ended(program, most, num_rounds, mean, result.ended_s, is_scout=step.is_scout)
 
     def _timing(self, now_s: float, in_flight: Sequence[InFlight]) -> Timing | None:
         rates = self._step_time.rates() if self._scheduler.policy.targets else None

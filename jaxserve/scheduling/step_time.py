@@ -1,12 +1,29 @@
-"""StepTime: how long steps take, fitted to those that were measured, for whoever has to foretell the next ones."""
+"""StepTime: how long steps take, learnt from those that have ended, for whoever has to foretell the next ones.
+
+Steps of any rows and prompts are foretold by `Rates`, which are fitted to all. Of dispatches that only the rows in
+decode take part in, the times are kept by program and kind, too: which kind is faster depends on less than a fit tells.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxserve.scheduling.plan import StepShape
+
+SINGLE, SEVERAL = 0, -1  # kinds of plain dispatches by their steps, beside numbers of drafted tokens
+STRETCH = {SINGLE: 8, SEVERAL: 3}  # plain dispatches timed together: each overlaps its neighbours, or ends late
+FRESH = 5  # samples of the usual kind between two probes, so that how fast the machine is now is known
+_TRIALS = 2  # samples of a kind before it is judged
+_MOST_TRIALS = 4  # samples of a kind whose dispatches are shorter than they may be
+_KEPT_SAMPLES = 0.95  # weight of all earlier samples of a kind when another one comes
+_MOST_SLOWER = 2.0  # a sample counts as at most so many times slower than those before
+_ROUND_PER_STEP = 3.0  # plain steps in the time of a round, before that is known
 _KEPT = 0.99  # weight of all earlier steps when another one comes: some hundred steps count
 _MIN_STEPS = 3.0  # sum of the weights below which nothing is foretold
 _MOST_OVER = 4.0  # a step counts as at most so many times longer than it was foretold: others may use the machine
@@ -16,7 +33,7 @@ _NOISE = 0.3  # the time of a step: that of measurements
 _TOKEN = 0.1  # the time of a step: a token, expected to take none
 _STEP = 0.3  # the time of a step without tokens: steps with prompt tokens and those without, expected to be the same
 _KIND = 0.5  # the time of a token: prompt tokens and rows, expected to differ as their FLOPs do
-_LEAST_S = 1e-9  # mean time of a step on a device that takes none
+_LEAST_S = 1e-9  # time of a dispatch, and mean time of a step, on a device that takes none
 _LEAST_TOKEN = 1 / 500  # the time of a step: the least time of a token to which `_KIND` is relative
 
 
@@ -49,8 +66,115 @@ class Rates(NamedTuple):
         return fixed_s + num_prefill_tokens * self.prefill_token_s + num_rows * self.decode_token_s
 
 
+@dataclass(slots=True)
+class _Samples:
+    """Latest samples of one kind of dispatch, each of less weight than those after it.
+
+    Attributes:
+        num: samples so far.
+        most_rounds: most rounds of a dispatch among them.
+        rounds: sum of their rounds, by how slow the machine was.
+        seconds: sum of their times.
+        measured_s: time of the latest dispatch.
+    """
+
+    num: int = 0
+    most_rounds: float = 0.0
+    rounds: float = 0.0
+    seconds: float = 0.0
+    measured_s: float = -math.inf
+
+
+@dataclass(slots=True)
+class DispatchTimes:
+    """Times of one program's dispatches: seconds per round by the number of drafted tokens, and of plain steps.
+
+    A machine is now faster, now slower, and a kind that is not in use is measured seldom. So what is kept are the
+    samples of probes, as multiples of `slowness`, and all others tell `slowness`: it is known from the usual kind when
+    a probe begins. Samples of a kind that was usual just before would be kept with the slowness of another moment.
+
+    A dispatch has a start and an end, so that a round of a long dispatch takes less than one of a short dispatch. Of a
+    kind that was measured in short dispatches only, as at first, before its time is known, more are measured.
+
+    Attributes:
+        kinds: samples by kind.
+        has_scouts: True if a few of the rows can show the acceptance of drafts, and need to.
+        slowness: time that a dispatch takes now, as a multiple of what is kept.
+        num_usual: samples since the latest one of a probe.
+        stretch_kind: kind of the latest dispatch.
+        stretch: number, rounds and seconds of the latest dispatches, all of that kind, that are in no sample yet.
+        several_s: seconds of a step in each of the latest two dispatches of several.
+    """
+
+    kinds: defaultdict[int, _Samples] = field(default_factory=lambda: defaultdict(_Samples))
+    has_scouts: bool = False
+    slowness: float = 1.0
+    num_usual: int = 0
+    stretch_kind: int = SINGLE
+    stretch: tuple[int, int, float] = (0, 0, 0.0)
+    several_s: tuple[float, float] = (0.0, 0.0)
+
+    def add(self, kind: int, num_rounds: int, seconds: float, now_s: float, *, is_probe: bool) -> bool:
+        """Add the time of a dispatch; return whether it ends a sample: one of drafts, or a stretch of plain ones."""
+        samples, seconds = self.kinds[kind], max(seconds, _LEAST_S)
+        samples.measured_s = now_s
+        if kind == SEVERAL:
+            self.several_s = (self.several_s[1], seconds / num_rounds)
+        length, earlier, earlier_s = self.stretch if kind == self.stretch_kind else (0, 0, 0.0)
+        length, num_rounds, seconds = length + 1, earlier + num_rounds, earlier_s + seconds
+        if length < STRETCH.get(kind, 1):
+            self.stretch_kind, self.stretch = kind, (length, num_rounds, seconds)
+            return False
+        self.stretch = (0, 0, 0.0)
+        if samples.num >= _TRIALS:
+            seconds = min(seconds, _MOST_SLOWER * num_rounds * self.round_s(kind))
+        self.num_usual = 0 if is_probe else self.num_usual + 1
+        if samples.num >= _MOST_TRIALS and not is_probe:
+            self.slowness += (seconds / num_rounds * samples.rounds / samples.seconds - self.slowness) / FRESH
+        else:
+            samples.num += 1
+            samples.most_rounds = max(samples.most_rounds, num_rounds / length)
+            samples.rounds = _KEPT_SAMPLES * samples.rounds + num_rounds * self.slowness
+            samples.seconds = _KEPT_SAMPLES * samples.seconds + seconds
+        return True
+
+    def round_s(self, kind: int) -> float:
+        """Return the seconds per round of a kind of dispatch; infinite for one that was not measured."""
+        samples = self.kinds[kind]
+        return samples.seconds / samples.rounds * self.slowness if samples.num else math.inf
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a plain step of the faster kind."""
+        return min(self.round_s(SINGLE), self.round_s(SEVERAL))
+
+    def guess_s(self, num_drafts: int) -> float:
+        """Return the seconds per round of a number of drafts, or an estimate before any was measured."""
+        if self.kinds[num_drafts].num:
+            return self.round_s(num_drafts)
+        known = [self.round_s(k) for k, samples in self.kinds.items() if k > 0 and samples.num]
+        return max(known) if known else _ROUND_PER_STEP * self.round_s(SINGLE)
+
+    def is_tried(self, kind: int, num_rounds: int) -> bool:
+        """Return whether a kind of dispatch, that would have so many rounds now, was measured enough to judge it."""
+        samples = self.kinds[kind]
+        return samples.num >= (_TRIALS if 2 * samples.most_rounds >= num_rounds else _MOST_TRIALS)
+
+    def rounds_s(self, max_drafts: int, plain_s: float) -> list[float]:
+        """Return the seconds per round for each k from 0; where k was measured little, on a line by least squares."""
+        k = np.array([k for k, samples in self.kinds.items() if k > 0 and samples.num], np.float64)
+        seconds = np.array([self.round_s(int(each)) for each in k])
+        weights = np.array([self.kinds[int(each)].rounds for each in k])
+        mean_k, mean_s = np.average(k, weights=weights), np.average(seconds, weights=weights)
+        spread = float(np.sum(weights * (k - mean_k) ** 2))
+        slope = float(np.sum(weights * (k - mean_k) * (seconds - mean_s))) / spread if spread else mean_s / k[0] / 2
+        line = [max(float(mean_s + (each - mean_k) * max(slope, 0.0)), plain_s) for each in range(1, max_drafts + 1)]
+        well_known = {each: self.round_s(each) for each, samples in self.kinds.items() if samples.num >= _MOST_TRIALS}
+        return [plain_s, *(well_known.get(each, s) for each, s in enumerate(line, 1))]
+
+
 class StepTime:
-    """Least squares over the latest steps, with none of the four times below zero. It reads no clock.
+    """Times of dispatches, and of all steps by least squares, with none of the four times below zero. It has no clock.
 
     A step that is like the latest ones is foretold well, whatever the device: rates of a load that has passed fade.
     Steps are taken several at once, as a fit takes as long as planning a step.
@@ -65,6 +189,7 @@ class StepTime:
 
     def __init__(self, row_factor: float = 1.0) -> None:
         self._row_factor = row_factor
+        self._dispatches: defaultdict[StepShape, DispatchTimes] = defaultdict(DispatchTimes)
         self._products = np.zeros((4, 5))  # products of the counts of a step with each other and its time
         # Sums: steps, times like those of the latest, prompt tokens, rows in decode, sampled and cached tokens.
         self._totals = np.zeros(6)
@@ -134,6 +259,10 @@ class StepTime:
         spread = common @ np.array([_STEP * max(step_s, mean_s / 10), _KIND * least_s])
         weights = (_NOISE / spread) ** 2
         return _non_negative_fit(products + np.diag(weights), times + weights * expected)
+
+    def of(self, program: StepShape) -> DispatchTimes:
+        """Return the times of a program's dispatches of rows in decode."""
+        return self._dispatches[program]
 
     def rates(self) -> Rates | None:
         """Return the times by the latest steps; None as long as there were too few. From any thread."""

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine import step_chooser
 from jaxserve.engine.driven import DrivenEngine
 from jaxserve.llm import LLM
 from jaxserve.sampling import LogprobLayout
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling import pacer
+from jaxserve.scheduling.pacer import Pacer
+from jaxserve.scheduling.step_time import SEVERAL, SINGLE
 from tests.e2e.sizes import ONE_ROW, SIZES
 from tests.e2e.workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, tokens
 
@@ -180,7 +182,8 @@ def test_text_streams_in_clumps(llama: Path, llm: LLM, engines: dict[Any, Driven
 
 def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways are tried; whichever wins, the tokens are those of single steps."""
-    monkeypatch.setattr(pacer._Trial, "_most_steps", lambda _: 5)  # however slow the machine is
+    monkeypatch.setattr(step_chooser, "DISPATCH_S", 10.0)  # however slow the machine is
+    monkeypatch.setattr(Pacer, "_num_rounds", lambda _, program, kind, most: 1 if kind == SINGLE else 5)
     params = replace(SAMPLED, max_tokens=60)
     (expected,) = generate(start(), [tokens(3, 0)], params)
     engine = start(**ONE_ROW | {"multi_step": "auto", "compile_ahead": "all", "max_num_batched_tokens": 2})
@@ -189,8 +192,8 @@ def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         (output,) = generate(engine, [tokens(3, 0)], params)
         assert_same(output, expected)
     assert engine.stats.num_dispatches - before < 3 * 60
-    [trial] = engine.replicas[0].chooser._pacer._trials.values()
-    assert trial.gains
+    [times] = engine.replicas[0].step_stats.step_time._dispatches.values()
+    assert {kind for kind, samples in times.kinds.items() if samples.num} == {SINGLE, SEVERAL}
 
 
 def test_log_probabilities_of_a_whole_vocabulary_have_room_for_one_step(start: Start) -> None:

@@ -85,7 +85,7 @@ def test_greedy_tokens_of_a_hundred_prompts(
         engine.reset_prefix_cache()
         before, chosen = replace(engine.stats), num_tokens
         monkeypatch.setattr(
-            replica.chooser._draft_pacer, "choose", lambda _, slots, _steps, k=chosen: (np.full(len(slots), k), 1)
+            replica.chooser._pacer, "choose", lambda _, slots, _steps, k=chosen: (np.full(len(slots), k), 1)
         )
         for output, wanted in zip(generate(engine, many_prompts, params), expected, strict=True):
             assert_same(output, wanted)
@@ -155,7 +155,9 @@ def test_steps_without_drafts_are_those_of_an_engine_without_a_proposer(
 
         with monkeypatch.context() as patch:
             patch.setattr(
-                replica.chooser._draft_pacer, "choose", lambda bucket, slots, max_steps: (np.zeros(len(slots), int), 0)
+                replica.chooser._pacer,
+                "choose",
+                lambda bucket, slots, max_steps: (np.zeros(len(slots), int), max_steps),
             )
             patch.setattr(replica.executor.packer, "pack", noted)
             generate(engine, prompts, replace(GREEDY, max_tokens=12))  # there are no preemptions

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jaxserve.scheduling.draft_pacer import Acceptance, DraftPacer
+from jaxserve.scheduling.pacer import Acceptance, Pacer
 from jaxserve.scheduling.plan import StepShape
+from jaxserve.scheduling.step_time import StepTime
 from tests.parameters import mainly
 
 K = 4
@@ -53,9 +54,7 @@ class Simulation:
     def __init__(self, seed: int, noise: float = 0.05, *, multi_step: bool = False, slow_s: float = 0.0) -> None:
         self.rng = np.random.default_rng(seed)
         self.noise, self.now_s, self.multi_step, self.slow_s = noise, 0.0, multi_step, slow_s
-        options = {"adaptive": True, "has_multi_step": multi_step}
-        self.pacer = DraftPacer(K, 64, dispatch_s=0.3, **options) if multi_step else DraftPacer(K, 64, **options)
-        self.num_plain = 0  # plain dispatches behind each other: the pacer of steps begins with single ones
+        self.pacer = Pacer(StepTime(), K, 64, dispatch_s=0.3) if multi_step else Pacer(StepTime(), K, 64)
         self.in_flight: list[tuple[NDArray[np.int64], int, bool]] = []
         self.catch_up_s = 0.0  # time for each token that the draft model has missed of a row
         self.missed = np.zeros(64)  # these tokens, by row
@@ -67,18 +66,11 @@ class Simulation:
             wanted, num_rounds = self.pacer.choose(
                 program_of(phase.num_rows), slots, MAX_STEPS if self.multi_step else 1
             )
-            is_scout = self.pacer.launched(int(wanted.max()))
-            self.in_flight.append((wanted, self._num_rounds(int(wanted.max()), num_rounds), is_scout))
+            is_scout = self.pacer.launched(int(wanted.max()), num_rounds)
+            self.in_flight.append((wanted, num_rounds, is_scout))
             if len(self.in_flight) == 2:
                 num_tokens += self._end(phase, slots, *self.in_flight.pop(0))
         return num_tokens / (self.now_s - start_s)
-
-    def _num_rounds(self, num_drafts: int, num_rounds: int) -> int:
-        """Return the rounds of a dispatch, of plain steps as few as the pacer of steps begins with, unless it says."""
-        self.num_plain = 0 if num_drafts else self.num_plain + 1
-        if num_rounds:
-            return min(num_rounds, MAX_STEPS)
-        return MAX_STEPS if self.multi_step and self.num_plain > 8 else 1
 
     def _end(self, phase: Phase, slots: list[int], wanted: NDArray[np.int64], num_rounds: int, is_scout: bool) -> int:
         num_drafts = int(wanted.max())
@@ -98,7 +90,8 @@ class Simulation:
         if num_drafts:
             self.pacer.accepted(slots, np.broadcast_to(wanted[:, None], accepted.shape).astype(np.int32), accepted)
         mean = float(accepted[drafting].sum(axis=1).mean() + num_rounds) if is_scout else num_tokens / len(slots)
-        self.pacer.ended(program_of(phase.num_rows), num_drafts, num_rounds, mean, self.now_s, is_scout=is_scout)
+        program = program_of(phase.num_rows)
+        self.pacer.ended(program, num_drafts, num_rounds, num_rounds, mean, self.now_s, is_scout=is_scout)
         return num_tokens
 
 
@@ -158,21 +151,21 @@ def test_plain_steps_that_were_slow_at_first_are_measured_again(seed: int) -> No
 def test_tokens_that_are_hardly_accepted_are_measured_and_then_not_drafted() -> None:
     """A token that is accepted after fifteen others is nearly worthless; trials of all of them end nevertheless."""
     most, chosen, now_s = 16, [], 0.0
-    pacer = DraftPacer(most, 1, adaptive=True, has_multi_step=False)
+    pacer = Pacer(StepTime(), most, 1)
     for _ in range(200):
         wanted, _ = pacer.choose(program_of(1, 1), [0])
         chosen.append(int(wanted[0]))
-        pacer.launched(chosen[-1])
+        pacer.launched(chosen[-1], 1)
         if chosen[-1]:
             pacer.accepted([0], np.array([[chosen[-1]]], np.int32), np.zeros((1, 1), np.int32))
         now_s += 0.001 * (1 + chosen[-1])
-        pacer.ended(program_of(1, 1), chosen[-1], 1, 1.0, now_s)
+        pacer.ended(program_of(1, 1), chosen[-1], 1, 1, 1.0, now_s)
     assert most in chosen
     assert chosen.count(0) > 150
 
 
 def run_accepted(
-    pacer: DraftPacer, max_steps: int, launch: Callable[[int], int] = lambda k: k, now_s: float = 0.0
+    pacer: Pacer, max_steps: int, launch: Callable[[int], int] = lambda k: k, now_s: float = 0.0
 ) -> list[int]:
     """Let 32 rows decode while every draft is accepted; return the numbers of tokens that were wanted."""
     chosen, slots = [], range(32)
@@ -180,25 +173,24 @@ def run_accepted(
         wanted, num_rounds = pacer.choose(program_of(64, 3), slots, max_steps)
         chosen.append(int(wanted.max()))
         k = launch(chosen[-1])
-        pacer.launched(k)
-        num_rounds = max(num_rounds, 1) if k else min(num_rounds or 1, max_steps)
+        pacer.launched(k, num_rounds)
         now_s += (0.012 if k else 0.010) * num_rounds
         if k:
             drafts = np.full((32, num_rounds), k, np.int32)
             pacer.accepted(slots, drafts, drafts)
-        pacer.ended(program_of(64, 3), k, num_rounds, num_rounds * (k + 1.0), now_s)
+        pacer.ended(program_of(64, 3), k, num_rounds, num_rounds, num_rounds * (k + 1.0), now_s)
     return chosen
 
 
 @pytest.mark.parametrize("max_steps", [1, 16])
 def test_drafts_are_tried_where_plain_dispatches_have_one_step(max_steps: int) -> None:
     """Programs of several plain steps have fewer rows than those with drafts on accelerators."""
-    pacer = DraftPacer(K, 64, adaptive=True, has_multi_step=True)
+    pacer = Pacer(StepTime(), K, 64)
     assert run_accepted(pacer, max_steps).count(K) > 400
 
 
 def test_a_probe_that_could_not_be_planned_is_not_waited_for() -> None:
-    pacer = DraftPacer(K, 64, adaptive=True, has_multi_step=False)
+    pacer = Pacer(StepTime(), K, 64)
     run_accepted(pacer, 1)
     chosen = run_accepted(pacer, 1, lambda k: k if k in (0, K) else 0, now_s=100.0)  # as where pages are short
     assert 1 < sum(k not in (0, K) for k in chosen) < 20
@@ -229,10 +221,10 @@ def test_acceptance_is_of_positions_and_of_requests() -> None:
 
 
 def test_a_fixed_number_is_always_drafted() -> None:
-    pacer = DraftPacer(K, 4, adaptive=False, has_multi_step=True)
+    pacer = Pacer(StepTime(), K, 4, adaptive=False)
     for _ in range(100):
         wanted, num_rounds = pacer.choose(program_of(2, 3), [0, 3])
         assert wanted.tolist() == [K, K]
         assert 1 <= num_rounds <= 3
         pacer.accepted([0, 3], np.full((2, 3), K, np.int32), np.zeros((2, 3), np.int32))
-        pacer.ended(program_of(2, 3), K, 3, 3.0, random.random())
+        pacer.ended(program_of(2, 3), K, 3, 3, 3.0, random.random())
