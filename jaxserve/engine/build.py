@@ -26,7 +26,9 @@ from jaxserve.engine.memory import (
 )
 from jaxserve.engine.parameters import build_params, compute_dtype, copies, meshes_of, unpacked_formats
 from jaxserve.errors import ConfigError
-from jaxserve.execution.runner import Runner
+from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.programs import Programs
+from jaxserve.execution.runner import Runner, shapes_of
 from jaxserve.execution.xla_cache import programs_dir, scope_of
 from jaxserve.models.arch import ArchConfig
 from jaxserve.pallas_kernels import native
@@ -105,25 +107,28 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
         sizes = (schedule.max_num_seqs, schedule.num_snapshots, state_bytes(local_arch) / 1e6)
         logger.info("states: %d of sequences and %d snapshots, %.1f MB each", *sizes)
     directory = programs_dir(config)
-    runners = [
-        Runner(
-            arch,
-            replica,
-            schedule,
-            kv_dtype=kv_dtype,
-            backend=backend,
-            linear_backend=config.linear_backend,
-            seed=config.seed,
-            max_steps=config.max_steps,
-            programs_dir=directory,
-            cache_scope=scope_of(config) if directory is None else contextlib.nullcontext,
-            mesh=mesh,
-            proposer=build_proposer(config, arch, schedule, kv_dtype, draft),
-            draft_params=draft_params,
+    scope = scope_of(config) if directory is None else contextlib.nullcontext
+    programs = [
+        Programs(
+            Lowering(
+                arch,
+                shapes_of(params),
+                schedule,
+                kv_dtype,
+                backend,
+                config.linear_backend,
+                max_steps=1 if schedule.pools else config.max_steps,
+                mesh=mesh,
+                proposer=build_proposer(config, arch, schedule, kv_dtype, draft),
+                draft_shapes=shapes_of(draft_params),
+            ),
+            directory=directory,
+            cache_scope=scope,
         )
-        for replica, draft_params, mesh in zip(replicas, draft_replicas, meshes, strict=True)
+        for params, draft_params, mesh in zip(replicas, draft_replicas, meshes, strict=True)
     ]
-    programs = [runner.programs for runner in runners]
+    parts = zip(programs, replicas, draft_replicas, strict=True)
+    runners = [Runner(*each, seed=config.seed) for each in parts]
     for own, before in zip(programs, [None, *programs], strict=False):
         own.warm_up(config.compile_ahead, before)
     return runners

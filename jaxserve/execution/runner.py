@@ -1,40 +1,30 @@
 """Runner: owns the weights and the device state; turns packed steps into outputs."""
 
 import atexit
-import contextlib
 import dataclasses
 import logging
 import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from jaxserve.execution.costs import Costs
 from jaxserve.execution.executor import RoundCounts, StepResult
-from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.packer import BatchPacker
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.execution.programs import Programs
-from jaxserve.execution.proposer import Proposer
 from jaxserve.execution.round import StepOutput
 from jaxserve.execution.state import ServeState
-from jaxserve.execution.xla_cache import Scope
-from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes
 from jaxserve.models.registry import flop_counts, param_specs
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.sampling import LogprobLayout
-from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import StepPlan, StepShape
-from jaxserve.sharding import tensor_size
 
 logger = logging.getLogger(__name__)
 
@@ -100,22 +90,14 @@ class RunningStep:
 
 
 class Runner:
-    """Compiled programs by bucket over one donated state.
+    """Compiled programs over weights and one donated state.
 
     Args:
-        arch: sizes of the whole model.
-        params: its weights, on the devices of `mesh` if there is one.
-        schedule: sizes of steps and pool.
-        kv_dtype: dtype of the pool.
-        backend: backend of attention.
-        linear_backend: backend of products with matrices, see `EngineConfig.linear_backend`.
+        programs: programs of the model.
+        params: its weights, on the devices of its mesh if there is one.
+        draft_params: parameters of its proposer, whole on each device, but those of a layer of the model split as its
+            others are.
         seed: seed of requests, with which each one's own is mixed.
-        max_steps: rounds that one dispatch may go.
-        programs_dir: directory of compiled programs; None keeps none.
-        cache_scope: context entered while a program is compiled: XLA's cache, where whole programs are not kept.
-        mesh: mesh of the devices that the model is split over; None where the first device has all of it.
-        proposer: proposer of speculative decoding; None without it.
-        draft_params: its parameters, whole on each device, but those of a layer of the model split as its others are.
 
     Attributes:
         params: the weights in use.
@@ -126,50 +108,21 @@ class Runner:
         costs: costs of steps.
     """
 
-    def __init__(
-        self,
-        arch: ArchConfig,
-        params: Params,
-        schedule: ScheduleConfig,
-        *,
-        kv_dtype: jax.typing.DTypeLike,
-        backend: str,
-        linear_backend: str = "auto",
-        seed: int = 0,
-        max_steps: int = 1,
-        programs_dir: Path | None = None,
-        cache_scope: Scope = contextlib.nullcontext,
-        mesh: Mesh | None = None,
-        proposer: Proposer | None = None,
-        draft_params: Params | None = None,
-    ) -> None:
-        self.draft_params = draft_params or {}
-        self.arch, self.params, self.schedule, self.mesh = arch, params, schedule, mesh
+    def __init__(self, programs: Programs, params: Params, draft_params: Params, *, seed: int = 0) -> None:
+        self.programs, self.params, self.draft_params = programs, params, draft_params
+        lowering = programs.lowering
+        self.arch, self.schedule, self.mesh = arch, schedule, mesh = lowering.arch, lowering.schedule, lowering.mesh
+        self.param_shapes, self._draft_shapes = lowering.param_shapes, lowering.draft_shapes
         self.packer = BatchPacker(schedule, seed, arch.vocab_size)
-        # For programs: they may be compiled while the weights are replaced.
-        self.param_shapes, self._draft_shapes = shapes_of(params), shapes_of(self.draft_params)
-        lowering = Lowering(
-            arch,
-            self.param_shapes,
-            schedule,
-            kv_dtype=jnp.dtype(kv_dtype),
-            backend=backend,
-            linear_backend=linear_backend,
-            max_steps=max_steps if arch.pooler is None else 1,
-            mesh=mesh,
-            proposer=proposer,
-            draft_shapes=self._draft_shapes,
-        )
-        self.programs = Programs(lowering, directory=programs_dir, cache_scope=cache_scope)
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
-        self._logprob_layout = LogprobLayout.of(schedule.max_logprobs, arch.vocab_size)
+        self._logprob_layout = lowering.model.logprobs
         # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
         # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
         self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
         self.state: ServeState | None = self.programs.new_state()  # None while it sleeps, and once it is closed
         self._sleeping_params: Params | None = None  # copy in the host's memory
         self._sleeping_draft: Params = {}
-        local, pool_bytes = arch.local(tensor_size(mesh)), device_bytes(self.state.kv_pages)
+        local, pool_bytes = lowering.model.arch, device_bytes(self.state.kv_pages)
         num_layer_tokens = schedule.num_shard_pages * schedule.page_size * arch.kv_group_layers
         reads = WeightReads.of(params, param_specs(local), device_bytes, has_logits=arch.pooler is None)
         self.costs = Costs(
@@ -282,7 +235,7 @@ class Runner:
 
 
 def shapes_of(params: Params) -> Params:
-    """Return shapes, dtypes and places of parameters."""
+    """Return shapes, dtypes and places of parameters: programs may be compiled while the weights are replaced."""
     shapes: Params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
     return shapes
 

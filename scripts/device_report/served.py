@@ -1,5 +1,6 @@
 """Engines of random weights that are never written to a disk."""
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +21,9 @@ from jaxserve.engine.checkpoint import build_arch
 from jaxserve.engine.driven import DrivenEngine
 from jaxserve.engine.memory import build_schedule
 from jaxserve.engine.parameters import compute_dtype, stacked_if_scanned
-from jaxserve.execution.runner import Runner
+from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.programs import Programs
+from jaxserve.execution.runner import Runner, shapes_of
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, split_array
 from jaxserve.models.registry import num_params, param_specs
@@ -64,15 +67,9 @@ class Served:
         self.backend = kernel.served(Problem(*heads, page_size, dtype, jax.default_backend()))
         self.schedule = build_schedule(config, local_arch, dtype, self.backend, devices)
         self.num_params = num_params(arch)
-        self.runner = Runner(
-            arch,
-            params,
-            self.schedule,
-            kv_dtype=dtype,
-            backend=self.backend,
-            max_steps=MAX_STEPS,
-            mesh=mesh,
-        )
+        sizes = (arch, shapes_of(params), self.schedule, dtype, self.backend, "auto", MAX_STEPS, mesh)
+        programs = Programs(Lowering(*sizes), directory=None, cache_scope=contextlib.nullcontext)
+        self.runner = Runner(programs, params, {})
         self.compile_s: dict[str, float] = {}
         plain = [each for each in self.schedule.shapes(MAX_STEPS) if not (each.has_drafts or each.samples_late)]
         started = time.perf_counter()
