@@ -206,7 +206,7 @@ class EngineCore:
         """
         known = [self._requests.get(key) for key in keys]
         ended = [
-            Ended(key, reason) if request is None else Ended.from_request(request, reason)
+            Ended(key, reason, 0 if request is None else request.num_preemptions)
             for key, request in zip(keys, known, strict=True)
         ]
         self.outbox.append(Delta(self._now_s, ended=ended, error=error))

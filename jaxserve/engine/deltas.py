@@ -29,11 +29,6 @@ class Ended(NamedTuple):
     reason: FinishReason
     num_preemptions: int = 0
 
-    @classmethod
-    def from_request(cls, request: Request, reason: FinishReason) -> Ended:
-        """Return the end of a request."""
-        return cls(request.key, reason, request.num_preemptions)
-
 
 class PromptShare(NamedTuple):
     """Tokens of a row whose successors in the prompt have log probabilities."""
@@ -72,7 +67,9 @@ class StepDelta:
             reasons = {request: request.finish_reason for request in ended}
             rows = enumerate(plan.requests)
             by_row = {
-                row: Ended.from_request(each, reason) for row, each in rows if (reason := reasons.get(each)) is not None
+                row: Ended(each.key, reason, each.num_preemptions)
+                for row, each in rows
+                if (reason := reasons.get(each)) is not None
             }
         shares = [] if result.prompt_logprobs is None else _prompt_shares(plan)
         return cls([request.key for request in plan.requests], token_ids, by_row, shares, result)
