@@ -102,10 +102,10 @@ class Admission:
     def _num_pages_left(self) -> int:
         """Pages left for newcomers behind those that wait; 0 if there is no slot or no token left."""
         ledger = self._ledger
-        num_ahead, num_tokens, num_pages = ledger.waiting_demand
-        if num_ahead >= len(ledger.free_slots) or num_tokens >= self._prompts.next_budget_left():
+        has_slot = len(ledger.waiting) < len(ledger.free_slots)
+        if not has_slot or ledger.num_waiting_tokens >= self._prompts.next_budget_left():
             return 0
-        return ledger.num_available - self._prompts.num_pages_kept - num_pages
+        return ledger.num_available - self._prompts.num_pages_kept - ledger.num_waiting_pages
 
     def _would_yield(self, request: Request) -> bool:
         """Return whether rows of lower classes would give way to a request behind those of its class that wait."""

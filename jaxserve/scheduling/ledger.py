@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from jaxserve.kv_cache.groups import RELEASED
 from jaxserve.kv_cache.page_store import PageStore
@@ -15,20 +15,6 @@ if TYPE_CHECKING:
     from jaxserve.schedule_config import ScheduleConfig
 
 RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
-
-
-class Demand(NamedTuple):
-    """Slots, tokens and pages that the start of waiting requests takes.
-
-    Attributes:
-        num_requests: number of requests, thus slots.
-        num_tokens: tokens that they have to compute.
-        num_pages: pages that they take.
-    """
-
-    num_requests: int
-    num_tokens: int
-    num_pages: int
 
 
 class Ledger:
@@ -89,35 +75,18 @@ class Ledger:
 
     def dequeue(self, request: Request) -> None:
         """Take a request out of the queue."""
-        self.uncount(request)
+        self.count(request, -1)
         self.waiting.remove(request)
         self.store.abandon(request)
         request.has_failed, request.num_kept_tokens = False, 0
 
-    def count(self, request: Request) -> None:
-        """Count a request as one that waits."""
-        self._count_waiting(request, 1)
-
-    def uncount(self, request: Request) -> None:
-        """Count a request as one that waits no more, before it starts or its tokens change; it may be in the queue."""
-        self._count_waiting(request, -1)
-
-    def _count_waiting(self, request: Request, sign: int) -> None:
-        _, num_tokens, num_pages = self.demand(request)
-        self.num_waiting_tokens += sign * num_tokens
-        self.num_waiting_pages += sign * num_pages
-
-    def demand(self, request: Request) -> Demand:
-        """Return what the start of a waiting request takes, as far as is known."""
+    def count(self, request: Request, sign: int = 1) -> None:
+        """Count a request as one that waits; with -1 as one that waits no more, before its tokens change."""
         num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
         # Columns of a first chunk, and one more, which the scheduler keeps free for every row that can grow.
         num_columns = self.groups.num_columns(min(num_tokens, self.max_num_batched_tokens)) + 1
-        return Demand(1, num_tokens, num_columns * self.groups.size)
-
-    @property
-    def waiting_demand(self) -> Demand:
-        """Demand of all waiting requests."""
-        return Demand(len(self.waiting), self.num_waiting_tokens, self.num_waiting_pages)
+        self.num_waiting_tokens += sign * num_tokens
+        self.num_waiting_pages += sign * num_columns * self.groups.size
 
     # Running rows
 

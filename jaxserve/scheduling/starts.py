@@ -229,7 +229,7 @@ class Starts:
                 plan.restored.append((plan.num_rows, states.read(hashes[num_columns - 1])))
         if not request.num_preemptions:
             request.num_cached_tokens = start
-        ledger.uncount(request)
+        ledger.count(request, -1)
         ledger.start(request, pages, start)
         plan.num_cached_tokens += start
         plan.admitted.append(request)

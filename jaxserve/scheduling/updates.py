@@ -85,7 +85,7 @@ class Updates:
                 output.append(token_id)
                 ledger.num_prefill_tokens += 1
             else:
-                ledger.uncount(request)
+                ledger.count(request, -1)
                 output.append(token_id)
                 ledger.count(request)
             if token_id in request.stop_ids or len(output) > request.quiet_outputs:
@@ -111,7 +111,7 @@ class Updates:
             request.num_computed_tokens -= num_tokens
             request.quiet_until = 0
         else:
-            self._ledger.uncount(request)
+            self._ledger.count(request, -1)
             request.num_tokens_when_preempted -= num_tokens
             self._ledger.count(request)
 
