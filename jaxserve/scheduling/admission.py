@@ -13,17 +13,17 @@ from jaxserve.scheduling.starts import Starts
 
 @dataclass(slots=True)
 class Changes:
-    """Changes of what `Admission` answers, but for requests that were added.
+    """Changes of what `Admission` answers, but for requests that were added, since their balancer has looked.
 
     Attributes:
-        num_plans: plans that were asked for.
-        num_losses: losses of all cached pages.
-        changed: indices of targets with changes that their balancer has not seen.
+        was_planned: True if a plan was asked for.
+        has_lost_cache: True if all cached pages were lost.
+        changed: indices of targets with changes.
         index: index of this target.
     """
 
-    num_plans: int = 0
-    num_losses: int = 0
+    was_planned: bool = False
+    has_lost_cache: bool = False
     changed: set[int] = field(default_factory=set)
     index: int = 0
 
@@ -33,12 +33,12 @@ class Changes:
 
     def planned(self) -> None:
         """Note that a plan was asked for."""
-        self.num_plans += 1
+        self.was_planned = True
         self.changed.add(self.index)
 
     def lost_cache(self) -> None:
         """Note that nothing is cached any more."""
-        self.num_losses += 1
+        self.has_lost_cache = True
         self.note()
 
 

@@ -71,7 +71,6 @@ class Balancer:
         self._prefixes: dict[str, Prefix] = {}  # prefixes of queued requests that were routed, by request id
         self._idle = dict.fromkeys(range(count))  # targets without requests
         self._with_waiting: dict[int, None] = {}  # targets with waiting requests
-        self._seen = [(0, 0)] * count  # plans of each target, and losses of its cache, that were noted
         self._changed.update(range(count))
         self.num_deferred = 0
 
@@ -156,14 +155,14 @@ class Balancer:
         """
         overdue: list[int] = []
         for index in sorted(self._changed):
-            admission, (num_plans, num_losses) = self._targets[index].admission, self._seen[index]
+            admission = self._targets[index].admission
             changes = admission.changes
-            self._seen[index] = changes.num_plans, changes.num_losses
-            if changes.num_losses != num_losses:
+            if changes.has_lost_cache:
                 self._router.forget(index)
             self._note(index, is_open=admission.is_open())
-            if changes.num_plans != num_plans and index in self._with_waiting:
+            if changes.was_planned and index in self._with_waiting:
                 overdue.append(index)
+            changes.was_planned = changes.has_lost_cache = False
         self._changed.clear()
         indices = self._with_waiting if self._idle else overdue
         return self._take_back(list(indices)) if indices else []
