@@ -145,6 +145,9 @@ class EngineConfig:
             1 GiB, except in a directory that the user gave. With many processes "auto" is off.
         speculative_config: settings of speculative decoding: a SpeculationConfig, or its fields under vLLM's names, as
             a dict or as JSON; None drafts no tokens. Outputs stay those of the model alone.
+        engine_process: run scheduler and model in a process of its own; this one keeps tokenizer, texts and HTTP. Steps
+            then do not wait for a Python program that is busy with other work, but each takes a message from one
+            process to the other. Not with several processes of one run.
         event_log: file in which the scheduler's inputs are recorded, prompts included: at most 1 GiB of JSON lines,
             with one further file per further replica. `python -m jaxserve.engine.event_log FILE` replays the plans.
             None records nothing.
@@ -197,6 +200,7 @@ class EngineConfig:
     forbid_compiles: bool = False
     compilation_cache_dir: str | None = "auto"
     speculative_config: str | Mapping[str, Any] | SpeculationConfig | None = None
+    engine_process: bool = False
     event_log: str | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EngineConfig:
@@ -250,6 +254,7 @@ class EngineConfig:
             "step_ahead",
             "count_expert_tokens",
             "forbid_compiles",
+            "engine_process",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")

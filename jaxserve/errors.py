@@ -45,7 +45,7 @@ class PromptTooLongError(RequestError):
 
 
 class EngineDiedError(RequestError):
-    """Error of a request that several engines died of, one after the other, each while serving it alone."""
+    """Error of a request whose engine's process has died; in a fleet, of one that several engines died of."""
 
 
 class PeerLostError(RuntimeError):

@@ -61,6 +61,11 @@ def initialize(
         ) from error
 
 
+def is_joined() -> bool:
+    """Return whether this process is one of several of a run, without a start of jax's backend."""
+    return bool(_roles) or (global_state.num_processes or 1) > 1
+
+
 def own_role() -> Leader | Follower | None:
     """Return this process as the leader or a follower of the others; None if it is the only one.
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.checkpoint import build_arch, build_sampling_params, output_limits, resolve_quantization
+from jaxserve.engine.client import CoreClient
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.devices import Devices
 from jaxserve.engine.events import CacheReset
@@ -58,7 +59,14 @@ class Engine:
         eos_ids = self.arch.eos_ids | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
         if len(eos_ids) > MAX_EOS_IDS:
             raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(eos_ids)}")
-        self.host = host = CoreHost(config, self.arch, executors, new_chooser)
+        self.host: CoreHost | CoreClient
+        if config.engine_process and (executors is not None or new_chooser is not StepChooser):
+            raise ConfigError("engine_process must be False with executors or a chooser, which are of this process")
+        if config.engine_process:
+            self.host = CoreClient(config, self.arch, eos_ids)
+        else:
+            self.host = CoreHost(config, self.arch, executors, new_chooser)
+        host = self.host
         self.schedule, self.stats = host.schedule, host.stats
         self.reader = RequestReader(
             config,
@@ -162,12 +170,17 @@ class Engine:
     @property
     def core(self) -> EngineCore:
         """The replicas and their inputs."""
-        return self.host.core
+        return self._local.core
 
     @property
     def devices(self) -> Devices:
         """Weights and memory of all replicas."""
-        return self.host.devices
+        return self._local.devices
+
+    @property
+    def _local(self) -> CoreHost:
+        assert isinstance(self.host, CoreHost), "with engine_process, the core is in another process"
+        return self.host
 
     @property
     def replicas(self) -> Sequence[Replica]:

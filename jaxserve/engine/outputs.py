@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.errors import PeerLostError
+from jaxserve.errors import EngineDiedError, PeerLostError
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.request import FinishReason, Request, TokenIds
 from jaxserve.sampling_params import SamplingParams
@@ -226,8 +226,8 @@ class RequestGroup:
         return self.output.finished
 
     def check_served(self) -> None:
-        """Raise the error that ended the request early, if any: PeerLostError, or RuntimeError of another."""
-        if isinstance(self.error, PeerLostError):
+        """Raise the error that ended the request early, if any: of a lost process, or RuntimeError of another."""
+        if isinstance(self.error, PeerLostError | EngineDiedError):
             raise self.error
         if self.error is not None:
             raise RuntimeError(f"the step that served this request broke off: {self.error!r}") from self.error

@@ -22,6 +22,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.threads import EngineThreads
+from jaxserve.errors import EngineDiedError
 from jaxserve.increments import Increment, OutputReader
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ class Stream:
 
         Raises:
             BrokenStepError: the engine could not go on with a request.
+            EngineDiedError: its process has died.
         """
         self._write = write
         self.resume()
@@ -145,6 +147,8 @@ class Stream:
             with self._lock:  # all three of one moment
                 increments = self._readers[number].read() if write is not None else ()
                 is_ended, error = group.output.finished, group.error
+            if isinstance(error, EngineDiedError):
+                raise error
             if error is not None:
                 raise BrokenStepError(f"the step that served this request broke off: {error!r}")
             if write is not None and increments and not self._through.done():

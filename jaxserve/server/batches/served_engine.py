@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.batch_engine import taken
+from jaxserve.errors import EngineDiedError
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.server.classes import tenant_salt
@@ -138,6 +139,8 @@ class ServedEngine:
 
 
 def _result(group: RequestGroup, request_id: str) -> RequestOutput | RequestFailure:
+    if isinstance(group.error, EngineDiedError):
+        return RequestFailure(request_id, group.error)
     if group.error is not None:
         message = f"the step that served this request broke off: {group.error!r}"
         return RequestFailure(request_id, BadRequestError(message, None, "internal_error", 500))

@@ -1,0 +1,239 @@
+"""CoreProcess: the process of a core, at the other end of the pipe of a `CoreClient`; run by it as a program.
+
+Its main thread reads the pipe, the core's thread writes what a step has brought. It ends when the pipe does, in
+whatever way the process of the client has ended; signals that a terminal sends to both are left to that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from jaxserve.engine import messages
+from jaxserve.engine.core_thread import LOOK_S, CoreThread
+from jaxserve.engine.deltas import Delta, Ended
+from jaxserve.engine.events import Cancelled, Event, Submitted
+from jaxserve.engine.messages import Failed, Formed, FromCore, Logged, Reply, Start, Started
+from jaxserve.engine.status import CoreStatus
+from jaxserve.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from jaxserve.engine.grammars import Grammars
+    from jaxserve.engine.host import CoreHost
+    from jaxserve.metrics import StepStats
+    from jaxserve.scheduling.wait_estimate import OutputLengths, Wait
+
+logger = logging.getLogger(__name__)
+
+_FROM_ANY_THREAD = {"wait_until_warm", "peak_rates", "describe_device", "estimate"}  # calls that no step waits for
+
+
+class CoreProcess:
+    """A core, for a client in another process.
+
+    Args:
+        connection: pipe to the client.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.RLock()  # guards the pipe, and what is counted of its messages
+        self._pausing = threading.Lock()  # held by the call that has the core for itself
+        self._making = threading.Lock()  # guards `_unmade`
+        self._unmade: set[int] = set()  # keys of requests whose constraints are being made
+        self._num_sent = self._num_delivered = 0  # deltas
+        self._told: tuple[list[StepStats], int] = [], 0  # list of statistics seen last, and how many of it were sent
+        self._host: CoreHost
+        self._driver: CoreThread
+        self._grammars: Grammars
+
+    def run(self) -> NoReturn:
+        """Serve until the client has gone."""
+        try:
+            self._serve()
+        except (EOFError, OSError):
+            self._leave()
+        except BaseException:  # nobody would read the pipe any more
+            logger.exception("the engine's process ends: a message could not be taken")
+            self._leave(1)
+
+    def _serve(self) -> NoReturn:
+        start: Start = messages.receive(self._connection)
+        logging.basicConfig(level=start.log_level, handlers=[_Sender(self)])
+        threading.Thread(target=self._start, args=(start,), name="jaxserve start", daemon=True).start()
+        while True:
+            events, self._num_delivered, call = messages.receive(self._connection)
+            for event in events:
+                self._take(event)
+            if events:
+                self._driver.start()
+            if call is not None:
+                threading.Thread(target=self._answer, args=call, daemon=True).start()
+
+    def _start(self, start: Start) -> None:
+        """Build the core, on a thread of its own, as the main one has to see that the client goes."""
+        try:
+            host = self._new_host(start)
+        except BaseException as error:
+            self.send(Failed(messages.portable(error) or error))
+            return
+        self._host = host
+        self._driver = CoreThread(host.core, host.close, self._flush, lambda: self._num_sent - self._num_delivered)
+        self.send(Started(host.schedule))
+        with contextlib.suppress(Exception):
+            host.wait_until_warm()
+        self._flush()  # the news that it is warm
+
+    def _new_host(self, start: Start) -> CoreHost:
+        import jax  # noqa: PLC0415 - slow, and the client may be gone meanwhile
+
+        from jaxserve.engine.grammars import Grammars  # noqa: PLC0415
+        from jaxserve.engine.host import CoreHost  # noqa: PLC0415
+        from jaxserve.text.loading import load_tokenizer  # noqa: PLC0415
+
+        for name, value in start.settings.items():
+            if jax.config.values[name] != value:
+                jax.config.update(name, value)
+        config = start.config
+        self._grammars = Grammars(
+            lambda: load_tokenizer(config.tokenizer_path, config.chat_options), start.arch.vocab_size, start.eos_ids
+        )
+        return CoreHost(config, start.arch)
+
+    # Events
+
+    def _take(self, event: Event | Formed) -> None:
+        """Leave an event for the core; a request with a form follows once its constraint is made."""
+        if isinstance(event, Formed):
+            with self._making:
+                self._unmade |= {request.key for request in event.requests}
+            threading.Thread(target=self._make, args=event, name="jaxserve grammars", daemon=True).start()
+            return
+        if isinstance(event, Cancelled) and self._unmade:
+            with self._making:
+                self._unmade.difference_update(event.keys)
+        self._host.send(event)
+
+    def _make(self, requests: list[Request], tried_bytes: int) -> None:
+        try:
+            for request in requests:
+                request.constraint = self._grammars.constraint(
+                    request.params, request.stop_ids, request.tenant, tried_bytes
+                )
+        except Exception as error:
+            logger.exception("request %s is ended: its constraint could not be made again", requests[0].request_id)
+            ended = [Ended(request.key, FinishReason.ABORT) for request in requests]
+            self._host.outbox.append(Delta(time.monotonic(), ended=ended, error=error))
+            requests = []
+        with self._making:
+            left = [request for request in requests if request.key in self._unmade]
+            self._unmade.difference_update(request.key for request in requests)
+            self._host.send(Submitted(left))  # none if all were cancelled: it is counted
+        self._driver.start()
+
+    # Calls
+
+    def _answer(self, number: int, name: str, args: tuple[Any, ...]) -> None:
+        """Call a method of the host, between two steps unless it is for any thread."""
+        value, error = None, None
+        try:
+            method = self._estimate if name == "estimate" else getattr(self._host, name)
+            value = method(*args) if name in _FROM_ANY_THREAD else self._between_steps(method, args)
+        except BaseException as raised:
+            error = messages.portable(raised)
+        self._flush(Reply(number, value, error))
+
+    def _between_steps(self, method: Any, args: tuple[Any, ...]) -> Any:
+        with self._pausing:
+            self._driver.pause()
+            while self._driver.is_running:
+                time.sleep(LOOK_S)
+            try:
+                return method(*args)
+            finally:
+                self._driver.resume()
+                self._driver.start()
+
+    def _estimate(self, num_tokens: int, priority: int | None, lengths: OutputLengths) -> Wait | None:
+        self._host.backlog.lengths = lengths
+        return self._host.backlog.wait(num_tokens, priority)
+
+    # To the client
+
+    def _flush(self, reply: Reply | None = None) -> None:
+        """Send what is new. From any thread; deltas are sent in their order."""
+        with self._sending:
+            status = self._status()  # first: if it says that there is no work, all deltas are in the outbox
+            outbox, steps = self._host.outbox, self._host.core.last_steps
+            deltas = [messages.portable_delta(outbox.popleft()) for _ in range(len(outbox))]
+            self._num_sent += len(deltas)
+            told, count = self._told
+            new = steps[count if told is steps else 0 :]
+            self._told = steps, len(steps)
+            values = messages.stats_values(self._host.stats), [messages.step_values(step) for step in new]
+            self._post(FromCore(deltas, status, *values, reply))
+
+    def _status(self) -> CoreStatus:
+        core, backlog = self._host.core, self._host.backlog
+        return CoreStatus(
+            core.num_taken,  # first: what is taken from now on is told later
+            core.has_work(),
+            self._host.occupancy,
+            backlog.num_queued_tokens(),
+            backlog.rates(),
+            self._host.memory,
+            self._host.is_warm,
+        )
+
+    def send(self, message: object) -> None:
+        """Send a message; from any thread."""
+        with self._sending:
+            self._post(message)
+
+    def _post(self, message: object) -> None:
+        try:
+            messages.send(self._connection, message)
+        except OSError:  # the client has gone
+            self._leave()
+
+    def _leave(self, code: int = 0) -> NoReturn:
+        """End the process; Python's own end would stop threads inside XLA, which then aborts."""
+        if hasattr(self, "_host"):
+            self._host.close_logs()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class _Sender(logging.Handler):
+    """Handler that sends records to the client, whose handlers write them."""
+
+    def __init__(self, process: CoreProcess) -> None:
+        super().__init__()
+        self._process = process
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info:
+            text += "\n" + logging.Formatter().formatException(record.exc_info)
+        plain = {"name": record.name, "levelno": record.levelno, "levelname": record.levelname, "msg": text}
+        self._process.send(Logged(plain))
+
+
+def main() -> NoReturn:
+    """Serve at the pipe whose number is the argument."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    handle = int(sys.argv[1])
+    os.set_inheritable(handle, False)
+    CoreProcess(Connection(handle)).run()
+
+
+if __name__ == "__main__":
+    main()
