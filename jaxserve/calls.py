@@ -79,7 +79,7 @@ class Calls:
         shares_last_page: bool = False,
     ) -> list[RequestGroup]:
         """Prepare requests; RequestError names the prompt that cannot be served, and then none is queued."""
-        self._engine.host.memory.check_serve()
+        self._engine.host.check_serve()
         read = partial(self._engine.reader.read, shares_last_page=shares_last_page)
         groups = []
         for index, (prompt, p, priority) in enumerate(zip(prompts, params, priorities, strict=True)):

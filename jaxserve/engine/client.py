@@ -164,11 +164,14 @@ class CoreClient:
 
     @property
     def memory(self) -> MemoryState:
-        """Memory of the devices; EngineDiedError if their process has ended by itself."""
-        memory = self.driver.status.memory
-        if self.driver.error is not None and not memory.is_closed:
+        """Memory of the devices."""
+        return self.driver.status.memory
+
+    def check_serve(self) -> None:
+        """Raise an error if no request can be served now: EngineDiedError if the process has ended by itself."""
+        if self.driver.error is not None and not self.memory.is_closed:
             raise EngineDiedError(str(self.driver.error))
-        return memory
+        self.memory.check_serve()
 
     @property
     def is_warm(self) -> bool:
@@ -410,7 +413,7 @@ class _Link:
             case FromCore(deltas, status, stats, steps, reply):
                 messages.take_stats(self.stats, stats)
                 self.last_steps.extend(StepStats(*step) for step in steps)
-                self.outbox.extend(delta for delta in deltas if delta is not None)
+                self.outbox.extend(messages.unpacked(delta) for delta in deltas if delta is not None)
                 self._num_received += len(deltas)
                 for _ in range(status.num_taken - self.status.num_taken):
                     self.num_untaken_tokens -= self._untaken.popleft()

@@ -7,6 +7,7 @@ whatever way the process of the client has ended; signals that a terminal sends 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SWITCH_INTERVAL_S = 5e-4  # time for which the core's thread may keep Python's lock from the one that reads the pipe
 _FROM_ANY_THREAD = {"wait_until_warm", "peak_rates", "describe_device", "estimate"}  # calls that no step waits for
 
 
@@ -84,6 +86,8 @@ class CoreProcess:
         except BaseException as error:
             self.send(Failed(messages.portable(error) or error))
             return
+        gc.collect()
+        gc.freeze()  # a full collection would look through all of it, and no step is made meanwhile
         self._host = host
         self._driver = CoreThread(host.core, host.close, self._flush, lambda: self._num_sent - self._num_delivered)
         self.send(Started(host.schedule))
@@ -172,7 +176,7 @@ class CoreProcess:
         with self._sending:
             status = self._status()  # first: if it says that there is no work, all deltas are in the outbox
             outbox, steps = self._host.outbox, self._host.core.last_steps
-            deltas = [messages.portable_delta(outbox.popleft()) for _ in range(len(outbox))]
+            deltas = [messages.packed(outbox.popleft()) for _ in range(len(outbox))]
             self._num_sent += len(deltas)
             told, count = self._told
             new = steps[count if told is steps else 0 :]
@@ -232,6 +236,7 @@ def main() -> NoReturn:
         signal.signal(each, signal.SIG_IGN)
     handle = int(sys.argv[1])
     os.set_inheritable(handle, False)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     CoreProcess(Connection(handle)).run()
 
 

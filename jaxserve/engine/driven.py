@@ -39,7 +39,7 @@ class DrivenEngine(Engine):
             RequestError: the request cannot be served; nothing has changed.
             RuntimeError: the engine is closed.
         """
-        self.host.memory.check_serve()
+        self.host.check_serve()
         default = self.default_sampling_params if self.arch.pooler is None else PoolingParams()
         group = self.reader.read(request_id, prompt, params or default, **facts)
         self.frontend.start(group, self._note)

@@ -191,6 +191,10 @@ class CoreHost:
         """Memory of the devices."""
         return self.devices.memory
 
+    def check_serve(self) -> None:
+        """Raise RequestError if no request can be served now, RuntimeError if the engine is closed."""
+        self.memory.check_serve()
+
     @property
     def is_warm(self) -> bool:
         """True once every program is compiled."""

@@ -9,20 +9,25 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
+from jaxserve.engine.deltas import Delta, StepDelta
 from jaxserve.engine.events import Event, Submitted
+from jaxserve.execution.executor import StepResult
 from jaxserve.metrics import EngineStats, StepStats
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from jaxserve.config import EngineConfig
-    from jaxserve.engine.deltas import Delta
     from jaxserve.engine.status import CoreStatus
     from jaxserve.models.arch import ArchConfig
     from jaxserve.schedule_config import ScheduleConfig
 
+_RESULTS = ("ended_s", "logprobs", "prompt_logprobs", "rounds", "pooled")  # of a step, which a frontend reads
 _STEP_FIELDS = tuple(field.name for field in fields(StepStats))
 # Totals that the frontend adds to.
 _FRONTENDS = {"num_output_tokens", "num_finished", "iterations_by_tokens", "num_iteration_tokens"}
@@ -99,14 +104,14 @@ class FromCore(NamedTuple):
     """Message from the core.
 
     Attributes:
-        deltas: deltas of the core, in order.
+        deltas: deltas of the core, in order, as `packed` returns them.
         status: its status behind them.
         stats: values of the totals of _STATS_FIELDS.
         steps: values of the fields of the statistics of new steps.
         reply: reply to a call.
     """
 
-    deltas: list[Delta | BaseException | None]
+    deltas: list[tuple[Any, ...] | BaseException | None]
     status: CoreStatus
     stats: tuple[Any, ...]
     steps: list[tuple[Any, ...]]
@@ -144,11 +149,66 @@ def portable(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def portable_delta(delta: Delta | BaseException) -> Delta | BaseException | None:
-    """Return a delta as it can be sent."""
+class PackedStep(NamedTuple):
+    """StepDelta as it is sent: numbers as bytes, of the device's results those that a frontend reads.
+
+    Attributes:
+        keys: int64 numbers.
+        token_ids: int32 ids of all rows.
+        counts: int32 numbers of them by row; empty if each row has one.
+        num_rows: rows of the device's results.
+        others: further fields of StepDelta.
+        results: values of the fields of StepResult in _RESULTS.
+    """
+
+    keys: bytes
+    token_ids: bytes
+    counts: bytes
+    num_rows: int
+    others: tuple[Any, Any]
+    results: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, step: StepDelta) -> PackedStep:
+        """Return a step's delta as it is sent."""
+        counts, result = list(map(len, step.token_ids)), step.result
+        return cls(
+            np.array(step.keys, np.int64).tobytes(),
+            np.fromiter(chain.from_iterable(step.token_ids), np.int32).tobytes(),
+            b"" if counts.count(1) == len(counts) else np.array(counts, np.int32).tobytes(),
+            len(result.token_ids),
+            (step.ended, step.prompt_shares),
+            tuple([getattr(result, name) for name in _RESULTS]),
+        )
+
+    def unpacked(self) -> StepDelta:
+        """Return the delta again."""
+        keys: list[int] = np.frombuffer(self.keys, np.int64).tolist()
+        token_ids: list[int] = np.frombuffer(self.token_ids, np.int32).tolist()
+        if self.counts:
+            ids = iter(token_ids)
+            rows = [list(islice(ids, count)) for count in np.frombuffer(self.counts, np.int32).tolist()]
+        else:
+            rows = [[token_id] for token_id in token_ids]
+        empty = np.zeros((self.num_rows, 0), np.int32)
+        result = StepResult(empty, empty, **dict(zip(_RESULTS, self.results, strict=True)))
+        return StepDelta(keys, rows, *self.others, result)
+
+
+def packed(delta: Delta | BaseException) -> tuple[Any, ...] | BaseException | None:
+    """Return a delta as it is sent."""
     if isinstance(delta, BaseException):
         return portable(delta)
-    return delta if delta.error is None else replace(delta, error=portable(delta.error))
+    step = None if delta.step is None else PackedStep.of(delta.step)
+    return delta.at_s, delta.admitted, step, delta.ended, delta.error and portable(delta.error)
+
+
+def unpacked(delta: tuple[Any, ...] | BaseException) -> Delta | BaseException:
+    """Return a delta again."""
+    if isinstance(delta, BaseException):
+        return delta
+    at_s, admitted, step, ended, error = delta
+    return Delta(at_s, admitted, None if step is None else step.unpacked(), ended, error)
 
 
 def stats_values(stats: EngineStats) -> tuple[Any, ...]:

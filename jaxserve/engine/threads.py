@@ -70,7 +70,7 @@ class EngineThreads:
             if not is_own:
                 self._is_paused, self._pauser = self._is_stopped, 0  # an interrupt may have come at the end of a pause
                 self._driver.resume()
-            self._engine.host.memory.check_serve()
+            self._engine.host.check_serve()
             try:
                 for group in groups:
                     self._engine.frontend.start(group, listener)

@@ -137,7 +137,7 @@ class Generation:
         return request, self._prepare_all(interface, request)
 
     def _prepare_all(self, interface: Interface, request: ParsedRequest) -> list[RequestGroup]:
-        self._engine.host.memory.check_serve()
+        self._engine.host.check_serve()
         read, name = self._engine.reader.read, interface.prefix
         groups: list[RequestGroup] = []
         whose = request.tenant, request.priority or 0

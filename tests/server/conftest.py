@@ -60,11 +60,13 @@ def running(engine: Engine, **options: Any) -> Iterator[Running]:
         thread = threading.Thread(target=lambda: server.run(sockets=[sock]))
         thread.start()
         assert started.wait(30)
-        with httpx.Client(base_url=urls[0], timeout=60) as client:
-            yield Running(urls[0], app, engine, client, lambda: server.handle_exit(15, None))
-            check_drained(engine)
-        server.handle_exit(15, None)
-        thread.join(30)
+        try:
+            with httpx.Client(base_url=urls[0], timeout=60) as client:
+                yield Running(urls[0], app, engine, client, lambda: server.handle_exit(15, None))
+                check_drained(engine)
+        finally:
+            server.handle_exit(15, None)
+            thread.join(30)
         assert not thread.is_alive()
 
 
@@ -94,11 +96,12 @@ def server(engine: Engine) -> Iterator[Running]:
 def check_drained(engine: Engine) -> None:
     """Check that no request is left, and that no page is lost."""
     for _ in range(200):
-        if not engine.core.has_work() and not engine.frontend.has_unfinished():
+        if not engine.host.driver.has_work() and not engine.frontend.has_unfinished():
             break
         threading.Event().wait(0.02)
-    assert not engine.core.has_work()
-    engine.check_integrity()
+    assert not engine.host.driver.has_work()
+    if engine.host.problem is None:
+        engine.check_integrity()
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,330 @@
+"""A core in a process of its own: the same outputs as in this process, and a clear end if either process dies."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from jaxserve.beam_search import BeamSearchParams
+from jaxserve.config import EngineConfig
+from jaxserve.engine import messages
+from jaxserve.engine.core_thread import MAX_DELTAS
+from jaxserve.engine.deltas import Delta
+from jaxserve.engine.driven import DrivenEngine
+from jaxserve.errors import ConfigError, EngineDiedError, RequestError
+from jaxserve.llm import LLM
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured_output.params import StructuredOutputsParams
+from tests.e2e.sizes import SIZES
+from tests.server.conftest import running
+from tests.waiting import until
+
+PATIENCE_S = 60
+LONG = SamplingParams(max_tokens=90, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+FORM = StructuredOutputsParams(regex="[a-c]{3}(x|yz)+", whitespace_pattern=None)
+KINDS = {
+    "greedy": GREEDY,
+    "sampled": SamplingParams(temperature=1, seed=7, max_tokens=12, n=3),
+    "penalties": SamplingParams(temperature=1, seed=3, max_tokens=12, repetition_penalty=1.2, logit_bias={40: 3.0}),
+    "logprobs": GREEDY.clone({"logprobs": 3}),
+    "prompt_logprobs": GREEDY.clone({"prompt_logprobs": 2}),
+    "stop ids": SamplingParams(temperature=1, seed=1, max_tokens=40, stop_token_ids=[*range(30, 90)]),
+    "stop strings": SamplingParams(temperature=1, seed=2, max_tokens=40, stop=["a", "e", "1"], ignore_eos=True),
+    "form": SamplingParams(temperature=1, seed=5, max_tokens=20, structured_outputs=FORM),
+}
+PROGRAM = """
+import signal, sys
+from jaxserve.llm import LLM
+from jaxserve.sampling_params import SamplingParams
+from jax._src import xla_bridge
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+llm = LLM(sys.argv[1], engine_process=True, compile_ahead="minimal", max_model_len=512, max_num_seqs=4)
+long = SamplingParams(max_tokens=500, ignore_eos=True)
+assert not xla_bridge._backends, "the devices are the other process's"
+try:
+    print("serves", llm.engine.host.driver._process.pid, flush=True)
+    while True:
+        llm.generate([[1, 2]], long, False)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+print("served", len(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True), False)), flush=True)
+while True:
+    llm.generate([[1, 2]], long, False)
+"""
+
+
+class Served:
+    """The engines whose core is a process, started when they are asked for."""
+
+    def __init__(self, model: Path) -> None:
+        self._model, self._llm = str(model), None
+
+    def __call__(self) -> LLM:
+        if self._llm is None or self._llm.engine.host.problem is not None:
+            self._llm = LLM(self._model, engine_process=True, **SIZES)
+        return self._llm
+
+    def close(self) -> None:
+        if self._llm is not None:
+            pid = process_of(self._llm)
+            self._llm.close()
+            assert not is_alive(pid), "and it is no zombie"
+
+
+@pytest.fixture(scope="module")
+def served(llama: Path) -> Iterator[Served]:
+    """Return a function that returns the shared engine, which it starts again after a test has killed it."""
+    served = Served(llama)
+    yield served
+    served.close()
+
+
+def process_of(llm: LLM) -> int:
+    """Return the number of the core's process."""
+    pid: int = llm.engine.host.driver._process.pid
+    return pid
+
+
+def is_alive(pid: int) -> bool:
+    """Return whether there is a process, even a zombie."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def facts(output: RequestOutput) -> list[Any]:
+    """Return what must be equal of an output."""
+    rows = [output.prompt_token_ids, output.prompt, output.finished, ids_of(output.prompt_logprobs)]
+    for each in output.outputs:
+        m = each.metrics
+        rows += [each.text, each.token_ids, each.finish_reason, each.stop_reason, ids_of(each.logprobs)]
+        rows += [m.num_output_tokens, m.num_preemptions, m.num_cached_tokens]
+        times = [m.arrival_s, m.scheduled_s, m.first_token_s, m.last_token_s, m.finished_s]
+        assert None not in times
+        assert times == sorted(times)
+    return rows
+
+
+def ids_of(logprobs: Any) -> Any:
+    """Return ids and ranks of log probabilities."""
+    if logprobs is None:
+        return None
+    return [row and [(token, entry.rank, entry.decoded_token) for token, entry in row.items()] for row in logprobs]
+
+
+def values_of(output: RequestOutput) -> list[float]:
+    """Return log probabilities."""
+    tables = [output.prompt_logprobs, *(each.logprobs for each in output.outputs)]
+    return [entry.logprob for table in tables if table for row in table if row for entry in row.values()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_are_those_of_a_core_in_this_process(llm: LLM, served: Served, kind: str) -> None:
+    llm.reset_prefix_cache()
+    assert served().reset_prefix_cache()
+    prompts, params = ["Once upon a time", [5, 6, 7] * 9, "x"], KINDS[kind]
+    expected, found = (each.generate(prompts, params, use_tqdm=False) for each in (llm, served()))
+    assert [facts(output) for output in found] == [facts(output) for output in expected]
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(values_of(a), values_of(b), atol=2e-4)
+    with served()._threads.paused() as engine:  # stop strings have reached the core by then
+        assert engine.occupancy.num_pages_used == 0
+        engine.check_integrity()
+
+
+def test_beams_are_those_of_a_core_in_this_process(llm: LLM, served: Served) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=4)
+    expected, found = (each.beam_search(["Once upon"], params)[0].sequences for each in (llm, served()))
+    assert [beam.tokens for beam in found] == [beam.tokens for beam in expected]
+
+
+def test_a_stream_that_is_closed_leaves_nothing(served: Served) -> None:
+    parts = served().stream("Once", LONG)
+    text = next(parts).outputs[0].text + next(parts).outputs[0].text
+    parts.close()
+    assert text
+    with served()._threads.paused() as engine:
+        assert not engine.frontend.has_unfinished()
+        assert engine.occupancy.num_pages_used == 0
+    before, stats = served().engine.stats.num_output_tokens, served().engine.stats
+    served().generate("Once", GREEDY, use_tqdm=False)
+    assert stats.num_output_tokens - before == 12
+    assert stats.num_sampled_tokens >= stats.num_output_tokens
+
+
+def test_the_core_is_never_far_ahead_of_stop_strings(served: Served) -> None:
+    engine = served().engine
+    before = engine.stats.num_sampled_tokens
+    first = served().generate("Once", LONG.clone({"seed": 1}), use_tqdm=False)[0].outputs[0]
+    stop = served().engine.tokenizer.decode(first.token_ids[:3])[-1:]
+    wasted = engine.stats.num_sampled_tokens - before - 90
+    served().generate("Once", LONG.clone({"seed": 1, "stop": [stop]}), use_tqdm=False)
+    with served()._threads.paused():
+        assert engine.stats.num_wasted_tokens - wasted < 90
+    assert MAX_DELTAS < 90
+
+
+def test_weights_and_sleep(llm: LLM, served: Served, llama: Path) -> None:
+    again = served()
+    (before,) = again.generate("Once", GREEDY, use_tqdm=False)
+    arrays = {name: np.asarray(array) * 0.5 for name, array in named(llama).items()}
+    again.update_weights(arrays)
+    llm.update_weights(arrays)
+    (changed,), (expected,) = (each.generate("Once", GREEDY, use_tqdm=False) for each in (again, llm))
+    assert changed.outputs[0].token_ids == expected.outputs[0].token_ids
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(again.generate, ["Once"] * 60, GREEDY.clone({"max_tokens": 50}), False)
+        until(again.engine.frontend.has_unfinished)
+        again.update_weights(str(llama), running="restart")
+        outputs = [output.outputs[0] for output in future.result(PATIENCE_S)]
+    llm.update_weights(str(llama))
+    restarted = [output.token_ids[:12] for output in outputs if output.metrics.num_restarts]
+    assert restarted
+    assert all(token_ids == before.outputs[0].token_ids for token_ids in restarted)
+    with pytest.raises(ConfigError, match="unknown"):
+        again.update_weights({"unknown": np.zeros(3)})
+    again.sleep(1)
+    assert again.is_sleeping
+    with pytest.raises(RequestError, match="awake"):
+        again.generate("Once", GREEDY, use_tqdm=False)
+    again.wake_up()
+    assert again.generate("Once", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == before.outputs[0].token_ids
+    with pytest.raises(ConfigError, match="engine_process=False"):
+        _ = again.params
+
+
+def named(path: Path) -> dict[str, Any]:
+    """Return the tensors of a checkpoint by their names."""
+    from safetensors.numpy import load_file
+
+    return {name: array for file in path.glob("*.safetensors") for name, array in load_file(file).items()}
+
+
+def test_a_chat_is_streamed_over_http(llm: LLM, served: Served) -> None:
+    with running(served().engine, served_model_name=["tiny"]) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        messages: Any = [{"role": "user", "content": "Say more"}]
+        parts = list(
+            client.chat.completions.create(
+                model="tiny", messages=messages, max_tokens=9, temperature=0, stream=True, logprobs=True
+            )
+        )
+        (expected,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=9), use_tqdm=False)
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == expected.outputs[0].text
+        assert parts[-1].choices[0].finish_reason == expected.outputs[0].finish_reason
+        until(lambda: server.client.get("/ready").status_code == 200)
+        assert server.client.get("/health").status_code == 200
+        metrics = server.client.get("/metrics").text
+        assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in metrics
+        assert (
+            "endpoint-load-metrics"
+            in server.client.get("/load", headers={"endpoint-load-metrics-format": "JSON"}).headers
+        )
+
+
+def test_a_driven_engine_has_statistics_of_its_steps(llama: Path, served: Served) -> None:
+    """`jaxserve bench` drives engines; here over the process of the others."""
+    engine = DrivenEngine.__new__(DrivenEngine)
+    vars(engine).update(vars(served().engine), _progressed={})
+    output, num_rows = engine.add_request("a", [1, 2, 3], GREEDY), 0
+    while engine.has_unfinished():
+        engine.step()
+        num_rows += sum(step.num_rows for step in engine.last_steps)
+    assert len(output.outputs[0].token_ids) == 12
+    assert num_rows >= 12
+    assert engine.describe_device().platform == "cpu"
+
+
+def test_the_status_is_small(served: Served) -> None:
+    served().generate("Once", GREEDY, use_tqdm=False)
+    link = served().engine.host.driver
+    message = messages.FromCore([], link.status, messages.stats_values(link.stats), [])
+    assert len(messages.pickle.dumps(message, 5)) < 1000
+
+
+def test_what_keeps_the_core_from_starting_is_raised_here(llama: Path) -> None:
+    errors = []
+    for engine_process in (False, True):
+        with pytest.raises(ConfigError) as error:
+            LLM(str(llama), attention_backend="none", engine_process=engine_process, **SIZES)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("options", [{"executors": []}, {"new_chooser": print}])
+def test_parts_of_this_process_are_refused(llama: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="engine_process must be False"):
+        DrivenEngine(EngineConfig(str(llama), engine_process=True), **options)
+
+
+def test_an_error_that_cannot_be_sent_is_told_by_its_text() -> None:
+    class LocalError(Exception):
+        pass
+
+    assert isinstance(messages.portable(RequestError("x")), RequestError)
+    assert str(messages.portable(LocalError("why"))) == "LocalError: why"
+    delta = messages.unpacked(messages.packed(Delta(1.0, error=LocalError("why"))))
+    assert isinstance(delta, Delta)
+    assert str(delta.error) == "LocalError: why"
+
+
+def test_interrupts_and_deaths_of_the_caller(llama: Path) -> None:
+    """Ctrl-C is for the caller alone; the core ends with it, however that ends."""
+    command = [sys.executable, "-c", PROGRAM, str(llama)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as program:
+        assert program.stdout is not None
+        try:
+            word, pid = program.stdout.readline().split()
+            assert word == "serves"
+            time.sleep(0.1)
+            os.killpg(program.pid, signal.SIGINT)  # as a terminal does
+            assert [program.stdout.readline() for _ in range(2)] == ["interrupted\n", "served 1\n"]
+        finally:
+            program.kill()
+    until(lambda: not is_running(int(pid)))
+
+
+def is_running(pid: int) -> bool:
+    """Return whether there is a process that runs; one whose parent has gone may stay a zombie in a container."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_requests_end_with_the_process_of_the_core(served: Served) -> None:
+    llm = served()
+    with running(llm.engine, served_model_name=["tiny"]) as server:
+        body = {"model": "tiny", "prompt": "Once", "max_tokens": 50, "ignore_eos": True, "stream": True}
+        os.kill(process_of(llm), signal.SIGSTOP)  # no token comes
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as reply:
+            assert reply.status_code == 200
+            until(llm.engine.frontend.has_unfinished)
+            os.kill(process_of(llm), signal.SIGKILL)
+            rest = "\n".join(reply.iter_lines())
+        assert "SIGKILL" in rest
+        assert "engine_died" in rest
+        health = server.client.get("/health")
+        assert (health.status_code, "SIGKILL" in health.text) == (503, True)
+        again = server.client.post("/v1/completions", json=body | {"stream": False})
+        assert (again.status_code, again.json()["error"]["code"]) == (500, "engine_died")
+        assert server.client.get("/metrics").status_code == 200
+    with pytest.raises(EngineDiedError, match="SIGKILL"):
+        llm.generate("Once", GREEDY, use_tqdm=False)
+    llm.close()
+    assert not is_alive(process_of(llm))
