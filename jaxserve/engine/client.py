@@ -89,8 +89,8 @@ class CoreClient:
             raise
         self.stats, self.outbox, self.last_steps = link.stats, link.outbox, link.last_steps
         self.schedule, self.send = link.started.schedule, link.send
-        self.check_fits = Scheduler.of(self.schedule).check_fits
-        self.backlog = ClientBacklog(link, self.schedule.max_num_batched_tokens // self.schedule.num_data_shards)
+        self.check_fits = Scheduler(self.schedule).check_fits
+        self.backlog = ClientBacklog(link, self.schedule.of_shard.max_num_batched_tokens)
 
     def _call(self, name: str, *args: Any) -> Any:
         return self.driver.call(name, *args)
