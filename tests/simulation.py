@@ -46,7 +46,7 @@ def make_request(request_id, prompt, max_tokens=4, *, min_tokens=0, **kwargs):
 
 
 def counter_of(queue, request):
-    """What the tenant of an unfinished request has got, all told."""
+    """Service that the tenant of an unfinished request has got, all told."""
     group = queue._classes[request.priority]
     queue._settle(group)
     return group.tenants[request.tenant].counter

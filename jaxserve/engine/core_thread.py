@@ -93,7 +93,7 @@ class CoreThread:
                     if self._num_behind() > MAX_DELTAS:  # so that stop strings are found in time
                         time.sleep(LOOK_S)
                         continue
-                    if not core.step(time.monotonic()):  # without a step in flight, requests wait for an event
+                    if not core.step(time.monotonic()):  # requests wait for an event if no step is in flight
                         time.sleep(POLL_S if core.num_in_flight else LOOK_S)
                     if core.outbox:
                         self._tell()

@@ -236,7 +236,7 @@ def known_options(options: dict[str, str | bool]) -> dict[str, str | bool]:
 @cache
 def _is_known(name: str, value: str | bool) -> bool:
     """Return whether XLA takes this option; warn if not, unless the option only shortens compilation, as on CPUs."""
-    own = os.getpid()  # in the program, since another process may be storing the same one in XLA's cache just now
+    own = os.getpid()  # part of the program, since another process may be storing the same one in XLA's cache just now
     try:
         jax.jit(lambda: own, compiler_options={name: value}).lower().compile()
     except jax.errors.JaxRuntimeError as error:

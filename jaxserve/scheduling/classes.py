@@ -29,7 +29,7 @@ def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
     num_rows = len(running) - sum(map(in_prefill, running.values()))
     budget_left = max(ledger.max_num_batched_tokens - num_rows, policy.prefill_share)
     num_starts = num_pages = 0
-    rows: _Rows | None = None  # as a class sees them
+    rows: _Rows | None = None  # rows as a class sees them
     ledger.waiting.settle()
     with closing(ledger.waiting.in_order()) as order:
         for request in order:

@@ -163,7 +163,7 @@ def test_an_interrupted_change_of_weights_keeps_the_outputs_of_requests_that_hav
 
 
 def test_few_frames_lead_to_the_program(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the call to the event in the inbox, and from the core's thread to the executor, which calls the program."""
+    """Frames from the call to the event in the inbox, and from the core's thread to the executor, which calls it."""
     paths: dict[str, list[str]] = {}
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
