@@ -47,9 +47,9 @@ def make_request(request_id, prompt, max_tokens=4, *, min_tokens=0, **kwargs):
 
 def counter_of(queue, request):
     """Service that the tenant of an unfinished request has got, all told."""
-    group = queue._classes[request.priority]
-    queue._settle(group)
-    return group.tenants[request.tenant].counter
+    tenant = queue._classes[request.priority].tenants[request.tenant]
+    tenant.settle()
+    return tenant.counter
 
 
 def next_token(tokens):

@@ -12,7 +12,8 @@ most twice the larger of the longest prompt and of the output tokens, times two,
 Cost. A tenant's counter is charged with a prompt when the request starts. Its output tokens are charged when somebody
 needs to know, which is where requests of several tenants of a class wait and one can start, not in every step. The
 tenants of a class are in a heap whose entries are corrected when they come to its top. So a plan that starts nobody
-does nothing here, and one that does looks at its running rows and at few tenants, however many wait.
+does nothing here, and one that does looks at its running rows and at few tenants, however many wait. A request that
+comes after an idle time looks at the rows of its tenant, and of those whose counters are the smallest.
 """
 
 from __future__ import annotations
@@ -36,22 +37,31 @@ class _Tenant:
         cost: growth of the counter for a unit of service.
         counter: service got, divided by the weight.
         queue: waiting requests by id, in the order of arrival, preempted ones in front.
-        num_running: running requests.
+        charged: tokens of its running requests that it was charged for.
         serial: number of its valid entry in the heap; -1 without one.
     """
 
-    __slots__ = ("cost", "counter", "num_running", "queue", "serial")
+    __slots__ = ("charged", "cost", "counter", "queue", "serial")
 
     def __init__(self, cost: float) -> None:
         self.cost = cost
         self.counter = 0.0
         self.queue: OrderedDict[str, Request] = OrderedDict()
-        self.num_running = 0
+        self.charged: dict[Request, int] = {}
         self.serial = -1
 
     @property
     def is_idle(self) -> bool:
-        return not self.queue and not self.num_running
+        return not self.queue and not self.charged
+
+    def settle(self) -> bool:
+        """Charge it for the output of its running requests; return whether there was any."""
+        before = self.counter
+        for request, num_charged in self.charged.items():
+            if num_new := request.num_tokens - num_charged:
+                self.counter += OUTPUT_COST * num_new * self.cost
+                self.charged[request] = num_charged + num_new
+        return self.counter != before
 
 
 _Entry = tuple[float, int, int, _Tenant]  # counter, arrival of the first request, serial
@@ -96,10 +106,15 @@ class _Class:
 
     def lift(self, tenant: _Tenant) -> None:
         """Take from a tenant who had nothing waiting the credit of that time."""
-        top = self._top()
+        if self.num_active > 1:
+            tenant.settle()
+        while (top := self._top()) is not None and top[3].settle():  # another one may be the first now
+            pass
         if top is not None:
             tenant.counter = max(tenant.counter, top[0])
         elif self._last is not None:
+            if self.num_active > 1:
+                self._last.settle()
             tenant.counter = max(tenant.counter, self._last.counter)
 
     def push(self, tenant: _Tenant) -> None:
@@ -163,7 +178,7 @@ class _Class:
     def check_integrity(self, running: Mapping[str, int]) -> None:
         """Assert that the counts are those of the requests, given the running ones by tenant."""
         tenants = self.tenants
-        assert {name: t.num_running for name, t in tenants.items() if t.num_running} == running
+        assert {name: len(t.charged) for name, t in tenants.items() if t.charged} == running
         assert self.num_waiting == sum(len(t.queue) for t in tenants.values())
         assert self.num_queued == sum(bool(t.queue) for t in tenants.values())
         assert self.num_active == sum(not t.is_idle for t in tenants.values())
@@ -186,7 +201,6 @@ class WaitingQueue:
         self._classes: dict[int, _Class] = {}
         self._priorities: list[int] = []  # keys of `_classes` in order
         self._num_waiting = 0
-        self._num_charged: dict[Request, int] = {}  # tokens of running requests that their tenants were charged for
 
     def __len__(self) -> int:
         """Return the number of waiting requests."""
@@ -239,8 +253,6 @@ class WaitingQueue:
         """Put a request at the end of its tenant's queue."""
         group, tenant = self._enter(request)
         if not tenant.queue:
-            if group.num_active > 1:
-                self._settle(group)
             group.lift(tenant)
         self._insert(request, group, tenant)
 
@@ -288,20 +300,18 @@ class WaitingQueue:
     def started(self, request: Request, num_cached_tokens: int) -> None:
         """Charge the tenant of a request for the prompt; the request runs, and is about to leave the queue."""
         tenant = self._classes[request.priority].tenants[request.tenant]
-        tenant.num_running += 1
         num_tokens = request.num_tokens
         if not request.num_preemptions:
             num_tokens = request.num_prompt_tokens
             tenant.counter += PROMPT_COST * (num_tokens - num_cached_tokens) * tenant.cost
-        self._num_charged[request] = num_tokens
+        tenant.charged[request] = num_tokens
 
     def stopped(self, request: Request) -> None:
         """Charge the tenant of a request that runs no more for the rest of its tokens."""
         group = self._classes[request.priority]
         tenant = group.tenants[request.tenant]
         self._charge(request, tenant)
-        del self._num_charged[request]
-        tenant.num_running -= 1
+        del tenant.charged[request]
         self._leave(request, group, tenant)
 
     def take_back(self, request: Request, num_cached_tokens: int) -> None:
@@ -324,22 +334,18 @@ class WaitingQueue:
             if group.num_queued > 1:
                 self._charge(request, group.tenants[request.tenant])
 
-    def _settle(self, group: _Class) -> None:
-        for request in self._running.values():
-            if self._classes.get(request.priority) is group:
-                self._charge(request, group.tenants[request.tenant])
-
     def _charge(self, request: Request, tenant: _Tenant) -> None:
-        num_new = request.num_tokens - self._num_charged[request]
+        num_new = request.num_tokens - tenant.charged[request]
         if num_new:
             tenant.counter += OUTPUT_COST * num_new * tenant.cost
-            self._num_charged[request] += num_new
+            tenant.charged[request] += num_new
             if num_new < 0 and tenant.queue:  # its entry would come to the top too late
                 self._classes[request.priority].push(tenant)
 
     def check_integrity(self) -> None:
         """Assert that counts and heaps are those of the requests."""
-        assert self._num_charged.keys() == set(self._running.values())
+        tenants = [tenant for group in self._classes.values() for tenant in group.tenants.values()]
+        assert {request for tenant in tenants for request in tenant.charged} == set(self._running.values())
         assert self._priorities == sorted(self._classes)
         assert self._num_waiting == sum(group.num_waiting for group in self._classes.values())
         running: dict[int, dict[str, int]] = {}

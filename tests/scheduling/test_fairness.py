@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Loop, counter_of, generate_alone, make_request, make_scheduler
 
+from jaxserve.request import Request
 from service_suites import SUITES, Client, Run, bound
 from tests.random_runs import examples
 
@@ -95,3 +96,18 @@ def test_a_preempted_request_is_charged_once():
         loop.step()
     assert request.num_preemptions == 1
     assert before == 10 + 2 * 8 - 2, "ten prompt tokens and two for each output token but the last"
+
+
+def test_who_comes_looks_at_the_rows_of_few_tenants(monkeypatch):
+    scheduler = make_scheduler(max_num_seqs=60, max_num_batched_tokens=600, num_pages=600)
+    for n in range(70):
+        scheduler.add(make_request(str(n), [n] * (1 + n % 5), 50, tenant=str(n)))
+    for _ in range(3):
+        plan = scheduler.schedule()
+        scheduler.update(plan, [[1] * most for most in plan.max_new])
+    looks, num_tokens = [], Request.num_tokens.fget
+    monkeypatch.setattr(Request, "num_tokens", property(lambda each: looks.append(each) or num_tokens(each)))
+    for n in range(70, 80):
+        scheduler.add(make_request(str(n), [n], 50, tenant=str(n)))
+    assert len(looks) < 10 * 10
+    scheduler.check_integrity()
