@@ -1,5 +1,6 @@
 """Sliding windows: pages behind them serve others, and outputs are those of transformers all the same."""
 
+import dataclasses
 from pathlib import Path
 
 import checkpoints
@@ -39,7 +40,8 @@ def test_a_sequence_needs_no_more_pages_than_its_windows(
     assert most == NEEDED[name]
     [replica] = engine.replicas
     with monkeypatch.context() as patch:
-        patch.setattr(replica.scheduler, "num_pages", NEEDED[name] - 1)
+        fewer = dataclasses.replace(engine.schedule, num_pages=NEEDED[name] - 1)
+        patch.setattr(replica.scheduler, "_shard_sizes", fewer)
         with pytest.raises(RequestError, match=f"need {NEEDED[name]} pages"):
             engine.add_request("too long", tokens(40, "long"), LONG)
 
