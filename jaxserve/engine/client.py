@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from jaxserve.models.params import Params
 
 END_S = 10.0  # time that the process has to end once its pipe is closed
+ESTIMATE_S = 0.5  # time that an estimate of a wait may take, for which the loop of a server stands still
 MOST_STEPS = 256  # statistics of steps that are kept for who drives the engine
 
 
@@ -213,6 +214,7 @@ class ClientBacklog:
 
     def __init__(self, link: _Link, most_in_step: int) -> None:
         self._link, self._most_in_step = link, most_in_step
+        self._latest: Wait | None = None
         self.lengths = OutputLengths()
 
     def num_waiting_tokens(self) -> int:
@@ -220,11 +222,10 @@ class ClientBacklog:
         return self._link.status.num_waiting_tokens + self._link.num_untaken_tokens
 
     def wait(self, num_tokens: int = 1, priority: int | None = None) -> Wait | None:
-        """Return how long a request that came now would wait; None if that is not known."""
-        if self._link.error is not None:
-            return None
-        wait: Wait | None = self._link.call("estimate", num_tokens, priority, self.lengths)
-        return wait
+        """Return how long a request that came now would wait, or the last estimate if the process does not answer."""
+        with contextlib.suppress(Empty, EngineDiedError):
+            self._latest = self._link.call("estimate", num_tokens, priority, self.lengths, most_s=ESTIMATE_S)
+        return self._latest
 
     def prefill_s(self, num_tokens: int) -> float:
         """Return the time that a prompt takes beyond a step of one token."""
@@ -309,8 +310,8 @@ class _Link:
         if self.error is not None and isinstance(event, Submitted):  # nobody else tells of its end
             self.outbox.append(self.error)
 
-    def call(self, name: str, *args: Any) -> Any:
-        """Call a method of the host and return its result, or raise its exception."""
+    def call(self, name: str, *args: Any, most_s: float | None = None) -> Any:
+        """Call a method of the host and return its result, or raise its exception; Empty if that takes too long."""
         number, reply = next(self._numbers), SimpleQueue[Reply]()
         self._replies[number] = reply
         self._calls.append(Call(number, name, args))
@@ -318,7 +319,7 @@ class _Link:
         if self.error is not None:  # the thread may have ended before
             self._replies.pop(number, None)
             raise EngineDiedError(str(self.error))
-        value, error = reply.get()[1:]
+        value, error = reply.get(timeout=most_s)[1:]
         if error is not None:
             raise error
         return value

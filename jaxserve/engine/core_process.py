@@ -68,7 +68,8 @@ class CoreProcess:
 
     def _serve(self) -> NoReturn:
         start: Start = messages.receive(self._connection)
-        logging.basicConfig(level=start.log_level, handlers=[_Sender(self)])
+        logging.getLogger().addHandler(_Sender(self))
+        logging.getLogger("jaxserve").setLevel(start.log_level)
         threading.Thread(target=self._start, args=(start,), name="jaxserve start", daemon=True).start()
         while True:
             events, self._num_delivered, call = messages.receive(self._connection)

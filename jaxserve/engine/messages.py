@@ -42,7 +42,7 @@ class Start(NamedTuple):
         arch: sizes of the model.
         eos_ids: tokens that end an output.
         settings: settings of jax.
-        log_level: level from which on records of the log are wanted.
+        log_level: level from which on jaxserve's records of the log are wanted.
     """
 
     config: EngineConfig

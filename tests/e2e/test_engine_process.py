@@ -21,6 +21,7 @@ from jaxserve.engine import messages
 from jaxserve.engine.core_thread import MAX_DELTAS
 from jaxserve.engine.deltas import Delta
 from jaxserve.engine.driven import DrivenEngine
+from jaxserve.engine.event_log import replay_log
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.llm import LLM
 from jaxserve.outputs import RequestOutput
@@ -281,6 +282,76 @@ def test_an_error_that_cannot_be_sent_is_told_by_its_text() -> None:
     delta = messages.unpacked(messages.packed(Delta(1.0, error=LocalError("why"))))
     assert isinstance(delta, Delta)
     assert str(delta.error) == "LocalError: why"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"data_parallel_size": 2},
+        {"speculative_config": "the model itself"},
+        {"event_log": "log"},
+        {"multi_step": 4, "compile_ahead": "all"},
+        {"hf_overrides": lambda config: config},
+    ],
+    ids=str,
+)
+def test_options_do_what_they_do(
+    llm: LLM, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")  # of the core's process
+    own = {"event_log": str(tmp_path / "log")}
+    own["speculative_config"] = {
+        "method": "draft_model",
+        "num_speculative_tokens": 3,
+        "model": str(llama),
+        "adaptive": False,
+    }
+    options = {name: own.get(name, value) for name, value in options.items()}
+    prompts = ["Once upon a time", [5, 6, 7, 5, 6, 7] * 3, "x", "y"]
+    expected = llm.generate(prompts, GREEDY, use_tqdm=False)
+    with LLM(str(llama), engine_process=True, **SIZES | options) as other:
+        found = other.generate(prompts, GREEDY, use_tqdm=False)
+        assert other.engine.stats.num_compiles == 0
+        assert (other.engine.stats.num_draft_rounds > 0) is ("speculative_config" in options)
+        assert {metric.name for metric in other.get_metrics()} == {metric.name for metric in llm.get_metrics()}
+    assert [output.outputs[0].token_ids for output in found] == [output.outputs[0].token_ids for output in expected]
+    if "event_log" in options:
+        assert replay_log(options["event_log"]) > 12
+
+
+@pytest.mark.full
+def test_vectors_are_those_of_a_core_in_this_process(llama: Path) -> None:
+    prompts, vectors = ["Once upon a time", [5, 6, 7], "x"], []
+    for engine_process in (False, True):
+        with LLM(str(llama), convert="embed", engine_process=engine_process, **SIZES) as engine:
+            vectors.append([output.outputs.embedding for output in engine.embed(prompts, use_tqdm=False)])
+            scores = engine.score("Once", ["Once", "x"], use_tqdm=False)
+            assert scores[0].outputs.score == pytest.approx(1, abs=1e-5)
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)
+
+
+@pytest.mark.full
+def test_calls_of_many_threads_with_forms_and_cancels(served: Served) -> None:
+    """Cancels may come while a constraint is still being made."""
+    llm = served()
+
+    def call(index: int) -> int:
+        form = StructuredOutputsParams(regex=f"[a-c]{{{index % 5 + 1}}}(x|yz)+")
+        params = SamplingParams(temperature=1, seed=index, max_tokens=20, structured_outputs=form)
+        parts = llm.stream("Once", params)
+        for count, _ in enumerate(parts):
+            if count == index % 4 and index % 2:
+                parts.close()
+                return 0
+        return 1
+
+    with ThreadPoolExecutor(24) as pool:
+        assert sum(pool.map(call, range(96), timeout=PATIENCE_S)) >= 48
+    with llm._threads.paused() as engine:
+        assert not engine.frontend.has_unfinished()
+        assert engine.occupancy.num_pages_used == 0
+        engine.check_integrity()
 
 
 def test_interrupts_and_deaths_of_the_caller(llama: Path) -> None:
