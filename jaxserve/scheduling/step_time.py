@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from jaxserve.scheduling.plan import StepShape
 
 SINGLE, SEVERAL = 0, -1  # kinds of plain dispatches by their steps, beside numbers of drafted tokens
-STRETCH = {SINGLE: 8, SEVERAL: 3}  # plain dispatches timed together: each overlaps its neighbours, or ends late
+STRETCH = {SINGLE: 8, SEVERAL: 3}  # steps, or dispatches, timed together: each overlaps its neighbours, or ends late
 FRESH = 5  # samples of the usual kind between two probes, so that how fast the machine is now is known
 _TRIALS = 2  # samples of a kind before it is judged
 _MOST_TRIALS = 4  # samples of a kind whose dispatches are shorter than they may be
@@ -122,7 +122,7 @@ class DispatchTimes:
             self.several_s = (self.several_s[1], seconds / num_rounds)
         length, earlier, earlier_s = self.stretch if kind == self.stretch_kind else (0, 0, 0.0)
         length, num_rounds, seconds = length + 1, earlier + num_rounds, earlier_s + seconds
-        if length < STRETCH.get(kind, 1):
+        if (num_rounds if kind == SINGLE else length) < STRETCH.get(kind, 1):
             self.stretch_kind, self.stretch = kind, (length, num_rounds, seconds)
             return False
         self.stretch = (0, 0, 0.0)
