@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxserve.models.arch import ArchConfig
     from jaxserve.schedule_config import ScheduleConfig
 
-_RESULTS = ("ended_s", "logprobs", "prompt_logprobs", "rounds", "pooled")  # of a step, which a frontend reads
+_RESULTS = ("ended_s", "logprobs", "prompt_logprobs", "rounds", "pooled")  # fields that a frontend reads
 _STEP_FIELDS = tuple(field.name for field in fields(StepStats))
 # Totals that the frontend adds to.
 _FRONTENDS = {"num_output_tokens", "num_finished", "iterations_by_tokens", "num_iteration_tokens"}
