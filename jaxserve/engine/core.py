@@ -111,23 +111,28 @@ class EngineCore:
     def take_events(self) -> None:
         """Do what the inbox says, without a step."""
         while self.inbox:
-            match self.inbox.popleft():
-                case Submitted(requests):
-                    self._requests.update({request.key: request for request in requests})
-                    self._balancer.add(requests)
-                case Cancelled(keys, reason):
-                    self._finish(keys, reason)
-                case CacheReset():
-                    for replica in self.replicas:
-                        replica.reset_prefix_cache()
-                case Transferred() as event:
-                    self.replicas[event.replica].transferred(event)
-                case DraftsAllowed(is_allowed):
-                    for replica in self.replicas:
-                        replica.chooser.may_draft = is_allowed
-            self.num_taken += 1  # last, as `has_work` does not know of it before
+            try:
+                self._take(self.inbox.popleft())
+            finally:
+                self.num_taken += 1  # last, as `has_work` does not know of it before
         for replica in self.replicas:
             self._settle(replica)
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Submitted(requests):
+                self._requests.update({request.key: request for request in requests})
+                self._balancer.add(requests)
+            case Cancelled(keys, reason):
+                self._finish(keys, reason)
+            case CacheReset():
+                for replica in self.replicas:
+                    replica.reset_prefix_cache()
+            case Transferred():
+                self.replicas[event.replica].transferred(event)
+            case DraftsAllowed(is_allowed):
+                for replica in self.replicas:
+                    replica.chooser.may_draft = is_allowed
 
     def abort_all(self, error: BaseException | None = None) -> None:
         """End all requests."""

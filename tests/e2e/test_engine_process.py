@@ -383,11 +383,14 @@ def test_requests_end_with_the_process_of_the_core(served: Served) -> None:
     with running(llm.engine, served_model_name=["tiny"]) as server:
         body = {"model": "tiny", "prompt": "Once", "max_tokens": 50, "ignore_eos": True, "stream": True}
         os.kill(process_of(llm), signal.SIGSTOP)  # no token comes
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as reply:
-            assert reply.status_code == 200
-            until(llm.engine.frontend.has_unfinished)
-            os.kill(process_of(llm), signal.SIGKILL)
-            rest = "\n".join(reply.iter_lines())
+        try:
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S) as reply:
+                assert reply.status_code == 200
+                until(llm.engine.frontend.has_unfinished)
+                os.kill(process_of(llm), signal.SIGKILL)
+                rest = "\n".join(reply.iter_lines())
+        finally:
+            llm.engine.host.driver._process.kill()
         assert "SIGKILL" in rest
         assert "engine_died" in rest
         health = server.client.get("/health")

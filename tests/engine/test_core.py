@@ -239,6 +239,20 @@ def test_a_replica_whose_device_cannot_be_asked_ends_its_own_requests_alone(monk
     assert {r.request_id for r in requests if driven.ended[r][1] is FinishReason.ABORT} == lost
 
 
+def test_an_event_that_breaks_off_counts_as_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whoever counts what it has sent would wait for it for ever."""
+    driven = Driven()
+    driven.submit(prompt=[1, 2], max_tokens=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(driven.core._balancer, "add", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            driven.core.take_events()
+    assert (driven.core.num_taken, len(driven.core.inbox)) == (1, 0)
+    driven.core.inbox.append(CacheReset())
+    driven.core.lose_all(ValueError())
+    assert driven.core.num_taken == 2
+
+
 def test_executors_are_executors() -> None:
     assert isinstance(SimulatedExecutor(SIZES), Executor)
 
