@@ -178,26 +178,27 @@ class Frontend:
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.prompt_shares, result.prompt_logprobs)
         width = 0 if logprobs is None else len(logprobs.logprob) // len(result.token_ids)  # tokens of a row
-        num_output_tokens = 0
+        num_output_tokens = num_in_first = 0
         iterations: Counter[int] = Counter()  # tokens by the round that gave them
+        samples, untold, ended = self._samples, self._untold, step.ended
         for row, (key, token_ids) in enumerate(zip(step.keys, step.token_ids, strict=True)):
-            sample = self._samples.get(key) if token_ids else None
+            sample = samples.get(key) if token_ids else None
             if sample is None:  # it has ended: by a stop string or a cancel, of which the core did not know
                 continue
             group, index = sample
-            reason = step.ended[row].reason if row in step.ended else None
-            self._untold[group.request_id] = group
+            reason = ended[row].reason if row in ended else None
+            untold[group.request_id] = group
             if self._pooler is not None and group.pooling is not None and result.pooled is not None:
                 group.pool(index, self._pooler.finish(result.pooled[row], group.pooling), at_s)
                 self._finish(group, index, FinishReason.STOP, at_s)
                 continue
             if result.rounds is not None:
                 group.count_drafts(index, result.rounds.drafted[row].tolist(), result.rounds.accepted[row].tolist())
-            iterations[0] += group.num_prompt_tokens_computed(index)
+            num_in_first += group.num_prompt_tokens_computed(index)
             num_kept, stop = group.append(index, token_ids, reason, at_s, logprobs, row * width)
             num_output_tokens += num_kept
             if num_kept == 1:  # nearly always
-                iterations[0] += 1
+                num_in_first += 1
             elif result.rounds is None:
                 iterations.update(range(num_kept))
             else:
@@ -210,6 +211,7 @@ class Frontend:
             elif reason is not None:
                 self._finish(group, index, reason, at_s)
         self._stats.num_output_tokens += num_output_tokens
+        iterations[0] += num_in_first
         self._stats.add_iterations(iterations.values())
 
     def _collect_prompt_logprobs(self, shares: Sequence[PromptShare], logprobs: TokenLogprobs) -> None:
