@@ -91,6 +91,7 @@ class CoreProcess:
         gc.freeze()  # a full collection would look through all of it, and no step is made meanwhile
         self._host = host
         self._driver = CoreThread(host.core, host.close, self._flush, lambda: self._num_sent - self._num_delivered)
+        self._flush()  # first, so that there is a status
         self.send(Started(host.schedule))
         with contextlib.suppress(Exception):
             host.wait_until_warm()

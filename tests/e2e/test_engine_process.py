@@ -55,6 +55,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 llm = LLM(sys.argv[1], engine_process=True, compile_ahead="minimal", max_model_len=512, max_num_seqs=4)
 long = SamplingParams(max_tokens=500, ignore_eos=True)
 assert not xla_bridge._backends, "the devices are the other process's"
+assert llm.engine.occupancy.num_pages == llm.engine.schedule.num_pages
 try:
     print("serves", llm.engine.host.driver._process.pid, flush=True)
     while True:
