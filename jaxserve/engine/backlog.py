@@ -35,12 +35,7 @@ class Backlog:
 
     def num_waiting_tokens(self) -> int:
         """Return the tokens to compute of requests that wait, in all queues, as far as is known."""
-        return self.num_queued_tokens() + sum(request.num_tokens for request in self._sent())
-
-    def num_queued_tokens(self) -> int:
-        """Return the same, without requests that the core has not taken from its inbox."""
-        placed = _copied(lambda: [replica.scheduler.num_waiting_tokens for replica in self._core.replicas])
-        return sum(placed) + sum(request.num_tokens for request in _copied(lambda: self._core.queued))
+        return self._core.num_waiting_tokens + sum(request.num_tokens for request in self._sent())
 
     def wait(self, num_tokens: int = 1, priority: int | None = None) -> Wait | None:
         """Return how long a request that came now would wait; None before the first steps were measured.

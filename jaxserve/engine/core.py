@@ -70,6 +70,12 @@ class EngineCore:
         return self._balancer.num_queued + sum(replica.scheduler.num_waiting for replica in self.replicas)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens to compute of these requests, as far as is known; on any thread."""
+        placed = (replica.scheduler.num_waiting_tokens for replica in self.replicas)
+        return self._balancer.num_queued_tokens + sum(placed)
+
+    @property
     def num_in_flight(self) -> int:
         """Steps that were launched and not read."""
         return sum(len(replica.in_flight) for replica in self.replicas)

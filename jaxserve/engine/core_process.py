@@ -192,7 +192,7 @@ class CoreProcess:
             core.num_taken,  # first: what is taken from now on is told later
             core.has_work(),
             self._host.occupancy,
-            backlog.num_queued_tokens(),
+            core.num_waiting_tokens,
             backlog.rates(),
             self._host.memory,
             self._host.is_warm,

@@ -50,6 +50,10 @@ class Balancer:
     Args:
         targets: replicas of one model and one configuration, or shards of equal sizes.
         weights: weights of tenants; 1 for others.
+
+    Attributes:
+        num_queued_tokens: tokens to compute of requests in no target.
+        num_deferred: requests that wait for a target which has their prefix.
     """
 
     def __init__(self, targets: Sequence[Target], weights: Mapping[str, float]) -> None:
@@ -68,6 +72,7 @@ class Balancer:
         self._target_of: dict[str, int] = {}  # keyed by request id
         self._bound: dict[str, Request] = {}  # requests that were chosen a target for, by id
         self._queue = WaitingQueue(self._weights, self._bound)
+        self.num_queued_tokens = 0
         self._prefixes: dict[str, Prefix] = {}  # prefixes of queued requests that were routed, by request id
         self._idle = dict.fromkeys(range(count))  # targets without requests
         self._with_waiting: dict[int, None] = {}  # targets with waiting requests
@@ -89,7 +94,7 @@ class Balancer:
         if request in self._queue:
             request.num_shared_tokens = 0
             self.bind(request, 0)
-            self._queue.remove(request)
+            self._dequeue(request)
         return self._target_of[request.request_id]
 
     def ids_on(self, index: int) -> list[str]:
@@ -101,6 +106,7 @@ class Balancer:
         for request in requests:
             if self._has_choice:
                 self._queue.append(request)
+                self.num_queued_tokens += request.num_tokens
             else:
                 self._give(request, 0)
 
@@ -111,7 +117,7 @@ class Balancer:
             self._queue.stopped(request)
         elif index is None and request in self._queue:
             self._prefixes.pop(request.request_id, None)
-            self._queue.remove(request)
+            self._dequeue(request)
         if reason is not None:
             if index is not None:
                 self._targets[index].finish(request, reason)
@@ -143,6 +149,10 @@ class Balancer:
         self._router.note(index, self._prefix(request))
         del self._prefixes[request.request_id]
         self._note(index, is_open=True)  # `could_start` says whether it still is
+
+    def _dequeue(self, request: Request) -> None:
+        self._queue.remove(request)
+        self.num_queued_tokens -= request.num_tokens
 
     def _give(self, request: Request, index: int) -> None:
         self._target_of[request.request_id] = index
@@ -193,6 +203,7 @@ class Balancer:
         returned.sort(key=lambda request: (request.priority, request.arrival))
         for request in reversed(returned):
             self._queue.take_back(request, request.num_shared_tokens)
+            self.num_queued_tokens += request.num_tokens
         return returned
 
     def _route(self) -> list[Request]:
@@ -217,7 +228,7 @@ class Balancer:
                 else:
                     waiting.append(request)
         for request in bound:
-            queue.remove(request)
+            self._dequeue(request)
         self.num_deferred = len(waiting)
         return waiting
 
@@ -235,7 +246,7 @@ class Balancer:
         for index, request in zip(list(self._idle), requests, strict=False):
             request.num_shared_tokens = 0
             self.bind(request, index)
-            self._queue.remove(request)
+            self._dequeue(request)
 
     def _prefix(self, request: Request) -> Prefix:
         prefix = self._prefixes.get(request.request_id)
@@ -252,3 +263,4 @@ class Balancer:
         assert set(unfinished) == self._target_of.keys() | queued
         assert not self._target_of.keys() & queued
         self._queue.check_integrity()
+        assert self.num_queued_tokens == sum(request.num_tokens for request in self._queue)

@@ -162,8 +162,7 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Tokens that these have to compute, as far as is known; on any thread."""
-        num_queued = sum(request.num_tokens for request in self._balancer.queued)
-        return num_queued + sum(shard.ledger.num_waiting_tokens for shard in self.shards)
+        return self._balancer.num_queued_tokens + sum(shard.ledger.num_waiting_tokens for shard in self.shards)
 
     @property
     def num_deferred(self) -> int:
