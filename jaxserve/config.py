@@ -15,7 +15,7 @@ from jaxserve.errors import ConfigError, did_you_mean
 from jaxserve.option_values import read_object, read_targets, read_tenant_weights
 from jaxserve.pooling import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
-from jaxserve.scheduling.pacer import MAX_STEPS
+from jaxserve.scheduling.choice import MAX_STEPS
 from jaxserve.scheduling.policy import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS
 from jaxserve.speculation_config import SpeculationConfig
 

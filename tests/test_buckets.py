@@ -9,7 +9,7 @@ from hypothesis import example, given
 from jaxserve.config import EngineConfig
 from jaxserve.execution.packer import BatchPacker
 from jaxserve.schedule_config import MAX_STEP_TOKENS, MULTI_STEP_ROWS, ScheduleConfig, default_batch, resolve_schedule
-from jaxserve.scheduling.pacer import MAX_STEPS
+from jaxserve.scheduling.choice import MAX_STEPS
 from jaxserve.scheduling.plan import StepShape, cheapest
 from jaxserve.scheduling.policy import prefill_share
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from jaxserve.execution.executor import Executor, StepResult
-from jaxserve.scheduling.choice import StepChoice, Timing
-from jaxserve.scheduling.pacer import DISPATCH_S, MAX_STEPS, Pacer
+from jaxserve.scheduling.choice import MAX_STEPS, StepChoice, Timing
+from jaxserve.scheduling.pacer import DISPATCH_S, Pacer
 from jaxserve.scheduling.plan import StepPlan, StepShape
 
 if TYPE_CHECKING:

@@ -40,7 +40,6 @@ from numpy.typing import NDArray
 from jaxserve.scheduling.plan import StepShape
 from jaxserve.scheduling.step_time import FRESH, SEVERAL, SINGLE, STRETCH, StepTime
 
-MAX_STEPS = 64  # most steps in one dispatch with multi_step="auto"
 DISPATCH_S = 0.010  # time that rounds may take together; a new request may have to wait for two dispatches
 DECAY = 0.95  # factor on the weight of a round's acceptance with each later round
 PRIOR_ROUNDS = 4.0  # weight, in rounds, of the acceptance of all requests in the estimate of one

@@ -8,7 +8,8 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.scheduling.pacer import DISPATCH_S, MAX_STEPS, PLAIN, PROBE_SHARE, Pacer
+from jaxserve.scheduling.choice import MAX_STEPS
+from jaxserve.scheduling.pacer import DISPATCH_S, PLAIN, PROBE_SHARE, Pacer
 from jaxserve.scheduling.plan import StepShape
 from jaxserve.scheduling.step_time import SEVERAL, SINGLE, STRETCH, StepTime
 
