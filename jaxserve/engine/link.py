@@ -17,23 +17,24 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.engine import messages
 from jaxserve.engine.core_thread import MAX_DELTAS
-from jaxserve.engine.events import Event, Submitted
-from jaxserve.engine.messages import Call, Failed, FromCore, Logged, Reply, Start, Started, ToCore
+from jaxserve.engine.deltas import Delta, Ended
+from jaxserve.engine.events import Cancelled, Event, Submitted
+from jaxserve.engine.messages import Call, Failed, Formed, FromCore, Logged, Reply, Start, Started, ToCore
 from jaxserve.engine.status import CoreStatus, MemoryState
 from jaxserve.environment import child_variables
-from jaxserve.errors import EngineDiedError
+from jaxserve.errors import EngineDiedError, RequestError
 from jaxserve.metrics import EngineStats, Occupancy, StepStats
+from jaxserve.request import FinishReason
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
-
-    from jaxserve.engine.deltas import Delta
 
 END_S = 10.0  # time that the process has to end once its pipe is closed
 MOST_STEPS = 256  # statistics of steps that are kept for who drives the engine
@@ -70,7 +71,6 @@ class Link:
         self._ready: SimpleQueue[None] = SimpleQueue()  # told once the core has started, or cannot
         self._num_received = self._num_acknowledged = 0  # deltas
         self._is_paused = self._is_ending = False
-        self._is_awake = False  # True if the thread is going to look for what there is to send
         self._waker, self._wakes = socket.socketpair()
         self._waker.setblocking(False)
         self._process: subprocess.Popen[bytes]
@@ -133,10 +133,8 @@ class Link:
 
     def _wake(self) -> None:
         """Have the thread look for what there is to send."""
-        if not self._is_awake:
-            self._is_awake = True
-            with contextlib.suppress(OSError):  # full, which wakes it as well; or closed
-                self._waker.send(b"x")
+        with contextlib.suppress(OSError):  # full, which wakes it as well; or closed
+            self._waker.send(b"x")
 
     # As `CoreThread`
 
@@ -186,7 +184,6 @@ class Link:
                 for handle, _ in poll.poll():
                     if handle == wakes:
                         self._wakes.recv(4096)
-                        self._is_awake = False  # first: what comes from now on wakes it again
                         self._send()
                     else:
                         self._take(messages.receive(self._connection))
@@ -212,9 +209,33 @@ class Link:
         call = self._calls.popleft() if self._calls else None
         if events or call is not None or num_delivered - self._num_acknowledged >= MAX_DELTAS // 2:
             self._num_acknowledged = num_delivered
-            messages.send(self._connection, ToCore(events, num_delivered, call))
+            try:
+                data = messages.encoded(ToCore(events, num_delivered, call))
+            except RequestError as error:
+                if call is not None:
+                    self._reply(Reply(call.number, None, error))
+                data = messages.encoded(ToCore([self._sendable(event) for event in events], num_delivered))
+            self._connection.send_bytes(data)
         if self._calls:
             self._wake()
+
+    def _sendable(self, event: Event | Formed) -> Event | Formed:
+        """Return an event; one that cannot be sent ends its requests, which leaves their cancel in its place."""
+        if not isinstance(event, Submitted | Formed):
+            return event
+        try:
+            messages.encoded(event)
+        except RequestError as error:
+            keys = [request.key for request in event.requests]
+            ended = [Ended(key, FinishReason.ABORT) for key in keys]
+            self.outbox.append(Delta(time.monotonic(), ended=ended, error=error))
+            self._news.put(None)
+            return Cancelled(keys, FinishReason.ABORT)
+        return event
+
+    def _reply(self, reply: Reply) -> None:
+        if (waiting := self._replies.pop(reply.number, None)) is not None:
+            waiting.put(reply)
 
     def _take(self, message: FromCore | Started | Failed | Logged) -> None:
         match message:
@@ -226,8 +247,8 @@ class Link:
                 for _ in range(status.num_taken - self.status.num_taken):
                     self.num_untaken_tokens -= self._untaken.popleft()
                 self.status = status
-                if reply is not None and (waiting := self._replies.pop(reply.number, None)) is not None:
-                    waiting.put(reply)
+                if reply is not None:
+                    self._reply(reply)
                 self._news.put(None)
             case Started():
                 self.started = message

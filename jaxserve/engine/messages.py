@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxserve.engine.deltas import Delta, StepDelta
 from jaxserve.engine.events import Event, Submitted
+from jaxserve.errors import RequestError
 from jaxserve.execution.executor import StepResult
 from jaxserve.metrics import EngineStats, StepStats
 
@@ -132,7 +133,15 @@ class Logged(NamedTuple):
 
 def send(connection: Connection, message: object) -> None:
     """Send a message; OSError if the other side has gone."""
-    connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+    connection.send_bytes(encoded(message))
+
+
+def encoded(message: object) -> bytes:
+    """Return a message as it is sent; RequestError if it has a value that cannot be, as a caller may have given it."""
+    try:
+        return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise RequestError(f"all values must be such that they can be sent to the engine's process: {error}") from error
 
 
 def receive(connection: Connection) -> Any:

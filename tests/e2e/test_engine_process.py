@@ -200,6 +200,16 @@ def test_weights_and_sleep(llm: LLM, served: Served, llama: Path) -> None:
     assert all(token_ids == before.outputs[0].token_ids for token_ids in restarted)
     with pytest.raises(ConfigError, match="unknown"):
         again.update_weights({"unknown": np.zeros(3)})
+    with pytest.raises(RequestError, match="can be sent"):
+        again.update_weights({"unknown": lambda: 0})
+    with ThreadPoolExecutor(1) as pool:  # beside another one, which is served
+        future = pool.submit(again.generate, "Once", GREEDY, False)
+        odd = again.engine.reader.read("odd", "x", GREEDY)
+        odd.requests[0].salt = memoryview(b"no bytes")
+        again._threads.submit([odd], lambda _: None)
+        until(lambda: odd.output.finished)
+        assert future.result(PATIENCE_S)[0].outputs[0].finish_reason == "length"
+    assert "can be sent" in str(odd.error)
     again.sleep(1)
     assert again.is_sleeping
     with pytest.raises(RequestError, match="awake"):
