@@ -119,7 +119,7 @@ def main() -> None:
     for index in range(args.rounds + 1):
         ids = np.random.default_rng(index).integers(3, 250, (args.rows, args.prompt_tokens)).tolist()
         for way in WAYS:
-            for name, llm in engines.items():
+            for name, llm in list(engines.items())[:: -1 if index % 2 else 1]:  # neither always comes after the other
                 llm.reset_prefix_cache()
                 found = measure(llm, way, ids, params)
                 if index:
