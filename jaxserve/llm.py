@@ -96,7 +96,7 @@ class LLM:
 
         The same happens when the last reference to an LLM is dropped. Calls of a closed LLM raise RuntimeError.
         """
-        with self._threads.paused() as engine:
+        with self._threads.paused(settles=False) as engine:
             engine.close()
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":

@@ -11,7 +11,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
-from queue import Empty
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,7 +21,7 @@ from jaxserve import weights
 from jaxserve.distributed import processes
 from jaxserve.engine.backlog import prefill_s
 from jaxserve.engine.link import Link
-from jaxserve.engine.messages import Start
+from jaxserve.engine.messages import Reply, Start
 from jaxserve.errors import ConfigError, EngineDiedError
 from jaxserve.metrics import Occupancy, PeakRates
 from jaxserve.scheduling.scheduler import Scheduler
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jaxserve.models.arch import ArchConfig
     from jaxserve.models.params import Params
 
+CLOSE_S = 30.0  # time that the core has to end its requests before its process is ended anyway
 ESTIMATE_S = 0.5  # time that an estimate of a wait may take, for which the loop of a server stands still
 
 
@@ -137,8 +138,8 @@ class CoreClient:
     def close(self) -> None:
         """Abort all requests, free everything and end the process."""
         if not self.driver.status.memory.is_closed:
-            with contextlib.suppress(EngineDiedError):
-                self._call("close")
+            with contextlib.suppress(EngineDiedError, Empty):
+                self.driver.ask("close").get(timeout=CLOSE_S)  # a process that is stopped does not answer
         self._end()
 
     # What there is to see
@@ -194,7 +195,7 @@ class ClientBacklog:
 
     def __init__(self, link: Link, most_in_step: int) -> None:
         self._link, self._most_in_step = link, most_in_step
-        self._latest: Wait | None = None
+        self._late: SimpleQueue[Reply] | None = None  # of the latest estimate, until it is there
         self.lengths = OutputLengths()
 
     def num_waiting_tokens(self) -> int:
@@ -202,10 +203,16 @@ class ClientBacklog:
         return self._link.status.num_waiting_tokens + self._link.num_untaken_tokens
 
     def wait(self, num_tokens: int = 1, priority: int | None = None) -> Wait | None:
-        """Return how long a request that came now would wait, or the last estimate if the process does not answer."""
-        with contextlib.suppress(Empty, EngineDiedError):
-            self._latest = self._link.call("estimate", num_tokens, priority, self.lengths, most_s=ESTIMATE_S)
-        return self._latest
+        """Return how long a request that came now would wait; None if that is not known."""
+        if self._late is not None and self._late.empty():  # the process may be stopped, and a server asks often
+            return None
+        try:
+            self._late = reply = self._link.ask("estimate", num_tokens, priority, self.lengths)
+            wait: Wait | None = reply.get(timeout=ESTIMATE_S).value
+        except (EngineDiedError, Empty):
+            return None
+        self._late = None
+        return wait
 
     def prefill_s(self, num_tokens: int) -> float:
         """Return the time that a prompt takes beyond a step of one token."""

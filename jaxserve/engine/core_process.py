@@ -10,10 +10,13 @@ import contextlib
 import gc
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,9 +34,10 @@ if TYPE_CHECKING:
     from jaxserve.metrics import StepStats
     from jaxserve.scheduling.wait_estimate import OutputLengths, Wait
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("jaxserve.engine.core_process")  # it runs as __main__
 
 SWITCH_INTERVAL_S = 5e-4  # time for which the core's thread may keep Python's lock from the one that reads the pipe
+MOST_MAKERS = 4  # threads that make constraints
 _FROM_ANY_THREAD = {"wait_until_warm", "peak_rates", "describe_device", "estimate"}  # calls that no step waits for
 
 
@@ -50,6 +54,8 @@ class CoreProcess:
         self._pausing = threading.Lock()  # held by the call that has the core for itself
         self._making = threading.Lock()  # guards `_unmade`
         self._unmade: set[int] = set()  # keys of requests whose constraints are being made
+        # Few threads, as each takes Python's lock from the core's.
+        self._makers = ThreadPoolExecutor(MOST_MAKERS, "jaxserve grammars")
         self._num_sent = self._num_delivered = 0  # deltas
         self._told: tuple[list[StepStats], int] = [], 0  # list of statistics seen last, and how many of it were sent
         self._host: CoreHost
@@ -73,8 +79,8 @@ class CoreProcess:
         threading.Thread(target=self._start, args=(start,), name="jaxserve start", daemon=True).start()
         while True:
             events, self._num_delivered, call = messages.receive(self._connection)
-            for event in events:
-                self._take(event)
+            for keys, data in events:
+                self._take(keys, data)
             if events:
                 self._driver.start()
             if call is not None:
@@ -115,19 +121,25 @@ class CoreProcess:
 
     # Events
 
-    def _take(self, event: Event | Formed) -> None:
+    def _take(self, keys: list[int], data: bytes) -> None:
         """Leave an event for the core; a request with a form follows once its constraint is made."""
+        try:
+            event: Event | Formed = pickle.loads(data)
+        except Exception as error:  # no log, as the pipe may be full both ways, and this thread has to read
+            self._abort(keys, error)
+            event = Submitted([])  # it is counted
         if isinstance(event, Formed):
             with self._making:
-                self._unmade |= {request.key for request in event.requests}
-            threading.Thread(target=self._make, args=event, name="jaxserve grammars", daemon=True).start()
+                self._unmade.update(keys)
+            self._makers.submit(self._make, event.requests, event.tried_bytes)
             return
         if isinstance(event, Cancelled) and self._unmade:
             with self._making:
                 self._unmade.difference_update(event.keys)
         self._host.send(event)
 
-    def _make(self, requests: list[Request], tried_bytes: int) -> None:
+    def _make(self, requests: Sequence[Request], tried_bytes: int) -> None:
+        left = requests
         try:
             for request in requests:
                 request.constraint = self._grammars.constraint(
@@ -135,14 +147,18 @@ class CoreProcess:
                 )
         except Exception as error:
             logger.exception("request %s is ended: its constraint could not be made again", requests[0].request_id)
-            ended = [Ended(request.key, FinishReason.ABORT) for request in requests]
-            self._host.outbox.append(Delta(time.monotonic(), ended=ended, error=error))
-            requests = []
+            self._abort([request.key for request in requests], error)
+            left = []
         with self._making:
-            left = [request for request in requests if request.key in self._unmade]
+            left = [request for request in left if request.key in self._unmade]
             self._unmade.difference_update(request.key for request in requests)
             self._host.send(Submitted(left))  # none if all were cancelled: it is counted
         self._driver.start()
+
+    def _abort(self, keys: list[int], error: Exception) -> None:
+        """Tell the frontend that samples have ended, of which the core has not heard."""
+        ended = [Ended(key, FinishReason.ABORT) for key in keys]
+        self._host.outbox.append(Delta(time.monotonic(), ended=ended, error=error))
 
     # Calls
 

@@ -17,21 +17,20 @@ import socket
 import subprocess
 import sys
 import threading
-import time
+import weakref
 from collections import deque
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.engine import messages
 from jaxserve.engine.core_thread import MAX_DELTAS
-from jaxserve.engine.deltas import Delta, Ended
-from jaxserve.engine.events import Cancelled, Event, Submitted
-from jaxserve.engine.messages import Call, Failed, Formed, FromCore, Logged, Reply, Start, Started, ToCore
+from jaxserve.engine.deltas import Delta
+from jaxserve.engine.events import Event, Submitted
+from jaxserve.engine.messages import Call, Failed, FromCore, Logged, Reply, Sent, Start, Started, ToCore
 from jaxserve.engine.status import CoreStatus, MemoryState
 from jaxserve.environment import child_variables
-from jaxserve.errors import EngineDiedError, RequestError
+from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.metrics import EngineStats, Occupancy, StepStats
-from jaxserve.request import FinishReason
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -63,7 +62,7 @@ class Link:
         self.error: BaseException | None = None
         self.num_untaken_tokens = 0
         self._untaken: deque[int] = deque()  # tokens of the prompts of each of these events
-        self._events: deque[Event] = deque()  # waiting to be sent, as are these calls
+        self._events: deque[tuple[int, Sent]] = deque()  # to be sent, with tokens of prompts; as are these calls
         self._calls: deque[Call] = deque()
         self._replies: dict[int, SimpleQueue[Reply]] = {}
         self._numbers = itertools.count()
@@ -71,13 +70,19 @@ class Link:
         self._ready: SimpleQueue[None] = SimpleQueue()  # told once the core has started, or cannot
         self._num_received = self._num_acknowledged = 0  # deltas
         self._is_paused = self._is_ending = False
+        self._is_over = False  # True once the outbox has the process's end, for whoever waits for deltas
         self._waker, self._wakes = socket.socketpair()
         self._waker.setblocking(False)
         self._process: subprocess.Popen[bytes]
         self._connection: Connection
+        _links.add(self)
 
     def launch(self, start: Start) -> None:
         """Start process and thread, and wait for the core; raise whatever has kept it from starting."""
+        try:
+            data = messages.encoded(start)
+        except RequestError as error:
+            raise ConfigError(f"engine_process must be False with these options: {error}") from error
         self._connection, theirs = multiprocessing.Pipe()
         path = os.pathsep.join(each or os.getcwd() for each in sys.path)
         with theirs:
@@ -88,7 +93,7 @@ class Link:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a terminal's interrupt is for this process
             )
-        threading.Thread(target=self._run, args=(start,), name="jaxserve pipe", daemon=True).start()
+        threading.Thread(target=self._run, args=(data,), name="jaxserve pipe", daemon=True).start()
         self._ready.get()
         if self.error is not None:
             raise self.error
@@ -99,6 +104,7 @@ class Link:
         self._wake()
         process = getattr(self, "_process", None)
         if process is None:
+            self._close()
             return
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
             pipe.shutdown(socket.SHUT_RDWR)
@@ -108,17 +114,38 @@ class Link:
             process.kill()
             process.wait()
 
+    def forget(self) -> None:
+        """Leave the process alone, which is not this one's: this is a fork of the process that has started it."""
+        if not hasattr(self, "_process"):
+            return
+        self._is_ending = self._is_over = True
+        self.error = EngineDiedError(
+            "an engine with engine_process serves the process that has started it, got a fork of that; start one here"
+        )
+        del self._process
+        self._close()  # else the engine's process would not see that its own client has gone
+
     # From any thread, which an interrupt may stop anywhere
 
     def send(self, event: Event) -> None:
-        """Leave an event for the core."""
-        self._events.append(event)
+        """Leave an event for the core; RequestError if it cannot be sent."""
+        num_tokens = 0
+        if isinstance(event, Submitted):
+            num_tokens = sum(request.num_prompt_tokens for request in event.requests)
+        self._events.append((num_tokens, messages.sent(event)))
         self._wake()
         if self.error is not None and isinstance(event, Submitted):  # nobody else tells of its end
             self.outbox.append(self.error)
 
-    def call(self, name: str, *args: Any, most_s: float | None = None) -> Any:
-        """Call a method of the host and return its result, or raise its exception; Empty if that takes too long."""
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method of the host and return its result, or raise its exception."""
+        value, error = self.ask(name, *args).get()[1:]
+        if error is not None:
+            raise error
+        return value
+
+    def ask(self, name: str, *args: Any) -> SimpleQueue[Reply]:
+        """Call a method of the host, and return where its reply will be."""
         number, reply = next(self._numbers), SimpleQueue[Reply]()
         self._replies[number] = reply
         self._calls.append(Call(number, name, args))
@@ -126,10 +153,7 @@ class Link:
         if self.error is not None:  # the thread may have ended before
             self._replies.pop(number, None)
             raise EngineDiedError(str(self.error))
-        value, error = reply.get(timeout=most_s)[1:]
-        if error is not None:
-            raise error
-        return value
+        return reply
 
     def _wake(self) -> None:
         """Have the thread look for what there is to send."""
@@ -143,7 +167,7 @@ class Link:
 
     def has_work(self) -> bool:
         """Return whether deltas may come."""
-        return self.error is None and (self.num_untaken > 0 or self.status.has_work)
+        return not self._is_over and (self.num_untaken > 0 or self.status.has_work)
 
     @property
     def num_untaken(self) -> int:
@@ -173,13 +197,13 @@ class Link:
 
     # The thread of the pipe
 
-    def _run(self, start: Start) -> None:
+    def _run(self, start: bytes) -> None:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         poll.register(self._wakes, select.POLLIN)
         wakes = self._wakes.fileno()
         try:
-            messages.send(self._connection, start)
+            self._connection.send_bytes(start)
             while not self._is_ending:
                 for handle, _ in poll.poll():
                     if handle == wakes:
@@ -189,8 +213,10 @@ class Link:
                         self._take(messages.receive(self._connection))
         except (EOFError, OSError):
             pass
-        except BaseException:
+        except BaseException as error:
             logging.getLogger(__name__).exception("the engine's process is given up: a message could not be taken")
+            self._process.kill()
+            self.error = EngineDiedError(f"the engine's process was ended, as a message could not be taken: {error}")
         self._end_all(self.error or self._death())
 
     def _send(self) -> None:
@@ -199,39 +225,23 @@ class Link:
         num_delivered = self._num_received - len(self.outbox)
         events = []
         while self._events:
-            event = self._events[0]
-            num_tokens = 0
-            if isinstance(event, Submitted):
-                num_tokens = sum(request.num_prompt_tokens for request in event.requests)
-            self._untaken.append(num_tokens)
+            num_tokens, event = self._events[0]
+            self._untaken.append(num_tokens)  # first, as `has_work` does not know of it before
             self.num_untaken_tokens += num_tokens
-            events.append(messages.formed(self._events.popleft()))
+            events.append(event)
+            self._events.popleft()
         call = self._calls.popleft() if self._calls else None
         if events or call is not None or num_delivered - self._num_acknowledged >= MAX_DELTAS // 2:
             self._num_acknowledged = num_delivered
             try:
                 data = messages.encoded(ToCore(events, num_delivered, call))
-            except RequestError as error:
+            except RequestError as error:  # of the call, as events are bytes
                 if call is not None:
                     self._reply(Reply(call.number, None, error))
-                data = messages.encoded(ToCore([self._sendable(event) for event in events], num_delivered))
+                data = messages.encoded(ToCore(events, num_delivered))
             self._connection.send_bytes(data)
         if self._calls:
             self._wake()
-
-    def _sendable(self, event: Event | Formed) -> Event | Formed:
-        """Return an event; one that cannot be sent ends its requests, which leaves their cancel in its place."""
-        if not isinstance(event, Submitted | Formed):
-            return event
-        try:
-            messages.encoded(event)
-        except RequestError as error:
-            keys = [request.key for request in event.requests]
-            ended = [Ended(key, FinishReason.ABORT) for key in keys]
-            self.outbox.append(Delta(time.monotonic(), ended=ended, error=error))
-            self._news.put(None)
-            return Cancelled(keys, FinishReason.ABORT)
-        return event
 
     def _reply(self, reply: Reply) -> None:
         if (waiting := self._replies.pop(reply.number, None)) is not None:
@@ -244,9 +254,10 @@ class Link:
                 self.last_steps.extend(StepStats(*step) for step in steps)
                 self.outbox.extend(messages.unpacked(delta) for delta in deltas if delta is not None)
                 self._num_received += len(deltas)
-                for _ in range(status.num_taken - self.status.num_taken):
+                num_taken = status.num_taken - self.status.num_taken
+                self.status = status  # first: of events that it has not taken, `has_work` knows until then
+                for _ in range(num_taken):
                     self.num_untaken_tokens -= self._untaken.popleft()
-                self.status = status
                 if reply is not None:
                     self._reply(reply)
                 self._news.put(None)
@@ -259,7 +270,8 @@ class Link:
                 self._is_ending = True
             case Logged(record):
                 made = logging.makeLogRecord(record)
-                logging.getLogger(made.name).handle(made)
+                if (logger := logging.getLogger(made.name)).isEnabledFor(made.levelno):
+                    logger.handle(made)
 
     def _death(self) -> EngineDiedError:
         """Return the error of a process that has ended, or that ends."""
@@ -278,11 +290,26 @@ class Link:
     def _end_all(self, error: BaseException) -> None:
         """Tell everybody who waits that nothing comes any more."""
         self.error = error
-        self.outbox.append(error)
+        self.outbox.append(error)  # as does `send` from now on
+        self._is_over = True
         self._ready.put(None)
         for number, waiting in list(self._replies.items()):
             waiting.put(Reply(number, None, EngineDiedError(str(error))))
         self._news.put(None)
-        self._connection.close()
-        self._wakes.close()
-        self._waker.close()
+        self._close()
+
+    def _close(self) -> None:
+        for end in (getattr(self, "_connection", self._wakes), self._wakes, self._waker):
+            end.close()
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for link in list(_links):
+        link.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

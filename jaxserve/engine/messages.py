@@ -6,6 +6,8 @@ CoreClient <--FromCore: deltas, status, replies-- CoreProcess
 
 from __future__ import annotations
 
+import enum
+import io
 import pickle
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -87,6 +89,18 @@ class Reply(NamedTuple):
     error: BaseException | None
 
 
+class Sent(NamedTuple):
+    """Event as it is sent.
+
+    Attributes:
+        keys: keys of the samples that it submits, which end if it cannot be read.
+        data: the event or a `Formed`, pickled by whoever left it, who hears if that cannot be.
+    """
+
+    keys: list[int]
+    data: bytes
+
+
 class ToCore(NamedTuple):
     """Message to the core.
 
@@ -96,7 +110,7 @@ class ToCore(NamedTuple):
         call: call to answer.
     """
 
-    events: list[Event | Formed]
+    events: list[Sent]
     num_delivered: int
     call: Call | None = None
 
@@ -137,11 +151,52 @@ def send(connection: Connection, message: object) -> None:
 
 
 def encoded(message: object) -> bytes:
-    """Return a message as it is sent; RequestError if it has a value that cannot be, as a caller may have given it."""
+    """Return a message as it is sent; RequestError if it has a value that cannot be, as a caller may have given it.
+
+    An object of a class that no other process can import, as those of the user's program, is sent as one of its base.
+    """
     try:
-        return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        try:
+            data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        except (pickle.PicklingError, AttributeError, TypeError):  # a class of a function, or of another cell
+            data = _MAIN
+        if _MAIN in data:
+            file = io.BytesIO()
+            _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(message)
+            data = file.getvalue()
     except Exception as error:
         raise RequestError(f"all values must be such that they can be sent to the engine's process: {error}") from error
+    return data
+
+
+_MAIN = b"__main__"  # module of the user's program, which another process does not run
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if isinstance(value, type) or _is_importable(kind):
+            return NotImplemented
+        bases = (base for base in kind.__mro__ if _is_importable(base) and not issubclass(base, enum.Enum))
+        if (base := next(bases)) is object:
+            return NotImplemented
+        function, args, *state = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        if kind not in (function, *args[:1]):
+            return NotImplemented
+        if base.__module__ == "builtins":  # which have no further attributes
+            state = []
+        return (_remade, (base, *args[function is not kind :]), *state)
+
+
+def _remade(kind: type, *args: Any) -> Any:
+    return kind.__new__(kind, *args)
+
+
+def _is_importable(kind: type) -> bool:
+    try:
+        return kind.__module__ != "__main__" and bool(pickle.dumps(kind))
+    except (pickle.PicklingError, AttributeError):
+        return False
 
 
 def receive(connection: Connection) -> Any:
@@ -236,9 +291,13 @@ def step_values(step: StepStats) -> tuple[Any, ...]:
     return tuple([getattr(step, name) for name in _STEP_FIELDS])
 
 
-def formed(event: Event) -> Event | Formed:
-    """Return an event as it is sent."""
-    if not isinstance(event, Submitted) or event.requests[0].constraint is None:
-        return event
-    constraint: Any = event.requests[0].constraint
-    return Formed([replace(request, constraint=None) for request in event.requests], constraint.num_bytes)
+def sent(event: Event) -> Sent:
+    """Return an event as it is sent; RequestError if it has something that cannot be."""
+    keys: list[int] = []
+    value: Event | Formed = event
+    if isinstance(event, Submitted):
+        keys = [request.key for request in event.requests]
+        constraint: Any = event.requests[0].constraint
+        if constraint is not None:
+            value = Formed([replace(request, constraint=None) for request in event.requests], constraint.num_bytes)
+    return Sent(keys, encoded(value))

@@ -85,15 +85,20 @@ class EngineThreads:
         self._start()
 
     @contextmanager
-    def paused(self) -> Iterator[Engine]:
-        """Have the engine for the caller's thread alone, between two steps. Requests that come meanwhile wait."""
+    def paused(self, *, settles: bool = True) -> Iterator[Engine]:
+        """Have the engine for the caller's thread alone, between two steps. Requests that come meanwhile wait.
+
+        Args:
+            settles: take events and bring outputs up to date first, for which the core has to answer.
+        """
         if self._is_own_thread():
             raise RuntimeError("a listener must not wait for the engine's threads, as it runs on one; use another one")
         with self._pause:
             try:
                 self._pauser = threading.get_ident()
                 self._stop_threads()
-                self._engine.settle()
+                if settles:
+                    self._engine.settle()
                 yield self._engine
             finally:
                 self._pauser = 0

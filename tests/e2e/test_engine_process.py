@@ -1,10 +1,15 @@
 """A core in a process of its own: the same outputs as in this process, and a clear end if either process dies."""
 
+import enum
+import logging
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+import types
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +22,7 @@ import pytest
 
 from jaxserve.beam_search import BeamSearchParams
 from jaxserve.config import EngineConfig
-from jaxserve.engine import messages
+from jaxserve.engine import client, link, messages
 from jaxserve.engine.core_thread import MAX_DELTAS
 from jaxserve.engine.deltas import Delta
 from jaxserve.engine.driven import DrivenEngine
@@ -46,7 +51,8 @@ KINDS = {
     "form": SamplingParams(temperature=1, seed=5, max_tokens=20, structured_outputs=FORM),
 }
 PROGRAM = """
-import signal, sys
+import os, signal, sys, time
+from jaxserve.errors import EngineDiedError
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from jax._src import xla_bridge
@@ -56,6 +62,17 @@ llm = LLM(sys.argv[1], engine_process=True, compile_ahead="minimal", max_model_l
 long = SamplingParams(max_tokens=500, ignore_eos=True)
 assert not xla_bridge._backends, "the devices are the other process's"
 assert llm.engine.occupancy.num_pages == llm.engine.schedule.num_pages
+told, tell = os.pipe()
+if not os.fork():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        llm.generate([[1, 2]], long, False)
+    except EngineDiedError as error:
+        llm.close()
+        os.write(tell, b"refused" if "fork" in str(error) else b"?")
+    del llm
+    time.sleep(600)
+assert os.read(told, 9) == b"refused"
 try:
     print("serves", llm.engine.host.driver._process.pid, flush=True)
     while True:
@@ -206,10 +223,9 @@ def test_weights_and_sleep(llm: LLM, served: Served, llama: Path) -> None:
         future = pool.submit(again.generate, "Once", GREEDY, False)
         odd = again.engine.reader.read("odd", "x", GREEDY)
         odd.requests[0].salt = memoryview(b"no bytes")
-        again._threads.submit([odd], lambda _: None)
-        until(lambda: odd.output.finished)
+        with pytest.raises(RequestError, match="can be sent"):
+            again._threads.submit([odd], lambda _: None)
         assert future.result(PATIENCE_S)[0].outputs[0].finish_reason == "length"
-    assert "can be sent" in str(odd.error)
     again.sleep(1)
     assert again.is_sleeping
     with pytest.raises(RequestError, match="awake"):
@@ -264,8 +280,8 @@ def test_a_driven_engine_has_statistics_of_its_steps(llama: Path, served: Served
 
 def test_the_status_is_small(served: Served) -> None:
     served().generate("Once", GREEDY, use_tqdm=False)
-    link = served().engine.host.driver
-    message = messages.FromCore([], link.status, messages.stats_values(link.stats), [])
+    driver = served().engine.host.driver
+    message = messages.FromCore([], driver.status, messages.stats_values(driver.stats), [])
     assert len(messages.pickle.dumps(message, 5)) < 1000
 
 
@@ -371,14 +387,16 @@ def test_interrupts_and_deaths_of_the_caller(llama: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as program:
         assert program.stdout is not None
         try:
-            word, pid = program.stdout.readline().split()
+            word, number = program.stdout.readline().split()
             assert word == "serves"
+            pid = int(number)
             time.sleep(0.1)
             os.killpg(program.pid, signal.SIGINT)  # as a terminal does
             assert [program.stdout.readline() for _ in range(2)] == ["interrupted\n", "served 1\n"]
-        finally:
             program.kill()
-    until(lambda: not is_running(int(pid)))
+            until(lambda: not is_running(pid))  # although the fork is there
+        finally:
+            os.killpg(program.pid, signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:
@@ -387,6 +405,80 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_values_of_the_users_own_classes_are_sent(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core's process does not have the user's program; what only this process can read ends one request."""
+
+    class Params(SamplingParams):
+        pass
+
+    class Text(str):
+        __slots__ = ()
+
+    class Id(enum.IntEnum):
+        A = 5
+
+    own = Params(temperature=0, max_tokens=12, stop=[Text("~")], bad_words=[Text("b")], logit_bias={Id.A: 1.0})
+    plain = SamplingParams(temperature=0, max_tokens=12, stop=["~"], bad_words=["b"], logit_bias={5: 1.0})
+    outputs = [served().generate([[3, 5, 7]], params, use_tqdm=False)[0].outputs[0] for params in (own, plain)]
+    assert outputs[0].token_ids == outputs[1].token_ids
+    module = types.ModuleType("only_here")
+    module.Text = type("Text", (str,), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    with pytest.raises(RuntimeError, match="only_here"):
+        served().generate("Once", plain.clone({"stop": [module.Text("~")]}), use_tqdm=False)
+    assert served().generate([[3, 5, 7]], plain, use_tqdm=False)[0].outputs[0].token_ids == outputs[1].token_ids
+
+
+def test_there_is_work_until_all_has_come() -> None:
+    """The frontend's thread ends if there is none: that must not be while a message is taken, or the end is told."""
+    own = link.Link()
+    own._connection, theirs = multiprocessing.Pipe()
+    checks = []
+
+    class Checked(deque[Any]):
+        def popleft(self) -> Any:
+            checks.append(own.has_work())
+            return super().popleft()
+
+        def append(self, item: Any, /) -> None:
+            checks.append(own.has_work() and own.error is not None)
+            super().append(item)
+
+    own._untaken, own.outbox = Checked([3]), Checked()
+    status = own.status._replace(num_taken=1, has_work=True)
+    own._take(messages.FromCore([], status, messages.stats_values(own.stats), []))
+    own._end_all(EngineDiedError("gone"))
+    assert checks == [True, True]
+    assert not own.has_work()
+    theirs.close()
+
+
+def test_records_of_the_log_are_those_wanted_here(caplog: pytest.LogCaptureFixture) -> None:
+    own = link.Link()
+    caplog.set_level(logging.WARNING, "other")
+    for level in (logging.INFO, logging.ERROR):
+        record = {"name": "other", "levelno": level, "levelname": logging.getLevelName(level), "msg": "100%"}
+        own._take(messages.Logged(record))
+    own.end()
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(logging.ERROR, "100%")]
+
+
+def test_a_process_that_is_stopped_keeps_nobody(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((client, "CLOSE_S"), (client, "ESTIMATE_S"), (link, "END_S")):
+        monkeypatch.setattr(module, name, 0.1)
+    llm = served()
+    os.kill(process_of(llm), signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(llm.generate, "Once", LONG, False)
+        until(llm.engine.frontend.has_unfinished)
+        assert [llm.engine.host.backlog.wait(), llm.engine.host.backlog.wait()] == [None, None]
+        assert len(llm.engine.host.driver._replies) == 1
+        llm.close()
+        with pytest.raises(EngineDiedError):
+            future.result(PATIENCE_S)
+    assert not is_alive(process_of(llm))
 
 
 def test_requests_end_with_the_process_of_the_core(served: Served) -> None:
