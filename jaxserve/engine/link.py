@@ -189,11 +189,16 @@ class Link:
     def pause(self) -> None:
         """Have nobody wait for deltas until `resume`; the core goes on as far as it may."""
         self._is_paused = True
-        self._news.put(None)
+        self._tell()
 
     def resume(self) -> None:
         """Let deltas be waited for."""
         self._is_paused = False
+
+    def _tell(self) -> None:
+        """Wake `wait`, now or the next time: replies come while nobody waits for deltas, any number of them."""
+        if self._news.empty():
+            self._news.put(None)
 
     # The thread of the pipe
 
@@ -260,7 +265,7 @@ class Link:
                     self.num_untaken_tokens -= self._untaken.popleft()
                 if reply is not None:
                     self._reply(reply)
-                self._news.put(None)
+                self._tell()
             case Started():
                 self.started = message
                 self._ready.put(None)
@@ -295,7 +300,7 @@ class Link:
         self._ready.put(None)
         for number, waiting in list(self._replies.items()):
             waiting.put(Reply(number, None, EngineDiedError(str(error))))
-        self._news.put(None)
+        self._tell()
         self._close()
 
     def _close(self) -> None:

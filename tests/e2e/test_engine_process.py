@@ -283,6 +283,9 @@ def test_the_status_is_small(served: Served) -> None:
     driver = served().engine.host.driver
     message = messages.FromCore([], driver.status, messages.stats_values(driver.stats), [])
     assert len(messages.pickle.dumps(message, 5)) < 1000
+    for _ in range(3):
+        served().engine.host.backlog.wait()
+    assert driver._news.qsize() <= 1
 
 
 def test_what_keeps_the_core_from_starting_is_raised_here(llama: Path) -> None:
