@@ -111,7 +111,7 @@ class CoreProcess:
         from jaxserve.text.loading import load_tokenizer  # noqa: PLC0415
 
         for name, value in start.settings.items():
-            if jax.config.values[name] != value:
+            if jax.config.values.get(name, value) != value:  # modules that only the client has may add some
                 jax.config.update(name, value)
         config = start.config
         self._grammars = Grammars(
@@ -227,10 +227,13 @@ class CoreProcess:
 
     def _leave(self, code: int = 0) -> NoReturn:
         """End the process; Python's own end would stop threads inside XLA, which then aborts."""
-        if hasattr(self, "_host"):
-            self._host.close_logs()
-        sys.stderr.flush()
-        os._exit(code)
+        try:
+            if hasattr(self, "_host"):
+                self._host.close_logs()
+            if sys.stderr is not None:  # None for a daemon that has closed it
+                sys.stderr.flush()
+        finally:  # whatever fails, nobody else would end it
+            os._exit(code)
 
 
 class _Sender(logging.Handler):

@@ -55,8 +55,9 @@ import os, signal, sys, time
 from jaxserve.errors import EngineDiedError
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
-from jax._src import xla_bridge
+from jax._src import config, xla_bridge
 
+config.bool_flag("jax_only_here", True, "as some modules of jax add")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 llm = LLM(sys.argv[1], engine_process=True, compile_ahead="minimal", max_model_len=512, max_num_seqs=4)
 long = SamplingParams(max_tokens=500, ignore_eos=True)
@@ -382,6 +383,18 @@ def test_calls_of_many_threads_with_forms_and_cancels(served: Served) -> None:
         assert not engine.frontend.has_unfinished()
         assert engine.occupancy.num_pages_used == 0
         engine.check_integrity()
+
+
+def test_a_process_ends_without_its_client_and_without_standard_error() -> None:
+    program = """
+import multiprocessing, sys
+from jaxserve.engine.core_process import CoreProcess
+sys.stderr = None
+ours, theirs = multiprocessing.Pipe()
+theirs.close()
+CoreProcess(ours).run()
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=PATIENCE_S).returncode == 0
 
 
 def test_interrupts_and_deaths_of_the_caller(llama: Path) -> None:
