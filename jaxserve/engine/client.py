@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -106,7 +107,8 @@ class CoreClient:
     def prepare_weights(self, given: Weights) -> None:
         """Prepare other weights for `replace_weights`; ConfigError if they do not fit the model."""
         self.memory.check_open()
-        self._call("prepare_weights", _on_host(given) if isinstance(given, Mapping) else given)
+        sent = os.fspath(given) if isinstance(given, os.PathLike) else given
+        self._call("prepare_weights", _on_host(sent) if isinstance(sent, Mapping) else sent)
 
     def replace_weights(self) -> None:
         """Serve with the weights that were prepared."""

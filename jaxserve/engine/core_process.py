@@ -84,7 +84,8 @@ class CoreProcess:
             if events:
                 self._driver.start()
             if call is not None:
-                threading.Thread(target=self._answer, args=call, daemon=True).start()
+                data = self._connection.recv_bytes()
+                threading.Thread(target=self._answer, args=(call, data), daemon=True).start()
 
     def _start(self, start: Start) -> None:
         """Build the core, on a thread of its own, as the main one has to see that the client goes."""
@@ -162,10 +163,11 @@ class CoreProcess:
 
     # Calls
 
-    def _answer(self, number: int, name: str, args: tuple[Any, ...]) -> None:
+    def _answer(self, number: int, data: bytes) -> None:
         """Call a method of the host, between two steps unless it is for any thread."""
         value, error = None, None
         try:
+            name, args = pickle.loads(data)
             method = self._estimate if name == "estimate" else getattr(self._host, name)
             value = method(*args) if name in _FROM_ANY_THREAD else self._between_steps(method, args)
         except BaseException as raised:

@@ -63,7 +63,7 @@ class Link:
         self.num_untaken_tokens = 0
         self._untaken: deque[int] = deque()  # tokens of the prompts of each of these events
         self._events: deque[tuple[int, Sent]] = deque()  # to be sent, with tokens of prompts; as are these calls
-        self._calls: deque[Call] = deque()
+        self._calls: deque[tuple[int, bytes]] = deque()
         self._replies: dict[int, SimpleQueue[Reply]] = {}
         self._numbers = itertools.count()
         self._news: SimpleQueue[None] = SimpleQueue()
@@ -145,10 +145,11 @@ class Link:
         return value
 
     def ask(self, name: str, *args: Any) -> SimpleQueue[Reply]:
-        """Call a method of the host, and return where its reply will be."""
+        """Call a method of the host, and return where its reply will be; RequestError if it cannot be sent."""
+        data = messages.encoded(Call(name, args))
         number, reply = next(self._numbers), SimpleQueue[Reply]()
         self._replies[number] = reply
-        self._calls.append(Call(number, name, args))
+        self._calls.append((number, data))
         self._wake()
         if self.error is not None:  # the thread may have ended before
             self._replies.pop(number, None)
@@ -235,16 +236,12 @@ class Link:
             self.num_untaken_tokens += num_tokens
             events.append(event)
             self._events.popleft()
-        call = self._calls.popleft() if self._calls else None
-        if events or call is not None or num_delivered - self._num_acknowledged >= MAX_DELTAS // 2:
+        number, call = self._calls.popleft() if self._calls else (None, b"")
+        if events or number is not None or num_delivered - self._num_acknowledged >= MAX_DELTAS // 2:
             self._num_acknowledged = num_delivered
-            try:
-                data = messages.encoded(ToCore(events, num_delivered, call))
-            except RequestError as error:  # of the call, as events are bytes
-                if call is not None:
-                    self._reply(Reply(call.number, None, error))
-                data = messages.encoded(ToCore(events, num_delivered))
-            self._connection.send_bytes(data)
+            messages.send(self._connection, ToCore(events, num_delivered, number))
+            if number is not None:
+                self._connection.send_bytes(call)
         if self._calls:
             self._wake()
 

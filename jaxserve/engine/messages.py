@@ -74,9 +74,8 @@ class Formed(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Call of a method of the host."""
+    """Call of a method of the host. Whoever answers it reads it: what cannot be read fails that call alone."""
 
-    number: int
     name: str
     args: tuple[Any, ...]
 
@@ -107,12 +106,12 @@ class ToCore(NamedTuple):
     Attributes:
         events: events for the core.
         num_delivered: deltas that the frontend has taken since the start.
-        call: call to answer.
+        call: number of the `Call` that follows; None if none does.
     """
 
     events: list[Sent]
     num_delivered: int
-    call: Call | None = None
+    call: int | None = None
 
 
 class FromCore(NamedTuple):

@@ -444,6 +444,8 @@ def test_values_of_the_users_own_classes_are_sent(served: Served, monkeypatch: p
     monkeypatch.setitem(sys.modules, "only_here", module)
     with pytest.raises(RuntimeError, match="only_here"):
         served().generate("Once", plain.clone({"stop": [module.Text("~")]}), use_tqdm=False)
+    with pytest.raises(ModuleNotFoundError, match="only_here"):
+        served().update_weights({module.Text("a"): np.zeros(2)})
     assert served().generate([[3, 5, 7]], plain, use_tqdm=False)[0].outputs[0].token_ids == outputs[1].token_ids
 
 
