@@ -67,6 +67,11 @@ class FakeEngine:
             "LlamaForCausalLM", vocab_size, **sizes, max_position=1000, norm_eps=1e-6, ropes=(rope,), windows=(None,)
         )
 
+    def describe_device(self) -> Any:
+        from jaxserve.execution.roofline import describe_device
+
+        return describe_device()
+
     def add_request(
         self,
         request_id: str,

@@ -27,6 +27,11 @@ def published(name, lengths, num_query_heads, kv_dtype="bfloat16", **facts):
     return Case(rows, rank=512)
 
 
+def shapes(case):
+    """Return the shapes of a case's arguments, which NumPy makes."""
+    return jax.eval_shape(lambda arguments: arguments, case.arguments())
+
+
 PUBLISHED = [
     published("deepseek_over_8_decode", DECODE, 16, has_rope=True),
     published("deepseek_over_8_prefill", PREFILL, 16, has_rope=True),
@@ -55,7 +60,7 @@ OTHERS = [
 )
 @pytest.mark.usefixtures("tpu")
 def test_compiles_in_place(chip, case):
-    inputs, *_ = jax.eval_shape(case.arguments)
+    inputs, *_ = shapes(case)
     pool = {"num_pages": 20_000, "page_size": case.rows.page_size, "width": 576, "dtype": case.rows.kv_dtype}
     # XLA moves pools and scales that fit the vector memory there, and back.
     kv_pages = jax.eval_shape(lambda: new_pages("mosaic_tpu", num_layers=4, **pool))
@@ -94,7 +99,7 @@ ON_GPU = list({_program(case): case for case in reversed(GPU_CASES)}.values())
 
 
 def lower_for_h200(h200, case):
-    inputs, kv_pages, _ = jax.eval_shape(case.arguments)
+    inputs, kv_pages, _ = shapes(case)
 
     def attend(inputs, kv_pages, layer):
         return mla_attention(inputs, kv_pages, layer, case.options, backend="mosaic_gpu")
@@ -116,7 +121,7 @@ def test_compiles_for_h200_without_spills_in_place(h200, cases, capfd, monkeypat
     for case, pool, program in zip(cases, pools, programs, strict=True):
         memory = program.memory_analysis()
         assert memory.alias_size_in_bytes >= tree_bytes(pool), case.name
-        elements = jax.eval_shape(case.arguments).inputs.q.size
+        elements = shapes(case).inputs.q.size
         splits = 132 * 2 * 2 * 2 * 64 * (case.rank + 2) * 4  # two workers, two splits of each, two kinds of tiles
         assert memory.temp_size_in_bytes <= splits + 24 * elements + 2**21, case.name
         shape = ",".join(map(str, pool.shape))

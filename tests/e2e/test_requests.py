@@ -1,5 +1,6 @@
 """Refused requests and aborts: the engine goes on serving after them."""
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -150,15 +151,13 @@ class TestRefusals:
                 engine.abort("a")
         drain(engine)
 
-    def test_a_request_must_fit_the_pool(self, start: Start) -> None:
+    def test_a_request_must_fit_the_pool(self, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         # The largest request of these sizes needs 16 pages, so the pool shrinks on the host alone.
         engine = start()
-        scheduler, engine.replicas[0].scheduler.sizes.num_pages = engine.replicas[0].scheduler, 12
-        try:
-            with pytest.raises(RequestError, match=r"40 prompt tokens and up to 24 new ones need 16 .* there are 12;"):
-                engine.add_request("a", tokens(40, 0), SamplingParams(max_tokens=None))
-        finally:
-            scheduler.sizes.num_pages = SIZES["num_pages"]
+        scheduler = engine.replicas[0].scheduler
+        monkeypatch.setattr(scheduler, "_shard_sizes", dataclasses.replace(scheduler.sizes, num_pages=12))
+        with pytest.raises(RequestError, match=r"40 prompt tokens and up to 24 new ones need 16 .* there are 12;"):
+            engine.add_request("a", tokens(40, 0), SamplingParams(max_tokens=None))
 
     def test_an_id_in_use(self, start: Start) -> None:
         engine = start()

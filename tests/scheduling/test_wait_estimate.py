@@ -140,28 +140,6 @@ def test_a_lone_prompt_has_the_budget_of_one_shard() -> None:
     assert four[2].first_token_s < one[2].first_token_s, "the others have shards of their own"
 
 
-def test_waiting_tokens_are_counted_again_if_the_queue_before_shards_changes_meanwhile() -> None:
-    scheduler = Scheduler(ScheduleConfig(4, 64, 8192, 16, 2000, num_data_shards=2))
-    requests = [Request(str(n), [n] * 640, SamplingParams(max_tokens=1), 0, 641, arrival=n) for n in range(3)]
-    for request in requests[:2]:
-        scheduler.add(request)
-    group = scheduler._balancer._queue._classes[0]
-
-    class Changing(dict[str, Any]):
-        """Tenants of whose requests one more comes while they are read, as the thread of the core may add it."""
-
-        def values(self) -> Any:
-            for tenant in super().values():
-                for request in tenant.queue.values():
-                    if "2" not in scheduler._requests:
-                        scheduler.add(requests[2])
-                    yield SimpleNamespace(queue={request.request_id: request})
-
-    group.tenants = Changing(group.tenants)
-    core: Any = SimpleNamespace(replicas=[SimpleNamespace(scheduler=scheduler)], queued=[], inbox=[])
-    assert Backlog(core).num_waiting_tokens() == 3 * 640
-
-
 def test_a_request_waits_for_the_first_slot_that_is_free() -> None:
     running = [Work(1.0, float(left), 100.0) for left in (30, 10, 20, 40)]
     wait = estimate_wait(RATES, SIZES, running, [], Work(8.0, 1.0))
