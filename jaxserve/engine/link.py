@@ -173,7 +173,7 @@ class Link:
     @property
     def num_untaken(self) -> int:
         """Events that the core has not taken, as far as is known."""
-        return len(self._untaken) + len(self._events)
+        return 0 if self._is_over else len(self._untaken) + len(self._events)
 
     @property
     def is_running(self) -> bool:
@@ -294,6 +294,9 @@ class Link:
         self.error = error
         self.outbox.append(error)  # as does `send` from now on
         self._is_over = True
+        empty = Occupancy(0, 0, 0, self.status.occupancy.num_pages)  # else a server might find its queue full
+        self.status = self.status._replace(has_work=False, occupancy=empty, num_waiting_tokens=0)
+        self.num_untaken_tokens = 0
         self._ready.put(None)
         for number, waiting in list(self._replies.items()):
             waiting.put(Reply(number, None, EngineDiedError(str(error))))

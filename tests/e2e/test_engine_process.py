@@ -518,7 +518,9 @@ def test_requests_end_with_the_process_of_the_core(served: Served) -> None:
         assert (health.status_code, "SIGKILL" in health.text) == (503, True)
         again = server.client.post("/v1/completions", json=body | {"stream": False})
         assert (again.status_code, again.json()["error"]["code"]) == (500, "engine_died")
-        assert server.client.get("/metrics").status_code == 200
+        metrics = server.client.get("/metrics").text
+        assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in metrics
+        assert (llm.engine.host.num_waiting, llm.engine.host.backlog.num_waiting_tokens()) == (0, 0)
     with pytest.raises(EngineDiedError, match="SIGKILL"):
         llm.generate("Once", GREEDY, use_tqdm=False)
     llm.close()
