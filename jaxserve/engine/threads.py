@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import math
+import os
 import threading
 import time
 import weakref
@@ -167,6 +168,8 @@ class EngineThreads:
 
 
 _threads: weakref.WeakSet[EngineThreads] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.clear)  # a fork has no threads to wait for
 
 
 def _stop_at_exit(threads: EngineThreads) -> None:

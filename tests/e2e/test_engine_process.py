@@ -51,7 +51,7 @@ KINDS = {
     "form": SamplingParams(temperature=1, seed=5, max_tokens=20, structured_outputs=FORM),
 }
 PROGRAM = """
-import os, signal, sys, time
+import atexit, os, signal, sys, threading, time
 from jaxserve.errors import EngineDiedError
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
@@ -63,6 +63,16 @@ llm = LLM(sys.argv[1], engine_process=True, compile_ahead="minimal", max_model_l
 long = SamplingParams(max_tokens=500, ignore_eos=True)
 assert not xla_bridge._backends, "the devices are the other process's"
 assert llm.engine.occupancy.num_pages == llm.engine.schedule.num_pages
+thread = threading.Thread(target=llm.generate, args=([[1, 2]] * 9, long, False))
+thread.start()
+while not llm._threads._thread:
+    time.sleep(1e-3)
+if not (fork := os.fork()):
+    signal.alarm(10)
+    atexit._run_exitfuncs()
+    os._exit(0)
+assert os.waitpid(fork, 0)[1] == 0, "a fork need not wait for threads that it does not have"
+thread.join()
 told, tell = os.pipe()
 if not os.fork():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
