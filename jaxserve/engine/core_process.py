@@ -10,7 +10,6 @@ import contextlib
 import gc
 import logging
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -125,7 +124,7 @@ class CoreProcess:
     def _take(self, keys: list[int], data: bytes) -> None:
         """Leave an event for the core; a request with a form follows once its constraint is made."""
         try:
-            event: Event | Formed = pickle.loads(data)
+            event: Event | Formed = messages.decoded(data)
         except Exception as error:  # no log, as the pipe may be full both ways, and this thread has to read
             self._abort(keys, error)
             event = Submitted([])  # it is counted
@@ -167,7 +166,7 @@ class CoreProcess:
         """Call a method of the host, between two steps unless it is for any thread."""
         value, error = None, None
         try:
-            name, args = pickle.loads(data)
+            name, args = messages.decoded(data)
             method = self._estimate if name == "estimate" else getattr(self._host, name)
             value = method(*args) if name in _FROM_ANY_THREAD else self._between_steps(method, args)
         except BaseException as raised:

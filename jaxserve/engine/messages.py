@@ -200,7 +200,12 @@ def _is_importable(kind: type) -> bool:
 
 def receive(connection: Connection) -> Any:
     """Return the next message; EOFError or OSError if the other side has gone."""
-    return pickle.loads(connection.recv_bytes())
+    return decoded(connection.recv_bytes())
+
+
+def decoded(data: bytes) -> Any:
+    """Return a value that `encoded` has packed."""
+    return pickle.loads(data)
 
 
 def portable(error: BaseException | None) -> BaseException | None:
