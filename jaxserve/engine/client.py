@@ -24,7 +24,7 @@ from jaxserve.engine.backlog import prefill_s
 from jaxserve.engine.link import Link
 from jaxserve.engine.messages import Reply, Start
 from jaxserve.errors import ConfigError, EngineDiedError
-from jaxserve.metrics import Occupancy, PeakRates
+from jaxserve.metrics import Occupancy, PeakRates, StepStats
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.wait_estimate import OutputLengths, Wait
 
@@ -70,7 +70,8 @@ class CoreClient:
         except BaseException:
             self._end()
             raise
-        self.stats, self.outbox, self.last_steps = link.stats, link.outbox, link.last_steps
+        self.stats, self.outbox = link.stats, link.outbox
+        self._last_steps: list[StepStats] = []
         self.schedule, self.send = link.started.schedule, link.send
         self.check_fits = Scheduler(self.schedule).check_fits
         self.backlog = ClientBacklog(link, self.schedule.of_shard.max_num_batched_tokens)
@@ -82,7 +83,7 @@ class CoreClient:
 
     def advance(self) -> None:
         """Wait for a step."""
-        self.last_steps.clear()
+        self._last_steps = []
         while self.driver.has_work() and not self.outbox:
             self.driver.wait(None)
 
@@ -178,6 +179,13 @@ class CoreClient:
     def occupancy(self) -> Occupancy:
         """Requests and pages of all replicas."""
         return self.driver.status.occupancy
+
+    @property
+    def last_steps(self) -> Sequence[StepStats]:
+        """Statistics of steps that have come since the last call of `advance`, or were not asked for before it."""
+        steps = self.driver.steps
+        self._last_steps += [steps.popleft() for _ in range(len(steps))]
+        return self._last_steps
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a page, slot or request is lost or shared."""

@@ -28,7 +28,7 @@ class CoreThread:
     Args:
         core: core that nobody else drives, but while this is paused.
         free: called if the core cannot go on.
-        tell: called on the thread when there are deltas, and when it ends; None to wake `wait`.
+        tell: called on the thread after each step, and when it ends; None to wake `wait`.
         num_behind: returns how many deltas were not taken yet; None counts those of the outbox.
     """
 
@@ -93,10 +93,10 @@ class CoreThread:
                     if self._num_behind() > MAX_DELTAS:  # so that stop strings are found in time
                         time.sleep(LOOK_S)
                         continue
-                    if not core.step(time.monotonic()):  # requests wait for an event if no step is in flight
+                    if core.step(time.monotonic()) or core.outbox:
+                        self._tell()  # of each step, as the next one has other statistics
+                    else:  # requests wait for an event if no step is in flight
                         time.sleep(POLL_S if core.num_in_flight else LOOK_S)
-                    if core.outbox:
-                        self._tell()
             except BaseException as error:  # a defect: errors of steps go to those whose requests they ended
                 logger.exception("all requests are ended: the engine's core has failed")
                 self._recover(error)

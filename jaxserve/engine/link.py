@@ -45,7 +45,7 @@ class Link:
     Attributes:
         outbox: deltas that have come.
         stats: totals; those of the core as they were with the last message.
-        last_steps: statistics of the latest steps.
+        steps: statistics of the latest steps, which whoever drives the engine takes.
         status: status of the core with the last message.
         started: first message of the core.
         error: reason why the process has ended; None as long as it runs.
@@ -58,7 +58,7 @@ class Link:
     def __init__(self) -> None:
         self.outbox: deque[Delta | BaseException] = deque()
         self.stats = EngineStats()
-        self.last_steps: deque[StepStats] = deque(maxlen=MOST_STEPS)
+        self.steps: deque[StepStats] = deque(maxlen=MOST_STEPS)
         self.error: BaseException | None = None
         self.num_untaken_tokens = 0
         self._untaken: deque[int] = deque()  # tokens of the prompts of each of these events
@@ -253,7 +253,7 @@ class Link:
         match message:
             case FromCore(deltas, status, stats, steps, reply):
                 messages.take_stats(self.stats, stats)
-                self.last_steps.extend(StepStats(*step) for step in steps)
+                self.steps.extend(StepStats(*step) for step in steps)
                 self.outbox.extend(messages.unpacked(delta) for delta in deltas if delta is not None)
                 self._num_received += len(deltas)
                 num_taken = status.num_taken - self.status.num_taken

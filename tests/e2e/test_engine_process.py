@@ -280,6 +280,7 @@ def test_a_driven_engine_has_statistics_of_its_steps(llama: Path, served: Served
     """`jaxserve bench` drives engines; here over the process of the others."""
     engine = DrivenEngine.__new__(DrivenEngine)
     vars(engine).update(vars(served().engine), _progressed={})
+    engine.host.driver.steps.clear()  # of requests before, which threads have driven
     output, num_rows = engine.add_request("a", [1, 2, 3], GREEDY), 0
     while engine.has_unfinished():
         engine.step()
