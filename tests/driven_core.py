@@ -77,7 +77,7 @@ class Driven:
             for executor, record in zip_longest(self.executors, records)
         ]
         self.core = EngineCore(self.replicas, step_ahead=step_ahead, on_failure=on_failure)
-        self.requests: list[Request] = []  # by key
+        self.requests: list[Request] = []  # the index is the key
         self.unfinished: dict[Request, list[int]] = {}
         self.ended: dict[Request, tuple[list[int], FinishReason]] = {}
         self.num_added = 0

@@ -182,7 +182,7 @@ class _Pickler(pickle.Pickler):
         function, args, *state = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if kind not in (function, *args[:1]):
             return NotImplemented
-        if base.__module__ == "builtins":  # which have no further attributes
+        if base.__module__ == "builtins":  # their values have no further attributes
             state = []
         return (_remade, (base, *args[function is not kind :]), *state)
 

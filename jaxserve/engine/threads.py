@@ -115,7 +115,7 @@ class EngineThreads:
         """End the threads after the step at hand, for good."""
         self._is_stopped = True
         self._stop_threads(PATIENCE_S)
-        self._driver.resume()  # for others
+        self._driver.resume()  # others may use it
 
     def _stop_threads(self, most_s: float = math.inf) -> None:
         with self._lock:
@@ -153,7 +153,7 @@ class EngineThreads:
                 wait_s = self.wakes.wake(is_last=not runs)
                 if not runs:
                     self._is_wanted, self._thread = has_work, 0
-        if driver.has_work() if not is_alone else frontend.has_unfinished():  # from a caller who has seen this thread
+        if driver.has_work() if not is_alone else frontend.has_unfinished():  # callers have seen this thread
             self._is_wanted = True
             self._start()
 

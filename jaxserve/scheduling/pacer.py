@@ -298,7 +298,7 @@ class Pacer:
     def _probed(self, program: StepShape, usual: int, kinds: Sequence[int], usual_s: float) -> tuple[int, bool]:
         """Return what `_best` does, for a probe while one is due; a token of each row usually takes `usual_s`."""
         if self._probe is not None and (self._probe.program != program or self._probe.kind == usual):
-            self._probe = None  # if its rounds paid, the choice has followed it
+            self._probe = None  # the choice has followed it if its rounds paid
         times, credit_s = self._step_time.of(program), self._credit_s[program]
         due = [kind for kind in kinds if kind != usual and credit_s[DRAFTS if kind > 0 else PLAIN] > 0]
         if self._probe is None and due and times.num_usual >= FRESH:

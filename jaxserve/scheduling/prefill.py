@@ -166,7 +166,7 @@ class _Kept:
         self._num_older_pages = num_older_pages
         self._num_growing = sum(map(ledger.can_grow, prompts))  # prompts whose turn is now or later
         self._last: Request | None = None
-        self._can_last_grow = False  # as it could when its turn came
+        self._can_last_grow = False  # it could when its turn came
 
     def turn_of(self, request: Request) -> None:
         """Go on to the next prompt."""

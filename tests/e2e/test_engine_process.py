@@ -280,7 +280,7 @@ def test_a_driven_engine_has_statistics_of_its_steps(llama: Path, served: Served
     """`jaxserve bench` drives engines; here over the process of the others."""
     engine = DrivenEngine.__new__(DrivenEngine)
     vars(engine).update(vars(served().engine), _progressed={})
-    engine.host.driver.steps.clear()  # of requests before, which threads have driven
+    engine.host.driver.steps.clear()  # earlier requests, driven by threads, have left some
     output, num_rows = engine.add_request("a", [1, 2, 3], GREEDY), 0
     while engine.has_unfinished():
         engine.step()
@@ -418,7 +418,7 @@ def test_interrupts_and_deaths_of_the_caller(llama: Path) -> None:
             assert word == "serves"
             pid = int(number)
             time.sleep(0.1)
-            os.killpg(program.pid, signal.SIGINT)  # as a terminal does
+            os.killpg(program.pid, signal.SIGINT)  # a terminal signals the whole group
             assert [program.stdout.readline() for _ in range(2)] == ["interrupted\n", "served 1\n"]
             program.kill()
             until(lambda: not is_running(pid))  # although the fork is there

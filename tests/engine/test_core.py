@@ -186,7 +186,7 @@ def test_wherever_a_step_breaks_off_everybody_is_told_and_the_core_serves_on(
                 driven.core.step(0.0)
         except error as broken:
             sys.settrace(None)
-            driven.core.recover(broken)  # as the core's thread does
+            driven.core.recover(broken)  # the core's thread does the same
         finally:
             sys.settrace(None)
         driven.step()

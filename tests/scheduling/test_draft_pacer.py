@@ -192,7 +192,7 @@ def test_drafts_are_tried_where_plain_dispatches_have_one_step(max_steps: int) -
 def test_a_probe_that_could_not_be_planned_is_not_waited_for() -> None:
     pacer = Pacer(StepTime(), K, 64)
     run_accepted(pacer, 1)
-    chosen = run_accepted(pacer, 1, lambda k: k if k in (0, K) else 0, now_s=100.0)  # as where pages are short
+    chosen = run_accepted(pacer, 1, lambda k: k if k in (0, K) else 0, now_s=100.0)  # the same happens with few pages
     assert 1 < sum(k not in (0, K) for k in chosen) < 20
     assert set(run_accepted(pacer, 1, now_s=200.0)) == {0, 1, 2, 3, 4}
 
