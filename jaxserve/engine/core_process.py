@@ -19,17 +19,20 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import jax
+
 from jaxserve.engine import messages
 from jaxserve.engine.core_thread import LOOK_S, CoreThread
 from jaxserve.engine.deltas import Delta, Ended
 from jaxserve.engine.events import Cancelled, Event, Submitted
+from jaxserve.engine.grammars import Grammars
+from jaxserve.engine.host import CoreHost
 from jaxserve.engine.messages import Failed, Formed, FromCore, Logged, Reply, Start, Started
 from jaxserve.engine.status import CoreStatus
 from jaxserve.request import FinishReason, Request
+from jaxserve.text.loading import load_tokenizer
 
 if TYPE_CHECKING:
-    from jaxserve.engine.grammars import Grammars
-    from jaxserve.engine.host import CoreHost
     from jaxserve.metrics import StepStats
     from jaxserve.scheduling.wait_estimate import OutputLengths, Wait
 
@@ -104,12 +107,6 @@ class CoreProcess:
         self._flush()  # the news that it is warm
 
     def _new_host(self, start: Start) -> CoreHost:
-        import jax  # noqa: PLC0415 - slow, and the client may be gone meanwhile
-
-        from jaxserve.engine.grammars import Grammars  # noqa: PLC0415
-        from jaxserve.engine.host import CoreHost  # noqa: PLC0415
-        from jaxserve.text.loading import load_tokenizer  # noqa: PLC0415
-
         for name, value in start.settings.items():
             if jax.config.values.get(name, value) != value:  # modules that only the client has may add some
                 jax.config.update(name, value)

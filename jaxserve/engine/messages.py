@@ -212,7 +212,7 @@ def portable(error: BaseException | None) -> BaseException | None:
     """Return an error as it can be sent: as it is, or else as a RuntimeError of its text."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:
+    except Exception:  # any, by the error's own class: its text tells the client what happened
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
@@ -237,7 +237,7 @@ class PackedStep(NamedTuple):
     results: tuple[Any, ...]
 
     @classmethod
-    def of(cls, step: StepDelta) -> PackedStep:
+    def from_delta(cls, step: StepDelta) -> PackedStep:
         """Return a step's delta as it is sent."""
         counts, result = list(map(len, step.token_ids)), step.result
         return cls(
@@ -267,7 +267,7 @@ def packed(delta: Delta | BaseException) -> tuple[Any, ...] | BaseException | No
     """Return a delta as it is sent."""
     if isinstance(delta, BaseException):
         return portable(delta)
-    step = None if delta.step is None else PackedStep.of(delta.step)
+    step = None if delta.step is None else PackedStep.from_delta(delta.step)
     return delta.at_s, delta.admitted, step, delta.ended, delta.error and portable(delta.error)
 
 

@@ -450,13 +450,14 @@ def test_values_of_the_users_own_classes_are_sent(served: Served, monkeypatch: p
     plain = SamplingParams(temperature=0, max_tokens=12, stop=["~"], bad_words=["b"], logit_bias={5: 1.0})
     outputs = [served().generate([[3, 5, 7]], params, use_tqdm=False)[0].outputs[0] for params in (own, plain)]
     assert outputs[0].token_ids == outputs[1].token_ids
+    kind = type("Text", (str,), {"__module__": "only_here"})
     module = types.ModuleType("only_here")
-    module.Text = type("Text", (str,), {"__module__": "only_here"})  # type: ignore[attr-defined]
+    vars(module).update(Text=kind)
     monkeypatch.setitem(sys.modules, "only_here", module)
     with pytest.raises(RuntimeError, match="only_here"):
-        served().generate("Once", plain.clone({"stop": [module.Text("~")]}), use_tqdm=False)
+        served().generate("Once", plain.clone({"stop": [kind("~")]}), use_tqdm=False)
     with pytest.raises(ModuleNotFoundError, match="only_here"):
-        served().update_weights({module.Text("a"): np.zeros(2)})
+        served().update_weights({kind("a"): np.zeros(2)})
     assert served().generate([[3, 5, 7]], plain, use_tqdm=False)[0].outputs[0].token_ids == outputs[1].token_ids
 
 
