@@ -25,7 +25,7 @@ class DescribedEngine(MeasuredEngine, Protocol):
     """Engine that knows its device, which may be another process's."""
 
     def describe_device(self) -> Device:
-        """Return what the device is."""
+        """Return the kind and number of the devices."""
 
 
 def build_report(engine: DescribedEngine, kind: str, workload: Workload, load: Json) -> Json:

@@ -62,7 +62,7 @@ def initialize(
 
 
 def is_joined() -> bool:
-    """Return whether this process is one of several of a run, without a start of jax's backend."""
+    """Return whether this process belongs to a run of several, without starting a jax backend."""
     return bool(_roles) or (global_state.num_processes or 1) > 1
 
 

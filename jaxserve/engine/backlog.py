@@ -42,7 +42,7 @@ class Backlog:
 
         Args:
             num_tokens: tokens of its prompt.
-            priority: its class: it overtakes or preempts those of lower ones; None if it can do neither.
+            priority: its class: it overtakes or preempts requests of lower classes; None if it can do neither.
         """
 
         def is_ahead(request: Request) -> bool:
@@ -62,7 +62,7 @@ class Backlog:
         return prefill_s(num_tokens, self.rates(), self._core.replicas[0].scheduler.max_prompt_tokens)
 
     def rates(self) -> Rates | None:
-        """Return the times of steps of a replica; None before they were measured."""
+        """Return the step times of a replica; None before any were measured."""
         found = (replica.step_stats.step_time.rates() for replica in self._core.replicas)
         return next((rates for rates in found if rates is not None), None)
 

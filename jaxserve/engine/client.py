@@ -134,7 +134,7 @@ class CoreClient:
         return rates
 
     def describe_device(self) -> Device:
-        """Return what the device is."""
+        """Return the kind and number of the devices."""
         device: Device = self._call("describe_device")
         return device
 

@@ -1,7 +1,7 @@
-"""CoreProcess: the process of a core, at the other end of the pipe of a `CoreClient`; run by it as a program.
+"""CoreProcess: the child process in which a core runs, started by a `CoreClient` and connected to it by a pipe.
 
-Its main thread reads the pipe, the core's thread writes what a step has brought. It ends when the pipe does, in
-whatever way the process of the client has ended; signals that a terminal sends to both are left to that one.
+Its main thread reads the pipe; the core's thread writes each step's results. It ends when the pipe closes, however the
+client's process has ended. It ignores the signals that a terminal sends to both processes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CoreProcess:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._sending = threading.RLock()  # guards the pipe, and what is counted of its messages
+        self._sending = threading.RLock()  # guards the pipe and the counts of its messages
         self._pausing = threading.Lock()  # held by the call that has the core for itself
         self._making = threading.Lock()  # guards `_unmade`
         self._unmade: set[int] = set()  # keys of requests whose constraints are being made
@@ -153,7 +153,7 @@ class CoreProcess:
         self._driver.start()
 
     def _abort(self, keys: list[int], error: Exception) -> None:
-        """Tell the frontend that samples have ended, of which the core has not heard."""
+        """Tell the frontend that samples have ended; the core never had them."""
         ended = [Ended(key, FinishReason.ABORT) for key in keys]
         self._host.outbox.append(Delta(time.monotonic(), ended=ended, error=error))
 
@@ -188,7 +188,7 @@ class CoreProcess:
     # To the client
 
     def _flush(self, reply: Reply | None = None) -> None:
-        """Send what is new. From any thread; deltas are sent in their order."""
+        """Send new deltas, in their order, and statistics. From any thread."""
         with self._sending:
             status = self._status()  # first: if it says that there is no work, all deltas are in the outbox
             outbox, steps = self._host.outbox, self._host.core.last_steps
@@ -203,7 +203,7 @@ class CoreProcess:
     def _status(self) -> CoreStatus:
         core, backlog = self._host.core, self._host.backlog
         return CoreStatus(
-            core.num_taken,  # first: what is taken from now on is told later
+            core.num_taken,  # first: later events are counted by the next status
             core.has_work(),
             self._host.occupancy,
             core.num_waiting_tokens,

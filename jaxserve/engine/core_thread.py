@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_DELTAS = 8  # deltas that whoever takes them may be behind
+MAX_DELTAS = 8  # maximum of deltas in the outbox before the core waits
 LOOK_S = 1e-3  # time between looks at whether they have been taken, or at the inbox
 POLL_S = 5e-5  # time between two looks at the devices of several replicas
 
@@ -29,7 +29,7 @@ class CoreThread:
         core: core that nobody else drives, but while this is paused.
         free: called if the core cannot go on.
         tell: called on the thread after each step, and when it ends; None to wake `wait`.
-        num_behind: returns how many deltas were not taken yet; None counts those of the outbox.
+        num_untaken: returns the number of deltas that were not taken yet; None counts the outbox.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class CoreThread:
         core: EngineCore,
         free: Callable[[], None],
         tell: Callable[[], None] | None = None,
-        num_behind: Callable[[], int] | None = None,
+        num_untaken: Callable[[], int] | None = None,
     ) -> None:
         self._core, self._free = core, free
         self._news: SimpleQueue[None] = SimpleQueue()
         self._tell = tell or partial(self._news.put, None)  # no cycle: nobody collects a core that is left
-        self._num_behind = num_behind or (lambda: len(core.outbox))
+        self._num_untaken = num_untaken or (lambda: len(core.outbox))
         self._lock = threading.Lock()  # guards the two below
         self._is_running = self._is_paused = False
 
@@ -90,7 +90,7 @@ class CoreThread:
         while runs:
             try:
                 while core.has_work() and not self._is_paused:
-                    if self._num_behind() > MAX_DELTAS:  # so that stop strings are found in time
+                    if self._num_untaken() > MAX_DELTAS:  # so that stop strings are found in time
                         time.sleep(LOOK_S)
                         continue
                     if core.step(time.monotonic()) or core.outbox:

@@ -152,7 +152,7 @@ class Engine:
         return self.host.peak_rates()
 
     def describe_device(self) -> Device:
-        """Return what the device is."""
+        """Return the kind and number of the devices."""
         return self.host.describe_device()
 
     @property

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class CoreHost:
-    """Replicas of a model on their devices. One thread at a time uses it, but for what says "from any thread".
+    """Replicas of a model on their devices. One thread at a time uses it, but any thread may call methods that say so.
 
     Args:
         config: model and options.
@@ -167,11 +167,11 @@ class CoreHost:
         return self.devices.peak_rates()
 
     def describe_device(self) -> Device:
-        """Return what the device is."""
+        """Return the kind and number of the devices."""
         return describe_device()
 
     def close_logs(self) -> None:
-        """Write what is left of the event logs."""
+        """Write the rest of the event logs."""
         for log in self._logs:
             log.close()
 
@@ -233,7 +233,7 @@ class CoreHost:
 
 
 def _open_logs(path: str, schedule: ScheduleConfig, num_replicas: int) -> list[EventLog]:
-    """Return the event log of each replica; all but the first have their number behind the name."""
+    """Return the event log of each replica; all but the first end with their number."""
     return [EventLog(f"{path}.{index}" if index else path, schedule) for index in range(num_replicas)]
 
 

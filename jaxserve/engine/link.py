@@ -44,7 +44,7 @@ class Link:
 
     Attributes:
         outbox: deltas that have come.
-        stats: totals; those of the core as they were with the last message.
+        stats: totals, as of the core's last message.
         steps: statistics of the latest steps, which whoever drives the engine takes.
         status: status of the core with the last message.
         started: first message of the core.
@@ -157,7 +157,7 @@ class Link:
         return reply
 
     def _wake(self) -> None:
-        """Have the thread look for what there is to send."""
+        """Have the thread send new events and calls."""
         with contextlib.suppress(OSError):  # full, which wakes it as well; or closed
             self._waker.send(b"x")
 

@@ -74,7 +74,7 @@ class Formed(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Call of a method of the host. Whoever answers it reads it: what cannot be read fails that call alone."""
+    """Method call of the host. Whoever answers it unpickles it: an unreadable argument fails only this call."""
 
     name: str
     args: tuple[Any, ...]
@@ -119,7 +119,7 @@ class FromCore(NamedTuple):
 
     Attributes:
         deltas: deltas of the core, in order, as `packed` returns them.
-        status: its status behind them.
+        status: its status after them.
         stats: values of the totals of _STATS_FIELDS.
         steps: values of the fields of the statistics of new steps.
         reply: reply to a call.
@@ -152,7 +152,7 @@ def send(connection: Connection, message: object) -> None:
 def encoded(message: object) -> bytes:
     """Return a message as it is sent; RequestError if it has a value that cannot be, as a caller may have given it.
 
-    An object of a class that no other process can import, as those of the user's program, is sent as one of its base.
+    An object whose class no other process can import, such as a class of the user's program, is sent as its base class.
     """
     try:
         try:

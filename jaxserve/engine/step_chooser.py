@@ -104,7 +104,7 @@ class StepChooser:
         return not plan.num_prefill_tokens and self._pacer.launched(max(plan.num_drafts, default=0), plan.num_steps)
 
     def ended(self, step: InFlight, result: StepResult) -> None:
-        """Learn from a step that has ended: how long it took, and what was accepted."""
+        """Learn the time and the accepted drafts of a step that has ended."""
         plan, rounds, num_tokens = step.plan, result.rounds, result.num_tokens[: step.plan.num_rows]
         program = self._program(plan.num_rows, plan.num_even_rows, has_drafts=bool(plan.num_drafts) or self.may_draft)
         if self._max_drafts and plan.admitted:
@@ -133,7 +133,7 @@ class StepChooser:
         return self._executor.fit(StepShape(self._scheduler.rows.num_even, samples_late=True)) is not None
 
     def _program(self, num_rows: int, num_even_rows: int, *, has_drafts: bool) -> StepShape | None:
-        """Return the program by which the dispatches of so many rows in decode are timed; None if there is none."""
+        """Return the program by which dispatches of so many decoding rows are timed; None if there is none."""
         if self._max_drafts and has_drafts:
             program = self._executor.fit(StepShape(num_rows, has_drafts=True))
             if program is not None:

@@ -209,7 +209,8 @@ class Pacer:
             return probe.is_scout
         if probe.kind > 0:
             self._credit_s[probe.program][probe.sort] = -MAX_CREDIT_S
-        self._step_time.of(probe.program).kinds[probe.kind].measured_s = self._now_s  # the next is of another kind
+        times = self._step_time.dispatches(probe.program)
+        times.kinds[probe.kind].measured_s = self._now_s  # the next is of another kind
         probe.num_left = 0
         if not probe.num_running:
             self._probe = None
@@ -242,7 +243,7 @@ class Pacer:
         """
         kind, last, seconds = self._kind(num_drafts, num_planned), self._last, end_s - self._now_s
         self._last, self._now_s = (program, kind, is_scout), end_s
-        times, credit_s, probe = self._step_time.of(program), self._credit_s[program], self._probe
+        times, credit_s, probe = self._step_time.dispatches(program), self._credit_s[program], self._probe
         is_probe = False
         if probe is not None and (probe.program, probe.kind, probe.is_scout) == self._last:
             is_probe = True
@@ -277,7 +278,7 @@ class Pacer:
 
     def _best(self, program: StepShape, chances: NDArray[np.float64] | None, max_steps: int) -> tuple[int, bool]:
         """Return the kind of the next dispatch, and whether it is chosen to be measured: then it must be just that."""
-        times, drafts = self._step_time.of(program), self._max_drafts if chances is not None else 0
+        times, drafts = self._step_time.dispatches(program), self._max_drafts if chances is not None else 0
         has_several = self._is_timed and max_steps > 1 and times.step_s <= self._dispatch_s / 2
         plain = [SINGLE, SEVERAL] if has_several else [SINGLE]
         kinds = dict.fromkeys([*plain, drafts, max(drafts // 2, 1)]) if drafts else plain
@@ -299,7 +300,7 @@ class Pacer:
         """Return what `_best` does, for a probe while one is due; a token of each row usually takes `usual_s`."""
         if self._probe is not None and (self._probe.program != program or self._probe.kind == usual):
             self._probe = None  # the choice has followed it if its rounds paid
-        times, credit_s = self._step_time.of(program), self._credit_s[program]
+        times, credit_s = self._step_time.dispatches(program), self._credit_s[program]
         due = [kind for kind in kinds if kind != usual and credit_s[DRAFTS if kind > 0 else PLAIN] > 0]
         if self._probe is None and due and times.num_usual >= FRESH:
             oldest = min(due, key=lambda kind: (times.kinds[kind].measured_s, kind))
@@ -322,7 +323,7 @@ class Pacer:
             return most
         if kind == SINGLE:
             return 1
-        times = self._step_time.of(program)
+        times = self._step_time.dispatches(program)
         round_s = times.guess_s(kind) if kind > 0 else max(times.step_s, min(times.several_s))
         if math.isinf(round_s):
             return min(most, FIRST_ROUNDS)

@@ -260,8 +260,8 @@ class StepTime:
         weights = (_NOISE / spread) ** 2
         return _non_negative_fit(products + np.diag(weights), times + weights * expected)
 
-    def of(self, program: StepShape) -> DispatchTimes:
-        """Return the times of a program's dispatches of rows in decode."""
+    def dispatches(self, program: StepShape) -> DispatchTimes:
+        """Return the times of a program's dispatches without prompt tokens."""
         return self._dispatches[program]
 
     def rates(self) -> Rates | None:

@@ -116,7 +116,7 @@ def test_samples_are_of_one_kind_though_prompts_come_between() -> None:
     for _ in range(500):
         clock.run(3)
         pacer.pause()
-    times = pacer._step_time.of(PROGRAM)
+    times = pacer._step_time.dispatches(PROGRAM)
     assert times.round_s(SINGLE) / times.round_s(SEVERAL) == pytest.approx(0.002 / 0.0015, rel=0.01)
 
 
