@@ -1,4 +1,4 @@
-"""Costs of steps: work on a device, and that of attention, counted from the rows of a step."""
+"""Costs of steps: the work on a device, and the work of attention, counted from a step's rows."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -33,7 +33,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 
 
 def make_speculative_step(model: Model, layout: BatchLayout, proposer: Proposer, max_rounds: int) -> Any:
-    """Return the speculative step of one bucket: rows in decode go several rounds, each with up to K drafted tokens.
+    """Return the speculative step of one bucket: decoding rows go several rounds, each with up to K drafted tokens.
 
     To be jitted with `state` donated; over several devices, in a shard_map. Parameters are a pair, the model's and the
     proposer's.

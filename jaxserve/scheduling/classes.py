@@ -50,7 +50,7 @@ def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
 
 
 class _Rows:
-    """Running rows, as waiting requests of a class see them: those of lower classes give way. Counted once for all.
+    """Running rows, as waiting requests of a class see them: rows of lower classes give way. Counted once for all.
 
     Args:
         priority: the class.

@@ -7,8 +7,8 @@ with each number of drafted tokens are kinds of dispatches, whose times are meas
 
 A round with k drafted tokens yields E(k) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k tokens of a row, where a_i is the
 probability that its i-th drafted token is accepted once those before it were. For all a_i = p that is
-(1 - p^(k+1)) / (1 - p) (Leviathan et al. 2023). A round takes the time of the verification and k times that of a draft
-step. The kind with the most tokens per second is taken. Tokens are the same either way.
+(1 - p^(k+1)) / (1 - p) (Leviathan et al. 2023). A round takes the time of one verification and of k draft steps. The
+kind with the most tokens per second is taken. Tokens are the same either way.
 
 Drafts for several rows take the time of the longest, so that k is chosen for all rows together; a row whose drafts
 would hardly ever be accepted so far asks for fewer.
@@ -17,7 +17,7 @@ Plain steps tell nothing about acceptance, rounds with drafts nothing about the 
 some dispatches are probes of another kind: after plain steps the other plain kind, the largest k, which shows the
 acceptance of all positions, and the best k but for 0; after rounds with drafts all others. The kind whose measurement
 is the oldest goes first. Plain probes, those with drafts and scouts may each lose a share of the time of each program,
-beyond what they gain: with many rows, of which a draft model has missed much, a probe costs more than hundreds with one
+beyond their gain: with many rows that a draft model has to catch up with, a probe costs more than hundreds with one
 row, and those must not wait for it; nor must plain steps, where drafts do not pay any more.
 
 Scouts are probes in which only some of many rows draft, others in each. While plain steps are the best, they show the
@@ -49,9 +49,9 @@ PLAIN, DRAFTS, SCOUT = "plain", "drafts", "scout"  # sorts of probes
 PROBE_SHARE = {PLAIN: 0.002, DRAFTS: 0.01, SCOUT: 0.01}  # share of the time that probes may lose
 RARE_SHARE = 0.001  # share of probes of all rows where scouts show the acceptance
 SCOUTS = 4  # rows of a scout that draft
-SURPRISE = 0.1  # weight that is left to what was accepted before where a scout finds the text changed
-MAX_CREDIT_S = 0.02  # time that probes may lose at once, and do at first
-PROBES = 2  # dispatches of a probe with drafts, of which the first is not timed
+SURPRISE = 0.1  # weight left to earlier acceptance if a scout finds the text changed
+MAX_CREDIT_S = 0.02  # maximum of time that probes may have to lose, and what they begin with
+PROBES = 2  # dispatches of a probe with drafts; the first is not timed
 NO_DRAFTS: NDArray[np.int64] = np.zeros(0, np.int64)
 WORTHLESS = 0.01  # probability of acceptance below which a token is not drafted
 
@@ -59,7 +59,7 @@ WORTHLESS = 0.01  # probability of acceptance below which a token is not drafted
 class Acceptance:
     """Decayed counts of drafted tokens by position, of each slot and of all requests together.
 
-    Rounds of some slots make those of others older, too.
+    Rounds of some slots make the counts of others older, too.
 
     Args:
         max_drafts: most tokens drafted in a round, K.
@@ -73,7 +73,7 @@ class Acceptance:
         self._all_accepted: NDArray[Any] = np.full(max_drafts, PRIOR_ROUNDS * FIRST_GUESS)
 
     def admit(self, slots: Sequence[int]) -> None:
-        """Forget what was counted of the requests that had these slots."""
+        """Forget the counts of the requests that had these slots."""
         self._offered[slots] = self._accepted[slots] = 0
 
     def add(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
@@ -130,7 +130,7 @@ class Pacer:
         step_time: times of dispatches, which it adds to.
         max_drafts: most tokens drafted in a round, K.
         num_slots: number of slots.
-        adaptive: choose by what is measured; otherwise always draft K tokens where there may be drafts.
+        adaptive: choose by measurements; otherwise always draft K tokens where there may be drafts.
         dispatch_s: time that the rounds of a dispatch may take together; infinite for as many rounds as there may be,
             where plain dispatches are of one kind.
     """
@@ -158,7 +158,7 @@ class Pacer:
         self._next_scout = 0  # place of the first row of the next scout that drafts, among the running ones
 
     def admit(self, slots: Sequence[int]) -> None:
-        """Forget what was counted of the requests that had these slots."""
+        """Forget the counts of the requests that had these slots."""
         self._acceptance.admit(slots)
 
     def choose(self, program: StepShape, slots: Sequence[int], max_steps: int = 1) -> tuple[NDArray[np.int64], int]:
@@ -297,7 +297,7 @@ class Pacer:
         return self._probed(program, usual, [*plain, *others], usual_s)
 
     def _probed(self, program: StepShape, usual: int, kinds: Sequence[int], usual_s: float) -> tuple[int, bool]:
-        """Return what `_best` does, for a probe while one is due; a token of each row usually takes `usual_s`."""
+        """Return the same as `_best`, for a probe while one is due; a token of each row usually takes `usual_s`."""
         if self._probe is not None and (self._probe.program != program or self._probe.kind == usual):
             self._probe = None  # the choice has followed it if its rounds paid
         times, credit_s = self._step_time.dispatches(program), self._credit_s[program]

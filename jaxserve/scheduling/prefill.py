@@ -151,7 +151,7 @@ class Prefills:
 
 
 class _Kept:
-    """Pages kept from each prompt in turn, oldest first: those of older ones, and for rows in decode to grow.
+    """Pages kept from each prompt in turn, oldest first: for older prompts, and for decoding rows to grow.
 
     The sums go along with the turns: tokens may be appended to many rows at once, all of which are prompts then.
 

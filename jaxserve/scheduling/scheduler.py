@@ -104,7 +104,7 @@ class Scheduler:
 
     Args:
         sizes: sizes of steps and pool.
-        policy: order of requests, and a prompt's share of a shard's step; None for that of the sizes.
+        policy: order of requests, and a prompt's share of a shard's step; None for the policy of the sizes.
         tiers: tiers of pages below device memory, of a single shard.
 
     Attributes:

@@ -58,7 +58,7 @@ class Shard:
         self.admission = Admission(ledger, prompts, self.starts, self.changes)
         # The plan being made
         self._num_displaced = 0  # rows preempted for requests of higher classes
-        self._held_back: list[Request] = []  # rows in decode that get what prompts leave
+        self._held_back: list[Request] = []  # decoding rows that get the tokens that prompts leave
         self._in_prefill: list[Request] = []  # running rows between two chunks
         self._beside_decode = False  # True if any row in decode waits for the step
 
@@ -109,7 +109,7 @@ class Shard:
         self._num_displaced = len(plan.preempted)
 
     def decode(self, plan: StepPlan, limits: StepChoice) -> None:
-        """Give rows in decode their tokens, as far as there are pages."""
+        """Give decoding rows their tokens, as far as there are pages."""
         rows = self.ledger.running.values()
         plan.num_steps = limits.max_steps
         plan.is_split = limits.may_split and any(map(may_sample_late, rows))
@@ -119,7 +119,7 @@ class Shard:
         self._beside_decode = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
 
     def fill(self, plan: StepPlan, most_prefill_tokens: int) -> None:
-        """Fill the plan with rows in prefill, of so many tokens at most, and with rows in decode held back before."""
+        """Fill the plan with rows in prefill, up to a number of tokens, and with decoding rows held back before."""
         self.prefills.schedule(
             plan,
             self._in_prefill,
