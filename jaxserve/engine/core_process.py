@@ -6,7 +6,6 @@ client's process has ended. It ignores the signals that a terminal sends to both
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import os
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("jaxserve.engine.core_process")  # it runs as __main__
 
 SWITCH_INTERVAL_S = 5e-4  # time for which the core's thread may keep Python's lock from the one that reads the pipe
+WARM_LOOK_S = 0.1  # time between looks at whether all programs are compiled
 MOST_MAKERS = 4  # threads that make constraints
 _FROM_ANY_THREAD = {"wait_until_warm", "peak_rates", "describe_device", "estimate"}  # calls that no step waits for
 
@@ -102,9 +102,9 @@ class CoreProcess:
         self._driver = CoreThread(host.core, host.close, self._flush, lambda: self._num_sent - self._num_delivered)
         self._flush()  # first, so that there is a status
         self.send(Started(host.schedule))
-        with contextlib.suppress(Exception):
-            host.wait_until_warm()
-        self._flush()  # the news that it is warm
+        while not host.is_warm:  # to wait for it would have all programs compiled, also of a short run
+            time.sleep(WARM_LOOK_S)
+        self._flush()
 
     def _new_host(self, start: Start) -> CoreHost:
         for name, value in start.settings.items():

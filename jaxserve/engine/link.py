@@ -287,7 +287,9 @@ class Link:
         how = f"with exit code {code}"
         if code < 0:
             how = f"by {signal.Signals(-code).name}" + (", as if memory were short" if code == -signal.SIGKILL else "")
-        return EngineDiedError(f"the engine's process has ended {how}: no requests are served; start another engine")
+        message = f"the engine's process has ended {how}: no requests are served; start another engine"
+        logging.getLogger(__name__).error("%s", message)
+        return EngineDiedError(message)
 
     def _end_all(self, error: BaseException) -> None:
         """Tell everybody who waits that nothing comes any more."""

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from jaxserve.openai.thought_tokens import ThoughtTokens
 from jaxserve.text.token_texts import hidden_ids, new_stream, text_offsets
 
 if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
     from jaxserve.errors import RequestError
     from jaxserve.openai.errors import Json
     from jaxserve.openai.format import ParsedRequest
@@ -389,7 +391,7 @@ def _ranked(table: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
     return sorted(table.items(), key=lambda item: item[1].rank)
 
 
-def system_fingerprint(config: object) -> str:
-    """Return the name of a configuration: equal for engines with equal options and versions."""
-    digest = hashlib.blake2b(f"{__version__} {config!r}".encode(), digest_size=5)
+def system_fingerprint(config: EngineConfig) -> str:
+    """Return the name of a configuration: equal for engines of equal versions and options, wherever the core runs."""
+    digest = hashlib.blake2b(f"{__version__} {replace(config, engine_process=False)!r}".encode(), digest_size=5)
     return f"fp_{digest.hexdigest()}"

@@ -9,13 +9,17 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jaxserve.engine import link, messages
+from jaxserve.config import EngineConfig
+from jaxserve.engine import core_process, link, messages
+from jaxserve.engine.core_process import CoreProcess
 from jaxserve.engine.deltas import Delta
 from jaxserve.errors import EngineDiedError, RequestError
+from jaxserve.openai.replies import system_fingerprint
 from tests.waiting import until
 
 PATIENCE_S = 60
@@ -103,6 +107,28 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def test_a_start_asks_for_no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits until all are compiled has them compiled, though the run may be a short one."""
+    looks, flushed = [], []
+
+    class Host:
+        core = close = schedule = None
+
+        @property
+        def is_warm(self) -> bool:
+            looks.append(len(flushed))
+            return len(looks) > 2
+
+    monkeypatch.setattr(core_process, "gc", SimpleNamespace(collect=int, freeze=int))
+    monkeypatch.setattr(CoreProcess, "_new_host", lambda process, start: Host())
+    monkeypatch.setattr(CoreProcess, "_flush", lambda process: flushed.append(1))
+    monkeypatch.setattr(CoreProcess, "send", lambda process, message: None)
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        CoreProcess(ours)._start(messages.Start(None, None, frozenset(), {}, logging.INFO))
+    assert (looks, len(flushed)) == ([1, 1, 1], 2)
+
+
 def test_there_is_work_until_all_has_come() -> None:
     """The frontend's thread ends if there is none: that must not be while a message is taken, or the end is told."""
     own = link.Link()
@@ -146,3 +172,8 @@ def test_an_error_that_cannot_be_sent_is_told_by_its_text() -> None:
     delta = messages.unpacked(messages.packed(Delta(1.0, error=LocalError("why"))))
     assert isinstance(delta, Delta)
     assert str(delta.error) == "LocalError: why"
+
+
+def test_replies_name_one_configuration_wherever_the_core_runs() -> None:
+    names = {system_fingerprint(EngineConfig("tiny", engine_process=value)) for value in (False, True)}
+    assert len(names | {system_fingerprint(EngineConfig("other"))}) == 2
