@@ -32,6 +32,7 @@ from jaxserve.execution.step import (
 from jaxserve.execution.verification import make_speculative_step
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
+from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.pallas_kernels.dispatch import products_by
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import StepShape
@@ -39,6 +40,7 @@ from jaxserve.sharding import MODEL, over_devices, replicated, specs_of, tensor_
 
 logger = logging.getLogger(__name__)
 
+Options = dict[str, str | bool]  # of the compiler
 Lower = Callable[[], jax.stages.Lowered]  # traces and lowers one program
 
 
@@ -57,6 +59,7 @@ class Lowering:
         mesh: mesh of the devices that the model is split over; None where the first device has all of it.
         proposer: proposer of speculative decoding; None without it.
         draft_shapes: shapes, dtypes and places of the proposer's parameters.
+        chip: chip to lower for without having it; None for attached devices.
     """
 
     arch: ArchConfig
@@ -69,6 +72,7 @@ class Lowering:
     mesh: Mesh | None = None
     proposer: Proposer | None = None
     draft_shapes: Params = field(default_factory=dict)
+    chip: Chip | None = None
 
     @property
     def facts(self) -> tuple[object, ...]:
@@ -84,9 +88,9 @@ class Lowering:
         return self.schedule.of_programs
 
     @cached_property
-    def compiler_options(self) -> dict[str, str | bool]:
+    def compiler_options(self) -> Options:
         """Options of the compiler for steps."""
-        device = self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
+        device = self.chip or (self.mesh.devices.flat[0] if self.mesh else jax.devices()[0])
         return step_options(device.device_kind)
 
     @property
@@ -180,7 +184,7 @@ class Lowering:
         def writer(program: Callable[..., Any], *args: Any) -> Lower:
             if self.mesh is not None:
                 program = over_devices(program, self.mesh, args, specs_of(args[0]))
-            return partial(jax.jit(program, donate_argnums=0).lower, *args)
+            return partial(self._trace, program, args, donated=0)
 
         index, blob, words = (self._operand(shape, jnp.int32) for shape in ((), (admissions.size,), (masks.size,)))
         admit = writer(make_admit(admissions, self.proposer), state, blob)
@@ -219,16 +223,24 @@ class Lowering:
             program = over_devices(program, self.mesh, (params, state, *blobs), specs)
         else:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        jitted = jax.jit(program, donate_argnums=1, compiler_options=known_options(self.compiler_options))
         with products_by(self.linear_backend):
-            return jitted.lower(params, state, *blobs)
+            return self._trace(program, (params, state, *blobs), donated=1, options=self.compiler_options)
+
+    def _trace(
+        self, program: Callable[..., Any], args: tuple[Any, ...], *, donated: int, options: Options | None = None
+    ) -> jax.stages.Lowered:
+        """Trace and lower a program of `args`, one of which is donated."""
+        if self.chip is not None:
+            return self.chip.lower(program, args, (donated,), self.mesh, options)
+        known = known_options(options) if options else None
+        return jax.jit(program, donate_argnums=donated, compiler_options=known).lower(*args)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         """Return the shape of an array of the host on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
 
 
-def known_options(options: dict[str, str | bool]) -> dict[str, str | bool]:
+def known_options(options: Options) -> Options:
     """Return the options that the XLA in use knows: they come and go."""
     return {name: value for name, value in options.items() if _is_known(name, value)}
 

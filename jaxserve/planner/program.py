@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,19 +15,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.environment import leave_tpus_alone
 from jaxserve.errors import ConfigError
-from jaxserve.execution.batch import BatchLayout, admission_layout
-from jaxserve.execution.round import Model
-from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state
-from jaxserve.execution.step import make_admit, make_serve_step, make_set_slot, step_options
+from jaxserve.execution.lowering import Lowering
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, build_tree, multiplied, stack_layers
 from jaxserve.pallas_kernels.deviceless import Chip, UnknownTopologyError
-from jaxserve.pallas_kernels.dispatch import products_by
 from jaxserve.planner.targets import Target
 from jaxserve.quant import packed, plain, weight_format
 from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.sharding import named_sharding, over_devices, specs_of, tensor_mesh, whole_shape
+from jaxserve.sharding import named_sharding, tensor_mesh, whole_shape
 
 _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", re.MULTILINE
@@ -108,18 +103,21 @@ class StepCompiler:
             ConfigError: they cannot be compiled.
         """
         with self._refusals():
-            return self._chip.compile_all([self._lower(arch, num_tokens) for num_tokens in buckets])
+            lowering = self._lowering(arch)
+            return self._chip.compile_all([lowering.step(num_tokens) for num_tokens in buckets])
 
     def compile_times(self, arch: ArchConfig, max_steps: int) -> dict[str, float]:
-        """Return the seconds to trace, lower and compile each program of an engine that runs `max_steps` steps at once.
+        """Return the seconds to trace, lower and compile each program of an engine with steps of `max_steps` rounds.
 
         Raises:
             ConfigError: a program cannot be compiled.
         """
-        programs = {"admit": partial(self._lower_admit, arch), "set_slot": partial(self._lower_set_slot, arch)}
-        for shape in self.schedule.shapes(max_steps):
-            programs[shape.name] = partial(self._lower, arch, shape.num_tokens, shape.num_rounds)
         with self._refusals():
+            lowering = self._lowering(arch, max_steps)
+            writers = lowering.writers()
+            programs = {name: writers[name] for name in ("admit", "set_slot")}
+            for shape in self.schedule.shapes(max_steps):
+                programs |= lowering.programs(shape)
             return {name: self._seconds(lower) for name, lower in programs.items()}
 
     def _seconds(self, lower: Callable[[], jax.stages.Lowered]) -> float:
@@ -135,55 +133,16 @@ class StepCompiler:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"steps cannot be compiled for {self.target.name}: {reason}") from error
 
-    def _lower(self, arch: ArchConfig, num_tokens: int, max_steps: int = 1) -> jax.stages.Lowered:
-        layout, chip = BatchLayout.of(self.schedule, num_tokens), self._chip
-        mesh, state = self._mesh(arch), self._state(arch)
-        params = abstract_params(
-            arch, self.dtype, self.quantization, self.target.num_devices, mesh, is_stacked=self._is_scanned(arch)
-        )
-        blob = _tensor((layout.blob.size,), jnp.dtype("int32"), (None,), mesh)
-        program = make_serve_step(self._model(arch), layout, max_steps)
-        if mesh is not None:
-            program = over_devices(program, mesh, (params, state, blob), (specs_of(state), PartitionSpec()))
-        compiler_options = step_options(chip.device_kind)
-        with products_by(self.linear_backend):
-            return chip.lower(program, (params, state, blob), (1,), mesh, compiler_options)
-
-    def _lower_admit(self, arch: ArchConfig) -> jax.stages.Lowered:
-        mesh, layout = self._mesh(arch), admission_layout(self.schedule)
-        args = (self._state(arch), _tensor((layout.size,), jnp.dtype("int32"), (None,), mesh))
-        program = make_admit(layout)
-        if mesh is not None:
-            program = over_devices(program, mesh, args, specs_of(args[0]))
-        return self._chip.lower(program, args, donate_argnums=(0,), mesh=mesh)
-
-    def _lower_set_slot(self, arch: ArchConfig) -> jax.stages.Lowered:
-        mesh, state = self._mesh(arch), self._state(arch)
-        row = jax.tree.map(
-            lambda x: _tensor(x.shape, x.dtype, (None,) * len(x.shape), mesh),
-            abstract_slot_row(self.schedule, arch.vocab_size),
-        )
-        args = (state, _tensor((), jnp.dtype("int32"), (), mesh), row)
-        program = make_set_slot(self._model(arch).split)
-        if mesh is not None:
-            program = over_devices(program, mesh, args, specs_of(state))
-        return self._chip.lower(program, args, donate_argnums=(0,), mesh=mesh)
-
-    def _mesh(self, arch: ArchConfig) -> Mesh | None:
+    def _lowering(self, arch: ArchConfig, max_steps: int = 1) -> Lowering:
         leave_tpus_alone()
-        num_shards = 1 if arch.experts is None else arch.experts.num_shards
-        devices = self._chip.devices(self.target.topology)
-        num_data_shards = arch.num_data_shards
-        return tensor_mesh(
-            self.target.num_devices, devices, num_expert_shards=num_shards, num_data_shards=num_data_shards
-        )
-
-    def _model(self, arch: ArchConfig) -> Model:
-        num_devices, max_logprobs = self.target.num_devices, self.schedule.max_logprobs
-        return Model.of(arch, backend=self.backend, num_devices=num_devices, max_logprobs=max_logprobs)
-
-    def _state(self, arch: ArchConfig) -> ServeState:
-        return abstract_state(arch, self.schedule, kv_dtype=self.kv_dtype, backend=self.backend, mesh=self._mesh(arch))
+        num_devices, devices = self.target.num_devices, self._chip.devices(self.target.topology)
+        num_expert_shards = 1 if arch.experts is None else arch.experts.num_shards
+        shards = {"num_expert_shards": num_expert_shards, "num_data_shards": arch.num_data_shards}
+        mesh = tensor_mesh(num_devices, devices, **shards)
+        is_stacked = self._is_scanned(arch)
+        params = abstract_params(arch, self.dtype, self.quantization, num_devices, mesh, is_stacked=is_stacked)
+        sizes = self.schedule, self.kv_dtype, self.backend, self.linear_backend, max_steps, mesh
+        return Lowering(arch, params, *sizes, chip=self._chip)
 
     def _is_scanned(self, arch: ArchConfig) -> bool:
         return self._chip.platform == "tpu" and decoder.can_scan(arch)
