@@ -19,11 +19,11 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     Pages,
     from_canonical,
     ragged_paged_attention,
-    reference,
     to_canonical,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import Arguments, Case, pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+from tests.kernels import attention_reference
+from tests.kernels.attention_cases import Arguments, Case, pool_error
 
 machine = machines.with_jax
 
@@ -82,7 +82,7 @@ def _expected(case: Case) -> tuple[Arguments, NDArray[np.float32], Pages]:
     """Arguments, and the reference's outputs and pool; on the host, where a number costs nothing to look at."""
     with jax.default_device(jax.devices("cpu")[0]):
         arguments = case.arguments(SEED)
-        out, pool = reference.write_and_attend(*arguments, case.options)
+        out, pool = attention_reference.write_and_attend(*arguments, case.options)
     return arguments, np.asarray(out, np.float32), pool
 
 

@@ -12,8 +12,8 @@ import jax
 from device_report.points import UnavailableError
 from jaxserve.pallas_kernels.dispatch import AUTO, select
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, mosaic_tpu
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, GPU_CASES, TPU_CASES, Case, widened
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+from tests.kernels.attention_cases import CASES, GPU_CASES, TPU_CASES, Case, widened
 
 FALLBACK = "xla"
 

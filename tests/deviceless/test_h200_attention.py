@@ -14,8 +14,8 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     select_backend,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import GPU_CASES, Case
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import MIN_TALL_TOKENS
+from tests.kernels.attention_cases import GPU_CASES, Case
 
 pytestmark = pytest.mark.deviceless
 

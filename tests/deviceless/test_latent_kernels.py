@@ -9,8 +9,8 @@ import pytest
 from jaxserve.engine.memory import tree_bytes
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V6E
 from jaxserve.pallas_kernels.mla_attention import default_page_size, mla_attention, new_pages, select_backend
-from jaxserve.pallas_kernels.mla_attention.cases import GPU_CASES, Case
-from jaxserve.pallas_kernels.ragged_paged_attention import cases
+from tests.kernels import attention_cases
+from tests.kernels.latent_cases import GPU_CASES, Case
 
 pytestmark = pytest.mark.deviceless
 
@@ -23,7 +23,7 @@ def published(name, lengths, num_query_heads, kv_dtype="bfloat16", **facts):
     """Return a case with latents of 576 elements, in pages of default size."""
     page_size = default_page_size("mosaic_tpu", width=576, kv_dtype=kv_dtype)
     sizes = {"num_kv_heads": 1, "head_dim": 576, "page_size": page_size}
-    rows = cases.Case(name, *lengths, num_query_heads, **sizes, dtype="bfloat16", kv_dtype=kv_dtype, **facts)
+    rows = attention_cases.Case(name, *lengths, num_query_heads, **sizes, dtype="bfloat16", kv_dtype=kv_dtype, **facts)
     return Case(rows, rank=512)
 
 

@@ -26,11 +26,11 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     select_backend,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, widened
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
 from jaxserve.planner.program import StepCompiler, abstract_params, layer_collectives, temp_bytes
 from jaxserve.planner.targets import parse_target
 from jaxserve.schedule_config import ScheduleConfig
+from tests.kernels.attention_cases import CASES, Case, widened
 
 pytestmark = [
     pytest.mark.deviceless,

@@ -17,13 +17,13 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     QuantizedPages,
     from_canonical,
     ragged_paged_attention,
-    reference,
     to_canonical,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import HeadMajor, TransposedKeys
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
+from tests.kernels import attention_reference
+from tests.kernels.attention_cases import CASES, Case, pool_error
 
 OPTIONS = AttentionOptions(1.0)
 PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
@@ -92,7 +92,7 @@ def run(case, arguments, backend, jitted=jitted):
             return run(case, arguments, name, jitted)
     if name == "reference":
         inputs, kv_pages = jax.device_put(arguments[:2])
-        out, pool = reference.write_and_attend(inputs, kv_pages, arguments.layer, case.options)
+        out, pool = attention_reference.write_and_attend(inputs, kv_pages, arguments.layer, case.options)
     else:
         pool = stored(name, arguments.kv_pages)
         out, pool = jitted(arguments.inputs, pool, arguments.layer, case.options, backend=name)

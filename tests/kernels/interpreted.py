@@ -51,25 +51,29 @@ class Found:
 
 def run(case, name):
     """Run a case of attention."""
-    from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, reference, to_canonical
+    from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, to_canonical
+    from tests.kernels import attention_reference
 
     canonical = functools.partial(to_canonical, name, head_dim=case.head_dim)
-    return _compared(case, name, BACKENDS[name], reference, canonical, num_live=sum(case.q_lens))
+    return _compared(case, name, BACKENDS[name], attention_reference, canonical, num_live=sum(case.q_lens))
 
 
 def run_latents(case, name):
     """Run a case of attention over latents."""
-    from jaxserve.pallas_kernels.mla_attention import BACKENDS, reference, to_canonical
+    from jaxserve.pallas_kernels.mla_attention import BACKENDS, to_canonical
+    from tests.kernels import latent_reference
 
     canonical = functools.partial(to_canonical, name, width=case.rows.head_dim)
     num_rotated = (case.rows.head_dim - case.rank) if case.rows.has_rope else 0
     num_live = sum(case.rows.q_lens)
-    return _compared(case, name, BACKENDS[name], reference, canonical, num_live=num_live, num_rotated=num_rotated)
+    return _compared(
+        case, name, BACKENDS[name], latent_reference, canonical, num_live=num_live, num_rotated=num_rotated
+    )
 
 
 def _compared(case, name, kernels, reference, canonical, num_live, num_rotated=0):
-    from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
     from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
+    from tests.kernels.attention_cases import pool_error
 
     def attend(backend, inputs, kv_pages, layer):
         return backend.write_and_attend(inputs, kv_pages, layer, case.options)
@@ -218,8 +222,8 @@ if __name__ == "__main__":
         cases = importlib.import_module(f"{op}.cases").BY_NAME
         print(json.dumps(dataclasses.asdict(run_case(cases[name], kernels))))
         sys.exit()
-    from jaxserve.pallas_kernels.mla_attention.cases import Case as LatentCase
-    from jaxserve.pallas_kernels.ragged_paged_attention.cases import Case
+    from tests.kernels.attention_cases import Case
+    from tests.kernels.latent_cases import Case as LatentCase
 
     lengths, sizes = ((1, 20, 1), (1100, 150, 900)), {"head_dim": 64, "stale": float("nan"), "dtype": "bfloat16"}
     tpu_lengths = (1, 20, 1, 3, 1), (190, 150, 110, 3, 70)

@@ -21,7 +21,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     to_canonical,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case
+from tests.kernels.attention_cases import CASES, Case
 from tests.kernels.attention_runs import (
     SERVING,
     UNOPTIMIZED,

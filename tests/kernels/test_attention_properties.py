@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import Case, ancestors
+from tests.kernels.attention_cases import Case, ancestors
 from tests.kernels.attention_runs import (
     BY_NAME,
     OTHER_SETS,

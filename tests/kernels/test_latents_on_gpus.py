@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.pallas_kernels.mla_attention import BACKENDS, Problem, select_backend
-from jaxserve.pallas_kernels.mla_attention.cases import GPU_CASES
+from tests.kernels.latent_cases import GPU_CASES
 
 ALIKE = [
     "one_row_of_one_token",

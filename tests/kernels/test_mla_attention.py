@@ -25,16 +25,16 @@ from jaxserve.pallas_kernels.mla_attention import (
     mla_attention,
     move_tokens,
     new_pages,
-    reference,
     select_backend,
     to_canonical,
 )
-from jaxserve.pallas_kernels.mla_attention.cases import CASES
 from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
+from tests.kernels import latent_reference
+from tests.kernels.attention_cases import pool_error
 from tests.kernels.attention_runs import OTHER_SETS, UNOPTIMIZED, in_one, on_backends, some_pages
+from tests.kernels.latent_cases import CASES
 from tests.oracles import torch
 
 PLAIN = Problem(4, 32, 16, 16, jnp.dtype("float32"), jax.default_backend())
@@ -85,7 +85,7 @@ def run(case, arguments, backend):
         with native.using(instruction_set):
             return run(case, arguments, backend)
     if backend == "reference":
-        out, pool = reference.write_and_attend(*jax.device_put((inputs, kv_pages)), layer, case.options)
+        out, pool = latent_reference.write_and_attend(*jax.device_put((inputs, kv_pages)), layer, case.options)
     else:
         pool = stored(backend, kv_pages)
         out, pool = jitted(inputs, pool, layer, case.options, backend=backend)

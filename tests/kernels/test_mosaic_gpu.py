@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.pallas_kernels.mla_attention import mosaic_gpu as latents_on_gpu
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import GPU_CASES
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.call import plans
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
@@ -28,6 +27,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     SHARED_BYTES,
     Call,
 )
+from tests.kernels.attention_cases import GPU_CASES
 from tests.kernels.attention_runs import ReadInPart
 from tests.random_runs import examples
 

@@ -26,17 +26,17 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     default_page_size,
     mosaic_tpu,
     ragged_paged_attention,
-    reference,
     select_backend,
     to_canonical,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import storage
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
+from tests.kernels import attention_reference
+from tests.kernels.attention_cases import CASES, TPU_CASES
 from tests.kernels.attention_runs import ReadInPart
 from tests.random_runs import examples
 
@@ -102,7 +102,7 @@ def test_heads_of_two_sizes_share_pages():
         inputs = AttentionInputs(q, k, v, own_rows)
         num_parts = None if part is None else 2
         seen = canonical if part is None else canonical.swapaxes(2, 3).reshape(1, 10, 16, 2, 256)
-        expected, seen = reference.write_and_attend(inputs, seen, 0, options)
+        expected, seen = attention_reference.write_and_attend(inputs, seen, 0, options)
         canonical = seen if part is None else jnp.asarray(seen).reshape(1, 5, 2, 16, 512).swapaxes(2, 3)
         with mosaic_tpu.interpreted(pltpu.InterpretParams(detect_races=True)):
             attend = functools.partial(ragged_paged_attention, options=options, layer=0, backend="mosaic_tpu")

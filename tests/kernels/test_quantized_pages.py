@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from jaxserve.pallas_kernels.ragged_paged_attention import reference
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     INT4,
     QUANTIZED_MAX,
     decode,
     encode,
 )
+from tests.kernels import attention_reference
 from tests.kernels.attention_runs import UNOPTIMIZED, WITH_SCALES
 from tests.parameters import mainly
 
@@ -62,7 +62,7 @@ def test_int4_vectors_are_near(head_dim):
 def test_the_reference_stores_the_same(dtype):
     x = np.random.default_rng(0).normal(3, 10.0 ** np.arange(-3, 4), size=(96, 50, 7)).T.astype("float32")
     stored, _ = there_and_back(x, jnp.dtype(dtype))
-    jax.tree.map(np.testing.assert_array_equal, stored, reference.encode(x, jnp.dtype(dtype)))
+    jax.tree.map(np.testing.assert_array_equal, stored, attention_reference.encode(x, jnp.dtype(dtype)))
 
 
 @pytest.mark.parametrize("broken", mainly([np.nan], np.inf))

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions
-from jaxserve.pallas_kernels.ragged_paged_attention import cases
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
+from tests.kernels import attention_cases
 
 
 class Arguments(NamedTuple):
@@ -31,7 +31,7 @@ class Case:
         rank: leading elements of a latent that are its value.
     """
 
-    rows: cases.Case
+    rows: attention_cases.Case
     rank: int
 
     @property
@@ -56,7 +56,7 @@ class Case:
 
 def _case(name: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], rank: int = 32, **facts: Any) -> Case:
     sizes = {"num_query_heads": 4, "head_dim": 48, **facts}
-    return Case(cases.Case(name, q_lens, kv_lens, num_kv_heads=1, **sizes), rank)
+    return Case(attention_cases.Case(name, q_lens, kv_lens, num_kv_heads=1, **sizes), rank)
 
 
 _RAGGED = ((1, 7, 1, 20, 1), (50, 7, 1, 61, 16))

@@ -12,13 +12,13 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32
 
-from jaxserve.pallas_kernels.ragged_paged_attention import reference
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     QUANTIZED,
     Pages,
     pool_dtype,
 )
+from tests.kernels import attention_reference
 
 STEPS = {
     "float32": 2**-23,
@@ -187,7 +187,7 @@ class Case:
 
     def _stored(self, pool: np.ndarray) -> Pages:
         """Return the pool in its dtype; stale elements of a quantised pool have stale scales."""
-        return jax.device_put(reference.encode(pool.astype(np.float32), jnp.dtype(self.kv_dtype)))
+        return jax.device_put(attention_reference.encode(pool.astype(np.float32), jnp.dtype(self.kv_dtype)))
 
     def _pad_rows(self, rng: np.random.Generator, values: np.ndarray) -> Int32[Array, "n"]:
         garbage = rng.integers(-100, 100, size=self.padding_rows)
@@ -235,7 +235,7 @@ def pool_error(found: Pages, expected: Pages, num_rotated: int = 0) -> float:
 
 def _numbers(kv_pages: Pages) -> tuple[np.ndarray, np.ndarray]:
     """Return the finite elements of the pages in float32, then the others, each with zeros for the rest."""
-    x = reference.decode(jax.tree.map(np.asarray, kv_pages))
+    x = attention_reference.decode(jax.tree.map(np.asarray, kv_pages))
     finite = np.isfinite(x)
     return np.where(finite, x, 0), np.where(finite, 0, x)
 

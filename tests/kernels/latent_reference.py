@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions
-from jaxserve.pallas_kernels.ragged_paged_attention import reference
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
+from tests.kernels import attention_reference
 
 
 def write_and_attend(
@@ -24,11 +24,11 @@ def write_and_attend(
     q, latents = (np.asarray(x).astype(np.float32) for x in (inputs.q, inputs.latents))
     if inputs.rope is not None:
         rope = np.asarray(inputs.rope)
-        q[..., rank:] = reference.rotate(q[..., rank:], rope)
-        latents[:, rank:] = reference.rotate(latents[:, None, rank:], rope)[:, 0]
+        q[..., rank:] = attention_reference.rotate(q[..., rank:], rope)
+        latents[:, rank:] = attention_reference.rotate(latents[:, None, rank:], rope)[:, 0]
     queries, key = jax.device_put((q, latents[:, None]))
     plain = AttentionInputs(queries, key, key, inputs.rows, tree_mask=inputs.tree_mask)
     heads = jax.device_put(jax.tree.map(lambda x: np.stack([x, x], axis=3), kv_pages))  # as keys and as values
-    out, pool = reference.write_and_attend(plain, heads, layer, AttentionOptions(options.scale))
+    out, pool = attention_reference.write_and_attend(plain, heads, layer, AttentionOptions(options.scale))
     pages = jax.tree.map(lambda x: np.asarray(x)[:, :, :, 0], pool)
     return jax.device_put((np.asarray(out)[..., :rank].astype(dtype), pages))
