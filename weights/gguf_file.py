@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.gguf_blocks import BLOCK_TYPES, Bytes
+from jaxserve.weights.mapped_array import MappedArray
 
 SUFFIX = ".gguf"
 AGAIN = "download or convert it again"
@@ -135,7 +136,7 @@ def _parse_file(path: FilePath, num_bytes: int) -> GgufFile:
             reader = _header_reader(path)
             metadata = {name: field.contents() for name, field in reader.fields.items() if field.types}
             tensors = {
-                tensor.name: GgufTensor(tensor.tensor_type.name, _shape(tensor), tensor.data)
+                tensor.name: GgufTensor(tensor.tensor_type.name, _shape(tensor), tensor.data.view(MappedArray))
                 for tensor in reader.tensors
             }
     except ImportError as error:

@@ -14,7 +14,7 @@ from jaxserve.weights.gguf_blocks import BLOCK_TYPES, BlockTensor, Field, altern
 from jaxserve.weights.gguf_file import AGAIN, FLOATS, GgufFile, GgufTensor, file_of, open_file
 from jaxserve.weights.gguf_models import GgufModel, model_of
 from jaxserve.weights.quantized.config import GGUF_SCHEMES
-from jaxserve.weights.stored_tensor import HeldTensor, Part, Tensors
+from jaxserve.weights.stored_tensor import Part, Tensors
 
 _NEEDED = {
     "block_count": "num_hidden_layers",
@@ -105,7 +105,7 @@ def open_tensors(path: FilePath) -> Tensors:
             for hf_name, each in _each_matrix(file, model, name):
                 tensors |= _parts(hf_name, each, own)
             if model.norm_offset and name.endswith("norm.weight") and tensor.kind in FLOATS:
-                tensors[model.hf_name(name)] = HeldTensor(tensor.floats().astype(np.float32) - model.norm_offset)
+                tensors[model.hf_name(name)] = np.asarray(tensor.floats(), np.float32) - model.norm_offset
     return tensors
 
 
@@ -136,15 +136,15 @@ def _parts(name: str, tensor: GgufTensor, head_size: int | None) -> dict[str, Pa
         if head_size is None:
             return {name: floats}
         if floats.ndim == 1:
-            return {name: HeldTensor(np.array(floats)[alternating(np.arange(len(floats)), head_size)])}
+            return {name: np.array(floats)[alternating(np.arange(len(floats)), head_size)]}
         dtype = floats.dtype
         blocks = floats.view(np.uint8).reshape(*floats.shape, dtype.itemsize)
-        return {name: BlockTensor.of(blocks, Field(1, dtype, lambda block: block.view(dtype)), head_size)}
+        return {name: BlockTensor.from_blocks(blocks, Field(1, dtype, lambda block: block.view(dtype)), head_size)}
     kind = BLOCK_TYPES[tensor.kind]
     blocks = tensor.data.reshape(len(tensor.data), -1, kind.num_bytes)
     module = name.removesuffix(".weight")
     return {
-        f"{module}.{suffix}": BlockTensor.of(blocks, kind.fields[role], head_size)
+        f"{module}.{suffix}": BlockTensor.from_blocks(blocks, kind.fields[role], head_size)
         for role, suffix in GGUF_SCHEMES[tensor.kind].tensors
     }
 

@@ -28,7 +28,7 @@ from jaxserve.weights.rows import (
     sharding_at,
 )
 from jaxserve.weights.stored_head import HEAD_NAMES, dropped_heads, with_tied_leaves, with_tied_tensors
-from jaxserve.weights.stored_tensor import HeldTensor, Part, StoredTensor, Tensor, Tensors, host_rows
+from jaxserve.weights.stored_tensor import Part, StoredTensor, Tensor, Tensors, host_rows
 from jaxserve.weights.stores import store_of
 from jaxserve.weights.tree import tensors_of
 
@@ -149,7 +149,7 @@ def assemble(
 
     def read(name: str) -> Part:
         tensor = tensors[name]
-        return tensor.on_host(_on_host) if isinstance(tensor, QuantizedPart) else HeldTensor(_on_host(tensor))
+        return tensor.on_host(_on_host) if isinstance(tensor, QuantizedPart) else _on_host(tensor)
 
     return _build(specs, read, dtype, shardings, transform)
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.weights.errors import CheckpointError
-from jaxserve.weights.safetensors_file import release
+from jaxserve.weights.mapped_array import MappedArray
 from jaxserve.weights.stored_tensor import Tensor, Tensors
 
 FOLDER = "orbax"
@@ -113,8 +113,8 @@ def write_tensors(
             arrays = {name: np.asarray(tensors[name]) for name in names}
             ocp.partial.save(path, arrays)
             for name, array in arrays.items():
-                if array is tensors[name]:
-                    release(array)
+                if isinstance(tensor := tensors[name], MappedArray):
+                    tensor.release()
                 wrote(array.nbytes)
         ocp.partial.finalize(path)
 

@@ -5,7 +5,6 @@ without torch, while the numpy front end of the safetensors package does not rea
 """
 
 import json
-import mmap
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.mapped_array import map_bytes
 
 _HEADER_ALIGNMENT = 8
 _MAX_HEADER_BYTES = 100_000_000  # limit set by the format
-_FAULT_BYTES = max(mmap.PAGESIZE, 2 << 20)  # Linux may map a whole aligned huge page when one byte is touched
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -51,7 +50,7 @@ def map_file(file: FilePath) -> dict[str, NDArray[Any]]:
         CheckpointError: the file is damaged or has an unknown dtype.
     """
     try:
-        data = np.asarray(np.memmap(file, np.uint8, mode="r"))
+        data = map_bytes(file)
         body_start = 8 + _header_len(data)
         header = json.loads(data[8:body_start].tobytes(), object_pairs_hook=_unique)
         header.pop("__metadata__", None)
@@ -79,26 +78,6 @@ def _header_len(data: NDArray[np.uint8]) -> int:
     if header_len > most:
         raise ValueError(f"its header can have at most {most} bytes and claims {header_len}")
     return header_len
-
-
-def release(view: NDArray[Any]) -> None:
-    """Drop the pages that were read through a view of `map_file`: until then they count as the process's memory.
-
-    Neighbouring bytes in the same pages are dropped too; other threads that read them fault them in again. Views of
-    other memory stay as they are.
-    """
-    whole = view
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    file_map = whole.base
-    if not isinstance(file_map, mmap.mmap):
-        return
-    file_start, file_end = np.lib.array_utils.byte_bounds(whole)
-    begin, end = np.lib.array_utils.byte_bounds(view)
-    begin = max(file_start, begin - begin % _FAULT_BYTES)
-    end = min(file_end, end + -end % _FAULT_BYTES)
-    if hasattr(mmap, "MADV_DONTNEED"):  # absent on Windows
-        file_map.madvise(mmap.MADV_DONTNEED, begin - file_start, end - begin)
 
 
 def _view(body: NDArray[np.uint8], *, dtype: str, shape: list[int], data_offsets: list[int]) -> NDArray[Any]:

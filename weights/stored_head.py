@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.weights.errors import Mismatch
+from jaxserve.weights.mapped_array import read
 from jaxserve.weights.rows import HEADS, TEXT_PART, Params, TensorRow
-from jaxserve.weights.safetensors_file import release
 from jaxserve.weights.stored_tensor import Tensor, host_rows
 
 logger = logging.getLogger(__name__)
@@ -139,8 +139,4 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 def _rows(tensor: Any, rows: slice) -> NDArray[Any]:
     if isinstance(tensor, jax.Array):
         return host_rows(tensor, rows)
-    part = tensor[rows]
-    copy = np.array(part)
-    if isinstance(part, np.ndarray):
-        release(part)
-    return copy
+    return read(tensor[rows])

@@ -2,12 +2,13 @@
 
 import dataclasses
 import mmap
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from jax import Array
 from jax.sharding import Sharding
 from numpy.typing import NDArray
 
-from jaxserve.weights.safetensors_file import release
+from jaxserve.weights.mapped_array import MappedArray
 
 _READ_BYTES = 4 << 20  # bytes of a file per read of each reader
 
@@ -54,47 +55,43 @@ class Part(Tensor, Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
+Tensors = Mapping[str, Part]
+MatrixPartT = TypeVar("MatrixPartT", bound="MatrixPart")
+Bounds = tuple[int, int]  # first index, and the one after the last
+
+
 @dataclass(frozen=True)
-class HeldTensor:
-    """A Part in memory that belongs to the caller."""
+class MatrixPart(ABC):
+    """Some rows and columns of a matrix, which is decoded when it is converted to a numpy array."""
 
-    array: NDArray[Any]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
-        return self.array.shape
+    rows: Bounds
+    columns: Bounds
 
     @property
-    def dtype(self) -> np.dtype:
-        """Dtype of the array."""
-        return self.array.dtype
+    def shape(self) -> tuple[int, int]:
+        """Shape of these rows and columns."""
+        return (self.rows[1] - self.rows[0], self.columns[1] - self.columns[0])
 
     @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return self.array.nbytes
-
-    @property
-    def T(self) -> "HeldTensor":  # noqa: N802
-        """Transpose, a view of the same memory."""
-        return HeldTensor(self.array.T)
-
-    def swapaxes(self, axis1: int, axis2: int, /) -> "HeldTensor":
-        """Return a view of the same memory with two axes exchanged."""
-        return HeldTensor(self.array.swapaxes(axis1, axis2))
+    def T(self) -> NDArray[Any]:  # noqa: N802 (numpy's name)
+        """Transpose, decoded."""
+        return np.asarray(self).T
 
     def __len__(self) -> int:
-        return len(self.array)
+        return self.shape[0]
 
-    def __getitem__(self, index: Any, /) -> "HeldTensor":
-        return HeldTensor(self.array[index])
+    def __getitem__(self: MatrixPartT, index: slice | tuple[slice, ...]) -> MatrixPartT:
+        index = index if isinstance(index, tuple) else (index,)
+        bounds = []
+        for part, (start, stop) in zip((*index, slice(None))[:2], (self.rows, self.columns), strict=True):
+            low, high, _ = part.indices(stop - start)
+            bounds.append((start + low, start + max(low, high)))
+        return dataclasses.replace(self, rows=bounds[0], columns=bounds[1])
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return self.array
+    @abstractmethod
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]: ...
 
 
-Tensors = Mapping[str, Part]
 Piece = tuple[NDArray[Any], Part]  # target and source of a copy
 
 
@@ -211,5 +208,5 @@ def _blocks(out: NDArray[Any], source: Part) -> Iterator[Piece]:
 def _copy(piece: Piece) -> None:
     to, source = piece
     np.copyto(to, np.asarray(source), casting="unsafe")
-    if isinstance(source, np.ndarray):
-        release(source)
+    if isinstance(source, MappedArray):
+        source.release()

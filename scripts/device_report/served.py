@@ -32,7 +32,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.quant import weight_format
 from jaxserve.scheduling.plan import StepShape, cheapest
 from jaxserve.sharding import tensor_mesh
-from jaxserve.weights.stored_tensor import HeldTensor, StoredTensor
+from jaxserve.weights.stored_tensor import StoredTensor
 
 Shape = dict[str, Any]
 
@@ -126,7 +126,7 @@ def _random_params(config: EngineConfig, arch: ArchConfig, std_factor: float) ->
             return x if mesh is None else split_array(spec, x, mesh)
         key = spec.path[-1], spec.shape
         if key not in quantized:
-            stored = StoredTensor([HeldTensor(np.asarray(x))], np.dtype(dtype), None, readers)
+            stored = StoredTensor([np.asarray(x)], np.dtype(dtype), None, readers)
             quantized[key] = convert(spec, stored)
         return jax.tree.map(jnp.copy, quantized[key])
 

@@ -11,10 +11,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxserve.weights.mapped_array import read
 from jaxserve.weights.quantized.scheme import Role, Scheme
-from jaxserve.weights.safetensors_file import release
-
-Bounds = tuple[int, int]
+from jaxserve.weights.stored_tensor import Bounds
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 _INT32 = (np.dtype(np.int32), np.dtype(np.uint32))
@@ -66,7 +65,7 @@ def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) ->
     """Return the elements of some rows and columns."""
     if scheme.packing == "plain":
         elements = _read(tensor, rows, columns)
-        return _packed_pairs(elements.view(np.uint8) + np.uint8(8)) if scheme.is_packed else elements
+        return packed_pairs(elements.view(np.uint8) + np.uint8(8)) if scheme.is_packed else elements
     per_byte, per_word = 8 // _bits(scheme), 8 * _WORD_BYTES // _bits(scheme)
     if scheme.packing == "nibbles":
         return _read(tensor, rows, _covering(columns, per_byte))
@@ -74,10 +73,10 @@ def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) ->
         pairs = _covering(rows, per_byte)
         stored, first = _read(tensor, pairs, columns), rows[0] - per_byte * pairs[0]
         signed = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=1).reshape(-1, stored.shape[1])
-        return _packed_pairs(signed[first : first + rows[1] - rows[0]] ^ np.uint8(8))
+        return packed_pairs(signed[first : first + rows[1] - rows[0]] ^ np.uint8(8))
     words = _covering(columns, per_word)
     if scheme.packing == "awq":
-        return _packed_pairs(_awq_nibbles(tensor, rows, columns).T)
+        return packed_pairs(_awq_nibbles(tensor, rows, columns).T)
     stored = _read(tensor, words, rows).T if scheme.packing == "gptq" else _read(tensor, rows, words)
     all_bytes = np.ascontiguousarray(stored).view(np.uint8)
     first = (columns[0] - words[0] * per_word) // per_byte
@@ -131,8 +130,9 @@ def nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return pairs.reshape(*packed.shape[:-1], -1)
 
 
-def _packed_pairs(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    pairs: NDArray[np.uint8] = values[:, ::2] | values[:, 1::2] << np.uint8(4)
+def packed_pairs(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return bytes that each hold two columns, the lower one in the low four bits."""
+    pairs: NDArray[np.uint8] = values[..., ::2] | values[..., 1::2] << np.uint8(4)
     return pairs
 
 
@@ -161,8 +161,4 @@ def _covering(bounds: Bounds, size: int) -> Bounds:
 
 
 def _read(tensor: Any, rows: Bounds, columns: Bounds) -> NDArray[Any]:
-    source = tensor[slice(*rows), slice(*columns)]
-    array = np.array(np.asarray(source))
-    if isinstance(source, np.ndarray) and source.size:
-        release(source)
-    return array
+    return read(tensor[slice(*rows), slice(*columns)])

@@ -21,7 +21,7 @@ from jaxserve.weights.quantized.packing import (
 )
 from jaxserve.weights.quantized.scheme import NIBBLES, OPTIONAL, Role, Scheme, Schemes
 from jaxserve.weights.rows import TensorRow, hf_shapes
-from jaxserve.weights.stored_tensor import HeldTensor, Tensor
+from jaxserve.weights.stored_tensor import MatrixPart, Tensor
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FLOATS_OF_NIBBLES = {
@@ -40,7 +40,7 @@ _EXTRAS = (
 
 
 @dataclass(frozen=True)
-class QuantizedPart:
+class QuantizedPart(MatrixPart):
     """Some rows and columns of a quantised matrix [O, I]. As an array it is dequantised, in float32.
 
     Attributes:
@@ -48,21 +48,12 @@ class QuantizedPart:
         scheme: its scheme.
         tensors: stored tensors by their roles.
         whole: shape of the whole matrix.
-        rows: first row, and the row after the last.
-        columns: first column, and the column after the last.
     """
 
     name: str
     scheme: Scheme
     tensors: Mapping[Role, Any]
     whole: tuple[int, int]
-    rows: tuple[int, int]
-    columns: tuple[int, int]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of these rows and columns."""
-        return (self.rows[1] - self.rows[0], self.columns[1] - self.columns[0])
 
     @property
     def dtype(self) -> np.dtype:
@@ -74,22 +65,6 @@ class QuantizedPart:
         """Bytes of this part in the file, nearly."""
         total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
         return total * prod(self.shape) // max(1, prod(self.whole))
-
-    @property
-    def T(self) -> HeldTensor:  # noqa: N802 (numpy's name)
-        """Transpose, dequantised."""
-        return HeldTensor(np.asarray(self).T)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> "QuantizedPart":
-        index = index if isinstance(index, tuple) else (index,)
-        (rows, columns), bounds = (self.rows, self.columns), []
-        for part, (start, stop) in zip((*index, slice(None))[:2], (rows, columns), strict=False):
-            low, high, _ = part.indices(stop - start)
-            bounds.append((start + low, start + max(low, high)))
-        return dataclasses.replace(self, rows=bounds[0], columns=bounds[1])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         size = self.shape[1]
@@ -159,7 +134,7 @@ class QuantizedPart:
 
     def on_host(self, read: Callable[[Tensor], NDArray[Any]]) -> "QuantizedPart":
         """Return the same part of tensors in host memory."""
-        return dataclasses.replace(self, tensors={role: HeldTensor(read(t)) for role, t in self.tensors.items()})
+        return dataclasses.replace(self, tensors={role: read(t) for role, t in self.tensors.items()})
 
 
 def quantized_view(
@@ -192,7 +167,7 @@ def quantized_view(
             continue
         own = {role: tensors[full] for role, full in names.items() if full in tensors}
         if scheme.has("input_factor") and "input_factor" not in own:
-            own["input_factor"] = HeldTensor(np.ones(matrix_shape(scheme, own)[1], np.float32))
+            own["input_factor"] = np.ones(matrix_shape(scheme, own)[1], np.float32)
         parts[name] = part = _part(name, scheme, _unstacked(name, own) if scheme.stacked else own)
         if part.whole == shape:  # others are named with the tensors of other shapes
             _check_shapes(part, names)
@@ -231,7 +206,7 @@ class _StackRows:
     def dtype(self) -> np.dtype:
         return np.dtype(self.tensor.dtype)
 
-    def __getitem__(self, index: tuple[slice, slice]) -> NDArray[Any] | HeldTensor:
+    def __getitem__(self, index: tuple[slice, slice]) -> NDArray[Any]:
         start, stop, _ = index[0].indices(self.shape[0])
         first, offset = divmod(start, self.tensor.shape[1])
         last, count = max(first, (stop - 1) // self.tensor.shape[1]), stop - start
@@ -239,8 +214,7 @@ class _StackRows:
             source, offset = self.tensor[first : first + 1, offset : offset + count], 0
         else:
             source = self.tensor[first : last + 1]
-        rows = np.asarray(source).reshape(-1, self.shape[1])[offset : offset + count, index[1]]
-        return rows if isinstance(source, np.ndarray) else HeldTensor(rows)
+        return np.asanyarray(source).reshape(-1, self.shape[1])[offset : offset + count, index[1]]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.asarray(self.tensor, dtype).reshape(self.shape)
@@ -263,7 +237,7 @@ def _part(name: str, scheme: Scheme, tensors: Mapping[Role, Any]) -> QuantizedPa
         allowed = " or ".join(sorted(str(kind) for kind in element_bytes(scheme)))
         raise CheckpointError(f"the elements of {name} must be {allowed} ({scheme.name}), got {dtype}")
     whole = matrix_shape(scheme, tensors)
-    part = QuantizedPart(name, scheme, tensors, whole, (0, whole[0]), (0, whole[1]))
+    part = QuantizedPart((0, whole[0]), (0, whole[1]), name, scheme, tensors, whole)
     if whole[1] % 2 and scheme.is_packed:
         raise CheckpointError(f"{name} must have an even number of columns for elements of 4 bits, got {whole[1]}")
     return part
