@@ -104,9 +104,9 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: Moved[int] = 0
     first_due_s: Moved[float] = 0.0  # time at which its first token was due, or came if that was later; 0 before
-    pages: list[int] = field(default_factory=list)  # ids of all KV groups, by column; append-only while running
-    num_released_columns: int = 0  # leading columns whose pages in sliding groups were released
-    num_registered_columns: int = 0  # leading columns whose pages were registered in the prefix cache
+    pages: list[int] = field(default_factory=list)  # ids of all KV groups, by block; append-only while running
+    num_released_blocks: int = 0  # leading blocks whose pages in sliding groups were released
+    num_registered_blocks: int = 0  # leading blocks whose pages were registered in the prefix cache
     page_hashes: list[bytes] = field(default_factory=list)  # hashes of the full pages of known tokens
     num_transfers: int = 0  # moves of pages that it waits for; 0 unless loading
     has_failed: bool = False  # True if it waits, and a page of it could not be loaded

@@ -126,7 +126,7 @@ class ScheduleConfig:
     @property
     def max_pages_per_row(self) -> int:
         """M, width of the page table of a KV group."""
-        return self.kv_groups.num_columns(self.max_model_len)
+        return self.kv_groups.num_blocks(self.max_model_len)
 
     def num_rows(self, num_tokens: int) -> int:
         """Return R, the rows of a step whose token bucket is `num_tokens`: every row has at least one token."""

@@ -25,15 +25,15 @@ class GroupKind(Protocol):
     groups: tuple[int, ...]
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the columns of the longest prefix after which a token finds all that it sees.
+        """Return the blocks of the longest prefix after which a token finds all that it sees.
 
         Args:
-            hashes: hashes of the prefix's columns.
+            hashes: hashes of the prefix's blocks.
             cached: hashes of cached pages, by group.
         """
 
-    def seen(self, num_columns: int) -> range:
-        """Return the columns that the token after the first `num_columns` sees."""
+    def seen(self, num_blocks: int) -> range:
+        """Return the blocks that the token after the first `num_blocks` sees."""
 
     def release_unseen(self, request: Request) -> list[int]:
         """Take from a running request the pages that no later token sees; return them, the first one last."""
@@ -47,12 +47,12 @@ class FullAttention(GroupKind):
         self.groups = groups.full
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the length of the longest run of cached columns from the first."""
+        """Return the length of the longest run of cached blocks from the first."""
         return min((_num_leading(cached[group], hashes) for group in self.groups), default=len(hashes))
 
-    def seen(self, num_columns: int) -> range:
-        """Return all columns."""
-        return range(num_columns)
+    def seen(self, num_blocks: int) -> range:
+        """Return all blocks."""
+        return range(num_blocks)
 
 
 class SlidingWindow(GroupKind):
@@ -63,39 +63,39 @@ class SlidingWindow(GroupKind):
         self._sizes = groups
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the end of the last run of columns that is as long as a window reaches, or begins at the first."""
-        needed, num_last = self._sizes.num_window_columns, 0  # columns cached without a gap
+        """Return the end of the last run of blocks that is as long as a window reaches, or begins at the first."""
+        needed, num_last = self._sizes.num_window_blocks, 0  # blocks cached without a gap
         tables = [cached[group] for group in self.groups]
-        for column in range(len(hashes) - 1, -1, -1):
+        for block in range(len(hashes) - 1, -1, -1):
             if num_last == needed:
-                return column + 1 + num_last
-            num_last = num_last + 1 if all(hashes[column] in table for table in tables) else 0
+                return block + 1 + num_last
+            num_last = num_last + 1 if all(hashes[block] in table for table in tables) else 0
         return num_last
 
-    def seen(self, num_columns: int) -> range:
-        """Return the last columns."""
-        return range(max(num_columns - self._sizes.num_window_columns, 0), num_columns)
+    def seen(self, num_blocks: int) -> range:
+        """Return the last blocks."""
+        return range(max(num_blocks - self._sizes.num_window_blocks, 0), num_blocks)
 
     def release_unseen(self, request: Request) -> list[int]:
-        """Take the pages of columns before the window of the next token.
+        """Take the pages of blocks before the window of the next token.
 
         All known tokens but the last are computed for certain, by steps in flight at the latest.
         """
         certain = min(request.num_computed_tokens, request.num_known_tokens - 1)
-        released, first = request.num_released_columns, self._sizes.first_column(certain)
+        released, first = request.num_released_blocks, self._sizes.first_block(certain)
         if first <= released:
             return []
         size, pages = self._sizes.size, request.pages
-        unseen = [column * size + group for column in range(released, first) for group in self.groups]
+        unseen = [block * size + group for block in range(released, first) for group in self.groups]
         taken = [pages[index] for index in reversed(unseen)]
         for index in unseen:
             pages[index] = RELEASED
-        request.num_released_columns = first
+        request.num_released_blocks = first
         return taken
 
 
 class RecurrentState(GroupKind):
-    """The group of layers without attention, whose pages are snapshots of a sequence's state after a column.
+    """The group of layers without attention, whose pages are snapshots of a sequence's state after a block.
 
     They lie in a pool of their own. A plan owns those that it reads and those that it takes: these are written while
     its step runs, so that only later plans find them, and no page that it reads is written by it. The least recently
@@ -123,12 +123,12 @@ class RecurrentState(GroupKind):
         self._read: list[int] = []  # pages that the last plan reads, once for each row
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the columns up to the last snapshot."""
+        """Return the blocks up to the last snapshot."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in cached[-1]), 0)
 
-    def seen(self, num_columns: int) -> range:
-        """Return the last column."""
-        return range(max(num_columns - 1, 0), num_columns)
+    def seen(self, num_blocks: int) -> range:
+        """Return the last block."""
+        return range(max(num_blocks - 1, 0), num_blocks)
 
     def begin_plan(self) -> None:
         """Note that a new plan begins, whose step runs after those of all plans before."""
@@ -179,23 +179,23 @@ class RecurrentState(GroupKind):
 
 
 def longest_hit(kinds: Sequence[GroupKind], hashes: Sequence[bytes], cached: Cached) -> int:
-    """Return the columns of the longest prefix that is a hit for all kinds; they shorten it in turn until none does."""
-    num_columns, num_agreed = len(hashes), 0
+    """Return the blocks of the longest prefix that is a hit for all kinds; they shorten it in turn until none does."""
+    num_blocks, num_agreed = len(hashes), 0
     for kind in cycle(kinds):
-        num_hit = kind.longest_hit(hashes[:num_columns], cached)
-        num_agreed = num_agreed + 1 if num_hit == num_columns else 1
-        num_columns = num_hit
+        num_hit = kind.longest_hit(hashes[:num_blocks], cached)
+        num_agreed = num_agreed + 1 if num_hit == num_blocks else 1
+        num_blocks = num_hit
         if num_agreed == len(kinds):
             break
-    return num_columns
+    return num_blocks
 
 
-def pages_seen(kinds: Sequence[GroupKind], num_columns: int) -> Iterator[tuple[int, int]]:
-    """Yield column and group of each page of the pool that the token after the first `num_columns` sees."""
+def pages_seen(kinds: Sequence[GroupKind], num_blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield block and group of each page of the pool that the token after the first `num_blocks` sees."""
     for kind in kinds:
-        for column in kind.seen(num_columns):
+        for block in kind.seen(num_blocks):
             for group in kind.groups:
-                yield column, group
+                yield block, group
 
 
 def _num_leading(cached: Container[bytes], hashes: Sequence[bytes]) -> int:

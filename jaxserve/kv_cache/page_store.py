@@ -56,14 +56,14 @@ class PageStore:
         page_size: tokens per page.
         order: order in which cached pages are evicted.
         has_tiers: True if there are tiers below device memory.
-        columns_at_once: columns of output tokens that are registered together; the rest when their request stops.
+        blocks_at_once: blocks of output tokens that are registered together; the rest when their request stops.
         states: snapshots of states; None if all layers have attention.
         unshared: running requests that were there when the cache was reset last: nobody finds what they compute.
     """
 
     def __init__(self, num_pages: int, groups: KVGroups, transfers: Transfers) -> None:
         self.page_size, self._groups = groups.page_size, groups
-        self.columns_at_once = max(TOKENS_AT_ONCE // groups.page_size, 1)
+        self.blocks_at_once = max(TOKENS_AT_ONCE // groups.page_size, 1)
         self._pages = Pages(num_pages)
         self.order = EvictionOrder()
         self.has_tiers = bool(transfers.tiers)
@@ -80,7 +80,7 @@ class PageStore:
         self.states: RecurrentState | None = None
         if groups.sliding:
             self._kinds.append(SlidingWindow(groups))
-            self.columns_at_once = 1  # pages before the window are released, and a window may be smaller
+            self.blocks_at_once = 1  # pages before the window are released, and a window may be smaller
         if groups.num_snapshots is not None:
             self.states = RecurrentState(groups.num_snapshots)
             self._kinds.append(self.states)
@@ -103,14 +103,14 @@ class PageStore:
         """Return whether a page with this hash is cached."""
         return page_hash in self._page_by_hash[self._first]
 
-    def may_match(self, request: Request, num_columns: int) -> bool:
-        """Return False if a single look-up shows that `match` would find fewer columns than this."""
-        if num_columns > _num_matchable(request, self.page_size):
+    def may_match(self, request: Request, num_blocks: int) -> bool:
+        """Return False if a single look-up shows that `match` would find fewer blocks than this."""
+        if num_blocks > _num_matchable(request, self.page_size):
             return False
-        return not self._full.groups or num_columns < 1 or self.has(self.hashes(request)[num_columns - 1])
+        return not self._full.groups or num_blocks < 1 or self.has(self.hashes(request)[num_blocks - 1])
 
     def match(self, request: Request) -> list[int]:
-        """Return the pages of a request's longest cached prefix, column by column; takes no references.
+        """Return the pages of a request's longest cached prefix, block by block; takes no references.
 
         At least one known token is left over, because sampling needs the hidden state of the last one.
         """
@@ -120,34 +120,34 @@ class PageStore:
         if size == 1 and self._full.groups:
             return [self._page_by_hash[0][page_hash] for page_hash in hashes]
         pages = [RELEASED] * (len(hashes) * size)
-        for column, group in pages_seen(self._kinds, len(hashes)):
-            pages[column * size + group] = self._page_by_hash[group][hashes[column]]
+        for block, group in pages_seen(self._kinds, len(hashes)):
+            pages[block * size + group] = self._page_by_hash[group][hashes[block]]
         return pages
 
-    def num_full_columns(self, request: Request) -> int:
-        """Return the columns of a request's prefix whose pages all groups of full attention have."""
+    def num_full_blocks(self, request: Request) -> int:
+        """Return the blocks of a request's prefix whose pages all groups of full attention have."""
         return self._full.longest_hit(
             self.hashes(request)[: _num_matchable(request, self.page_size)], self._page_by_hash
         )
 
-    def match_last(self, request: Request, num_columns: int) -> list[int]:
-        """Return the pages, one per group, that hold the `num_last_tokens` of a request after its cached columns.
+    def match_last(self, request: Request, num_blocks: int) -> list[int]:
+        """Return the pages, one per group, that hold the `num_last_tokens` of a request after its cached blocks.
 
         Empty if there are none: they are partly filled, and cached if a request whose last page is shared ended so, or
         if this one was swapped out.
         """
-        page_hash = self._last_hash(request, num_columns)
+        page_hash = self._last_hash(request, num_blocks)
         pages = [
             pages_of[page_hash] for pages_of in self._page_by_hash if page_hash is not None and page_hash in pages_of
         ]
         return pages if len(pages) == self._groups.size else []
 
-    def _last_hash(self, request: Request, num_columns: int) -> bytes | None:
-        """Return the hash of a request's partly filled page after so many columns; None if it is not to be found."""
+    def _last_hash(self, request: Request, num_blocks: int) -> bytes | None:
+        """Return the hash of a request's partly filled page after so many blocks; None if it is not to be found."""
         num_tokens = num_last_tokens(request)
         if self.states is not None or not (request.shares_last_page or request.num_kept_tokens):
             return None  # snapshots of states are taken after full pages
-        if num_tokens // self.page_size != num_columns or not num_tokens % self.page_size:
+        if num_tokens // self.page_size != num_blocks or not num_tokens % self.page_size:
             return None
         return self._hashes.last_page(request, num_tokens)
 
@@ -259,25 +259,25 @@ class PageStore:
         num_certain = request.num_known_tokens - bool(request.output_token_ids)  # the last output may not be computed
         num_tokens = min(request.num_computed_tokens, num_certain)
         # The last output of a preempted request may be at the end of a page that is registered already.
-        num_tokens = max(num_tokens, request.num_registered_columns * self.page_size)
-        column, size = num_tokens // self.page_size, self._groups.size
-        self.register_columns(request, column)
+        num_tokens = max(num_tokens, request.num_registered_blocks * self.page_size)
+        block, size = num_tokens // self.page_size, self._groups.size
+        self.register_blocks(request, block)
         is_found = (request.shares_last_page or keep) and request not in self.unshared
         if is_found and num_tokens % self.page_size:
             page_hash = self._hashes.last_page(request, num_tokens)
-            for group, page in enumerate(request.pages[column * size : (column + 1) * size]):
+            for group, page in enumerate(request.pages[block * size : (block + 1) * size]):
                 if page != RELEASED:
                     self.register(page_hash, page, group, request.tenant)
         self.unshared.discard(request)
         self.release(request.pages)
         request.pages = []
-        request.num_released_columns = request.num_registered_columns = 0
+        request.num_released_blocks = request.num_registered_blocks = 0
         request.num_kept_tokens = num_tokens if keep else 0
 
     # Lower tiers
 
     def pages_below(self, request: Request) -> list[tuple[int, int, bytes]]:
-        """Return column, group and hash of the pages of a waiting request's longest prefix that any tiers have.
+        """Return block, group and hash of the pages of a waiting request's longest prefix that any tiers have.
 
         Empty if device memory has them all. What was loaded may be evicted before the request starts; then it loads it
         again, but not after a failure.
@@ -285,11 +285,11 @@ class PageStore:
         if not self.has_tiers or request.has_failed or request.pages or not request.read_prefix_cache:
             return []
         hashes = self.hashes(request)[: _num_matchable(request, self.page_size)]
-        num_columns = longest_hit(self._kinds, hashes, self._anywhere)
-        wanted = [(column, group, hashes[column]) for column, group in pages_seen(self._kinds, num_columns)]
-        last = self._last_hash(request, num_columns)
+        num_blocks = longest_hit(self._kinds, hashes, self._anywhere)
+        wanted = [(block, group, hashes[block]) for block, group in pages_seen(self._kinds, num_blocks)]
+        last = self._last_hash(request, num_blocks)
         if last is not None and all(last in self._anywhere[group] for group in range(self._groups.size)):
-            wanted += [(num_columns, group, last) for group in range(self._groups.size)]
+            wanted += [(num_blocks, group, last) for group in range(self._groups.size)]
         return wanted if any(page_hash not in self._cached[group] for _, group, page_hash in wanted) else []
 
     def load(self, request: Request, wanted: Sequence[tuple[int, int, bytes]], num_kept: int) -> bool:
@@ -297,18 +297,18 @@ class PageStore:
 
         Args:
             request: the request.
-            wanted: column, group and hash of the pages.
+            wanted: block, group and hash of the pages.
             num_kept: number of pages that stay free.
         """
         size, missing = self._groups.size, []
-        pages = [RELEASED] * (max(column + 1 for column, *_ in wanted) * size)
-        for column, group, page_hash in wanted:
+        pages = [RELEASED] * (max(block + 1 for block, *_ in wanted) * size)
+        for block, group, page_hash in wanted:
             page = self._page_by_hash[group].get(page_hash)
             page = self._transfers.loading.get((group, page_hash)) if page is None else page
             if page is None:
-                missing.append((column * size + group, (group, page_hash, request.tenant)))
+                missing.append((block * size + group, (group, page_hash, request.tenant)))
             else:
-                pages[column * size + group] = page
+                pages[block * size + group] = page
         taken = self.acquire(request, pages, len(missing), num_kept)
         if taken is None:
             return False
@@ -370,9 +370,9 @@ class PageStore:
         self._pages.content[page] = group, page_hash, tenant
         self.order.cached(tenant)
 
-    def register_columns(self, request: Request, stop: int) -> None:
-        """Register the pages of the columns before `stop` that were not yet; all their tokens are known and certain."""
-        first = request.num_registered_columns
+    def register_blocks(self, request: Request, stop: int) -> None:
+        """Register the pages of the blocks before `stop` that were not yet; all their tokens are known and certain."""
+        first = request.num_registered_blocks
         if first >= stop or request in self.unshared:
             return
         pages, size, register, tenant = request.pages, self._groups.size, self.register, request.tenant
@@ -380,7 +380,7 @@ class PageStore:
         for index in range(first * size, stop * size):
             if (page := pages[index]) != RELEASED:
                 register(hashes[index // size], page, index % size, tenant)
-        request.num_registered_columns = stop
+        request.num_registered_blocks = stop
 
     def reset(self, running: Iterable[Request]) -> None:
         """Forget all content. Pages in use stay with their owners, of which `running` are all."""

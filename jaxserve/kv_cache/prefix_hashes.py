@@ -41,9 +41,9 @@ class PrefixHashes:
 
     def last_page(self, request: Request, num_tokens: int) -> bytes:
         """Return the hash of the page, partly filled, that the first `num_tokens` of a request end in."""
-        column, hashes = num_tokens // self._page_size, self.full_pages(request)
-        previous = hashes[column - 1] if column else _root_hash(request.salt)
-        return _page_hash(previous, _packed(request.tokens(column * self._page_size, num_tokens)))
+        block, hashes = num_tokens // self._page_size, self.full_pages(request)
+        previous = hashes[block - 1] if block else _root_hash(request.salt)
+        return _page_hash(previous, _packed(request.tokens(block * self._page_size, num_tokens)))
 
     def _prompt_hashes(self, request: Request) -> list[bytes]:
         """Hashes of the full pages of the request's prompt; computed once for requests in a row with one prompt."""

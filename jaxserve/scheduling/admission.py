@@ -89,7 +89,7 @@ class Admission:
         ledger, num_left = self._ledger, self._num_pages_left()
         if self._starts.would_pass_over(request):
             return Start.LATER
-        if ledger.groups.num_columns(request.num_tokens) * ledger.groups.size <= num_left:  # whatever of it is cached
+        if ledger.groups.num_blocks(request.num_tokens) * ledger.groups.size <= num_left:  # whatever of it is cached
             return Start.NOW
         fits = num_left > 0 and ledger.num_pages_taken(request, request.num_shared_tokens) <= num_left
         return Start.NOW if fits or self._would_yield(request) else Start.FULL

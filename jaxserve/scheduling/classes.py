@@ -43,7 +43,7 @@ def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
             if most_left <= 0 or rows.has_to_wait(request, most_left):
                 return
             num_starts += 1
-            num_pages += ledger.num_pages_taken(request) + ledger.groups.size  # and a column to grow
+            num_pages += ledger.num_pages_taken(request) + ledger.groups.size  # and a block to grow
             if not rows.yield_to(num_starts, num_pages, plan):
                 return
             budget_left -= policy.first_share(request.num_tokens, most_left)
@@ -105,7 +105,7 @@ def _prompts_before(priority: int, ledger: Ledger) -> list[Request]:
 def _let_go_on(request: Request, ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
     """Preempt rows of classes below that of an unfinished prompt until it has the pages of its next share."""
     num_tokens = policy.first_share(num_remaining(request), ledger.max_num_batched_tokens)
-    num_wanted = ledger.groups.num_columns(request.num_computed_tokens + num_tokens) * ledger.groups.size
+    num_wanted = ledger.groups.num_blocks(request.num_computed_tokens + num_tokens) * ledger.groups.size
     num_wanted -= len(request.pages)
     while num_wanted > _num_free_pages(ledger) and ledger.lowest_priority > request.priority:
         ledger.preempt(policy.victim(ledger.running), plan)

@@ -84,9 +84,9 @@ class Ledger:
         """Count a request as one that waits; with -1 as one that waits no more, before its tokens change."""
         num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
         # Columns of a first chunk, and one more, which the scheduler keeps free for every row that can grow.
-        num_columns = self.groups.num_columns(min(num_tokens, self.max_num_batched_tokens)) + 1
+        num_blocks = self.groups.num_blocks(min(num_tokens, self.max_num_batched_tokens)) + 1
         self.num_waiting_tokens += sign * num_tokens
-        self.num_waiting_pages += sign * num_columns * self.groups.size
+        self.num_waiting_pages += sign * num_blocks * self.groups.size
 
     # Running rows
 
@@ -98,10 +98,10 @@ class Ledger:
         request.pages = pages
         request.num_computed_tokens = num_computed_tokens
         request.quiet_outputs = 0  # pages of outputs are registered by its slot, and a replay knows of no earlier one
-        request.num_registered_columns = num_computed_tokens // self.page_size
+        request.num_registered_blocks = num_computed_tokens // self.page_size
         if self.groups.sliding:  # its only pages are those of the cached prefix
             num_cached = num_computed_tokens // self.page_size
-            request.num_released_columns = max(num_cached - self.groups.num_window_columns, 0)
+            request.num_released_blocks = max(num_cached - self.groups.num_window_blocks, 0)
         self.running[request.request_id] = request
         self.num_running_of[request.priority] = self.num_running_of.get(request.priority, 0) + 1
         self.waiting.started(request, num_computed_tokens)
@@ -177,16 +177,16 @@ class Ledger:
 
     @property
     def num_pages_to_grow(self) -> int:
-        """Pages kept free for rows in decode and in prefill that can grow: a column for each."""
+        """Pages kept free for rows in decode and in prefill that can grow: a block for each."""
         return self.num_growing * self.groups.size
 
     def num_pages_kept(self, request: Request) -> int:
-        """Pages that newcomers leave a running request: those of the rest of its prompt, or a column if it can grow."""
+        """Pages that newcomers leave a running request: those of the rest of its prompt, or a block if it can grow."""
         groups = self.groups
         num_to_grow = groups.size * self.can_grow(request)
         if not in_prefill(request):
             return num_to_grow
-        num_held = len(request.pages) - request.num_released_columns * len(groups.sliding)
+        num_held = len(request.pages) - request.num_released_blocks * len(groups.sliding)
         return max(groups.num_pages(request.num_tokens) - num_held, num_to_grow)
 
     def num_pages_short(self, num_steps: int, rows: Iterable[Request] | None = None) -> int:
@@ -194,7 +194,7 @@ class Ledger:
         groups, num_short = self.groups, 0
         for request in self.running.values() if rows is None else rows:
             num_tokens = min(request.num_computed_tokens + num_steps, request.max_total_tokens - 1)
-            num_short += max(groups.num_columns(num_tokens) * groups.size - len(request.pages), 0)
+            num_short += max(groups.num_blocks(num_tokens) * groups.size - len(request.pages), 0)
         return num_short
 
     def cached_pages(self, request: Request) -> list[int]:
@@ -212,7 +212,7 @@ class Ledger:
         num_shared = max(len(cached) // groups.size, num_expected // self.page_size)
         num_tokens = min(request.num_tokens, num_shared * self.page_size + self.max_num_batched_tokens)
         num_tokens = min(num_tokens, num_shared * self.page_size + self.num_tokens_with_room(cached))
-        num_new = groups.num_columns(num_tokens) - num_shared
+        num_new = groups.num_blocks(num_tokens) - num_shared
         return self.store.num_evictable(cached) + num_new * groups.size
 
     def check_integrity(self) -> None:
@@ -221,15 +221,15 @@ class Ledger:
         for request in self.running.values():
             assert request.status in RUNS, f"{request.request_id} runs as {request.status}"
             # More than that only what a plan of several steps has left.
-            num_columns, groups = self.num_tokens_held(request) // self.page_size, self.groups
-            assert num_columns * groups.size == len(request.pages), request
-            assert num_columns >= groups.num_columns(request.num_computed_tokens), request
-            assert num_columns <= groups.num_columns(request.max_total_tokens - 1), request
-            released = request.num_released_columns
+            num_blocks, groups = self.num_tokens_held(request) // self.page_size, self.groups
+            assert num_blocks * groups.size == len(request.pages), request
+            assert num_blocks >= groups.num_blocks(request.num_computed_tokens), request
+            assert num_blocks <= groups.num_blocks(request.max_total_tokens - 1), request
+            released = request.num_released_blocks
             for group in range(groups.size):
                 num_gone = released if group in groups.sliding else 0
                 pages = request.pages[group :: groups.size]
-                assert [page == RELEASED for page in pages] == [True] * num_gone + [False] * (num_columns - num_gone)
+                assert [page == RELEASED for page in pages] == [True] * num_gone + [False] * (num_blocks - num_gone)
         loading = [request for request in self.waiting if request.status is RequestStatus.LOADING]
         for request in self.waiting:
             is_loading = request.status is RequestStatus.LOADING

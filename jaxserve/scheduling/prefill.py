@@ -184,8 +184,8 @@ class _Kept:
         """Return the tokens that the prompt whose turn it is may have, and leave others the pages they need."""
         ledger, size = self._ledger, self._size
         num_kept = ledger.num_pages_to_grow + self._num_older_pages - size * self._num_growing
-        num_columns = (len(request.pages) + max(ledger.num_available - num_kept, 0)) // size
-        return max(min(most, num_columns * ledger.page_size - request.num_computed_tokens), 0)
+        num_blocks = (len(request.pages) + max(ledger.num_available - num_kept, 0)) // size
+        return max(min(most, num_blocks * ledger.page_size - request.num_computed_tokens), 0)
 
 
 def _last_running(rows: Sequence[Request]) -> Request | None:

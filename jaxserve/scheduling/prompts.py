@@ -64,7 +64,7 @@ class Prompts:
             request.status = RequestStatus.BLOCKED
         plan.wants_logprobs |= samples and request.params.logprobs is not None
         plan.wants_prompt_logprobs |= wants_prompt_logprobs(request, start)
-        self._ledger.store.register_columns(request, request.num_computed_tokens // self._ledger.page_size)
+        self._ledger.store.register_blocks(request, request.num_computed_tokens // self._ledger.page_size)
 
     # What they leave to others
 

@@ -140,7 +140,7 @@ class Starts:
         if (prompt := self._prompt_ahead(request, computed)) is not None:
             self._seen[request] = prompt, self._num_common_tokens(prompt, request)
             return None
-        num_needed = self._ledger.groups.num_columns(request.num_tokens - most_left)
+        num_needed = self._ledger.groups.num_blocks(request.num_tokens - most_left)
         if not store.may_match(request, num_needed):
             return None
         cached = store.match(request)
@@ -213,7 +213,7 @@ class Starts:
         start = num_last_tokens(request) if copied else self._num_cached_tokens(cached)
         num_tokens = self._policy.first_share(request.num_tokens - start, self._prompts.budget_left(plan))
         num_tokens = min(num_tokens, ledger.num_tokens_with_room(cached))
-        num_pages = ledger.groups.num_columns(start + num_tokens) * ledger.groups.size
+        num_pages = ledger.groups.num_blocks(start + num_tokens) * ledger.groups.size
         ledger.store.retain(copied)  # lest the allocation evicts them
         pages = ledger.store.acquire(request, cached, num_pages - len(cached), num_kept)
         ledger.store.release(copied)
@@ -221,12 +221,12 @@ class Starts:
             return False
         plan.copies += zip(copied, pages[len(cached) :], strict=False)
         if (states := ledger.store.states) is not None:
-            hashes, num_columns = ledger.store.hashes(request), start // ledger.page_size
+            hashes, num_blocks = ledger.store.hashes(request), start // ledger.page_size
             request.branch_tokens = 0
-            if request.read_prefix_cache and (num_full := ledger.store.num_full_columns(request)) > num_columns:
+            if request.read_prefix_cache and (num_full := ledger.store.num_full_blocks(request)) > num_blocks:
                 request.branch_tokens = num_full * ledger.page_size
-            if num_columns:
-                plan.restored.append((plan.num_rows, states.read(hashes[num_columns - 1])))
+            if num_blocks:
+                plan.restored.append((plan.num_rows, states.read(hashes[num_blocks - 1])))
         if not request.num_preemptions:
             request.num_cached_tokens = start
         ledger.count(request, -1)

@@ -130,18 +130,18 @@ class Updates:
     def _review(self, request: Request) -> None:
         """Look at a request whose last token may end it or come behind full pages that are registered together."""
         output, num_prompt, page_size = request.output_token_ids, request.num_prompt_tokens, self._ledger.page_size
-        num_known, max_total, columns = (
+        num_known, max_total, interval = (
             num_prompt + len(output),
             request.max_total_tokens,
-            self._ledger.store.columns_at_once,
+            self._ledger.store.blocks_at_once,
         )
-        shift = request.slot % columns  # rows that began together take turns
-        num_full = ((num_known - 1) // page_size + shift) // columns * columns - shift
+        shift = request.slot % interval  # rows that began together take turns
+        num_full = ((num_known - 1) // page_size + shift) // interval * interval - shift
         if num_full * page_size == num_known - 1 <= request.num_computed_tokens:
-            self._ledger.store.register_columns(request, num_full)
+            self._ledger.store.register_blocks(request, num_full)
         if not request.waits_for_tokens:
-            behind_pages = (num_full + columns) * page_size + 1
-            request.quiet_outputs = (behind_pages if behind_pages < max_total else max_total) - num_prompt - 1
+            next_review = (num_full + interval) * page_size + 1
+            request.quiet_outputs = (next_review if next_review < max_total else max_total) - num_prompt - 1
         if output[-1] in request.stop_ids and _may_stop(request):
             self.end(request, FinishReason.STOP)
         elif num_known == max_total:

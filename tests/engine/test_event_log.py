@@ -87,7 +87,7 @@ def record_log(
                     case 1:
                         executor.fails_on_device = FAILURE
                     case 2:  # fails in the middle of a plan, or of taking tokens
-                        vars(replica.scheduler.shards[0].ledger.store)["register_columns"] = break_off
+                        vars(replica.scheduler.shards[0].ledger.store)["register_blocks"] = break_off
             case _:
                 step_or_recover(driven, counts)
                 driven.take()

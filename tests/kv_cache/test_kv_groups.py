@@ -28,7 +28,7 @@ def test_pages_grow_with_tokens_and_no_more_than_without_windows(
 ) -> None:
     groups = KVGroups(page_size, tuple(windows))
     num_pages = groups.num_pages(num_tokens)
-    assert groups.num_pages(num_tokens - 1) <= num_pages <= groups.size * groups.num_columns(num_tokens)
+    assert groups.num_pages(num_tokens - 1) <= num_pages <= groups.size * groups.num_blocks(num_tokens)
     most = groups.most_tokens(num_pages)
     assert most is None or groups.num_pages(most) <= num_pages < groups.num_pages(most + 1)
     assert most is None or most >= num_tokens
@@ -36,14 +36,14 @@ def test_pages_grow_with_tokens_and_no_more_than_without_windows(
 
 @given(page_size=PAGE_SIZES, windows=WINDOWS.filter(any), num_tokens=st.integers(1, 300))
 def test_a_window_reaches_what_is_held(page_size: int, windows: list[int | None], num_tokens: int) -> None:
-    """No token of a window, in whatever column it begins, is in a column that was released."""
+    """No token of a window, in whatever block it begins, is in a block that was released."""
     groups = KVGroups(page_size, tuple(windows))
-    first, window = groups.first_column(num_tokens), max(w for w in groups.windows if w is not None)
+    first, window = groups.first_block(num_tokens), max(w for w in groups.windows if w is not None)
     seen = range(max(num_tokens - window + 1, 0), num_tokens + 1)
     assert first == seen[0] // groups.page_size
-    assert groups.num_columns(num_tokens + 1) - first <= groups.num_held_columns
+    assert groups.num_blocks(num_tokens + 1) - first <= groups.num_held_blocks
     if num_tokens % groups.page_size == 0:
-        assert num_tokens // groups.page_size - first <= groups.num_window_columns
+        assert num_tokens // groups.page_size - first <= groups.num_window_blocks
 
 
 @pytest.mark.parametrize(

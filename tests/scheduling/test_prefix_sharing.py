@@ -104,10 +104,10 @@ def test_outputs_of_rows_that_began_together_are_registered_in_turn():
     loop.add(*rows)
     registered = []
     for _ in range(129):
-        before = [row.num_registered_columns for row in rows]
+        before = [row.num_registered_blocks for row in rows]
         loop.step()
-        registered.append(sum(row.num_registered_columns > n for row, n in zip(rows, before, strict=True)))
-    assert sum(row.num_registered_columns for row in rows) > 16 * 16
+        registered.append(sum(row.num_registered_blocks > n for row, n in zip(rows, before, strict=True)))
+    assert sum(row.num_registered_blocks for row in rows) > 16 * 16
     assert max(registered) == 1
 
 

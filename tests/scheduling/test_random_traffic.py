@@ -288,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_head_must_wait(self, head, plan):
         num_free = self.scheduler.sizes.num_pages - plan.num_pages_used
-        pages_short = (self.groups.num_columns(head.num_tokens) + len(self.running)) * self.groups.size > num_free
+        pages_short = (self.groups.num_blocks(head.num_tokens) + len(self.running)) * self.groups.size > num_free
         assert head.num_pending_tokens or pages_short, "the head could have run"
 
     def check_output(self, request):
