@@ -5,23 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from itertools import accumulate, zip_longest
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from jaxserve.metrics import ITERATION_TOKENS, Counter, Gauge, Vector, vllm_metrics
-from jaxserve.server.histogram import (
-    ITL_S,
-    PREEMPTIONS,
-    REQUEST_S,
-    SAMPLES,
-    TTFT_S,
-    Histogram,
-    histogram_family,
-    token_buckets,
-)
+from jaxserve.server.buckets import ITL_S, PREEMPTIONS, REQUEST_S, SAMPLES, TTFT_S, token_buckets
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -61,10 +54,14 @@ class Observer(Collector):
         self.rejections = dict.fromkeys(_REJECTIONS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         self._last_s: dict[str, tuple[int, float]] = {}  # tokens and time of the last news, by request id
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        disable_created_metrics()
         tokens = token_buckets(engine.schedule.max_model_len)
+        labels: dict[str, Any] = {"labelnames": list(self._labels), "registry": self._registry}
         self._histograms = {
-            name: Histogram(f"vllm:{name}", text, bounds)
-            for name, text, bounds in (
+            name: Histogram(f"vllm:{name}", text, buckets=buckets, **labels).labels(**self._labels)
+            for name, text, buckets in (
                 ("time_to_first_token_seconds", "Time to first token.", TTFT_S),
                 ("inter_token_latency_seconds", "Time between two tokens.", ITL_S),
                 ("request_time_per_output_token_seconds", "Mean time per token of a request.", ITL_S),
@@ -86,8 +83,6 @@ class Observer(Collector):
                 ("request_num_preemptions", "Preemptions of a request.", PREEMPTIONS),
             )
         }
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
     def note(self, group: RequestGroup) -> None:
         """Count what a request has got. Called on the frontend's thread whenever there is news."""
@@ -97,11 +92,11 @@ class Observer(Collector):
         before = self._last_s.get(group.request_id)
         if now_s is not None and (before is None or num_tokens > before[0]):
             if before is None:
-                self._histograms["time_to_first_token_seconds"].add(metrics.ttft_s or 0.0)
+                self._histograms["time_to_first_token_seconds"].observe(metrics.ttft_s or 0.0)
             else:
-                self._histograms["inter_token_latency_seconds"].add(
-                    (now_s - before[1]) / (num_tokens - before[0]), num_tokens - before[0]
-                )
+                num_new, latency = num_tokens - before[0], self._histograms["inter_token_latency_seconds"]
+                for _ in range(num_new):
+                    latency.observe((now_s - before[1]) / num_new)
             self._last_s[group.request_id] = num_tokens, now_s
         if output.finished:
             self._last_s.pop(group.request_id, None)
@@ -136,7 +131,7 @@ class Observer(Collector):
 
     def _add(self, name: str, value: float | int | None) -> None:
         if value is not None:
-            self._histograms[name].add(value)
+            self._histograms[name].observe(value)
 
     def reject(self, reason: str) -> None:
         """Count a request that was not admitted."""
@@ -191,11 +186,12 @@ class Observer(Collector):
         if expert_tokens := stats.expert_tokens.total().values:
             by_expert = {str(expert): count for expert, count in enumerate(expert_tokens)}
             yield _counter("jaxserve:expert_tokens", own, "expert", by_expert)
-        for histogram in self._histograms.values():
-            yield histogram.family(own)
-        text, counts = "Tokens of a step.", stats.iterations_by_tokens.values
-        total = stats.num_iteration_tokens
-        yield histogram_family("vllm:iteration_tokens_total", text, ITERATION_TOKENS, counts, total, own)
+        steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=names)
+        counts = zip_longest((*ITERATION_TOKENS, math.inf), stats.iterations_by_tokens.values, fillvalue=0)
+        ends, totals = zip(*counts, strict=True)
+        buckets = zip(map(floatToGoString, ends), accumulate(totals), strict=True)
+        steps.add_metric(values, list(buckets), stats.num_iteration_tokens)
+        yield steps
 
     def _gauges(self) -> Iterator[Metric]:
         """Yield the gauges that are no numbers of `vllm_metrics`."""
