@@ -1,20 +1,23 @@
-"""Facts of Hopper GPUs, for which the Pallas kernels for GPUs are written."""
+"""Properties of Hopper GPUs, the only GPUs whose instructions the Pallas kernels use."""
 
 from __future__ import annotations
 
 import jax
 
-NAMES = ("H100", "H200", "H800", "H20", "GH200")
+from jaxserve.pallas_kernels.target import TargetChip
+
+NAMES = ("GH200", "H100", "H200", "H800", "H20")  # a name before the names that it contains
 NUM_CORES = 132
 SHARED_BYTES = 232448 - 2048  # shared memory of a multiprocessor, less the barriers
 WARPGROUP_ROWS = 64  # rows of a wgmma instruction
 WARPGROUP_THREADS = 128
 REGISTERS = 65536  # registers of a multiprocessor
-MOST_REGISTERS = 256  # registers that a thread can ask for
+MAX_REGISTERS = 256  # registers that a thread can request
+INTERPRETED = TargetChip("interpreter", num_cores=3, memory_bytes=SHARED_BYTES)  # few, so that every core has some work
 
 
-def other_chip() -> str | None:
-    """Return the reason why the chip that is compiled for lacks the instructions, or None if it has them."""
+def unsupported_reason() -> str | None:
+    """Return the reason why the target chip cannot execute Hopper instructions, or None if it can."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         is_hopper = any(name in device.device_kind for name in NAMES)
@@ -26,34 +29,32 @@ def other_chip() -> str | None:
     return None
 
 
-def num_cores() -> int:
-    """Return the number of multiprocessors of the chip that is compiled for."""
-    if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
-        return int(device.num_cores or NUM_CORES)
-    return int(getattr(jax.devices()[0], "core_count", NUM_CORES))
-
-
-def name() -> str:
-    """Return the name of the chip that is compiled for, such as "h200"."""
+def target_chip() -> TargetChip:
+    """Return the target GPU."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    return next((name.lower() for name in sorted(NAMES, key=len, reverse=True) if name in kind), kind)
+    if device is None:
+        local = jax.devices()[0]
+        kind, num_cores = local.device_kind, getattr(local, "core_count", NUM_CORES)
+    else:
+        kind, num_cores = device.device_kind, device.num_cores or NUM_CORES
+    name = next((name.lower() for name in NAMES if name in kind), kind)
+    return TargetChip(name, int(num_cores), SHARED_BYTES)
 
 
 def computing_registers(loading: int, *, num_loading: int, num_computing: int) -> int:
-    """Return the most registers that a thread of the computing warpgroups can have beside the loading ones.
+    """Return the maximum number of registers for each thread of the computing warpgroups.
 
-    A thread block starts with as many for each thread as divide evenly, in eights. What loading threads give back is
-    all that computing ones can get: a thread that asks for more waits forever.
+    All threads of a thread block start with the same number of registers, a multiple of eight. Computing threads can
+    gain only the registers that loading threads release: a thread that requests more waits forever.
 
     Args:
-        loading: registers of a loading thread.
+        loading: registers that a loading thread keeps.
         num_loading: number of loading warpgroups.
         num_computing: number of computing warpgroups.
     """
     num_warpgroups = num_loading + num_computing
     at_start = REGISTERS // (num_warpgroups * WARPGROUP_THREADS) // 8 * 8
-    assert loading % 8 == 0, "threads have registers in eights"
-    assert loading <= at_start, "loading threads give registers back"
+    assert loading % 8 == 0, "register counts are multiples of eight"
+    assert loading <= at_start, "loading threads release registers"
     left = (num_warpgroups * at_start - num_loading * loading) // num_computing // 8 * 8
-    return min(left, MOST_REGISTERS)
+    return min(left, MAX_REGISTERS)

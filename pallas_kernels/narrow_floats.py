@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, Shaped
 
-from jaxserve.pallas_kernels.dispatch import target_platform
+from jaxserve.pallas_kernels.target import target_platform
 
 __all__ = ["is_narrow", "kept_beside"]
 

@@ -39,7 +39,7 @@ def measure(model: str, target_name: str, num_tokens: int, product: str) -> dict
     page_size = default_page_size(backend, **heads, kv_dtype=BFLOAT16)
     schedule = ScheduleConfig(64, 2048, 8192, page_size, POOL_TOKENS // page_size)
     own = {product: grouped_matmul.BACKENDS[product]}
-    with mock.patch.object(grouped_matmul, "BACKENDS", own):
+    with mock.patch.dict(grouped_matmul.BACKENDS, own, clear=True):
         (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend).compile(arch, (num_tokens,))
     return {"temporaries_gb": temp_bytes(program) / 1e9, "accessed_gb": program.cost_analysis()["bytes accessed"] / 1e9}
 

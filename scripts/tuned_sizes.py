@@ -5,10 +5,12 @@ python scripts/tpu_report.py --part tuning && python scripts/tuned_sizes.py
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from device_report.document import Document, Entry
-from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.pallas_kernel import TunedSizes, read_entries
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
 
 RESULTS = Path(__file__).parent / "results" / "tpu.json"
@@ -25,14 +27,15 @@ def main() -> None:
     if document.dry_run and args.to == SETTINGS.folder:
         raise SystemExit(f"{args.json} must be of a TPU, not of a dry run; name another folder with --to to try this")
     for chip, entries in faster(document).items():
-        path = tuning.write_entries(args.to, chip, entries)
+        path = args.to / f"{chip}.json"
+        write_entries(path, entries)
         for entry in entries:
             print(json.dumps({"table": str(path), "shape": entry.shape, "sizes": entry.sizes, **entry.evidence}))
 
 
-def faster(document: Document) -> dict[str, list[tuning.Entry]]:
+def faster(document: Document) -> dict[str, list[TunedSizes]]:
     """Return, by chip, the best sizes of each class of shapes for which there are better ones than were in use."""
-    found: dict[str, list[tuning.Entry]] = {}
+    found: dict[str, list[TunedSizes]] = {}
     points = document.points("tuning")
     machine = next((content["machine"] for _, stage, content in document.stages() if stage == "tuning"), {})
     for before in (point for point in points if point["change"] == "none"):
@@ -40,8 +43,17 @@ def faster(document: Document) -> dict[str, list[tuning.Entry]]:
         if _time(best, before) <= 1 - GAIN:
             times = {name: best[name] for name in TIMES} | {f"{name}_before": before[name] for name in TIMES}
             evidence = {**times, "at": best["at"], **machine}
-            found.setdefault(best["chip"], []).append(tuning.Entry(best["shape"], best["sizes"], evidence))
+            found.setdefault(best["chip"], []).append(TunedSizes(best["shape"], best["sizes"], evidence))
     return found
+
+
+def write_entries(path: Path, entries: Sequence[TunedSizes]) -> None:
+    """Add entries to a chip's file; they replace those for the same shapes."""
+    shapes = [entry.shape for entry in entries]
+    kept = [entry for entry in read_entries(path) if entry.shape not in shapes]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"entries": [asdict(x) for x in (*kept, *entries)]}, indent=1) + "\n", encoding="utf-8")
+    read_entries.cache_clear()
 
 
 def _time(point: Entry, before: Entry) -> float:

@@ -19,7 +19,7 @@ from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import widest_output
-from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
+from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.sampling import LogprobLayout
 from jaxserve.schedule_config import (
     MAX_STEP_TOKENS,

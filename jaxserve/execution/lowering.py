@@ -33,7 +33,7 @@ from jaxserve.execution.verification import make_speculative_step
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.deviceless import Chip
-from jaxserve.pallas_kernels.dispatch import products_by
+from jaxserve.pallas_kernels.op import products_by
 from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import StepShape
 from jaxserve.sharding import MODEL, over_devices, replicated, specs_of, tensor_size

@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float32, Int
 
 from jaxserve.layers.state_forms import StateRows, read_entries
-from jaxserve.pallas_kernels.dispatch import target_platform
+from jaxserve.pallas_kernels.target import target_platform
 
 CHUNK = 64  # tokens of a chunk
 ROWS, CPU_ROWS = 16, 1  # rows of one token that are computed at once; XLA:CPU gathers memories slowly

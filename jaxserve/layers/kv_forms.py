@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
 from jaxserve.pallas_kernels import mla_attention, ragged_paged_attention
-from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.mla_attention import HeadInputs, HeadMatrices, LatentOptions
+from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     QUANTIZED,
     AttentionInputs,

@@ -22,7 +22,7 @@ from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block
 from jaxserve.models.params import EXPERT_MATRICES, POSITION_EMBED, Params, ScannedLayers
-from jaxserve.pallas_kernels.dispatch import products_choice
+from jaxserve.pallas_kernels.op import products_choice
 
 # attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2] or None, carry, layer, options, sinks=[Q] or None)
 # -> (out[T,Q,H], carry); it rotates q and k first, by `rope` if that is given. `layer` is the layer's number in its KV

@@ -13,7 +13,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxserve.pallas_kernels.dispatch import target_platform
+from jaxserve.pallas_kernels.target import target_platform
 from jaxserve.sampling.by_token import add_at, first_argmax, plain_argmax
 from jaxserve.sampling.penalties import apply_penalties
 from jaxserve.sampling.random_bits import ACCEPT, RESIDUAL, TARGET, gumbel_noise, uniform_noise

@@ -20,20 +20,22 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels.dispatch import AUTO, product_backend, select, target_platform
 from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, native, ragged_dot
 from jaxserve.pallas_kernels.grouped_matmul.interface import Backend, Matrices, Problem
+from jaxserve.pallas_kernels.op import AUTO, Op
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
+from jaxserve.pallas_kernels.target import target_platform
 
 __all__ = ["BACKENDS", "Backend", "Matrices", "Problem", "grouped_matmul"]
 
 BACKENDS: Mapping[str, Backend] = {
     "native": native,
-    "mosaic_gpu": mosaic_gpu,
-    "mosaic_tpu": mosaic_tpu,
+    "mosaic_gpu": mosaic_gpu.KERNEL,
+    "mosaic_tpu": mosaic_tpu.KERNEL,
     "ragged_dot": ragged_dot,
 }
 """All backends, best first."""
+OP = Op("grouped_matmul", BACKENDS, xla_backend="ragged_dot")
 
 
 def grouped_matmul(
@@ -81,8 +83,7 @@ def grouped_matmul(
     dtypes = x.dtype, (matrices.weights if isinstance(matrices, PackedMatrix) else matrices).dtype, jnp.dtype(dtype)
     sizes = x.shape[0], num_matrices, N, K
     problem = Problem(*sizes, *dtypes, is_packed=is_packed, platform=target_platform(), num_shards=num_shards)
-    backend = product_backend(backend, "ragged_dot")
-    chosen = select("grouped_matmul", BACKENDS, backend, lambda candidate: candidate.supports(problem))
+    chosen = OP.select(backend, lambda candidate: candidate.unsupported_reason(problem))
     stack = matrices if isinstance(matrices, PackedMatrix) or layer is not None else matrices.reshape(1, -1, K)
     index = jnp.asarray(0 if layer is None else layer, jnp.int32)
     y = BACKENDS[chosen].multiply(problem, x, stack, group_sizes, index).astype(dtype)

@@ -15,7 +15,7 @@ from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 
 
-def supports(problem: Problem) -> str | None:
+def unsupported_reason(problem: Problem) -> str | None:
     """Return the reason why the native kernels cannot run the problem, or None if they can."""
     if problem.platform != "cpu":
         return "the native kernels are for CPUs"

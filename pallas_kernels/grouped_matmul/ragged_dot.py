@@ -17,7 +17,7 @@ _DIMENSIONS = lax.RaggedDotDimensionNumbers(
 )
 
 
-def supports(problem: Problem) -> str | None:
+def unsupported_reason(problem: Problem) -> str | None:
     """Return the reason why XLA cannot run the problem, or None if it can."""
     return "packed matrices are for the native kernels" if problem.is_packed else None
 

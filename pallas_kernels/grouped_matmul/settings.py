@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
-from jaxserve.pallas_kernels.tuning import Settings
+from jaxserve.pallas_kernels.pallas_kernel import Settings
 
 SETTINGS = Settings(Path(__file__).parent / "tuned")
 
@@ -21,18 +21,15 @@ def shape_class(problem: Problem) -> dict[str, int | str]:
     }
 
 
-def unsupported(problem: Problem, platform: str, dtypes: Collection[str], *, outputs: int, inputs: int) -> str | None:
+def unsupported(problem: Problem, dtypes: Collection[str], *, outputs: int, inputs: int) -> str | None:
     """Return the reason why a kernel cannot run the problem, or None if it can.
 
     Args:
         problem: facts of the call.
-        platform: platform of the kernel.
         dtypes: dtypes that it multiplies.
         outputs: number of which the rows of matrices must be a multiple.
         inputs: number of which their columns must be a multiple.
     """
-    if problem.platform != platform and SETTINGS.interpreter is None:
-        return f"it runs on {platform.upper()}s only"
     if problem.is_packed:
         return "packed matrices are for the native kernels"
     if problem.matrix_dtype.name not in dtypes or problem.dtype != problem.matrix_dtype:

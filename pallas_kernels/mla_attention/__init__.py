@@ -24,7 +24,6 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32
 
-from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
 from jaxserve.pallas_kernels.mla_attention import expanded, mosaic_gpu, mosaic_tpu, native, xla
 from jaxserve.pallas_kernels.mla_attention.interface import (
     Backend,
@@ -35,6 +34,7 @@ from jaxserve.pallas_kernels.mla_attention.interface import (
     Problem,
 )
 from jaxserve.pallas_kernels.mla_attention.layout import Layout, PoolDims
+from jaxserve.pallas_kernels.op import AUTO, Op
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows, check_rows, check_scales, check_tree_mask
 from jaxserve.pallas_kernels.ragged_paged_attention.moves import move_tokens as _move_tokens
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
@@ -44,6 +44,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     has_scales,
     values_of,
 )
+from jaxserve.pallas_kernels.target import target_platform
 
 __all__ = [
     "BACKENDS",
@@ -71,6 +72,7 @@ BACKENDS: Mapping[str, Backend] = {
     "xla": xla,
 }
 """All backends, best first."""
+OP = Op("mla_attention", BACKENDS)
 _BLOCK_TOKENS = 32  # tokens of rows in decode, which follow each other, are seldom beside those of prompts
 
 
@@ -192,7 +194,7 @@ def select_backend(
         tokens = page_size or candidate.LAYOUT.default_page_size(rank + rope_dim, kv_dtype)
         return candidate.supports(Problem(num_query_heads, rank, rope_dim, tokens, kv_dtype, platform))
 
-    return select("mla_attention", BACKENDS, backend, supports)
+    return OP.select(backend, supports)
 
 
 def default_page_size(backend: str, *, width: int, kv_dtype: DTypeLike) -> int:
@@ -252,7 +254,7 @@ def _select_for_pool(
             return str(error)
         return candidate.supports(Problem(Q, options.rank, rope_dim, page_size, values.dtype, platform))
 
-    return select("mla_attention", BACKENDS, backend, supports)
+    return OP.select(backend, supports)
 
 
 def _check_tokens(inputs: LatentInputs, options: LatentOptions) -> None:

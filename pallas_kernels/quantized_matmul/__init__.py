@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels.dispatch import AUTO, XLA, product_backend, select, target_platform
+from jaxserve.pallas_kernels.op import AUTO, XLA, Op
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu
 from jaxserve.pallas_kernels.quantized_matmul.interface import (
     FLOAT16_BITS,
@@ -36,6 +36,7 @@ from jaxserve.pallas_kernels.quantized_matmul.interface import (
     scale_floats,
     unpacked,
 )
+from jaxserve.pallas_kernels.target import target_platform
 
 __all__ = [
     "BACKENDS",
@@ -51,8 +52,9 @@ __all__ = [
     "unpacked",
 ]
 
-BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu, "mosaic_tpu": mosaic_tpu}
+BACKENDS: Mapping[str, Backend] = {"mosaic_gpu": mosaic_gpu.KERNEL, "mosaic_tpu": mosaic_tpu.KERNEL}
 """All kernels, best first."""
+OP: Op[Backend | None] = Op("quantized_matmul", {**BACKENDS, XLA: None}, xla_backend=XLA)
 
 
 def quantized_matmul(
@@ -86,11 +88,10 @@ def quantized_matmul(
     if matrix.scale.shape[2] != problem.num_outputs:
         raise ValueError(f"scales must be [layers, groups, {problem.num_outputs}], got {matrix.scale.shape}")
 
-    def supports(kernel: Backend | None) -> str | None:
-        return None if kernel is None else kernel.supports(problem)
+    def unsupported_reason(kernel: Backend | None) -> str | None:
+        return None if kernel is None else kernel.unsupported_reason(problem)
 
-    backend = product_backend(backend, XLA)
-    chosen = select("quantized_matmul", {**BACKENDS, XLA: None}, backend, supports)
+    chosen = OP.select(backend, unsupported_reason)
     if chosen == XLA:
         return by_xla().astype(dtype)
     y = BACKENDS[chosen].multiply(problem, x, matrix, jnp.asarray(layer, jnp.int32))

@@ -147,7 +147,7 @@ class Quantized(NamedTuple):
 class Backend(Protocol):
     """Module that multiplies quantised matrices in one particular way."""
 
-    def supports(self, problem: Problem) -> str | None:
+    def unsupported_reason(self, problem: Problem) -> str | None:
         """Return the reason why this backend cannot run the problem, or None if it can."""
 
     def multiply(

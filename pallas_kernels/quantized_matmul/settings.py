@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from jaxserve.pallas_kernels.pallas_kernel import Settings
 from jaxserve.pallas_kernels.quantized_matmul.interface import FLOAT16_BITS, Problem
-from jaxserve.pallas_kernels.tuning import Settings
 
 SETTINGS = Settings(Path(__file__).parent / "tuned")
 ALIGNED = 16  # rows of a matrix: for others, lines of grids are not whole for TMA, and XLA lays out TPU's transposed
@@ -26,16 +26,13 @@ def shape_class(problem: Problem) -> dict[str, int | str]:
     }
 
 
-def unsupported(problem: Problem, platform: str, dtypes: Collection[str]) -> str | None:
+def unsupported(problem: Problem, dtypes: Collection[str]) -> str | None:
     """Return the reason why a kernel cannot run the problem, whatever its sizes, or None if it can.
 
     Args:
         problem: facts of the call.
-        platform: platform of the kernel.
         dtypes: dtypes of rows that it multiplies.
     """
-    if problem.platform != platform and SETTINGS.interpreter is None:
-        return f"it runs on {platform.upper()}s only"
     if problem.elements not in ELEMENTS:
         return f"elements must be one of {ELEMENTS}, not {problem.elements}"
     if problem.num_outputs % ALIGNED:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
+from jaxserve.pallas_kernels.op import AUTO, Op
 from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, native, xla
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
     AttentionInputs,
@@ -56,6 +56,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     values_of,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
+from jaxserve.pallas_kernels.target import target_platform
 
 __all__ = [
     "BACKENDS",
@@ -90,6 +91,7 @@ BACKENDS: Mapping[str, Backend] = {
     "xla": xla,
 }
 """All backends, best first."""
+OP = Op("ragged_paged_attention", BACKENDS)
 
 
 def ragged_paged_attention(
@@ -169,7 +171,7 @@ def select_backend(
         tokens = page_size or candidate.LAYOUT.default_page_size(num_kv_heads, head_dim, kv_dtype)
         return candidate.supports(Problem(num_query_heads, num_kv_heads, head_dim, tokens, kv_dtype, platform))
 
-    return select("ragged_paged_attention", BACKENDS, backend, supports)
+    return OP.select(backend, supports)
 
 
 def default_page_size(backend: str, *, num_kv_heads: int, head_dim: int, kv_dtype: DTypeLike) -> int:
@@ -280,7 +282,7 @@ def _select_for_pool(backend: str, inputs: AttentionInputs, kv_pages: Pages) -> 
         page_size = candidate.LAYOUT.pool_dims(values.shape).page_size
         return candidate.supports(Problem(Q, K, H, page_size, pool_dtype(kv_pages), platform))
 
-    return select("ragged_paged_attention", BACKENDS, backend, supports)
+    return OP.select(backend, supports)
 
 
 def _check_tokens(inputs: AttentionInputs) -> None:

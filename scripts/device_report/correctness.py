@@ -14,7 +14,7 @@ from device_report import invariants
 from device_report import machine as machines
 from device_report.kernels import KERNELS, Kernel
 from device_report.points import Figures, Point, UnavailableError
-from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
+from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     Pages,
     from_canonical,

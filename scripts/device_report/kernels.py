@@ -10,8 +10,8 @@ from types import ModuleType
 import jax
 
 from device_report.points import UnavailableError
-from jaxserve.pallas_kernels.dispatch import AUTO, select
-from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, mosaic_tpu
+from jaxserve.pallas_kernels.op import AUTO
+from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, OP, mosaic_gpu, mosaic_tpu
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from tests.kernels.attention_cases import CASES, GPU_CASES, TPU_CASES, Case, widened
 
@@ -61,7 +61,7 @@ class Kernel:
     def served(self, problem: Problem) -> str:
         """The kernel where an engine can run it here, else what the engine takes by itself."""
         requested = AUTO if self.module.supports(problem) else self.backend
-        return select("ragged_paged_attention", BACKENDS, requested, lambda backend: backend.supports(problem))
+        return OP.select(requested, lambda backend: backend.supports(problem))
 
     def check(self, backend: str, problem: Problem) -> None:
         """UnavailableError for a backend that cannot run here."""

@@ -11,7 +11,7 @@ from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import step_options
 from jaxserve.models import registry
-from jaxserve.pallas_kernels.dispatch import AUTO
+from jaxserve.pallas_kernels.op import AUTO
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.planner import program as program_module
 from jaxserve.planner.models import known_models, read_model

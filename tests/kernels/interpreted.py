@@ -131,10 +131,10 @@ def run_quantized(case, name):
     arrays = {key: array for key, array in arguments.matrix._asdict().items() if key != "kind"}
     here = SETTINGS.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
     with here, SETTINGS.sized(**SMALL_TILES[name]), _watched(name, num_kernels=1) as has_races:
-        assert backend.supports(problem) is None, (backend.supports(problem), kind)
+        assert backend.unsupported_reason(problem) is None, (backend.unsupported_reason(problem), kind)
         options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
         y = jax.jit(multiply, compiler_options=options)(arguments.x, arrays, arguments.layer)
-        is_rounded = name != "quantized_gpu" or not backend.call_for(problem).scales_sums
+        is_rounded = name != "quantized_gpu" or not backend.launch(problem).scales_sums
     y, expected = np.asarray(y, np.float32), case.expected(is_rounded)
     error = np.max(np.abs(y - expected) / (1 + np.abs(expected)))
     return Found(float(error), bool(np.isfinite(y).all()), has_races())

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
+from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionOptions,
     PagesToRead,

@@ -5,71 +5,69 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.models.decoder import _inner
-from jaxserve.pallas_kernels import deviceless, dispatch
-from jaxserve.pallas_kernels.dispatch import (
-    UnsupportedBackendError,
-    product_backend,
-    products_by,
-    products_choice,
-    select,
-    target_platform,
-)
+from jaxserve.pallas_kernels import deviceless
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
+from jaxserve.pallas_kernels.op import Op, UnsupportedBackendError, log_choice, products_by, products_choice
+from jaxserve.pallas_kernels.target import target_platform
 
-REASONS = {"fast": "needs a GPU", "plain": None, "slow": None}
+OP = Op("op", {"fast": "needs a GPU", "plain": None, "slow": None}, xla_backend="slow")  # backends are reasons
+
+
+def same(reason):
+    return reason
 
 
 def test_auto_takes_the_best_that_supports_the_call():
-    assert select("op", REASONS, "auto", lambda reason: reason) == "plain"
+    assert OP.select("auto", same) == "plain"
 
 
 def test_auto_logs_its_choice_once(caplog):
-    dispatch._log_choice.cache_clear()
-    with caplog.at_level(logging.INFO, logger="jaxserve.pallas_kernels.dispatch"):
+    log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="jaxserve.pallas_kernels.op"):
         for _ in range(3):
-            select("logged_op", REASONS, "auto", lambda reason: reason)
+            Op("logged_op", OP.backends).select("auto", same)
     assert [record.message for record in caplog.records] == [
-        "logged_op: using backend 'plain' (passed over fast: needs a GPU)"
+        "logged_op: using backend 'plain' (skipped fast: needs a GPU)"
     ]
 
 
 def test_a_call_that_no_kernel_of_an_accelerator_takes_is_warned_of(caplog):
     """Experts of Qwen1.5-MoE have 1408 columns: 176 on each of eight devices."""
-    dispatch._log_choice.cache_clear()
+    log_choice.cache_clear()
     experts, sizes = jax.ShapeDtypeStruct((8, 2048, 176), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
     with jax.sharding.use_abstract_mesh(deviceless.H200.mesh()):
         jax.eval_shape(grouped_matmul, jax.ShapeDtypeStruct((64, 176), jnp.bfloat16), experts, sizes)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.message.startswith("grouped_matmul: using backend 'ragged_dot' (passed over native: ")
+    assert record.message.startswith("grouped_matmul: using backend 'ragged_dot' (skipped native: ")
     assert "mosaic_gpu: columns of matrices must be a multiple of 32, not 176" in record.message
 
 
 def test_named_backend_runs():
-    assert select("op", REASONS, "slow", lambda reason: reason) == "slow"
+    assert OP.select("slow", same) == "slow"
 
 
 def test_named_backend_says_why_it_cannot():
     with pytest.raises(UnsupportedBackendError, match=r"'fast' cannot run this call: needs a GPU.*'plain', 'slow'"):
-        select("op", REASONS, "fast", lambda reason: reason)
+        OP.select("fast", same)
 
 
 def test_unknown_name():
     with pytest.raises(UnsupportedBackendError, match=r"must be one of .*'auto'.*got 'tritn'"):
-        select("op", REASONS, "tritn", lambda reason: reason)
+        OP.select("tritn", same)
 
 
 def test_auto_with_no_backend_lists_every_reason():
     with pytest.raises(UnsupportedBackendError, match="fast: broken; plain: broken; slow: broken"):
-        select("op", REASONS, "auto", lambda _: "broken")
+        OP.select("auto", lambda _: "broken")
 
 
 def test_products_may_be_left_to_xla():
-    assert product_backend("auto", "ragged_dot") == "auto"
     with products_by("xla"):
-        assert product_backend("auto", "ragged_dot") == "ragged_dot"
-        assert product_backend("mosaic_gpu", "ragged_dot") == "mosaic_gpu"
-    assert product_backend("auto", "ragged_dot") == "auto"
+        assert OP.select("auto", same) == "slow"
+        assert OP.select("plain", same) == "plain"
+        assert Op("attention", OP.backends).select("auto", same) == "plain"
+    assert OP.select("auto", same) == "plain"
 
 
 @pytest.mark.parametrize("name", ["H100", "H200", "TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU7X"])

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU_V6E, Chip
-from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
-from jaxserve.pallas_kernels.grouped_matmul import BACKENDS, Problem, grouped_matmul, mosaic_gpu, mosaic_tpu
+from jaxserve.pallas_kernels.grouped_matmul import BACKENDS, Problem, grouped_matmul
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.plan import LANES, _block_bytes, sublanes
 from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES
+from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from tests.random_runs import examples
 
 BF16 = jnp.dtype("bfloat16")
@@ -76,8 +76,8 @@ def test_blocks_fit_the_memory_of_tpus(chip):
     ):
         problem = problem_of(rows, N, K, dtype)
         with jax.sharding.use_abstract_mesh(chip.mesh()):
-            assert mosaic_tpu.supports(problem) is None
-            call = mosaic_tpu.call_for(problem)
+            assert BACKENDS["mosaic_tpu"].unsupported_reason(problem) is None
+            call = BACKENDS["mosaic_tpu"].launch(problem)
         tiles = call.tiles
         assert _block_bytes(tiles, problem.matrix_dtype.itemsize) <= call.vmem_bytes
         assert K % tiles.inputs == 0
@@ -90,7 +90,7 @@ def test_blocks_fit_the_memory_of_gpus():
     for rows, (N, K), outputs in itertools.product((8, 16384), ((1536, 2048), (2048, 96), (64, 64)), (64, 128, 256)):
         problem = problem_of(rows, N, K, platform="gpu")
         with SETTINGS.sized(outputs=outputs), jax.sharding.use_abstract_mesh(H200.mesh()):
-            tiles = mosaic_gpu.call_for(problem).tiles
+            tiles = BACKENDS["mosaic_gpu"].launch(problem).tiles
         assert tiles.stages >= 2
         ring = tiles.stages * (tiles.rows + tiles.outputs) * tiles.inputs * 2
         assert ring + tiles.rows * tiles.outputs * 2 <= SHARED_BYTES
@@ -117,18 +117,18 @@ def test_blocks_fit_the_memory_of_gpus():
 )
 def test_refuses_with_a_reason(backend, chip, changed, reason):
     with jax.sharding.use_abstract_mesh(chip.mesh()):
-        found = BACKENDS[backend].supports(Problem(**FACTS | changed))
+        found = BACKENDS[backend].unsupported_reason(Problem(**FACTS | changed))
     assert found is None if reason is None else reason in found
 
 
 def test_sizes_must_be_known():
-    for backend, chip in ((mosaic_tpu, TPU_V6E), (mosaic_gpu, H200)):
+    for backend, chip in (("mosaic_tpu", TPU_V6E), ("mosaic_gpu", H200)):
         with (
             SETTINGS.sized(columns=3),
             jax.sharding.use_abstract_mesh(chip.mesh()),
             pytest.raises(ValueError, match="columns"),
         ):
-            backend.call_for(Problem(**FACTS))
+            BACKENDS[backend].launch(Problem(**FACTS))
 
 
 def test_on_cpus_xla_multiplies_arrays():

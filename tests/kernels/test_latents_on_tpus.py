@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V6E
-from jaxserve.pallas_kernels.dispatch import _log_choice
 from jaxserve.pallas_kernels.mla_attention import default_page_size, new_pages, select_backend
+from jaxserve.pallas_kernels.op import log_choice
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
 from tests.kernels.latent_cases import CASES
 
@@ -66,12 +66,12 @@ def test_serves_the_heads_of_a_chip(chip, kv_dtype, num_query_heads):
     ],
 )
 def test_what_it_refuses_is_served_by_xla_with_the_reason_in_the_log(changed, reason, caplog):
-    _log_choice.cache_clear()
+    log_choice.cache_clear()
     caplog.set_level(logging.INFO)
     with jax.sharding.use_abstract_mesh(TPU_V6E.mesh()):
         assert select_backend(**DEEPSEEK | changed) == "xla"
     (message,) = (record.getMessage() for record in caplog.records if "mla_attention" in record.getMessage())
-    assert re.search(f"[;(] ?(passed over )?mosaic_tpu: [^;]*{re.escape(reason)}", message)
+    assert re.search(f"[;(] ?(skipped )?mosaic_tpu: [^;]*{re.escape(reason)}", message)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels import native
-from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.mla_attention import (
     BACKENDS,
     HeadInputs,
@@ -29,6 +28,7 @@ from jaxserve.pallas_kernels.mla_attention import (
     to_canonical,
 )
 from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
+from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
 from tests.kernels import latent_reference

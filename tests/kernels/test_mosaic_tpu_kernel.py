@@ -17,9 +17,10 @@ import pytest
 from hypothesis import given, settings
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve.pallas_kernels import tpu, tuning
+from jaxserve.pallas_kernels import tpu
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
-from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
+from jaxserve.pallas_kernels.op import UnsupportedBackendError
+from jaxserve.pallas_kernels.pallas_kernel import TunedSizes, read_entries
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
     AttentionInputs,
@@ -39,6 +40,7 @@ from tests.kernels import attention_reference
 from tests.kernels.attention_cases import CASES, TPU_CASES
 from tests.kernels.attention_runs import ReadInPart
 from tests.random_runs import examples
+from tuned_sizes import write_entries
 
 BY_NAME = {case.name: case for case in (*CASES, *TPU_CASES)}
 RUN = [
@@ -420,25 +422,25 @@ def test_what_was_measured_to_be_best_is_taken(monkeypatch, tmp_path):
     with jax.sharding.use_abstract_mesh(TPU_V6E.mesh()):
         untuned = mosaic_tpu.sizes_for(PROBLEM)
         for lane_keys in (512, 2048):  # measuring again replaces the old entry
-            tuning.write_entries(tmp_path, "v6e", [tuning.Entry(shape, {"lane_keys": lane_keys}, {"us": 3.0})])
+            write_entries(tmp_path / "v6e.json", [TunedSizes(shape, {"lane_keys": lane_keys}, {"us": 3.0})])
             assert mosaic_tpu.sizes_for(PROBLEM) == dataclasses.replace(untuned, lane_keys=lane_keys)
         with mosaic_tpu.sized(slots=2):
             assert mosaic_tpu.sizes_for(PROBLEM) == dataclasses.replace(untuned, slots=2)
         other = dataclasses.replace(PROBLEM, page_size=2 * PROBLEM.page_size)
         assert mosaic_tpu.sizes_for(other) == untuned
         for wrong, reason in (({"slots": 1}, r"at least 2, got \{'slots': 1\}"), ({"pages": 4}, r"called \['pages'\]")):
-            tuning.write_entries(tmp_path, "v6e", [tuning.Entry(shape, wrong, {})])
+            write_entries(tmp_path / "v6e.json", [TunedSizes(shape, wrong, {})])
             with pytest.raises(ValueError, match=reason):
                 mosaic_tpu.sizes_for(PROBLEM)
     with jax.sharding.use_abstract_mesh(TPU_V5E.mesh()):
         assert mosaic_tpu.sizes_for(PROBLEM).lane_keys == untuned.lane_keys
-    assert len(tuning.read_entries(tmp_path, "v6e")) == 1
+    assert len(read_entries(tmp_path / "v6e.json")) == 1
 
 
 def test_a_file_of_sizes_that_is_none_is_told(tmp_path):
     (tmp_path / "v6e.json").write_text('{"entries": [{"shape": {}}]}')
     with pytest.raises(ValueError, match=r"v6e\.json must hold entries of shape, sizes and evidence"):
-        tuning.measured_sizes(tmp_path, "v6e", {})
+        read_entries(tmp_path / "v6e.json")
 
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])

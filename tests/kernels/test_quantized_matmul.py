@@ -12,14 +12,12 @@ import ptx
 import pytest
 
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
-from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError, products_by
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES
+from jaxserve.pallas_kernels.op import UnsupportedBackendError, products_by
 from jaxserve.pallas_kernels.quantized_matmul import (
     BACKENDS,
     FLOAT16_BITS,
     Problem,
-    mosaic_gpu,
-    mosaic_tpu,
     quantized_matmul,
     scale_floats,
 )
@@ -199,8 +197,8 @@ def test_blocks_fit_the_memory_of_tpus(chip):
         facts = {"num_rows": rows, "num_outputs": N, "num_inputs": K, "num_groups": K // (size or K)}
         problem = Problem(**FACTS | facts | {"elements": elements})
         with jax.sharding.use_abstract_mesh(chip.mesh()):
-            assert mosaic_tpu.supports(problem) is None
-            call = mosaic_tpu.call_for(problem)
+            assert BACKENDS["mosaic_tpu"].unsupported_reason(problem) is None
+            call = BACKENDS["mosaic_tpu"].launch(problem)
         tiles = call.tiles
         assert block_bytes(problem, tiles) <= call.vmem_bytes
         assert tiles.outputs % LANES == problem.row_bytes % tiles.columns == tiles.columns % LANES == 0
@@ -242,8 +240,8 @@ def test_blocks_fit_the_memory_of_gpus():
         facts = {"num_rows": rows, "num_outputs": N, "num_inputs": K, "num_groups": K // 64, "platform": "gpu"}
         problem = Problem(**FACTS | facts | {"elements": elements, "has_zero": elements == "int4"})
         with jax.sharding.use_abstract_mesh(H200.mesh()):
-            assert mosaic_gpu.supports(problem) is None
-            call = mosaic_gpu.call_for(problem)
+            assert BACKENDS["mosaic_gpu"].unsupported_reason(problem) is None
+            call = BACKENDS["mosaic_gpu"].launch(problem)
         tiles = call.tiles
         arrays = [array for array in memory.shared_memory(call) if hasattr(array, "dtype")]
         assert sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays) <= SHARED_BYTES
@@ -284,27 +282,31 @@ def test_blocks_fit_the_memory_of_gpus():
 def test_refuses_with_a_reason(backend, changed, reason):
     chip = H200 if backend == "mosaic_gpu" else TPU_V6E
     with jax.sharding.use_abstract_mesh(chip.mesh()):
-        found = BACKENDS[backend].supports(Problem(**FACTS | {"platform": chip.platform} | changed))
+        found = BACKENDS[backend].unsupported_reason(Problem(**FACTS | {"platform": chip.platform} | changed))
     assert found is None if reason is None else reason in found
 
 
-@pytest.mark.parametrize(("backend", "chip"), [(mosaic_tpu, TPU_V6E), (mosaic_gpu, H200)])
+@pytest.mark.parametrize(("backend", "chip"), [("mosaic_tpu", TPU_V6E), ("mosaic_gpu", H200)])
 def test_sizes_must_be_known(backend, chip):
     mesh = jax.sharding.use_abstract_mesh(chip.mesh())
     with SETTINGS.sized(heads=3), mesh, pytest.raises(ValueError, match="heads"):
-        backend.call_for(Problem(**FACTS))
+        BACKENDS[backend].launch(Problem(**FACTS))
 
 
 @pytest.mark.parametrize(
     ("backend", "chip", "sizes"),
-    [(mosaic_tpu, TPU_V6E, {"columns": 64}), (mosaic_gpu, H200, {"rows": 512}), (mosaic_gpu, H200, {"outputs": 32})],
+    [
+        ("mosaic_tpu", TPU_V6E, {"columns": 64}),
+        ("mosaic_gpu", H200, {"rows": 512}),
+        ("mosaic_gpu", H200, {"outputs": 32}),
+    ],
 )
 def test_impossible_sizes_are_refused(backend, chip, sizes):
     facts = FACTS | {"platform": chip.platform, "num_rows": 4096}
     with jax.sharding.use_abstract_mesh(chip.mesh()):
-        assert backend.supports(Problem(**facts)) is None
+        assert BACKENDS[backend].unsupported_reason(Problem(**facts)) is None
         with SETTINGS.sized(**sizes):
-            assert backend.supports(Problem(**facts)) is not None
+            assert BACKENDS[backend].unsupported_reason(Problem(**facts)) is not None
 
 
 def test_on_cpus_the_format_multiplies():

@@ -13,60 +13,48 @@ and their matrices are not read.
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxserve.pallas_kernels import hopper
-from jaxserve.pallas_kernels.dispatch import import_failure
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.plan import MIN_ROWS, Call, Sizes, choose_tiles
 from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS, shape_class, unsupported
-
-__all__ = ["call_for", "multiply", "supports"]
+from jaxserve.pallas_kernels.pallas_kernel import PallasKernel
 
 DTYPES = ("bfloat16", "float16")
 MIN_INPUTS, MIN_OUTPUTS = 32, 64  # elements in a line of shared memory, and rows of the smallest block
-INTERPRETED_CORES = 3  # few, so that every thread block has some work
-_KERNEL = f"{__name__}.kernel"
 
 
-def supports(problem: Problem) -> str | None:
-    """Return the reason why this backend cannot run the problem, or None if it can."""
-    if (reason := unsupported(problem, "gpu", DTYPES, outputs=MIN_OUTPUTS, inputs=MIN_INPUTS)) is not None:
-        return reason
-    return import_failure(_KERNEL, "Pallas for GPUs") or (hopper.other_chip() if problem.platform == "gpu" else None)
+class MosaicGpu(PallasKernel[Problem, Call]):
+    """Grouped matmul kernel for Hopper GPUs."""
+
+    platform = "gpu"
+    module = f"{__name__}.kernel"
+
+    def unsupported_problem(self, problem: Problem) -> str | None:
+        """Check dtypes, and the multiples that sizes must be."""
+        return unsupported(problem, DTYPES, outputs=MIN_OUTPUTS, inputs=MIN_INPUTS)
+
+    def launch(self, problem: Problem) -> Call:
+        """Choose tile sizes for the target chip."""
+        chip = self.target_chip()
+        tiles = choose_tiles(problem, self.settings.sizes(Sizes, chip.name, shape_class(problem)))
+        return Call(problem, tiles, chip.num_cores, self.settings.interpreter)
+
+    def multiply(
+        self,
+        problem: Problem,
+        x: Float[Array, "M K"],
+        matrices: Float[Array, "layers GN K"],
+        group_sizes: Int32[Array, " G"],
+        layer: Int[Array, ""],
+    ) -> Float[Array, "M N"]:
+        """Pad x to whole tiles and run the kernel."""
+        call, M = self.launch(problem), problem.num_rows
+        # A copy to shared memory has the rows of a tile, in eights.
+        x = jnp.pad(x, ((0, max(-M % MIN_ROWS, call.tiles.rows - M)), (0, 0)))
+        y: Array = self.kernel().multiply(call, x, matrices, group_sizes, layer)
+        return y
 
 
-def call_for(problem: Problem) -> Call:
-    """Return the static facts of a call, with the sizes of its tiles.
-
-    Raises:
-      ValueError: sizes have unknown names.
-    """
-    params = SETTINGS.interpreter
-    chip = hopper.name() if params is None else "interpreter"
-    sizes = Sizes(**SETTINGS.sizes(Sizes, chip, shape_class(problem)))
-    num_cores = hopper.num_cores() if params is None else INTERPRETED_CORES
-    return Call(problem, choose_tiles(problem, sizes), num_cores, params)
-
-
-def multiply(
-    problem: Problem,
-    x: Float[Array, "M K"],
-    matrices: Float[Array, "layers GN K"],
-    group_sizes: Int32[Array, " G"],
-    layer: Int[Array, ""],
-) -> Float[Array, "M N"]:
-    """Return the products."""
-    call, M = call_for(problem), problem.num_rows
-    # A copy to shared memory has the rows of a tile, in eights.
-    x = jnp.pad(x, ((0, max(-M % MIN_ROWS, call.tiles.rows - M)), (0, 0)))
-    return _kernel().multiply(call, x, matrices, group_sizes, layer)
-
-
-def _kernel() -> ModuleType:
-    """Import the kernel on first use: importing Pallas takes a third of a second."""
-    return importlib.import_module(_KERNEL)
+KERNEL = MosaicGpu(SETTINGS)

@@ -13,61 +13,47 @@ A matrix is read once by all visits of its group to tiles that follow each other
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
-from jaxserve.pallas_kernels import tpu
-from jaxserve.pallas_kernels.dispatch import import_failure
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.plan import LANES, Call, Sizes, choose_tiles, sublanes
 from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS, shape_class, unsupported
-
-__all__ = ["call_for", "multiply", "supports"]
+from jaxserve.pallas_kernels.pallas_kernel import PallasKernel
 
 DTYPES = ("bfloat16", "float32")
-_KERNEL = f"{__name__}.kernel"
 
 
-def supports(problem: Problem) -> str | None:
-    """Return the reason why this backend cannot run the problem, or None if it can."""
-    # XLA lays out matrices of other columns transposed, and would copy those of all layers, not only of one.
-    multiples = {"outputs": sublanes(problem.matrix_dtype), "inputs": LANES}
-    if (reason := unsupported(problem, "tpu", DTYPES, **multiples)) is not None:
-        return reason
-    return import_failure(_KERNEL, "Pallas for TPUs") or tpu.refusal(
-        lambda: call_for(problem), is_interpreted=SETTINGS.interpreter is not None
-    )
+class MosaicTpu(PallasKernel[Problem, Call]):
+    """Grouped matmul kernel for TPUs; matmuls of float32 are exact float32."""
+
+    platform = "tpu"
+    module = f"{__name__}.kernel"
+
+    def unsupported_problem(self, problem: Problem) -> str | None:
+        """Check dtypes, and the multiples that sizes must be."""
+        # XLA lays out matrices of other columns transposed, and would copy those of all layers, not only of one.
+        return unsupported(problem, DTYPES, outputs=sublanes(problem.matrix_dtype), inputs=LANES)
+
+    def launch(self, problem: Problem) -> Call:
+        """Choose tile sizes for the target chip."""
+        chip = self.target_chip()
+        sizes = self.settings.sizes(Sizes, chip.name, shape_class(problem))
+        tiles = choose_tiles(problem, sizes, chip.memory_bytes)
+        return Call(problem, tiles, chip.memory_bytes, self.settings.interpreter)
+
+    def multiply(
+        self,
+        problem: Problem,
+        x: Float[Array, "M K"],
+        matrices: Float[Array, "layers GN K"],
+        group_sizes: Int32[Array, " G"],
+        layer: Int[Array, ""],
+    ) -> Float[Array, "M N"]:
+        """Pad x to whole tiles and run the kernel."""
+        x = jnp.pad(x, ((0, -problem.num_rows % sublanes(x.dtype)), (0, 0)))
+        y: Array = self.kernel().multiply(self.launch(problem), x, matrices, group_sizes, layer)
+        return y[: problem.num_rows]
 
 
-def call_for(problem: Problem) -> Call:
-    """Return the static facts of a call, with the sizes of its tiles.
-
-    Raises:
-      ValueError: sizes have unknown names, no tiles fit, or jax does not know the chip.
-    """
-    params = SETTINGS.interpreter
-    name = tpu.name() if params is None else "interpreter"
-    vmem_bytes = tpu.vmem_bytes() if params is None else tpu.INTERPRETED_VMEM_BYTES
-    sizes = Sizes(**SETTINGS.sizes(Sizes, name, shape_class(problem)))
-    return Call(problem, choose_tiles(problem, sizes, vmem_bytes), vmem_bytes, params)
-
-
-def multiply(
-    problem: Problem,
-    x: Float[Array, "M K"],
-    matrices: Float[Array, "layers GN K"],
-    group_sizes: Int32[Array, " G"],
-    layer: Int[Array, ""],
-) -> Float[Array, "M N"]:
-    """Return the products; those of float32 are exact float32."""
-    call, M = call_for(problem), problem.num_rows
-    x = jnp.pad(x, ((0, -M % sublanes(x.dtype)), (0, 0)))
-    return _kernel().multiply(call, x, matrices, group_sizes, layer)[:M]
-
-
-def _kernel() -> ModuleType:
-    """Import the kernel on first use: importing Pallas takes a third of a second."""
-    return importlib.import_module(_KERNEL)
+KERNEL = MosaicTpu(SETTINGS)

@@ -12,14 +12,10 @@ last tile with zeros, and its sums are cut off.
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels import hopper
-from jaxserve.pallas_kernels.dispatch import import_failure
+from jaxserve.pallas_kernels.pallas_kernel import PallasKernel
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized, scale_floats
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import (
     LEAST_GROUP,
@@ -31,57 +27,45 @@ from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import (
 )
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS, shape_class, unsupported
 
-__all__ = ["call_for", "multiply", "supports"]
-
 DTYPES = ("bfloat16", "float16")
-INTERPRETED_CORES = 3  # few, so that every thread block has some work
-_KERNEL = f"{__name__}.kernel"
 
 
-def supports(problem: Problem) -> str | None:
-    """Return the reason why this backend cannot run the problem, or None if it can."""
-    if (reason := unsupported(problem, "gpu", DTYPES)) is not None:
-        return reason
-    if problem.has_zero and problem.elements != "int4":
-        return f"zero points must be those of int4, not of {problem.elements}"
-    if problem.row_bytes % MIN_COLUMNS:
-        return f"rows of the matrix must have a multiple of {MIN_COLUMNS} bytes, not {problem.row_bytes}"
-    if problem.group_size % UNIT and (UNIT % problem.group_size or problem.group_size < LEAST_GROUP):
-        known = f"{UNIT} columns, or of a multiple or a part of them of {LEAST_GROUP} or more"
-        return f"groups must be of {known}, not of {problem.group_size}"
-    reason = import_failure(_KERNEL, "Pallas for GPUs") or (hopper.other_chip() if problem.platform == "gpu" else None)
-    if reason is not None:
-        return reason
-    try:
-        call_for(problem)
-    except ValueError as error:
-        return str(error)
-    return None
+class MosaicGpu(PallasKernel[Problem, Call]):
+    """Kernel for Hopper GPUs that multiplies quantised matrices."""
+
+    platform = "gpu"
+    module = f"{__name__}.kernel"
+
+    def unsupported_problem(self, problem: Problem) -> str | None:
+        """Check dtypes, and the multiples that sizes must be."""
+        if (reason := unsupported(problem, DTYPES)) is not None:
+            return reason
+        if problem.has_zero and problem.elements != "int4":
+            return f"zero points must be those of int4, not of {problem.elements}"
+        if problem.row_bytes % MIN_COLUMNS:
+            return f"rows of the matrix must have a multiple of {MIN_COLUMNS} bytes, not {problem.row_bytes}"
+        if problem.group_size % UNIT and (UNIT % problem.group_size or problem.group_size < LEAST_GROUP):
+            known = f"{UNIT} columns, or of a multiple or a part of them of {LEAST_GROUP} or more"
+            return f"groups must be of {known}, not of {problem.group_size}"
+        return None
+
+    def launch(self, problem: Problem) -> Call:
+        """Choose tile sizes for the target chip."""
+        chip = self.target_chip()
+        sizes = self.settings.sizes(Sizes, chip.name, shape_class(problem))
+        tiles = choose_tiles(problem, sizes, chip.num_cores)
+        return Call(problem, tiles, chip.num_cores, self.settings.interpreter)
+
+    def multiply(
+        self, problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer: Int[Array, ""]
+    ) -> Float[Array, "T N"]:
+        """Pad x to whole tiles and run the kernel."""
+        call, T, N = self.launch(problem), problem.num_rows, problem.num_outputs
+        x = jnp.pad(x, ((0, call.shape[1] - T), (0, 0)))
+        y: Array = self.kernel().multiply(call, x, matrix, layer).sum(axis=0)[:T, :N]
+        if problem.is_scaled:
+            return y
+        return y * scale_floats(jnp.take(matrix.scale, layer, axis=0))
 
 
-def call_for(problem: Problem) -> Call:
-    """Return the static facts of a call, with the sizes of its tiles.
-
-    Raises:
-      ValueError: sizes have unknown names, or no tiles are possible.
-    """
-    params = SETTINGS.interpreter
-    chip = hopper.name() if params is None else "interpreter"
-    sizes = Sizes(**SETTINGS.sizes(Sizes, chip, shape_class(problem)))
-    num_cores = hopper.num_cores() if params is None else INTERPRETED_CORES
-    return Call(problem, choose_tiles(problem, sizes, num_cores), num_cores, params)
-
-
-def multiply(problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer: Int[Array, ""]) -> Float[Array, "T N"]:
-    """Return the products in float32."""
-    call, T, N = call_for(problem), problem.num_rows, problem.num_outputs
-    x = jnp.pad(x, ((0, call.shape[1] - T), (0, 0)))
-    y = _kernel().multiply(call, x, matrix, layer).sum(axis=0)[:T, :N]
-    if problem.is_scaled:
-        return y
-    return y * scale_floats(jnp.take(matrix.scale, layer, axis=0))
-
-
-def _kernel() -> ModuleType:
-    """Import the kernel on first use: importing Pallas takes a third of a second."""
-    return importlib.import_module(_KERNEL)
+KERNEL = MosaicGpu(SETTINGS)

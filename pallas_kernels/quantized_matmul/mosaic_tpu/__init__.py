@@ -13,14 +13,10 @@ where its elements are.
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.pallas_kernels import tpu
-from jaxserve.pallas_kernels.dispatch import import_failure
+from jaxserve.pallas_kernels.pallas_kernel import PallasKernel
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import (
     LANES,
@@ -32,46 +28,41 @@ from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import (
 )
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS, shape_class, unsupported
 
-__all__ = ["call_for", "multiply", "supports"]
-
 DTYPES = ("bfloat16",)
-_KERNEL = f"{__name__}.kernel"
 
 
-def supports(problem: Problem) -> str | None:
-    """Return the reason why this backend cannot run the problem, or None if it can."""
-    if (reason := unsupported(problem, "tpu", DTYPES)) is not None:
-        return reason
-    if problem.row_bytes % LANES:  # XLA lays out others transposed, and would copy the matrices of all layers
-        return f"rows of the matrix must have a multiple of {LANES} bytes, not {problem.row_bytes}"
-    if problem.num_outputs < LANES:
-        return f"rows of the matrix must be {LANES} or more, not {problem.num_outputs}"
-    if most_columns(problem, Sizes().columns) is None:
-        return f"groups must be of {LANES} columns or of a multiple or a part of them, not of {problem.group_size}"
-    return import_failure(_KERNEL, "Pallas for TPUs") or tpu.refusal(
-        lambda: call_for(problem), is_interpreted=SETTINGS.interpreter is not None
-    )
+class MosaicTpu(PallasKernel[Problem, Call]):
+    """Kernel for TPUs that multiplies quantised matrices."""
+
+    platform = "tpu"
+    module = f"{__name__}.kernel"
+
+    def unsupported_problem(self, problem: Problem) -> str | None:
+        """Check dtypes, and the multiples that sizes must be."""
+        if (reason := unsupported(problem, DTYPES)) is not None:
+            return reason
+        if problem.row_bytes % LANES:  # XLA lays out others transposed, and would copy the matrices of all layers
+            return f"rows of the matrix must have a multiple of {LANES} bytes, not {problem.row_bytes}"
+        if problem.num_outputs < LANES:
+            return f"rows of the matrix must be {LANES} or more, not {problem.num_outputs}"
+        if most_columns(problem, Sizes().columns) is None:
+            return f"groups must be of {LANES} columns or of a multiple or a part of them, not of {problem.group_size}"
+        return None
+
+    def launch(self, problem: Problem) -> Call:
+        """Choose tile sizes for the target chip."""
+        chip = self.target_chip()
+        sizes = self.settings.sizes(Sizes, chip.name, shape_class(problem))
+        tiles = choose_tiles(problem, sizes, chip.memory_bytes)
+        return Call(problem, tiles, chip.memory_bytes, self.settings.interpreter)
+
+    def multiply(
+        self, problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer: Int[Array, ""]
+    ) -> Float[Array, "T N"]:
+        """Pad x to whole tiles and run the kernel."""
+        x = jnp.pad(x, ((0, -problem.num_rows % ROWS), (0, 0)))
+        y: Array = self.kernel().multiply(self.launch(problem), x, matrix, layer)
+        return y[: problem.num_rows]
 
 
-def call_for(problem: Problem) -> Call:
-    """Return the static facts of a call, with the sizes of its blocks.
-
-    Raises:
-      ValueError: sizes have unknown names, no blocks fit, or jax does not know the chip.
-    """
-    params = SETTINGS.interpreter
-    name = tpu.name() if params is None else "interpreter"
-    vmem_bytes = tpu.vmem_bytes() if params is None else tpu.INTERPRETED_VMEM_BYTES
-    sizes = Sizes(**SETTINGS.sizes(Sizes, name, shape_class(problem)))
-    return Call(problem, choose_tiles(problem, sizes, vmem_bytes), vmem_bytes, params)
-
-
-def multiply(problem: Problem, x: Float[Array, "T K"], matrix: Quantized, layer: Int[Array, ""]) -> Float[Array, "T N"]:
-    """Return the products in the dtype of the results."""
-    x = jnp.pad(x, ((0, -problem.num_rows % ROWS), (0, 0)))
-    return _kernel().multiply(call_for(problem), x, matrix, layer)[: problem.num_rows]
-
-
-def _kernel() -> ModuleType:
-    """Import the kernel on first use: importing Pallas takes a third of a second."""
-    return importlib.import_module(_KERNEL)
+KERNEL = MosaicTpu(SETTINGS)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxserve.pallas_kernels import hopper
-from jaxserve.pallas_kernels.dispatch import import_failure
+from jaxserve.pallas_kernels.pallas_kernel import Settings, import_failure
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BLOCK_KV,
@@ -22,9 +22,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     plan,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, values_of
-from jaxserve.pallas_kernels.tuning import Settings
 
-INTERPRETED_CORES = 3  # few, so that every worker has some work
 SETTINGS = Settings()
 
 _KERNEL = "jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel"
@@ -34,12 +32,12 @@ def refusal(*, page_size: int, platform: str) -> str | None:
     """Return the reason why the kernels cannot run with such pages on the chip that is compiled for, or None."""
     if page_size % 8 or (BLOCK_KV % page_size and page_size % BLOCK_KV):
         return f"page_size must be 8, 16, 32 or a multiple of {BLOCK_KV}, not {page_size}"
-    return import_failure(_KERNEL, "Pallas for GPUs") or (None if platform != "gpu" else hopper.other_chip())
+    return import_failure(_KERNEL, "Pallas for GPUs") or (None if platform != "gpu" else hopper.unsupported_reason())
 
 
 def num_cores() -> int:
     """Return the number of multiprocessors of the chip that is compiled for."""
-    return hopper.num_cores() if SETTINGS.interpreter is None else INTERPRETED_CORES
+    return (hopper.target_chip() if SETTINGS.interpreter is None else hopper.INTERPRETED).num_cores
 
 
 def write(kv_pages: Pages, new: Pages, layer: int | Int32[Array, ""], rows: RaggedRows, *, num_tokens: int) -> Pages:

@@ -9,8 +9,7 @@ from types import ModuleType
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from jaxserve.pallas_kernels import tpu
-from jaxserve.pallas_kernels.dispatch import import_failure
+from jaxserve.pallas_kernels.pallas_kernel import import_failure
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS, vmem_bytes
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Tokens, make_operands, token_outputs
@@ -24,6 +23,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import Columns, slab_tokens, token_bytes
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, values_of
+from jaxserve.pallas_kernels.target import target_platform
 
 MANY_TOKENS, MANY_ROWS = 2048, 256  # a step that makes blocks as large as any
 
@@ -60,8 +60,9 @@ def refusal(
         return f"a page of a layer must have at most {MAX_PAGE_BYTES} bytes, not {page_bytes}; make page_size smaller"
     if (reason := import_failure(_KERNEL, "Pallas for TPUs")) is not None:
         return reason
-
-    def make_call() -> None:
+    if target_platform() != "tpu":
+        return None
+    try:
         choose_blocks(
             Call(
                 num_tokens=MANY_TOKENS,
@@ -81,7 +82,9 @@ def refusal(
             )
         )
 
-    return tpu.refusal(make_call, is_interpreted=False)
+    except ValueError as error:  # also raised for a chip that jax does not know
+        return str(error)
+    return None
 
 
 def write_and_attend(

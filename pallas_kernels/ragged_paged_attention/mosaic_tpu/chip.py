@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from jaxserve.pallas_kernels import tpu
+from jaxserve.pallas_kernels.pallas_kernel import Settings
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Sizes, unit_bytes_for
-from jaxserve.pallas_kernels.tuning import Settings, Shape
 
 INTERPRETED_VMEM_BYTES = 32 * 2**20
 SETTINGS = Settings(Path(__file__).parents[1] / "tuned")
 
 
-def sizes_for(shape: Shape) -> Sizes:
+def sizes_for(shape: Mapping[str, int | str]) -> Sizes:
     """Return block sizes for the chip: requested ones, else those that measured best, else by bandwidth and memory.
 
     Args:
@@ -23,11 +24,11 @@ def sizes_for(shape: Shape) -> Sizes:
     """
     if SETTINGS.interpreter is not None:
         return Sizes()
-    chip, given = tpu.facts(), SETTINGS.sizes(Sizes, tpu.name(), shape)
-    bytes_per_s = chip.num_cores * chip.mem_bw_bytes_per_second
-    return Sizes(**({"unit_bytes": unit_bytes_for(bytes_per_s, vmem_bytes())} | given))
+    chip = tpu.facts()
+    unit_bytes = unit_bytes_for(chip.num_cores * chip.mem_bw_bytes_per_second, vmem_bytes())
+    return SETTINGS.sizes(Sizes, tpu.target_chip().name, shape, unit_bytes=unit_bytes)
 
 
 def vmem_bytes() -> int:
     """Return the kernel's share of the chip's or the interpreter's vector memory."""
-    return INTERPRETED_VMEM_BYTES if SETTINGS.interpreter is not None else tpu.vmem_bytes()
+    return INTERPRETED_VMEM_BYTES if SETTINGS.interpreter is not None else tpu.target_chip().memory_bytes

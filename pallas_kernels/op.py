@@ -1,0 +1,107 @@
+"""Base of the operations: an op is a value with several backends, and each call selects one of them.
+
+An op package declares a `Problem` (the static parameters of a call by which a backend decides if it can run it), one
+backend per way to compute it, and an `Op` that lists the backends, best first. A backend whose kernel is written in
+Pallas extends `pallas_kernel.PallasKernel`, which checks the platform and the chip and chooses block sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from jaxserve.pallas_kernels.target import target_platform
+
+AUTO = "auto"
+XLA = "xla"
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B")
+
+_products: ContextVar[str] = ContextVar("products", default=AUTO)
+
+
+class UnsupportedBackendError(ValueError):
+    """Raised if the requested backend cannot run a call; names the reason and the backends that can."""
+
+
+@dataclass(frozen=True)
+class Op(Generic[B]):
+    """An operation with several backends.
+
+    Attributes:
+        name: name in messages and logs.
+        backends: all backends by name, best first.
+        xla_backend: name of XLA's backend, if `products_by("xla")` should select it for calls that request "auto".
+    """
+
+    name: str
+    backends: Mapping[str, B]
+    xla_backend: str | None = None
+
+    def select(self, requested: str, unsupported_reason: Callable[[B], str | None]) -> str:
+        """Return the name of the backend that runs a call.
+
+        "auto" selects the first backend that supports the call and logs the choice once, as a warning if it is the last
+        resort on an accelerator.
+
+        Args:
+            requested: "auto" or a backend name.
+            unsupported_reason: function that returns the reason why a backend cannot run the call, or None if it can.
+
+        Raises:
+            UnsupportedBackendError: the name is unknown, the named backend cannot run the call, or no backend can.
+        """
+        if requested == AUTO and self.xla_backend is not None and products_choice() == XLA:
+            requested = self.xla_backend
+        if requested != AUTO and requested not in self.backends:
+            known = [AUTO, *self.backends]
+            raise UnsupportedBackendError(f"{self.name}: backend must be one of {known}, got {requested!r}")
+        if requested == AUTO:
+            return self._select_best(unsupported_reason)
+        reason = unsupported_reason(self.backends[requested])
+        if reason is not None:
+            able = [name for name, backend in self.backends.items() if unsupported_reason(backend) is None]
+            raise UnsupportedBackendError(
+                f"{self.name}: backend {requested!r} cannot run this call: {reason}; use one of {able}"
+            )
+        return requested
+
+    def _select_best(self, unsupported_reason: Callable[[B], str | None]) -> str:
+        skipped: list[str] = []
+        for name, backend in self.backends.items():
+            reason = unsupported_reason(backend)
+            if reason is None:
+                is_last_resort = len(skipped) == len(self.backends) - 1 > 0 and target_platform() != "cpu"
+                log_choice(self.name, name, tuple(skipped), logging.WARNING if is_last_resort else logging.INFO)
+                return name
+            skipped.append(f"{name}: {reason}")
+        raise UnsupportedBackendError(f"{self.name}: no backend supports this call ({'; '.join(skipped)})")
+
+
+@functools.cache  # cached so that the log shows a choice once, not on every trace
+def log_choice(op: str, name: str, skipped: tuple[str, ...], level: int) -> None:
+    """Log the backend of an op, and the reasons why better ones were skipped."""
+    reasons = f" (skipped {'; '.join(skipped)})" if skipped else ""
+    logger.log(level, "%s: using backend %r%s", op, name, reasons)
+
+
+@contextlib.contextmanager
+def products_by(backend: str) -> Iterator[None]:
+    """Make all matmuls traced inside use "auto" or "xla", unless they name a backend themselves."""
+    token = _products.set(backend)
+    try:
+        yield
+    finally:
+        _products.reset(token)
+
+
+def products_choice() -> str:
+    """Return the backend of the enclosing `products_by`, "auto" outside of it."""
+    return _products.get()

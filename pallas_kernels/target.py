@@ -1,0 +1,31 @@
+"""Platform and chip to compile for: those of the current mesh if it names a chip, else jax's default device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class TargetChip:
+    """Chip properties on which the block sizes of a Pallas kernel depend.
+
+    Attributes:
+        name: name of the chip in tables of tuned sizes, such as "h200" or "v6e".
+        num_cores: number of multiprocessors of a GPU, or of TensorCores of a TPU.
+        memory_bytes: shared memory of a multiprocessor, or a kernel's fraction of a TPU's vector memory (VMEM).
+    """
+
+    name: str
+    num_cores: int
+    memory_bytes: int
+
+
+def target_platform() -> str:
+    """Return the platform to compile for: "cpu", "gpu" or "tpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return jax.default_backend()
+    kind = device.device_kind
+    return "gpu" if "NVIDIA" in kind else "tpu" if kind.startswith("TPU") else kind.lower()
