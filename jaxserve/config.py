@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Any, no_type_check
 
 from jaxserve.chat_options import ChatOptions, read_template
 from jaxserve.environment import user_cache_dir
-from jaxserve.errors import ConfigError, did_you_mean
+from jaxserve.errors import ConfigError
 from jaxserve.option_values import read_object, read_targets, read_tenant_weights
 from jaxserve.pooling import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.scheduling.choice import MAX_STEPS
 from jaxserve.scheduling.policy import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS
+from jaxserve.schema import PATH, SWITCH, FieldType, Schema, integer, number, one_of, unknown_names
 from jaxserve.speculation_config import SpeculationConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -206,74 +206,23 @@ class EngineConfig:
     def __new__(cls, *args: Any, **kwargs: Any) -> EngineConfig:
         """Raise ConfigError for unknown names, as for invalid values."""
         names = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(kwargs.keys() - names):
-            hint = did_you_mean(unknown, names)
-            raise ConfigError(f"unsupported engine options {unknown}{hint}; supported are {sorted(names)}")
+        if unknown := kwargs.keys() - names:
+            raise ConfigError(unknown_names("engine options", unknown, names))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "generation_config", "compilation_cache_dir", "event_log"):
-            if not isinstance(getattr(self, name), str | os.PathLike | None):
-                raise ConfigError(f"{name} must be a path, got {getattr(self, name)!r}")
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, os.fspath(getattr(self, name)))
-        for name, aliases, dtypes in (
-            ("dtype", _DTYPE_ALIASES, DTYPES),
-            ("kv_cache_dtype", _KV_DTYPE_ALIASES, KV_DTYPES),
-        ):
-            object.__setattr__(self, name, aliases.get(getattr(self, name), getattr(self, name)))
-            _check_choice(name, getattr(self, name), ("auto", *dtypes, *aliases))
-        _ = self.chat_options
-        _check_quantization(self.quantization)
-        _check_choice("linear_backend", self.linear_backend, ("auto", "xla"))
-        _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
-        _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        _check_runner(self)
-        _ = self.generation_overrides, self.config_overrides
+        _SCHEMA.check(self)
+        _ = self.chat_options, self.generation_overrides, self.config_overrides, self.pooler_options
         read_tenant_weights(self.tenant_weights)
         read_targets(self.target_ttft_ms, self.target_itl_ms)
-        object.__setattr__(self, "multi_step", _read_multi_step(self.multi_step))
-        object.__setattr__(self, "speculative_config", SpeculationConfig.of(self.speculative_config))
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name))
-        for name in (
-            "tensor_parallel_size",
-            "expert_parallel_size",
-            "data_parallel_size",
-            "max_num_partial_prefills",
-            "max_long_partial_prefills",
-        ):
-            _check_positive(name, getattr(self, name))
-        _check_max_logprobs(self.max_logprobs)
-        for name in (
-            "skip_tokenizer_init",
-            "special_tokens_as_text",
-            "enable_dp_attention",
-            "enable_prefix_caching",
-            "step_ahead",
-            "count_expert_tokens",
-            "forbid_compiles",
-            "engine_process",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        vars(self)["speculative_config"] = SpeculationConfig.of(self.speculative_config)
+        _check_combinations(self)
         _check_devices(self)
-        for name in ("seed", "long_prefill_token_threshold"):
-            if getattr(self, name) is None:  # treated as 0, as in vLLM
-                object.__setattr__(self, name, 0)
-        _check_long_prefills(self)
-        _check_seed(self.seed)
-        if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
 
     @property
     def chat_options(self) -> ChatOptions:
         """Options of chats, with the text of the template."""
-        given = self.chat_template
-        if not isinstance(given, str | os.PathLike | None):
-            raise ConfigError(f"chat_template must be a path or the text of a template, got {given!r}")
-        template = None if given is None else read_template(given)
+        template = None if self.chat_template is None else read_template(self.chat_template)
         return ChatOptions(template, self.chat_template_content_format, self.special_tokens_as_text)
 
     @property
@@ -336,21 +285,14 @@ def embedded_model(name: str) -> Path:
     return Path(__file__).parent / "weights" / name
 
 
-def _read_multi_step(value: object) -> str | int:
-    if value == "auto":
-        return "auto"
-    steps = int(value) if isinstance(value, str) and value.isdecimal() else value  # strings from a command line
-    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MAX_FIXED_STEPS:
-        raise ConfigError(f"multi_step must be 'auto' or an integer in [1, {MAX_FIXED_STEPS}], got {value!r}")
-    return steps
-
-
-def _check_runner(config: EngineConfig) -> None:
-    _check_choice("runner", config.runner, ("auto", "generate", "pooling"))
-    _check_choice("convert", config.convert, ("auto", "none", EMBED, CLASSIFY))
+def _check_combinations(config: EngineConfig) -> None:
     if config.runner == "generate" and config.convert in (EMBED, CLASSIFY):
         raise ConfigError(f"convert={config.convert!r} needs runner='pooling', got runner='generate'; drop one")
-    _ = config.pooler_options
+    if config.max_long_partial_prefills > config.max_num_partial_prefills:
+        raise ConfigError(
+            "max_long_partial_prefills must be at most max_num_partial_prefills, "
+            f"got {config.max_long_partial_prefills} and {config.max_num_partial_prefills}"
+        )
 
 
 def _check_devices(config: EngineConfig) -> None:
@@ -380,42 +322,51 @@ def _check_devices(config: EngineConfig) -> None:
             )
 
 
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+def _steps(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value  # strings from a command line
 
 
-def _check_seed(seed: object) -> None:
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise ConfigError(f"seed must be an integer in [0, 2**32), got {seed!r}")
-
-
-def _check_long_prefills(config: EngineConfig) -> None:
-    if config.max_long_partial_prefills > config.max_num_partial_prefills:
-        raise ConfigError(
-            "max_long_partial_prefills must be at most max_num_partial_prefills, "
-            f"got {config.max_long_partial_prefills} and {config.max_num_partial_prefills}"
-        )
-    threshold = config.long_prefill_token_threshold
-    if not isinstance(threshold, int) or isinstance(threshold, bool) or threshold < 0:
-        raise ConfigError(f"long_prefill_token_threshold must be an integer of 0 or more, got {threshold!r}")
-
-
-def _check_max_logprobs(value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < -1:
-        raise ConfigError(
-            f"max_logprobs must be an integer of 0 or more, or -1 for the whole vocabulary, got {value!r}"
-        )
-
-
-def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} must be one of {list(choices)}, got {value!r}")
-
-
-def _check_quantization(value: object) -> None:
-    if value not in (*WEIGHT_FORMATS, *CHECKPOINT_FORMATS):
-        raise ConfigError(
-            f"quantization must be one of {list(WEIGHT_FORMATS)}, or the format of a quantised checkpoint, of "
-            f"{', '.join(CHECKPOINT_FORMATS)}, got {value!r}"
-        )
+_FIXED_STEPS = integer(1, MAX_FIXED_STEPS)
+_SIZE = integer(1)
+_PATHS = ("model", "tokenizer", "generation_config", "compilation_cache_dir", "event_log")
+_OPTIONAL_SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
+_SIZES = (
+    *("tensor_parallel_size", "expert_parallel_size", "data_parallel_size"),
+    *("max_num_partial_prefills", "max_long_partial_prefills"),
+)
+_SWITCHES = (
+    *("skip_tokenizer_init", "special_tokens_as_text", "enable_dp_attention", "enable_prefix_caching", "step_ahead"),
+    *("count_expert_tokens", "forbid_compiles", "engine_process"),
+)
+_SCHEMA = Schema(
+    ConfigError,
+    EngineConfig,
+    {
+        **dict.fromkeys(_PATHS, PATH.optional()),
+        **dict.fromkeys(_OPTIONAL_SIZES, _SIZE.optional()),
+        **dict.fromkeys(_SIZES, _SIZE),
+        **dict.fromkeys(_SWITCHES, SWITCH),
+        "chat_template": FieldType("a path or the text of a template", PATH.holds).optional(),
+        "runner": one_of(("auto", "generate", "pooling")),
+        "convert": one_of(("auto", "none", EMBED, CLASSIFY)),
+        "dtype": one_of(("auto", *DTYPES), _DTYPE_ALIASES),
+        "kv_cache_dtype": one_of(("auto", *KV_DTYPES), _KV_DTYPE_ALIASES),
+        "quantization": one_of(
+            (*WEIGHT_FORMATS, *CHECKPOINT_FORMATS),
+            words=f"one of {list(WEIGHT_FORMATS)}, or the format of a quantised checkpoint, of "
+            f"{', '.join(CHECKPOINT_FORMATS)}",
+        ),
+        "long_prefill_token_threshold": integer(0).optional(int),  # None is 0, as in vLLM
+        "max_logprobs": integer(-1, words="an integer of 0 or more, or -1 for the whole vocabulary"),
+        "scheduling_policy": one_of(("fcfs", "priority")),
+        "gpu_memory_utilization": number(0, 1, excludes_low=True),
+        "seed": integer(0, 2**32 - 1).optional(int),
+        "linear_backend": one_of(("auto", "xla")),
+        "multi_step": FieldType(
+            f"'auto' or {_FIXED_STEPS.words}",
+            lambda value: value == "auto" or _FIXED_STEPS.holds(_steps(value)),
+            _steps,
+        ),
+        "compile_ahead": one_of(("all", "background", "minimal")),
+    },
+)

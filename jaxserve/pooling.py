@@ -5,22 +5,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import TYPE_CHECKING, Any, no_type_check
 
-from jaxserve.errors import ConfigError, RequestError, brief
+from jaxserve.errors import ConfigError, RequestError
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schema import SWITCH, TEXT, Schema, integer, one_of, unknown_names
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 EMBED, CLASSIFY = "embed", "classify"  # tasks by vLLM's names
-_OTHER_TASKS = {
-    "token_embed": "a vector per token is not returned",
-    "token_classify": "labels per token are not returned",
-    "plugin": "there are no plug-ins",
-}
 _SMALLEST_NORM = 1e-12  # torch's, below which a vector is not scaled to length 1
 
 
@@ -154,16 +149,7 @@ class PoolingParams:
     truncation_side: str = "right"
 
     def __post_init__(self) -> None:
-        value = self.dimensions
-        is_size = isinstance(value, Integral) and not isinstance(value, bool) and value > 0
-        if value is not None and not is_size:
-            raise RequestError(f"dimensions must be a positive integer, got {brief(value)}")
-        for name in ("normalize", "use_activation"):
-            if not isinstance(getattr(self, name), bool | None):
-                raise RequestError(f"{name} must be a bool or None, got {brief(getattr(self, name))}")
-        if self.task not in (None, EMBED, CLASSIFY):
-            reason = _OTHER_TASKS.get(self.task, "there are no others") if isinstance(self.task, str) else "wrong type"
-            raise RequestError(f"task must be {EMBED!r} or {CLASSIFY!r}, got {brief(self.task)}: {reason}")
+        _SCHEMA.check(self)
         self.sampling_params()
 
     @property
@@ -189,18 +175,29 @@ def _switch(normalize: bool | None, use_activation: bool | None, error: type[Exc
     return use_activation if normalize is None else normalize
 
 
-_OPTIONS = {"pooling_type": str, "normalize": bool, "use_activation": bool}
+_SCHEMA = Schema(
+    RequestError,
+    PoolingParams,
+    {
+        "dimensions": integer(1).optional(),
+        "normalize": SWITCH.optional(),
+        "use_activation": SWITCH.optional(),
+        "task": one_of((EMBED, CLASSIFY), advice=": vectors and labels per token are not returned").optional(),
+    },
+)
+_OPTIONS = {"pooling_type": TEXT, "normalize": SWITCH, "use_activation": SWITCH}
 _FIELDS = {"pooling_type": "kind"}  # fields of Pooler that have another name
 
 
 def read_pooler_config(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that are given; ConfigError for others than vLLM's `pooling_type` and switches."""
-    if unknown := sorted(map(str, value.keys() - _OPTIONS.keys())):
-        raise ConfigError(f"pooler_config takes {sorted(_OPTIONS)}, got {unknown}")
-    given = {name: each for name, each in value.items() if each is not None}
-    for name, each in given.items():
-        if not isinstance(each, _OPTIONS[name]):
-            raise ConfigError(f"{name} of pooler_config must be a {_OPTIONS[name].__name__}, got {brief(each)}")
+    """Return the given options; ConfigError for others than vLLM's `pooling_type` and switches."""
+    if unknown := set(map(str, value)) - _OPTIONS.keys():
+        raise ConfigError(unknown_names("options of pooler_config", unknown, _OPTIONS))
+    given = {
+        name: _OPTIONS[name].read(f"{name} of pooler_config", each, ConfigError)
+        for name, each in value.items()
+        if each is not None
+    }
     if "pooling_type" in given:
         given["pooling_type"] = pooling_kind(given["pooling_type"])
     return given

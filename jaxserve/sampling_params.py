@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from numbers import Integral, Real
 from typing import Any, no_type_check
 
-from jaxserve.errors import RequestError, brief, did_you_mean
+from jaxserve.errors import RequestError, brief
+from jaxserve.schema import FILLED_TEXT, SWITCH, FieldType, Schema, integer, list_of, number, one_of, unknown_names
 from jaxserve.structured_output.params import StructuredOutputsParams
 from jaxserve.vllm_options import SAMPLING_ARGUMENTS, check_arguments
 
@@ -133,9 +133,8 @@ class SamplingParams:
             return super().__new__(cls)
         defaults = vars(cls)
         others = {n: kwargs[n] for n in kwargs.keys() - _NAMES if n not in defaults or kwargs[n] is not defaults[n]}
-        if unknown := sorted(others.keys() - defaults.keys()):
-            hint = did_you_mean(unknown, _NAMES)
-            raise RequestError(f"unsupported sampling parameters {unknown}{hint}; supported are {sorted(_NAMES)}")
+        if unknown := others.keys() - defaults.keys():
+            raise RequestError(unknown_names("sampling parameters", unknown, _NAMES))
         if "best_of" in others and others["best_of"] == kwargs.get("n", 1):
             del others["best_of"]
         if others:
@@ -146,98 +145,31 @@ class SamplingParams:
         self._check()
 
     def _check(self) -> None:
-        """Bring all values into their form. Every request comes here twice: builtin numbers take a short way."""
-        values = vars(self)
-        for name, (low, high) in _INTEGERS.items():
-            value = values[name]
-            if (value is None and name in _OPTIONAL) or (type(value) is int and low <= value <= high):
-                continue
-            values[name] = _integer(name, value, low, high)
-        for name, (low, high) in _REALS.items():
-            value = values[name]
-            if type(value) is not float or not low < value < high:
-                values[name] = _real(name, value, low, high, open_low=name in _ABOVE_ZERO)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
-            if not isinstance(values[name], bool):
-                raise RequestError(f"{name} must be a bool, got {brief(values[name])}")
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        _SCHEMA.check(self)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
         if self.truncate_prompt_tokens == 0:
             raise RequestError("truncate_prompt_tokens must be positive, -1 or None, got 0")
-        if self.truncation_side not in TRUNCATION_SIDES:
-            raise RequestError(f'truncation_side must be "left" or "right", got {brief(self.truncation_side)}')
         if self.seed == -1:  # no seed, as in vLLM
             self.seed = None
-        self._check_stop()
-        self._check_logit_bias()
-        self._check_allowed_token_ids()
-        self._check_bad_words()
-        self._check_shown_special_ids()
+        if self.stop:
+            self._check_stop(self.stop)
+        if self.bad_words:
+            self.bad_words = list(dict.fromkeys(self.bad_words))
         if self.structured_outputs is not None:
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
 
-    def _check_stop(self) -> None:
-        stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
-        if isinstance(stop, bytes) or not _is_sequence(stop) or not all(isinstance(s, str) and s for s in stop):
-            raise RequestError(f"stop must be a non-empty string or a list of them, got {brief(self.stop)}")
+    def _check_stop(self, stop: Sequence[str]) -> None:
         num_chars = sum(map(len, stop))
         if len(stop) > MAX_STOP_STRINGS or num_chars > MAX_STOP_CHARS:
             raise RequestError(
                 f"stop must be at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters in all, "
                 f"got {len(stop)} of {num_chars}; keep those that matter, or look for the others in the output"
             )
-        if stop and not self.detokenize:
+        if not self.detokenize:
             raise RequestError("stop strings need detokenize=True; drop stop, or use stop_token_ids")
-        ids = () if self.stop_token_ids is None else self.stop_token_ids
-        if not _is_sequence(ids) or isinstance(ids, bytes) or len(ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(
-                f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids, "
-                f"got {brief(self.stop_token_ids)}"
-            )
-        self.stop = list(stop)
-        self.stop_token_ids = [_integer("stop_token_ids", token_id, 0, _MAX_INT32) for token_id in ids]
-
-    def _check_logit_bias(self) -> None:
-        bias = self.logit_bias
-        if bias is None:
-            return
-        if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
-            raise RequestError(f"logit_bias must be a dict of at most {MAX_LOGIT_BIAS} entries, got {brief(bias)}")
-        try:  # keys in JSON are strings
-            by_id = {int(key) if isinstance(key, str) else key: value for key, value in bias.items()}
-        except ValueError:
-            raise RequestError(f"logit_bias keys must be token ids, got {brief(list(bias))}") from None
-        self.logit_bias = {
-            _integer("logit_bias key", token_id, 0, _MAX_INT32): _real("logit_bias value", value, -100, 100)
-            for token_id, value in by_id.items()
-        }
-
-    def _check_allowed_token_ids(self) -> None:
-        ids = self.allowed_token_ids
-        if ids is None:
-            return
-        if not _is_sequence(ids) or isinstance(ids, bytes) or not len(ids):
-            raise RequestError(f"allowed_token_ids must be a list of at least one token id, got {brief(ids)}")
-        if set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) <= _MAX_INT32:  # faster than looking at each
-            self.allowed_token_ids = list(ids)
-        else:
-            self.allowed_token_ids = [_integer("allowed_token_ids", token_id, 0, _MAX_INT32) for token_id in ids]
-
-    def _check_bad_words(self) -> None:
-        words = () if self.bad_words is None else self.bad_words
-        if not _is_sequence(words) or not all(isinstance(word, str) and word.strip() for word in words):
-            raise RequestError(f"bad_words must be a list of strings that are not blank, got {brief(words)}")
-        if len(words) > MAX_BAD_SEQUENCES:
-            raise RequestError(
-                f"bad_words must be at most {MAX_BAD_SEQUENCES} words, got {len(words)}; keep those that matter"
-            )
-        self.bad_words = list(dict.fromkeys(words))
-
-    def _check_shown_special_ids(self) -> None:
-        ids = () if self.shown_special_ids is None else self.shown_special_ids
-        if not _is_sequence(ids) or isinstance(ids, bytes):
-            raise RequestError(f"shown_special_ids must be a list of token ids, got {brief(ids)}")
-        self.shown_special_ids = [_integer("shown_special_ids", token_id, 0, _MAX_INT32) for token_id in ids]
 
     def clone(self, changes: Mapping[str, Any] | None = None) -> SamplingParams:
         """Return an independent copy, checked again.
@@ -263,40 +195,60 @@ class SamplingParams:
 
 _NAMES = frozenset(f.name for f in dataclasses.fields(SamplingParams))
 _MAX_INT32 = 2**31 - 1
-_INTEGERS = {  # smallest and largest value by name
-    "n": (1, 1024),
-    "top_k": (-1, _MAX_INT32),
-    "max_tokens": (1, _MAX_INT32),
-    "min_tokens": (0, _MAX_INT32),
-    "seed": (-(2**63), 2**64 - 1),
-    "logprobs": (-1, _MAX_INT32),
-    "prompt_logprobs": (-1, _MAX_INT32),
-    "truncate_prompt_tokens": (-1, _MAX_INT32),
-}
-_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
-_REALS = {
-    "temperature": (0, 10_000),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "repetition_penalty": (0, 10_000),
-}
-_ABOVE_ZERO = {"top_p", "repetition_penalty"}
+_TOKEN_ID = integer(0, _MAX_INT32)
+_NUM_LOGPROBS = integer(-1, _MAX_INT32).optional()
+_BIAS = number(-100, 100)
+_STOP = FieldType("a non-empty string or a list of them", FILLED_TEXT.holds)
+_WORD = FieldType("a list of strings that are not blank", lambda word: isinstance(word, str) and word.strip() != "")
 
 
-def _is_sequence(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+def _read_biases(given: dict[Any, Any]) -> dict[int, float]:
+    try:  # keys in JSON are strings
+        by_id = {int(key) if isinstance(key, str) else key: value for key, value in given.items()}
+    except ValueError:
+        raise RequestError(f"logit_bias keys must be token ids, got {brief(list(given))}") from None
+    return {
+        _TOKEN_ID.read("logit_bias key", token_id, RequestError): _BIAS.read("logit_bias value", value, RequestError)
+        for token_id, value in by_id.items()
+    }
 
 
-def _integer(name: str, value: object, low: int, high: int) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
-        raise RequestError(f"{name} must be an integer in [{low}, {high}], got {brief(value)}")
-    return int(value)
-
-
-def _real(name: str, value: Any, low: int, high: int, *, open_low: bool = False) -> float:
-    is_real = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_real or not low <= value <= high or (open_low and value == low):
-        raise RequestError(f"{name} must be a number in {'(' if open_low else '['}{low}, {high}], got {brief(value)}")
-    return float(value)
+_SCHEMA = Schema(
+    RequestError,
+    SamplingParams,
+    {
+        "n": integer(1, 1024),
+        "temperature": number(0, 10_000),
+        "top_p": number(0, 1, excludes_low=True),
+        "top_k": integer(-1, _MAX_INT32),
+        "min_p": number(0, 1),
+        "max_tokens": integer(1, _MAX_INT32).optional(),
+        "min_tokens": integer(0, _MAX_INT32),
+        "stop": list_of(_STOP, _STOP.words).optional(list),
+        "stop_token_ids": list_of(
+            _TOKEN_ID, f"a list of at most {MAX_STOP_TOKEN_IDS} token ids", most=MAX_STOP_TOKEN_IDS
+        ).optional(list),
+        "ignore_eos": SWITCH,
+        "seed": integer(-(2**63), 2**64 - 1).optional(),
+        "logprobs": _NUM_LOGPROBS,
+        "prompt_logprobs": _NUM_LOGPROBS,
+        "presence_penalty": number(-2, 2),
+        "frequency_penalty": number(-2, 2),
+        "repetition_penalty": number(0, 10_000, excludes_low=True),
+        "logit_bias": FieldType(
+            f"a dict of at most {MAX_LOGIT_BIAS} entries",
+            lambda given: isinstance(given, dict) and len(given) <= MAX_LOGIT_BIAS,
+            _read_biases,
+        ).optional(),
+        "allowed_token_ids": list_of(_TOKEN_ID, "a list of at least one token id", least=1).optional(),
+        "bad_words": list_of(
+            _WORD, f"a list of at most {MAX_BAD_SEQUENCES} strings that are not blank", most=MAX_BAD_SEQUENCES
+        ).optional(list),
+        "skip_special_tokens": SWITCH,
+        "shown_special_ids": list_of(_TOKEN_ID, "a list of token ids").optional(list),
+        "include_stop_str_in_output": SWITCH,
+        "detokenize": SWITCH,
+        "truncate_prompt_tokens": integer(-1, _MAX_INT32).optional(),
+        "truncation_side": one_of(TRUNCATION_SIDES),
+    },
+)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxserve.errors import ConfigError, brief
+from jaxserve.errors import ConfigError
+from jaxserve.option_values import read_object
+from jaxserve.schema import PATH, SWITCH, Schema, integer, one_of
 from jaxserve.token_tree import MAX_NODES, TokenTree
 
 METHODS = ("draft_model", "ngram", "medusa", "eagle3", "mtp")
@@ -81,71 +81,48 @@ class SpeculationConfig:
         return 0 if self.tree is None else self.tree.num_nodes - self.tree.num_levels
 
     def __post_init__(self) -> None:
-        if isinstance(self.method, str):
-            object.__setattr__(self, "method", _ALIASES.get(self.method, self.method))
-        if self.method == "ngram" or self.model in ("ngram", "[ngram]"):
-            object.__setattr__(self, "method", "ngram")
-            object.__setattr__(self, "model", None)
-        if self.method is None:
-            object.__setattr__(self, "method", "draft_model")
-        if self.method not in METHODS:
-            raise ConfigError(f"the method of speculative_config must be one of {list(METHODS)}, got {self.method!r}")
-        if self.model is not None:
-            if not isinstance(self.model, str | os.PathLike):
-                raise ConfigError(f"the model of speculative_config must be a path, got {self.model!r}")
-            object.__setattr__(self, "model", os.fspath(self.model))
+        values = vars(self)  # frozen for all others
+        if self.method in ("ngram", "ngram_gpu") or self.model in ("ngram", "[ngram]"):
+            values |= {"method": "ngram", "model": None}
+        if self.tree is not None:
+            values["speculative_token_tree"] = self.tree.paths
+        defaults = {
+            "method": "draft_model",
+            "num_speculative_tokens": DEFAULT_DRAFTED_TOKENS if self.tree is None else self.tree.num_levels,
+            "prompt_lookup_max": DEFAULT_NGRAM if self.prompt_lookup_min is None else self.prompt_lookup_min,
+        }
+        values |= {name: default for name, default in defaults.items() if values[name] is None}
+        _SCHEMA.check(self)
+        if self.prompt_lookup_min is None:
+            values["prompt_lookup_min"] = self.prompt_lookup_max
+        integer(1, self.prompt_lookup_max).read("prompt_lookup_min" + _OWNER, self.prompt_lookup_min, ConfigError)
         if self.tree is not None:
             self._check_tree(self.tree)
-            object.__setattr__(self, "speculative_token_tree", self.tree.paths)
-        if self.num_speculative_tokens is None:
-            num_tokens = DEFAULT_DRAFTED_TOKENS if self.tree is None else self.tree.num_levels
-            object.__setattr__(self, "num_speculative_tokens", num_tokens)
-        self._check_number("num_speculative_tokens", MAX_NODES)
         if self.quantization is not None and self.method != "draft_model":
             raise ConfigError(
                 "quantization of speculative_config needs the method 'draft_model', got "
                 f"{self.quantization!r} with {self.method!r}; leave it out"
             )
-        lookup_max = next((n for n in (self.prompt_lookup_max, self.prompt_lookup_min) if n is not None), DEFAULT_NGRAM)
-        object.__setattr__(self, "prompt_lookup_max", lookup_max)
-        self._check_number("prompt_lookup_max", _MAX_NGRAM)
-        if self.prompt_lookup_min is None:
-            object.__setattr__(self, "prompt_lookup_min", lookup_max)
-        self._check_number("prompt_lookup_min", lookup_max)
-        if not isinstance(self.adaptive, bool):
-            raise ConfigError(f"adaptive of speculative_config must be a bool, got {self.adaptive!r}")
 
     def _check_tree(self, tree: TokenTree) -> None:
         if self.method not in TREE_METHODS:
             raise ConfigError(
                 f"speculative_token_tree needs a method of {list(TREE_METHODS)}, got method {self.method!r}"
             )
-        if self.num_speculative_tokens not in (None, tree.num_levels):
+        if self.num_speculative_tokens != tree.num_levels:
             raise ConfigError(
                 "num_speculative_tokens must be the depth of speculative_token_tree or be left out, got "
                 f"{self.num_speculative_tokens} and a depth of {tree.num_levels}"
             )
 
-    def _check_number(self, name: str, high: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-            raise ConfigError(f"{name} of speculative_config must be an integer in [1, {high}], got {value!r}")
-
     @classmethod
     def of(cls, value: object) -> SpeculationConfig | None:
         """Return the configuration that a user gave; ConfigError for keys that are not supported."""
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"speculative_config must be JSON, got {brief(value)}: {error}") from error
         if value is None or isinstance(value, SpeculationConfig):
             return value
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"speculative_config must be a mapping or a SpeculationConfig, got {value!r}")
         names = [field.name for field in dataclasses.fields(cls)]
         kept = {}
-        for name, each in value.items():
+        for name, each in read_object("speculative_config", value).items():
             if name in names:
                 kept[name] = each
             elif each not in _NEUTRAL.get(name, ()):
@@ -153,3 +130,18 @@ class SpeculationConfig:
                     f"unsupported speculative_config {{{name!r}: {each!r}}}; supported keys are {sorted(names)}"
                 )
         return cls(**kept)
+
+
+_OWNER = " of speculative_config"
+_SCHEMA = Schema(
+    ConfigError,
+    SpeculationConfig,
+    {
+        "method": one_of(METHODS, _ALIASES),
+        "model": PATH.optional(),
+        "num_speculative_tokens": integer(1, MAX_NODES),
+        "prompt_lookup_max": integer(1, _MAX_NGRAM),
+        "adaptive": SWITCH,
+    },
+    _OWNER,
+)

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.errors import ConfigError, RequestError, brief
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.schema import SWITCH, FieldType, is_one_of
 from jaxserve.vllm_names import ANY_VALUE, OFF, SERVER, SWITCHES, UNSUPPORTED
 
 
@@ -48,11 +49,12 @@ class VllmOption:
             return f"{self.accepts.start} to {self.accepts.stop - 1}"
         return " or ".join(map(repr, self.accepts))
 
-    def is_met_by(self, value: object) -> bool:
-        """Return whether `value` asks for what jaxserve does; True is not 1 here, but 0.0 is 0."""
-        if self.accepts is None:
-            return True
-        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.accepts)
+    @property
+    def accepted_type(self) -> FieldType:
+        """Type of the accepted values, with the behaviour as advice."""
+        accepts = self.accepts
+        holds = (lambda _: True) if accepts is None else (lambda value: is_one_of(value, accepts))
+        return FieldType(self.accepted, holds, advice=f": {self.behaviour}")
 
 
 _NONE_OR_EMPTY: tuple[Any, ...] = (None, {})
@@ -179,11 +181,14 @@ def check_arguments(given: Mapping[str, Any], accepted: Sequence[VllmOption]) ->
     """Raise RequestError unless vLLM's arguments ask for what jaxserve does anyway."""
     by_name = {option.name: option for option in accepted}
     for name, value in given.items():
-        option = by_name.get(name)
-        if option is None:
+        if name not in by_name:
             raise RequestError(f"unsupported argument {name}; of vLLM's, these are accepted: {sorted(by_name)}")
-        if not option.is_met_by(value):
-            raise RequestError(f"{name} must be {option.accepted}, got {brief(value)}: {option.behaviour}")
+        by_name[name].accepted_type.read(name, value, RequestError)
+
+
+def _check_option(option: VllmOption, value: object) -> None:
+    if (problem := option.accepted_type.problem(option.name, value)) is not None:
+        raise ConfigError(f"{problem}; leave it out")
 
 
 def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -198,19 +203,14 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for option in (_BY_NAME[name] for name in given if name in _BY_NAME):
         value = given[option.name]
         if option.field is None:
-            if not option.is_met_by(value):
-                raise ConfigError(
-                    f"{option.name} must be {option.accepted}, got {brief(value)}: {option.behaviour}; leave it out"
-                )
+            _check_option(option, value)
         elif option.field in given:
             raise ConfigError(f"{option.name} {option.behaviour}; pass one of them, got both")
         elif option.switch is not None:
-            if not isinstance(value, bool):
-                raise ConfigError(f"{option.name} must be {option.accepted}, got {brief(value)}")
-            if value:
+            if FieldType(option.accepted, SWITCH.holds).read(option.name, value, ConfigError):
                 _check_lone_replica(option, given)
-            if value and option.switch in given:
-                options[option.field] = given[option.switch]
+                if option.switch in given:
+                    options[option.field] = given[option.switch]
         elif value is not None:
             options[option.field] = value
     return options
@@ -223,11 +223,8 @@ def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: an option of vLLM asks for what jaxserve does not do.
     """
     others = {option.name: option for option in SERVER_OPTIONS}
-    for name, value in given.items():
-        if name in others and not others[name].is_met_by(value):
-            raise ConfigError(
-                f"{name} must be {others[name].accepted}, got {brief(value)}: {others[name].behaviour}; leave it out"
-            )
+    for name in others.keys() & given.keys():
+        _check_option(others[name], given[name])
     return {name: value for name, value in given.items() if name not in others}
 
 

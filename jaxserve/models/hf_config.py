@@ -3,55 +3,35 @@
 Defaults that depend on the family are merged into the config by the family before it reads fields.
 """
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
+from jaxserve import schema
 from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig
 
 DTYPES = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Requirement of a field: its description and its predicate."""
-
-    words: str
-    holds: Callable[[Any], bool]
-
-    def or_null(self) -> "Kind":
-        """Return the kind that also accepts null."""
-        return Kind(f"{self.words} or null", lambda value: value is None or self.holds(value))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+Kind = schema.FieldType
 
 
 def one_of(names: Collection[str]) -> Kind:
-    """Return the kind that accepts any of these strings."""
-    return Kind(f"one of {sorted(names)}", lambda value: isinstance(value, str) and value in names)
+    """Return the type of some strings."""
+    return schema.one_of(sorted(names))
 
 
-SIZE = Kind("a positive integer", lambda value: _is_integer(value) and value > 0)
-COUNT = Kind("a non-negative integer", lambda value: _is_integer(value) and value >= 0)
-NUMBER = Kind("a number", _is_number)
-POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)
-SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
+SIZE = schema.integer(1)
+COUNT = schema.integer(0)
+NUMBER = schema.number()
+POSITIVE = schema.number(0, excludes_low=True)
+SWITCH = schema.SWITCH
 STRINGS = Kind("a list of strings", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value))
-FRACTION = Kind("a number above 0, at most 1", lambda value: POSITIVE.holds(value) and value <= 1)
+FRACTION = schema.number(0, 1, excludes_low=True)
 NUMBERS = Kind(
     "a list of positive numbers", lambda value: isinstance(value, list) and all(POSITIVE.holds(v) for v in value)
 )
-TABLE = Kind("an object", lambda value: isinstance(value, Mapping))
+TABLE = schema.OBJECT
 
 
 _read: ContextVar[set[str] | None] = ContextVar("read", default=None)
@@ -73,8 +53,7 @@ def read_fields(config: Mapping[str, Any], kinds: Mapping[str, Kind]) -> dict[st
     if (noted := _read.get()) is not None:
         noted.update(kinds)
     values = {name: config.get(name) for name in kinds}
-    bad = [f"{name} must be {kinds[name].words}, got {v!r}" for name, v in values.items() if not kinds[name].holds(v)]
-    if bad:
+    if bad := [problem for name, kind in kinds.items() if (problem := kind.problem(name, values[name])) is not None]:
         raise ConfigError(f"config.json: {'; '.join(bad)}")
     return values
 

@@ -8,21 +8,15 @@ from pathlib import Path
 
 from jaxserve.errors import ConfigError
 from jaxserve.openai.chat_formats import chat_format
+from jaxserve.schema import FieldType, Schema, integer, is_sequence, number, one_of
 from jaxserve.server.classes import read_objectives
 from jaxserve.server.degradation import RUNGS
-
-_POSITIVE = (
-    *("max_queued_requests", "max_queued_tokens", "max_open_requests_per_key"),
-    *("max_body_bytes", "max_prompts", "max_json_depth", "max_batch_file_bytes", "max_batch_storage_bytes"),
-    "batch_retention_days",
-    *("body_timeout_s", "send_timeout_s", "stuck_after_s"),
-)
 
 _MAX_RETENTION_DAYS = 1_000_000  # dates of clients end with the year 9999
 _UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServerConfig:
     """Options of the server, apart from those of its engine.
 
@@ -122,28 +116,10 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = False
 
     def __post_init__(self) -> None:
-        for name in _POSITIVE:
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.batch_retention_days > _MAX_RETENTION_DAYS:
-            message = f"batch_retention_days must be at most {_MAX_RETENTION_DAYS}, got {self.batch_retention_days}"
-            raise ConfigError(message)
+        _SCHEMA.check(self)
         read_objectives(self.objectives)
-        if not 0 <= self.port < 2**16:
-            raise ConfigError(f"port must be in [0, 65536), got {self.port}")
-        for name in ("requests_per_minute_per_key", "tokens_per_minute_per_key"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if unknown := set(self.degradation) - {*RUNGS, "none"}:
-            raise ConfigError(f"degradation must be of {[*RUNGS, 'none']}, got {sorted(unknown)}")
-        if self.uvicorn_log_level not in _UVICORN_LEVELS:
-            raise ConfigError(f"uvicorn_log_level must be of {list(_UVICORN_LEVELS)}, got {self.uvicorn_log_level!r}")
-        if self.root_path and not self.root_path.startswith("/"):
-            raise ConfigError(f"root_path must begin with a slash, got {self.root_path!r}")
         _ = self.ttft_targets_s
         chat_format((), self.tool_call_parser, self.reasoning_parser)  # ConfigError for unknown names
-        if self.shutdown_timeout_s < 0:
-            raise ConfigError(f"shutdown_timeout_s must not be negative, got {self.shutdown_timeout_s}")
 
     @property
     def enabled_degradation(self) -> frozenset[str]:
@@ -163,3 +139,26 @@ class ServerConfig:
             if not float(number) > 0:
                 raise ConfigError(f"admission_ttft_ms must be positive, got {entry!r}")
         return targets
+
+
+_COUNTS = (
+    *("max_queued_requests", "max_queued_tokens", "max_open_requests_per_key", "max_body_bytes", "max_prompts"),
+    *("max_json_depth", "max_batch_file_bytes", "max_batch_storage_bytes"),
+)
+_TIMES = ("body_timeout_s", "send_timeout_s", "stuck_after_s")
+_LADDER = (*RUNGS, "none")
+_SCHEMA = Schema(
+    ConfigError,
+    ServerConfig,
+    {
+        **dict.fromkeys(_COUNTS, integer(1)),
+        **dict.fromkeys(_TIMES, number(0, excludes_low=True)),
+        **dict.fromkeys(("requests_per_minute_per_key", "tokens_per_minute_per_key"), integer(0)),
+        "port": integer(0, 2**16 - 1),
+        "shutdown_timeout_s": number(0),
+        "batch_retention_days": number(0, _MAX_RETENTION_DAYS, excludes_low=True),
+        "degradation": FieldType(f"of {list(_LADDER)}", lambda given: is_sequence(given) and {*given} <= {*_LADDER}),
+        "uvicorn_log_level": one_of(_UVICORN_LEVELS),
+        "root_path": FieldType("empty or begin with a slash", lambda path: not path or path.startswith("/")),
+    },
+)

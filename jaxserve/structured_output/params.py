@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, no_type_check
 
-from jaxserve.errors import RequestError, brief, did_you_mean
+from jaxserve.errors import RequestError, brief
+from jaxserve.schema import FILLED_TEXT, SWITCH, Schema, list_of, unknown_names
 
 MAX_GRAMMAR_CHARS = 2**18
 MAX_CHOICES = 4096
@@ -51,17 +52,7 @@ class StructuredOutputsParams:
         given = [name for name in _FORMS if self._is_given(name)]
         if len(given) != 1:
             raise RequestError(f"structured_outputs must have exactly one of {list(_FORMS)}, got {given}")
-        if self.json_object not in (None, False, True):
-            raise RequestError(f"json_object must be a bool, got {brief(self.json_object)}")
-        for name in ("disable_any_whitespace", "append_forced_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be a bool, got {brief(getattr(self, name))}")
-        for name in ("regex", "grammar", "whitespace_pattern"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise RequestError(f"{name} must be a non-empty string, got {brief(value)}")
-        if self.choice is not None:
-            self.choice = _read_choice(self.choice)
+        _SCHEMA.check(self)
         if self.json is not None:
             self._read_json()
         if (num_chars := len(self.text)) > MAX_GRAMMAR_CHARS:
@@ -124,9 +115,8 @@ class StructuredOutputsParams:
         names = [f.name for f in dataclasses.fields(cls)]
         if not isinstance(value, dict):
             raise RequestError(f"structured_outputs must be StructuredOutputsParams or a dict, got {brief(value)}")
-        if unknown := sorted(map(str, value.keys() - set(names))):
-            hint = did_you_mean(unknown, names)
-            raise RequestError(f"unsupported fields of structured_outputs {unknown}{hint}; supported are {names}")
+        if unknown := set(map(str, value)) - set(names):
+            raise RequestError(unknown_names("fields of structured_outputs", unknown, names))
         return cls(**value)
 
 
@@ -136,11 +126,19 @@ def _exact_float(text: str) -> float | Decimal:
     return number if Decimal(repr(number)) == Decimal(text) else Decimal(text)
 
 
-@no_type_check
-def _read_choice(choice: Sequence[str]) -> list[str]:
-    is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
-    if not is_list or not choice or not all(isinstance(text, str) and text for text in choice):
-        raise RequestError(f"choice must be a list of non-empty strings, got {brief(choice)}")
-    if len(choice) > MAX_CHOICES:
-        raise RequestError(f"choice must be at most {MAX_CHOICES} texts, got {len(choice)}; leave some out")
-    return list(choice)
+_TEXT = FILLED_TEXT.optional()
+_SCHEMA = Schema(
+    RequestError,
+    StructuredOutputsParams,
+    {
+        "json_object": SWITCH.optional(),
+        "disable_any_whitespace": SWITCH,
+        "append_forced_tokens": SWITCH,
+        "regex": _TEXT,
+        "grammar": _TEXT,
+        "whitespace_pattern": _TEXT,
+        "choice": list_of(
+            FILLED_TEXT, f"a list of 1 to {MAX_CHOICES} non-empty strings", least=1, most=MAX_CHOICES
+        ).optional(),
+    },
+)

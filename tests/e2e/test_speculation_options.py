@@ -26,7 +26,7 @@ from tests.e2e.sizes import SIZES
             r"unsupported speculative_config .* supported keys are .*'prompt_lookup_max'",
         ),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 8}, "supported keys are"),
-        (7, "mapping"),
+        (7, "must be a dict"),
         ({"num_speculative_tokens": 2}, "must name its draft model"),
         ({"method": "medusa"}, "must name its medusa heads"),
         ({"method": "eagle3"}, "must name its eagle3 heads"),
