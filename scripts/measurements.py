@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,9 @@ from jaxserve.bench.workloads import load_workload, token_ids
 from jaxserve.engine.checkpoint import build_arch
 from jaxserve.engine.memory import select_backend
 from jaxserve.engine.parameters import build_params
-from jaxserve.execution.round import AttentionCarry, paged_attend
+from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.state import new_pool
+from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
@@ -71,7 +71,8 @@ def served_logits(path: str, ids: np.ndarray) -> tuple[np.ndarray, str]:
     params = build_params(config, arch)
     backend = select_backend(config, arch, jnp.dtype("float32"))
     num_pages, num_groups = -(-len(ids) // PAGE_SIZE), len(arch.kv_windows)
-    carry = AttentionCarry(
+    attention = PagedAttention(
+        backend,
         kv_pages=new_pool(arch, num_groups * num_pages, PAGE_SIZE, kv_dtype=jnp.float32, backend=backend),
         groups=tuple(
             RaggedRows(
@@ -83,8 +84,7 @@ def served_logits(path: str, ids: np.ndarray) -> tuple[np.ndarray, str]:
             for group in range(num_groups)
         ),
     )
-    attend = partial(paged_attend, backend=backend)
-    hidden, _ = decoder.forward(params, arch, jnp.asarray(ids), jnp.arange(len(ids)), attend, carry)
+    hidden, _ = decoder.forward(params, arch, jnp.asarray(ids), TokenContext(jnp.arange(len(ids)), attention))
     return np.asarray(decoder.compute_logits(params, arch, hidden)), backend
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, no_type_check
@@ -15,19 +15,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.execution.batch import BatchLayout, StepBatch
+from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.rows import Rows, Tokens, advance, planned_rows, ragged_rows, remember, state_rows, tokens_of
 from jaxserve.execution.shares import Shares
 from jaxserve.execution.state import CLIPPED, ServeState, set_pages
-from jaxserve.layers.experts import RoutedTokens
-from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.layers.own_tokens import all_tokens
 from jaxserve.layers.state_forms import StateRows
+from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params
-from jaxserve.pallas_kernels.mla_attention import HeadMatrices
-from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
 from jaxserve.sampling import (
     LogprobLayout,
     SamplingRows,
@@ -65,52 +62,6 @@ class StepOutput:
     prompt_logprobs: Int[Array, "T words"]
     pooled: Float[Array, "R outputs"] | None = None
     expert_tokens: Int[Array, "L E"] | None = None
-
-
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
-@struct.dataclass
-class AttentionCarry:
-    """State that goes through the layers: the pool, the rows of every KV group, trees of drafts, tokens of experts.
-
-    With layers that have a state, also the pool of states, and the rows as these layers see them. With layers that read
-    the keys and values of others, also those of this step's tokens, by layer.
-    """
-
-    kv_pages: Pages
-    groups: tuple[RaggedRows, ...]
-    tree_mask: Int[Array, " T"] | None = None
-    states: Any = None
-    state_rows: StateRows | None = None
-    routed: RoutedTokens | None = None
-    shared: Mapping[int, tuple[Array, Array]] = struct.field(default_factory=dict)
-
-
-def paged_attend(
-    q: Float[Array, "T Q W"] | tuple[Array, ...],
-    k: Float[Array, "T K S"] | None,
-    v: Float[Array, "T K H"] | HeadMatrices | None,
-    rope: Float[Array, "2 T half"] | None,
-    carry: AttentionCarry,
-    layer: Int[Array, ""],
-    options: LayerOptions,
-    sinks: Float[Array, " Q"] | None = None,
-    *,
-    backend: str,
-) -> tuple[Float[Array, "T Q V"], AttentionCarry]:
-    """Rotate if positions are not learned, write the new tokens into the pool, attend over it.
-
-    A layer without keys of its own writes those of another again, to the same place: the same values.
-    In a layer with a state, `q` has the inputs of its tokens, by which the state goes on.
-    """
-    if options.state is not None:
-        assert carry.state_rows is not None, "a step of a model with states has their rows"
-        out, states = options.state.advance(q, carry.state_rows, carry.states, layer)
-        return out, dataclasses.replace(carry, states=states)
-    assert isinstance(q, Array), "queries are one array"
-    k, v, shared = options.share(k, v, carry.shared)
-    new, rows = NewTokens(q, k, v, rope, sinks, carry.tree_mask), carry.groups[options.kv_group]
-    out, kv_pages = options.kv.attend(new, rows, carry.kv_pages, layer, options.attention, backend=backend)
-    return out, dataclasses.replace(carry, kv_pages=kv_pages, shared=shared)
 
 
 ReadLogprobs = Callable[
@@ -260,16 +211,18 @@ def run_model(
         live = shares.live
     forms = zip(arch.kv_group_forms, ragged_rows(state.sequences, rows, num_rows), strict=True)
     groups = tuple(form.step_rows(model.backend, group) for form, group in forms)
-    attend = partial(paged_attend, backend=model.backend)
-    routed = None if arch.experts is None else RoutedTokens.of(live, state.expert_tokens)
-    carry = AttentionCarry(state.kv_pages, groups, tree_mask, state.states, state_rows, routed)
-    hidden, features, carry = decoder.forward_with_features(
-        params, arch, tokens.token_ids, tokens.position, attend, carry, model.feature_layers
+    attention = PagedAttention(model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows)
+    slot = rows.slot.at[tokens.row].get(**CLIPPED)
+    context = TokenContext(tokens.position, attention, tokens.row, slot, live, state.expert_tokens)
+    hidden, features, context = decoder.forward_with_features(
+        params, arch, tokens.token_ids, context, model.feature_layers
     )
+    attention = PagedAttention.after(context)
     if shares is not None:
         hidden = all_tokens(hidden, arch.token_axis).at[shares.place].get(**CLIPPED)
-    counts = None if carry.routed is None else carry.routed.counts
-    state = dataclasses.replace(state, kv_pages=carry.kv_pages, states=carry.states, expert_tokens=counts)
+    state = dataclasses.replace(
+        state, kv_pages=attention.kv_pages, states=attention.states, expert_tokens=context.expert_tokens
+    )
     return hidden, features if model.feature_layers else hidden, state
 
 

@@ -6,19 +6,18 @@ no shape depends on what the router chooses.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, no_type_check
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import LinearContext, Weight, as_matrix, linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.own_tokens import all_tokens, sum_of_own_tokens
+from jaxserve.layers.token_context import TokenContext
 
 
 class Experts(NamedTuple):
@@ -118,34 +117,6 @@ def _in_best_groups(ranked: Float[Array, "T E"], experts: Experts) -> Float[Arra
     return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
-@no_type_check  # pytrees are also rebuilt around shapes and placeholders
-@struct.dataclass
-class RoutedTokens:
-    """Tokens of a step for the mixtures of its layers, and what is counted of them; part of the carry of layers.
-
-    Attributes:
-        live: True if a token is not padding. Padding has no experts, so that it reads none.
-        counts: number of tokens of each expert, by mixture; None where they are not counted.
-        index: number of the next mixture.
-    """
-
-    live: Bool[Array, " T"]
-    counts: Int[Array, "L E"] | None
-    index: Int[Array, ""]
-
-    @classmethod
-    def of(cls, live: Bool[Array, " T"], counts: Int[Array, "L E"] | None) -> RoutedTokens:
-        """Return the tokens before the first mixture, which are added to `counts`."""
-        return cls(live, counts, jnp.int32(0))
-
-    def add(self, ids: Int[Array, "T k"]) -> RoutedTokens:
-        """Return the tokens after a mixture, with those of its experts counted; numbers behind the last are not."""
-        if self.counts is None:
-            return self
-        counts = self.counts.at[self.index, ids.reshape(-1)].add(1, mode="drop")
-        return dataclasses.replace(self, counts=counts, index=self.index + 1)
-
-
 class SortedPairs(NamedTuple):
     """Pairs of a token and one of its experts, sorted by expert.
 
@@ -201,14 +172,14 @@ class ExpertWeights(NamedTuple):
 
 def mixture(
     x: Float[Array, "T D"],
+    tokens: TokenContext,
     matrices: ExpertWeights,
     experts: Experts,
     axis: str | tuple[str, ...] | None = None,
-    routed: RoutedTokens | None = None,
     routing: Float[Array, "T D"] | None = None,
     token_axis: str | None = None,
-) -> tuple[Float[Array, "T D"], RoutedTokens | None]:
-    """Return the weighted sum of each token's experts and of those of every token, which are SwiGLU; and `routed`.
+) -> tuple[Float[Array, "T D"], TokenContext]:
+    """Return the weighted sum of each token's experts and of those of every token, which are SwiGLU.
 
     Every device has all tokens and routes them alike. It computes those of its own experts, and the sum over the
     devices, which tensor parallelism needs too, is that of all experts. Along an axis where devices have tokens of
@@ -217,10 +188,10 @@ def mixture(
 
     Args:
         x: normed inputs.
+        tokens: the tokens; those of experts are counted.
         matrices: router and experts.
         experts: number of experts, and of those of a token.
         axis: mesh axes over whose devices experts and F are split, besides `token_axis`.
-        routed: mask of the tokens that are not padding, of all devices, and counts so far; None if no token is padding.
         routing: inputs of the router; None if they are those of the experts.
         token_axis: mesh axis along which devices have tokens, and experts, of their own; None if all have the same.
     """
@@ -230,9 +201,9 @@ def mixture(
     weights, ids = route(logits, experts, matrices.router_bias)
     if matrices.weight_factors is not None:
         weights *= matrices.weight_factors.astype(weights.dtype)[ids]
-    if routed is not None:
-        ids = jnp.where(routed.live[:, None], ids, experts.num_experts)
-        routed = routed.add(ids)
+    if tokens.live is not None:  # padding has no experts, so that it reads none
+        ids = jnp.where(tokens.live[:, None], ids, experts.num_experts)
+    tokens = tokens.count_experts(ids)
     first = 0 if experts.num_shards == 1 else lax.axis_index(experts.shard_axis) * experts.num_held
     pairs = SortedPairs.of(ids - first, experts.num_held)
     parts = None if axis is None else _axes_of_parts(axis, experts)
@@ -252,7 +223,7 @@ def mixture(
         whole = LinearContext(dtype=x.dtype, axis=axis)
         shared = as_matrix(matrices.shared_down).multiply(inner, whole).astype(x.dtype)  # summed below
         y += shared if matrices.shared_gate is None else jax.nn.sigmoid(linear(own, matrices.shared_gate)) * shared
-    return y if axis is None else lax.psum(y, axis), routed
+    return y if axis is None else lax.psum(y, axis), tokens
 
 
 def _of_share(bias: Float[Array, "E N"] | None, first: Any, experts: Experts) -> Float[Array, "held N"] | None:

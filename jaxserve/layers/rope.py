@@ -160,30 +160,28 @@ def rope_table(positions: Int[Array, " T"], config: RopeConfig, head_dim: int) -
     return jnp.concatenate([table, identity], axis=2)
 
 
-class GrowingRotation(NamedTuple):
-    """Rotation of layers whose queries grow with their positions.
+class Rotation(NamedTuple):
+    """Rotation of the queries and keys of a layer.
 
     Attributes:
         table: cosines and sines, see `rope_table`.
-        query_factor: factor on the queries of each token.
+        query_factor: factor on the queries of each token; None for no factor.
     """
 
     table: Float[Array, "2 T half"]
-    query_factor: Float[Array, " T"]
+    query_factor: Float[Array, " T"] | None = None
 
 
-def rotation(
-    positions: Int[Array, " T"], config: RopeConfig | None, head_dim: int
-) -> Float[Array, "2 T half"] | GrowingRotation | None:
-    """Return what the blocks of layers with this config read; None without a rotation."""
+def rotation(positions: Int[Array, " T"], config: RopeConfig | None, head_dim: int) -> Rotation | None:
+    """Return the rotation of layers with this config; None without one."""
     if config is None:
         return None
     table = rope_table(positions, config, head_dim)
     if config.query_growth is None:
-        return table
+        return Rotation(table)
     growth, num_positions = config.query_growth
     turns = jnp.floor(positions.astype(jnp.float32) / num_positions)
-    return GrowingRotation(table, 1 + growth * jnp.log1p(turns))
+    return Rotation(table, 1 + growth * jnp.log1p(turns))
 
 
 def pair_halves(x: Float[Array, "T heads H"], config: RopeConfig | None) -> Float[Array, "T heads H"]:

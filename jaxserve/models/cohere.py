@@ -11,11 +11,11 @@ from jaxtyping import Array, Float
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import layer_norm
 from jaxserve.layers.rope import pair_halves
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, read_fields
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.layer_kinds import full_every, read_windows
 from jaxserve.models.params import Params, ParamSpec
 
@@ -76,16 +76,8 @@ def param_specs(arch: ArchConfig) -> list[ParamSpec]:
 
 
 def block(
-    p: Params,
-    x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"] | None,
-    carry: Any,
-    layer: Any,
-    *,
-    arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
-) -> tuple[Float[Array, "T D"], Any]:
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one decoder layer: x + attention + SwiGLU, which read the same norm. See `llama.block`."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
     normed = layer_norm(x, p["input_norm"], arch.norm_eps)
@@ -95,10 +87,10 @@ def block(
         if arch.qk_norm:
             q, k = (layer_norm(x, {"weight": p[f"{name}_norm"]}, arch.norm_eps) for name, x in (("q", q), ("k", k)))
         q, k = pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs)
-        out, carry = attend(q, k, v, rope, carry, layer, options)
+        out, tokens = tokens.attend(q, k, v, layer)
         x = llama.project_out(p, out, arch, x)
     with jax.named_scope("mlp"):
-        return llama.swiglu_mlp(p, normed, arch, residual=x), carry
+        return llama.swiglu_mlp(p, normed, arch, residual=x), tokens
 
 
 _FOLDS = tuple(fold for fold in llama.FOLDS if fold.part is not None)  # two matrices read the norm

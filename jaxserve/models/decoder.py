@@ -2,11 +2,11 @@
 
 On CPU and GPU the layers are a list, unrolled, with the block as an inner jit; on TPU they are stacked and scanned over
 the period in which their kinds repeat.
-The KV pool and whatever else attention needs travel in `carry`, so both forms update one stacked pool in place.
+The KV pool travels in the `TokenContext`, so both ways update one stacked pool in place.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -18,21 +18,12 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.linear import LinearContext, Matrix, StackedMatrix, embed, linear
 from jaxserve.layers.own_tokens import all_tokens, own_tokens
 from jaxserve.layers.rope import rotation
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block
 from jaxserve.models.params import EXPERT_MATRICES, POSITION_EMBED, Params, ScannedLayers
 from jaxserve.pallas_kernels.op import products_choice
-
-# attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2] or None, carry, layer, options, sinks=[Q] or None)
-# -> (out[T,Q,H], carry); it rotates q and k first, by `rope` if that is given. `layer` is the layer's number in its KV
-# group, `sinks` the logits that take part in the softmax without values. Hashable, closes over no arrays.
-# Over latents: attend(q[T,Q,n+d], latents[T,1,r+d], HeadMatrices, ...) -> (out[T,Q,v], carry); it rotates the last d.
-# In a layer that reads the keys and values of another: attend(q[T,Q,H], None, None, rope, carry, layer, options);
-# keys and values of this step's tokens are those that the other has made: see `LayerOptions.share`.
-# In a layer with a state: attend(inputs, None, None, None, carry, layer, options) -> (out[T,heads,size], carry), by
-# `options.state`, with its inputs; `layer` is the layer's number among those.
-Attend = Callable[..., tuple[Array, Any]]
 
 
 @cache
@@ -43,43 +34,40 @@ def _inner(block: Block, products: str) -> Block:
         block: layer of a family.
         products: `products_choice()` of the traces: jit does not know that they depend on it.
     """
-    return jax.jit(partial(block), static_argnames=("arch", "options", "attend"))
+    return jax.jit(partial(block), static_argnames="arch")
 
 
 def forward(
     params: Params,
     arch: ArchConfig,
     token_ids: Int[Array, " T"],
-    positions: Int[Array, " T"],
-    attend: Attend,
-    carry: Any,
-) -> tuple[Float[Array, "T D"], Any]:
-    """Return the hidden states of every token after the final norm, and the updated carry.
+    tokens: TokenContext,
+) -> tuple[Float[Array, "T D"], TokenContext]:
+    """Return the hidden states of every token after the final norm, and the context that the layers leave.
 
-    If the model is split over devices, `params`, `arch` and `carry` are one device's; the hidden states are whole.
+    If the model is split over devices, the arguments are one device's; the hidden states are whole.
     """
-    hidden, _, carry = forward_with_features(params, arch, token_ids, positions, attend, carry, ())
-    return hidden, carry
+    hidden, _, tokens = forward_with_features(params, arch, token_ids, tokens, ())
+    return hidden, tokens
 
 
 def forward_with_features(
     params: Params,
     arch: ArchConfig,
     token_ids: Int[Array, " T"],
-    positions: Int[Array, " T"],
-    attend: Attend,
-    carry: Any,
+    tokens: TokenContext,
     feature_layers: Sequence[int],
-) -> tuple[Float[Array, "T D"], Float[Array, "T FD"], Any]:
+) -> tuple[Float[Array, "T D"], Float[Array, "T FD"], TokenContext]:
     """Return the results of `forward` and, between them, the inputs of F layers side by side.
 
     Layer `arch.num_layers` stands for the output of the last one before the final norm.
     """
     family = registry.family(arch)
     with jax.named_scope("embed"):
-        x = embed_tokens(params, arch, token_ids, positions)
-        ropes = {kind: rotation(positions, *kind) for kind in dict.fromkeys(arch.rotations)}
+        x = embed_tokens(params, arch, token_ids, tokens.position)
+        rotations = {kind: rotation(tokens.position, *kind) for kind in dict.fromkeys(arch.rotations)}
         inputs = family.layer_inputs(params, arch, token_ids, x)
+        tokens = dataclasses.replace(tokens, moe_index=jnp.int32(0))
     layers = params["layers"]
     if not isinstance(layers, ScannedLayers):
         layers = ScannedLayers((), layers, [])
@@ -92,12 +80,11 @@ def forward_with_features(
     places = arch.kv_places
 
     def run(
-        block: Block, kind: int, p: Params, x: Array, carry: Any, kv_layer: Any, layer_input: Array | None
-    ) -> tuple[Array, Any]:
+        block: Block, kind: int, p: Params, x: Array, tokens: TokenContext, index: Array, inputs: Array | None
+    ) -> tuple[Array, TokenContext]:
         """Run a layer that is of the same kind as layer `kind`."""
-        rope, options = ropes[arch.rotations[kind]], arch.layer_options(kind)
-        p = p if layer_input is None else {**p, "layer_input": layer_input}
-        return block(p, x, rope, carry, kv_layer, arch=arch, options=options, attend=attend)
+        layer = LayerContext(arch.layer_options(kind), index, rotations[arch.rotations[kind]], inputs)
+        return block(p, x, tokens, layer, arch=arch)
 
     num_features = len(feature_layers)
     features = jnp.zeros((num_features, *x.shape), x.dtype)
@@ -108,35 +95,40 @@ def forward_with_features(
         return features.at[wanted[layer]].set(x) if layer in wanted else features
 
     def run_period(
-        state: tuple[Array, Array, Any], xs: tuple[tuple[Params, ...], Array, Array, Array, Array | None]
-    ) -> tuple[tuple[Array, Array, Any], None]:
-        x, features, carry = state
+        state: tuple[Array, Array, TokenContext], xs: tuple[tuple[Params, ...], Array, Array, Array, Array | None]
+    ) -> tuple[tuple[Array, Array, TokenContext], None]:
+        x, features, tokens = state
         period, places_in_features, numbers, index, period_inputs = xs
         for kind, matrices in enumerate(period):
             p = {**matrices, **{name: StackedMatrix(stack, index) for name, stack in in_place[kind].items()}}
             if num_features:
                 features = features.at[places_in_features[kind]].set(x, mode="drop")
             own = None if period_inputs is None else period_inputs[kind]
-            x, carry = run(family.block, start + kind, p, x, carry, numbers[kind], own)
-        return (x, features, carry), None
+            x, tokens = run(family.block, start + kind, p, x, tokens, numbers[kind], own)
+        return (x, features, tokens), None
 
-    for layer, p in enumerate(layers.first):
-        features = keep(features, layer, x)
-        own = None if inputs is None else inputs[layer]
-        x, carry = run(_inner(family.block, products_choice()), layer, p, x, carry, jnp.int32(places[layer].layer), own)
+    def run_unrolled(
+        state: tuple[Array, Array, TokenContext], period: Sequence[Params], start: int
+    ) -> tuple[Array, Array, TokenContext]:
+        x, features, tokens = state
+        block = _inner(family.block, products_choice())
+        for layer, p in enumerate(period, start):
+            features = keep(features, layer, x)
+            own = None if inputs is None else inputs[layer]
+            x, tokens = run(block, layer, p, x, tokens, jnp.int32(places[layer].layer), own)
+        return x, features, tokens
+
+    state = run_unrolled((x, features, tokens), layers.first, 0)
     if scanned:
         numbers = [places[layer].layer for layer in range(start, end)]
         feature_places, layer_numbers = (jnp.array(each).reshape(-1, len(scanned)) for each in (place_of, numbers))
         of_periods = None if inputs is None else inputs[start:end].reshape(-1, len(scanned), *inputs.shape[1:])
         xs = (sliced, feature_places, layer_numbers, jnp.arange(len(layer_numbers)), of_periods)
-        (x, features, carry), _ = lax.scan(run_period, (x, features, carry), xs)
-    for layer, p in enumerate(layers.rest, start=end):
-        features = keep(features, layer, x)
-        own = None if inputs is None else inputs[layer]
-        x, carry = run(_inner(family.block, products_choice()), layer, p, x, carry, jnp.int32(places[layer].layer), own)
+        state, _ = lax.scan(run_period, state, xs)
+    x, features, tokens = run_unrolled(state, layers.rest, end)
     features = keep(features, arch.num_layers, x)
     side_by_side = jnp.moveaxis(features, 0, 1).reshape(x.shape[0], -1)
-    return family.final_norm(x, params["final_norm"], arch.norm_eps), side_by_side, carry
+    return family.final_norm(x, params["final_norm"], arch.norm_eps), side_by_side, tokens
 
 
 def _stacks_in_place(p: Params) -> Params:

@@ -12,11 +12,12 @@ from jaxtyping import Array, Float
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import latent, llama, mixtures
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
-from jaxserve.models.layer_facts import LatentAttention, LayerOptions
+from jaxserve.models.layer_facts import LatentAttention
 from jaxserve.models.layer_kinds import read_kinds
 from jaxserve.models.params import Params, ParamSpec
 
@@ -191,21 +192,13 @@ def param_specs(arch: ArchConfig, *, router_bias: bool) -> list[ParamSpec]:
 
 
 def block(
-    p: Params,
-    x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"],
-    carry: Any,
-    layer: Any,
-    *,
-    arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
-) -> tuple[Float[Array, "T D"], Any]:
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one pre-norm decoder layer: x + attention over latents, then + its MLP or mixture of experts."""
     with jax.named_scope("attention"):
-        x, carry = latent.attention(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
+        x, tokens = latent.attention(p, x, tokens, layer, arch=arch)
     with jax.named_scope("mlp"):
-        return mixtures.feed_forward(p, x, arch, carry)
+        return mixtures.feed_forward(p, x, tokens, arch)
 
 
 _v3_specs = partial(param_specs, router_bias=True)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from jaxserve.layers.delta_net import DeltaInputs, GatedDelta
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec
 
@@ -56,15 +57,23 @@ def delta_specs(arch: ArchConfig, layer: int, *, is_grouped: bool) -> list[Param
 
 
 def delta(
-    p: Params, x: Float[Array, "T D"], normed: Float[Array, "T D"], attend: Any, arch: ArchConfig, *, is_grouped: bool
-) -> tuple[Float[Array, "T D"], Any]:
+    p: Params,
+    x: Float[Array, "T D"],
+    normed: Float[Array, "T D"],
+    tokens: TokenContext,
+    layer: LayerContext,
+    arch: ArchConfig,
+    *,
+    is_grouped: bool,
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Return x + a gated delta net.
 
     Args:
         p: parameters of the layer.
         x: residual stream.
         normed: its norm.
-        attend: function of the inputs and three Nones, as of a block whose layer has a state.
+        tokens: tokens of the step.
+        layer: the layer.
         arch: sizes of the model, or of one device's part of it.
         is_grouped: see `delta_specs`.
     """
@@ -83,7 +92,7 @@ def delta(
         log_decay=-jnp.exp(p["decay"])[None, :] * jax.nn.softplus(step + p["time_bias"][None, :]),
         rate=jax.nn.sigmoid(rate),
     )
-    out, carry = attend(inputs, None, None, None)
+    out, tokens = tokens.advance(inputs, layer)
     out = rms_norm(out, p["delta_norm"].astype(jnp.float32), arch.norm_eps).reshape(T, -1)
     out = (out * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
-    return linear(out, p["delta_out"], LinearContext(axis=arch.tensor_axis), residual=x), carry
+    return linear(out, p["delta_out"], LinearContext(axis=arch.tensor_axis), residual=x), tokens

@@ -9,13 +9,13 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear
 from jaxserve.layers.rope import rotation
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama, registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.decoder import Attend
 from jaxserve.models.hf_config import TABLE, read_fields
 from jaxserve.models.params import Params, ParamSpec
 
@@ -105,29 +105,24 @@ def following_specs(arch: ArchConfig, prefix: str) -> list[ParamSpec]:
 def block(
     p: Params,
     x: Float[Array, "T inner"],
-    position: Int[Array, " T"],
-    carry: Any,
+    tokens: TokenContext,
     *,
     arch: ArchConfig,
-    attend: Attend,
     residual: Float[Array, "T D"] | None = None,
-) -> tuple[Float[Array, "T D"], Any]:
-    """Apply the layer to tokens at these positions; see `decoder.forward`.
+) -> tuple[Float[Array, "T D"], TokenContext]:
+    """Apply the layer to tokens; see `decoder.forward`.
 
     Args:
         p: parameters of the layer.
-        x: inputs of the layer; where `residual` is given, normed inputs of attention alone.
-        position: position of each token.
-        carry: state of attention.
+        x: inputs of the layer; if `residual` is given, normed inputs of attention only.
+        tokens: the tokens.
         arch: sizes of the layer.
-        attend: attention, as in `decoder.forward`.
-        residual: residual stream before attention; None where it is `x`.
+        residual: residual stream before attention; None if it is `x`.
     """
-    (config,), options, layer = arch.ropes, arch.layer_options(0), jnp.int32(0)
-    rope = rotation(position, config, arch.head_dim)
+    layer = LayerContext(arch.layer_options(0), jnp.int32(0), rotation(tokens.position, arch.ropes[0], arch.head_dim))
     if residual is None:
-        return registry.family(arch).block(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
+        return registry.family(arch).block(p, x, tokens, layer, arch=arch)
     q, k, v = llama.project_qkv(p, x, arch, None)
-    out, carry = attend(q, k, v, rope, carry, layer, options)
+    out, tokens = tokens.attend(q, k, v, layer)
     y = linear(out.reshape(out.shape[0], -1), p["o_proj"], bias=p.get("o_bias"), residual=residual)
-    return llama.mlp(p, y, arch), carry
+    return llama.mlp(p, y, arch), tokens

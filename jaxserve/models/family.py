@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
+from jaxserve.layers.token_context import TokenContext
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import LAYER_PROJECTION, ParamSpec
 
-# block(params of the layer, x[T,D], rope[2,T,H/2] or None, carry, layer, arch=, options=, attend=) -> (x[T,D], carry)
-Block = Callable[..., tuple[Array, Any]]
+# block(params of the layer, x[T,D], tokens, layer, arch=) -> (x[T,D], tokens of the layers after it)
+Block = Callable[..., tuple[Array, TokenContext]]
 
 
 class Fold(NamedTuple):
@@ -36,14 +37,13 @@ class ModelFamily:
         read_arch: function that reads a config.json; raises ConfigError for settings that are not supported.
         param_specs: function that returns one row per tensor of a model. The decoder reads `embed`, `final_norm` and,
             unless tied, `lm_head`; the block reads what is under `("layers", layer)`, by names of its own.
-        block: one decoder layer, a pure function. `attend` rotates dimension i of a head with i + H / 2.
+        block: one decoder layer, a pure function. Attention rotates dimension i of a head with i + H / 2.
         final_norm: last norm, a function of x[T, D], the parameters under `final_norm` (a vector, or a dict of weight
             and bias) and epsilon.
         folds: places in each layer, for calibrated quantisation.
         norm_offset: constant that norms add to their weights.
         layer_inputs: function of the parameters, the sizes, token ids [T] and their embeddings [T, D] that returns what
-            each layer reads of the tokens besides, [L, T, size], or None; a block has its own under `layer_input` among
-            its parameters.
+            each layer reads of the tokens besides, [L, T, size], or None; a block has its own as `LayerContext.inputs`.
     """
 
     read_arch: Callable[[Mapping[str, Any]], ArchConfig]

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import offset_norm
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, Kind, one_of, read_fields, read_rope
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.layer_kinds import by_kind, full_every, read_windows
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.post_normed import post_norm_specs
@@ -85,16 +85,8 @@ def param_specs(arch: ArchConfig) -> list[ParamSpec]:
 
 
 def block(
-    p: Params,
-    x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"],
-    carry: Any,
-    layer: Any,
-    *,
-    arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
-) -> tuple[Float[Array, "T D"], Any]:
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Run one decoder layer: norm, attention, norm, residual; then the same around GeGLU. See `llama.block`."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
     with jax.named_scope("attention"):
@@ -102,13 +94,13 @@ def block(
         q, k, v = jnp.split(qkv.reshape(T, Q + 2 * K, H), [Q, Q + K], axis=1)
         if arch.qk_norm:
             q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k, p["k_norm"], arch.norm_eps)
-        out, carry = attend(q, k, v, rope, carry, layer, options)
+        out, tokens = tokens.attend(q, k, v, layer)
         x += offset_norm(llama.project_out(p, out, arch), p["attention_post_norm"], arch.norm_eps)
     with jax.named_scope("mlp"):
         inner = geglu(linear(offset_norm(x, p["mlp_norm"], arch.norm_eps), p["gate_up_proj"]))
         out = linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis))
         x += offset_norm(out, p["mlp_post_norm"], arch.norm_eps)
-    return x, carry
+    return x, tokens
 
 
 GEMMA2 = ModelFamily(gemma2_arch, param_specs, block, offset_norm, llama.FOLDS, norm_offset=1.0)

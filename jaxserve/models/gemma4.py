@@ -14,6 +14,7 @@ from jaxserve.layers.kv_forms import HeadVectors
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import layer_inputs, llama, mixtures
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
@@ -29,7 +30,7 @@ from jaxserve.models.hf_config import (
     read_fields,
     read_rope,
 )
-from jaxserve.models.layer_facts import LayerInputs, LayerOptions
+from jaxserve.models.layer_facts import LayerInputs
 from jaxserve.models.layer_kinds import FULL, SLIDING, full_every, layer_windows, read_kinds
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.post_normed import post_norm_specs
@@ -183,38 +184,30 @@ def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
 
 
 def block(
-    p: Params,
-    x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"],
-    carry: Any,
-    layer: Any,
-    *,
-    arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
-) -> tuple[Float[Array, "T D"], Any]:
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Run one decoder layer: attention, MLP and the layer's input, each between norms. See `llama.block`."""
     eps = arch.norm_eps
     with jax.named_scope("attention"):
-        q, k, v = _project(p, rms_norm(x, p["input_norm"], eps), arch, options)
-        out, carry = attend(q, k, v, rope, carry, layer, options)
+        q, k, v = _project(p, rms_norm(x, p["input_norm"], eps), arch, layer)
+        out, tokens = tokens.attend(q, k, v, layer)
         x += rms_norm(llama.project_out(p, out, arch), p["attention_post_norm"], eps)
     with jax.named_scope("mlp"):
         inner = geglu(linear(rms_norm(x, p["mlp_norm"], eps), p["gate_up_proj"]))
         out = linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis))
         if "router" in p:
             routing = rms_norm(x, p["router_norm"], eps) * jnp.asarray(arch.hidden_size**-0.5, x.dtype)
-            mixed, carry = mixtures.mix(p, rms_norm(x, p["experts_norm"], eps), arch, carry, routing)
+            mixed, tokens = mixtures.mix(p, rms_norm(x, p["experts_norm"], eps), tokens, arch, routing)
             out = rms_norm(out, p["dense_post_norm"], eps) + rms_norm(mixed, p["experts_post_norm"], eps)
         x += rms_norm(out, p["mlp_post_norm"], eps)
-    if "layer_input" in p:
+    if layer.inputs is not None:
         with jax.named_scope("layer_input"):
-            x = layer_inputs.add(p, x, eps)
-    return x * p["scalar"][None].astype(x.dtype), carry
+            x = layer_inputs.add(p, x, layer.inputs, eps)
+    return x * p["scalar"][None].astype(x.dtype), tokens
 
 
 def _project(
-    p: Params, x: Float[Array, "T D"], arch: ArchConfig, options: LayerOptions
+    p: Params, x: Float[Array, "T D"], arch: ArchConfig, layer: LayerContext
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"] | None, Float[Array, "T K H"] | None]:
     """Return queries, keys and values, normed by head; None for those of another layer."""
     H, Q = p["q_norm"].shape[0], arch.num_heads
@@ -222,8 +215,8 @@ def _project(
     q, others = rms_norm(heads[:, :Q], p["q_norm"], arch.norm_eps), heads[:, Q:]
     if "k_norm" not in p:
         return q, None, None
-    assert isinstance(options.kv, HeadVectors), "keys and values are those of heads"
-    K = options.kv.num_kv_heads
+    assert isinstance(layer.options.kv, HeadVectors), "keys and values are those of heads"
+    K = layer.options.kv.num_kv_heads
     k, v = others[:, :K], others[:, -K:]  # the same where one product makes both
     return q, rms_norm(k, p["k_norm"], arch.norm_eps), rms_norm(v, jnp.ones(H, x.dtype), arch.norm_eps)
 

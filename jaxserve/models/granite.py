@@ -5,13 +5,13 @@ They are dense or have experts, and some have sliding windows, or Mamba-2 in pla
 
 import dataclasses
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.norm import RmsNorm, rms_norm
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama, mixtures
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
@@ -23,7 +23,6 @@ from jaxserve.models.hf_config import (
     one_of,
     read_fields,
 )
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_kinds, read_windows
 from jaxserve.models.mamba import mamba, mamba_specs, read_mamba
 from jaxserve.models.params import Params, ParamSpec
@@ -160,32 +159,24 @@ def swa_param_specs(arch: ArchConfig) -> list[ParamSpec]:
 
 
 def block(
-    p: Params,
-    x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"] | None,
-    carry: Any,
-    layer: Any,
-    *,
-    arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
-) -> tuple[Float[Array, "T D"], Any]:
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one decoder layer: x + factor * attention or Mamba-2, then + factor * MLP or mixture. See `llama.block`."""
     with jax.named_scope("attention"):
         norm = RmsNorm(p["input_norm"], arch.norm_eps)
-        if options.state is None:
+        if layer.options.state is None:
             q, k, v = llama.project_qkv(p, x, arch, norm)
-            out, carry = attend(q, k, v, rope, carry, layer, options, p.get("sinks"))
+            out, tokens = tokens.attend(q, k, v, layer, p.get("sinks"))
             out = llama.project_out(p, out, arch)
         else:
-            out, carry = mamba(p, norm(x), partial(attend, carry=carry, layer=layer, options=options), arch)
+            out, tokens = mamba(p, norm(x), tokens, layer, arch)
         x += arch.residual_scale * out
     with jax.named_scope("mlp"):
         if "router" in p:
-            out, carry = mixtures.mix(p, rms_norm(x, p["mlp_norm"], arch.norm_eps), arch, carry)
+            out, tokens = mixtures.mix(p, rms_norm(x, p["mlp_norm"], arch.norm_eps), tokens, arch)
         else:
             out = llama.swiglu_mlp(p, x, arch, RmsNorm(p["mlp_norm"], arch.norm_eps))
-        return x + arch.residual_scale * out, carry
+        return x + arch.residual_scale * out, tokens
 
 
 GRANITE = ModelFamily(granite_arch, llama.param_specs, block, rms_norm, llama.FOLDS)

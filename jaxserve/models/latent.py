@@ -11,9 +11,10 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import RmsNorm, rms_norm
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.layer_facts import LatentAttention, LayerOptions
+from jaxserve.models.layer_facts import LatentAttention
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 
@@ -53,16 +54,8 @@ def attention_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
 
 
 def attention(
-    p: Params,
-    x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"],
-    carry: Any,
-    layer: Any,
-    *,
-    arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
-) -> tuple[Float[Array, "T D"], Any]:
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Return x + attention over the latents of its norm. See `llama.block`."""
     latent, Q = arch.latent, arch.num_heads
     assert latent is not None, "every model of these families has latents"
@@ -73,8 +66,8 @@ def attention(
     value, key = jnp.split(linear(normed, p["kv_a_proj"], bias=p.get("kv_a_bias")), [latent.rank], axis=-1)
     value = rms_norm(value, p["kv_a_norm"], _INNER_EPS)
     latents = jnp.concatenate([value, _halves(key, latent)], axis=-1)[:, None]
-    out, carry = attend(q, latents, HeadMatrices(to_keys, to_values), rope, carry, layer, options)
-    return llama.project_out(p, out, arch, x), carry
+    out, tokens = tokens.attend(q, latents, HeadMatrices(to_keys, to_values), layer)
+    return llama.project_out(p, out, arch, x), tokens
 
 
 def _queries(p: Params, normed: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T Q H"]:

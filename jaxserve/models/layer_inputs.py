@@ -54,7 +54,7 @@ def read(
     return jnp.moveaxis(both, 1, 0)
 
 
-def add(p: Params, x: Float[Array, "T D"], eps: float) -> Float[Array, "T D"]:
-    """Return x + the norm of a layer's input, gated by x."""
+def add(p: Params, x: Float[Array, "T D"], inputs: Float[Array, "T size"], eps: float) -> Float[Array, "T D"]:
+    """Return x + the norm of a layer's inputs, gated by x."""
     gate = jax.nn.gelu(linear(x, p["layer_input_gate"]), approximate=True)
-    return x + rms_norm(linear(gate * p["layer_input"], p["layer_input_proj"]), p["layer_input_post_norm"], eps)
+    return x + rms_norm(linear(gate * inputs, p["layer_input_proj"]), p["layer_input_post_norm"], eps)

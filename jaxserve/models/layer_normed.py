@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import layer_norm
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Fold
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import POSITION_EMBED, Params, ParamSpec
 
 
@@ -118,15 +118,12 @@ def _projection(
 def block(
     p: Params,
     x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"] | None,
-    carry: Any,
-    layer: Any,
+    tokens: TokenContext,
+    layer: LayerContext,
     *,
     arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
     project: Callable[..., Any] = llama.project_qkv,
-) -> tuple[Float[Array, "T D"], Any]:
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one decoder layer: x + attention, then + MLP, each behind a layer norm. See `llama.block`.
 
     With `arch.parallel` the MLP reads x as attention does, behind the same norm where it has none of its own.
@@ -134,14 +131,14 @@ def block(
     with jax.named_scope("attention"):
         normed = layer_norm(x, p["input_norm"], arch.norm_eps)
         q, k, v = project(p, normed, arch, None)
-        out, carry = attend(q, k, v, rope, carry, layer, options)
+        out, tokens = tokens.attend(q, k, v, layer)
         attended = llama.project_out(p, out, arch, x)
     with jax.named_scope("mlp"):
         if "mlp_norm" in p:
             normed = layer_norm(x if arch.parallel else attended, p["mlp_norm"], arch.norm_eps)
         inner = ACTIVATIONS[arch.activation](linear(normed, p["up_proj"], bias=p.get("up_bias")))
         summed = LinearContext(axis=arch.tensor_axis)
-        return linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=attended), carry
+        return linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=attended), tokens
 
 
 FOLDS = (Fold("input_norm", "qkv_proj"), Fold("qkv_proj", "o_proj", part=2), Fold("mlp_norm", "up_proj"))

@@ -13,6 +13,7 @@ from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.layers.rope import pair_halves
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Fold, ModelFamily
 from jaxserve.models.hf_config import (
@@ -26,7 +27,6 @@ from jaxserve.models.hf_config import (
     read_rope,
     token_id_set,
 )
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 _FIELDS = {
@@ -207,26 +207,22 @@ def project_out(
 def block(
     p: Params,
     x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"] | None,
-    carry: Any,
-    layer: Any,
+    tokens: TokenContext,
+    layer: LayerContext,
     *,
     arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
     feed_forward: Callable[[Params, Array, ArchConfig], Array] | None = None,
-) -> tuple[Float[Array, "T D"], Any]:
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one pre-norm decoder layer: x + attention, then + SwiGLU, or what `feed_forward` adds.
 
-    `attend` rotates queries and keys by `rope` and updates the KV pool in `carry`. If the model is split, each device
-    has a part of the heads and of the feed-forward size, and all of x.
+    If the model is split, each device has a part of the heads and of the feed-forward size, and all of x.
     """
     with jax.named_scope("attention"):
         q, k, v = project_qkv(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
-        out, carry = attend(q, k, v, rope, carry, layer, options)
+        out, tokens = tokens.attend(q, k, v, layer)
         x = project_out(p, out, arch, x)
     with jax.named_scope("mlp"):
-        return (feed_forward or mlp)(p, x, arch), carry
+        return (feed_forward or mlp)(p, x, arch), tokens
 
 
 def mlp(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:

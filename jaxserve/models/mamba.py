@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32
 from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mamba import Mamba, MambaInputs
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
 from jaxserve.models.params import Params, ParamSpec
@@ -117,13 +118,16 @@ def mamba_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
     return specs
 
 
-def mamba(p: Params, normed: Float[Array, "T D"], attend: Any, arch: ArchConfig) -> tuple[Float[Array, "T D"], Any]:
-    """Return what Mamba-2 adds to the residual stream, and the carry.
+def mamba(
+    p: Params, normed: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, arch: ArchConfig
+) -> tuple[Float[Array, "T D"], TokenContext]:
+    """Return the outputs of Mamba-2, without the residual stream.
 
     Args:
         p: parameters of the layer.
         normed: norm of the residual stream.
-        attend: function of the inputs and three Nones, as of a block whose layer has a state.
+        tokens: tokens of the step.
+        layer: the layer.
         arch: sizes of the model, or of one device's part of it.
     """
     sizes = arch.state
@@ -133,10 +137,11 @@ def mamba(p: Params, normed: Float[Array, "T D"], attend: Any, arch: ArchConfig)
     step = jax.nn.softplus(step.astype(jnp.float32) + p["time_bias"][None, :])
     step = jnp.clip(step, *sizes.time_step_limit)
     decay = -jnp.exp(p["decay"])[None, :] * step
-    out, carry = attend(MambaInputs(mixed, p["taps"], p.get("conv_bias"), step, decay, p["skip"]), None, None, None)
+    inputs = MambaInputs(mixed, p["taps"], p.get("conv_bias"), step, decay, p["skip"])
+    out, tokens = tokens.advance(inputs, layer)
     gated = out.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
     out = (_group_norm(gated, sizes, arch) * p["mamba_norm"].astype(jnp.float32)[None, :]).astype(normed.dtype)
-    return linear(out, p["mamba_out"], LinearContext(axis=arch.tensor_axis), bias=p.get("mamba_out_bias")), carry
+    return linear(out, p["mamba_out"], LinearContext(axis=arch.tensor_axis), bias=p.get("mamba_out_bias")), tokens
 
 
 def _group_norm(x: Float32[Array, "T inner"], sizes: Mamba, arch: ArchConfig) -> Float32[Array, "T inner"]:

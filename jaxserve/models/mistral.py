@@ -4,17 +4,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import GrowingRotation
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import NUMBER, POSITIVE, SIZE, read_fields, read_num_layers
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.layer_kinds import SLIDING, read_windows, same_windows
-from jaxserve.models.params import Params
 
 _ORIGINAL = "original_max_position_embeddings"
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
@@ -67,28 +62,5 @@ def ministral3_arch(config: Mapping[str, Any]) -> ArchConfig:
     return dataclasses.replace(parsed, ropes=ropes)
 
 
-def ministral3_block(
-    p: Params,
-    x: Float[Array, "T D"],
-    rope: GrowingRotation | Float[Array, "2 T half"],
-    carry: Any,
-    layer: Any,
-    *,
-    arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
-) -> tuple[Float[Array, "T D"], Any]:
-    """Apply Llama's layer with queries that grow with their positions. See `llama.block`."""
-    if not isinstance(rope, GrowingRotation):
-        return llama.block(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
-    factor = rope.query_factor[:, None, None].astype(x.dtype)
-
-    def attend_grown(q: Float[Array, "T Q H"], *others: Any) -> tuple[Float[Array, "T Q H"], Any]:
-        out, carry = attend(factor * q, *others)
-        return out, carry
-
-    return llama.block(p, x, rope.table, carry, layer, arch=arch, options=options, attend=attend_grown)
-
-
-MINISTRAL3 = ModelFamily(ministral3_arch, llama.param_specs, ministral3_block, rms_norm, llama.FOLDS)
+MINISTRAL3 = ModelFamily(ministral3_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)
 MISTRAL = ModelFamily(arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)

@@ -8,13 +8,13 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.experts import Experts, ExpertWeights, RoutedTokens, mixture
+from jaxserve.layers.experts import Experts, ExpertWeights, mixture
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import SIZE, read_fields
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 
@@ -125,42 +125,43 @@ def stacked(arch: ArchConfig, spec: ParamSpec, module: str) -> ParamSpec:
 def block(
     p: Params,
     x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"] | None,
-    carry: Any,
-    layer: Any,
+    tokens: TokenContext,
+    layer: LayerContext,
     *,
     arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
     project: Callable[..., Any] = llama.project_qkv,
-) -> tuple[Float[Array, "T D"], Any]:
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one pre-norm decoder layer: x + attention, then + its MLP or mixture of experts. See `llama.block`."""
     with jax.named_scope("attention"):
         q, k, v = project(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
-        out, carry = attend(q, k, v, rope, carry, layer, options, p.get("sinks"))
+        out, tokens = tokens.attend(q, k, v, layer, p.get("sinks"))
         x = llama.project_out(p, out, arch, x)
     with jax.named_scope("mlp"):
-        return feed_forward(p, x, arch, carry)
+        return feed_forward(p, x, tokens, arch)
 
 
 def feed_forward(
-    p: Params, x: Float[Array, "T D"], arch: ArchConfig, carry: Any, norm: Callable[..., Array] = rms_norm
-) -> tuple[Float[Array, "T D"], Any]:
-    """Return x + the mixture of experts of its norm, or + SwiGLU of its `rms_norm` without experts; and the carry."""
+    p: Params,
+    x: Float[Array, "T D"],
+    tokens: TokenContext,
+    arch: ArchConfig,
+    norm: Callable[..., Array] = rms_norm,
+) -> tuple[Float[Array, "T D"], TokenContext]:
+    """Return x + the MoE layer of its norm, or + SwiGLU of its `rms_norm` if the layer has no experts."""
     if "router" not in p:
-        return llama.mlp(p, x, arch), carry
-    y, carry = mix(p, norm(x, p["mlp_norm"], arch.norm_eps), arch, carry)
-    return x + y, carry
+        return llama.mlp(p, x, arch), tokens
+    y, tokens = mix(p, norm(x, p["mlp_norm"], arch.norm_eps), tokens, arch)
+    return x + y, tokens
 
 
 def mix(
-    p: Params, x: Float[Array, "T D"], arch: ArchConfig, carry: Any, routing: Float[Array, "T D"] | None = None
-) -> tuple[Float[Array, "T D"], Any]:
-    """Return the mixture of experts of normed x, and the carry.
-
-    A carry may have `routed`, a `RoutedTokens`, which says what is padding and counts the tokens of experts. `routing`
-    is what the router reads, where that is not x.
-    """
+    p: Params,
+    x: Float[Array, "T D"],
+    tokens: TokenContext,
+    arch: ArchConfig,
+    routing: Float[Array, "T D"] | None = None,
+) -> tuple[Float[Array, "T D"], TokenContext]:
+    """Return the outputs of the MoE layer for normed x; the router reads `routing` if it is given."""
     matrices = ExpertWeights(
         p["router"],
         p["experts_gate_up"],
@@ -174,6 +175,4 @@ def mix(
         p.get("experts_down_bias"),
         p.get("expert_factors"),
     )
-    before: RoutedTokens | None = getattr(carry, "routed", None)
-    y, routed = mixture(x, matrices, _of(arch), arch.tensor_axis, before, routing, arch.token_axis)
-    return y, carry if routed is None else dataclasses.replace(carry, routed=routed)
+    return mixture(x, tokens, matrices, _of(arch), arch.tensor_axis, routing, arch.token_axis)

@@ -9,9 +9,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.norm import RmsNorm, rms_norm
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec
 
 
@@ -69,15 +69,12 @@ def project_normed_whole(
 def block(
     p: Params,
     x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"] | None,
-    carry: Any,
-    layer: Any,
+    tokens: TokenContext,
+    layer: LayerContext,
     *,
     arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
     project: Callable[..., Any] = llama.project_qkv,
-) -> tuple[Float[Array, "T D"], Any]:
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one decoder layer: x + norm of attention, then + norm of SwiGLU. See `llama.block`.
 
     Attention and SwiGLU read x behind a norm of their own where they have one.
@@ -86,8 +83,8 @@ def block(
     before = {name: RmsNorm(p[name], eps) for name in ("input_norm", "mlp_norm") if name in p}
     with jax.named_scope("attention"):
         q, k, v = project(p, x, arch, before.get("input_norm"))
-        out, carry = attend(q, k, v, rope, carry, layer, options)
+        out, tokens = tokens.attend(q, k, v, layer)
         x += rms_norm(llama.project_out(p, out, arch), p["attention_post_norm"], eps)
     with jax.named_scope("mlp"):
         out = llama.swiglu_mlp(p, x, arch, before.get("mlp_norm"))
-        return x + rms_norm(out, p["mlp_post_norm"], eps), carry
+        return x + rms_norm(out, p["mlp_post_norm"], eps), tokens

@@ -1,7 +1,7 @@
 """Qwen3-Next and Qwen3.5: gated delta nets, with gated attention in every fourth layer."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,11 @@ from jaxserve.layers.experts import Experts
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import offset_norm
 from jaxserve.layers.rope import pair_halves
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import delta, llama, mixtures, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.layer_kinds import FULL, read_kinds
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.state_layers import replace_attention
@@ -152,32 +152,33 @@ def _offset(spec: ParamSpec) -> ParamSpec:
 def block(
     p: Params,
     x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"] | None,
-    carry: Any,
-    layer: Any,
+    tokens: TokenContext,
+    layer: LayerContext,
     *,
     arch: ArchConfig,
-    options: LayerOptions,
-    attend: Any,
     is_grouped: bool,
-) -> tuple[Float[Array, "T D"], Any]:
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one pre-norm decoder layer: x + gated attention or a delta net, then + its MLP or mixture of experts."""
     with jax.named_scope("attention"):
         normed = offset_norm(x, p["input_norm"], arch.norm_eps)
-        run: Callable[[Any], Any] = partial(attend, carry=carry, layer=layer, options=options)
-        if options.state is None:
-            x, carry = _attention(p, x, normed, rope, run, arch)
+        if layer.options.state is None:
+            x, tokens = _attention(p, x, normed, tokens, layer, arch)
         else:
-            x, carry = delta.delta(p, x, normed, run, arch, is_grouped=is_grouped)
+            x, tokens = delta.delta(p, x, normed, tokens, layer, arch, is_grouped=is_grouped)
     with jax.named_scope("mlp"):
         if "router" in p:
-            return mixtures.feed_forward(p, x, arch, carry, offset_norm)
-        return llama.swiglu_mlp(p, offset_norm(x, p["mlp_norm"], arch.norm_eps), arch, residual=x), carry
+            return mixtures.feed_forward(p, x, tokens, arch, offset_norm)
+        return llama.swiglu_mlp(p, offset_norm(x, p["mlp_norm"], arch.norm_eps), arch, residual=x), tokens
 
 
 def _attention(
-    p: Params, x: Float[Array, "T D"], normed: Float[Array, "T D"], rope: Any, attend: Any, arch: ArchConfig
-) -> tuple[Float[Array, "T D"], Any]:
+    p: Params,
+    x: Float[Array, "T D"],
+    normed: Float[Array, "T D"],
+    tokens: TokenContext,
+    layer: LayerContext,
+    arch: ArchConfig,
+) -> tuple[Float[Array, "T D"], TokenContext]:
     """Return x + attention whose heads have gates of their own."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
     qkv = linear(normed, p["qkv_proj"], bias=p.get("qkv_bias"))
@@ -185,8 +186,8 @@ def _attention(
     q, gate = jnp.split(gated.reshape(T, Q, 2 * H), 2, axis=2)
     q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k.reshape(T, K, H), p["k_norm"], arch.norm_eps)
     q, k = pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs)
-    out, carry = attend(q, k, v.reshape(T, K, H), rope)
-    return llama.project_out(p, out * jax.nn.sigmoid(gate), arch, x), carry
+    out, tokens = tokens.attend(q, k, v.reshape(T, K, H), layer)
+    return llama.project_out(p, out * jax.nn.sigmoid(gate), arch, x), tokens
 
 
 _next_block, _block = (partial(block, is_grouped=is_grouped) for is_grouped in (True, False))

@@ -6,14 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import ObservedMatrix, as_matrix
 from jaxserve.layers.rope import rotation
+from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 from jaxserve.quantize.smoothing import InputStats
@@ -55,57 +56,46 @@ def _run(p: Params, x: Array, stats: Stats, *, arch: ArchConfig, kind: int) -> t
 
 def _apply(p: Params, x: Array, stats: Stats, arch: ArchConfig, kind: int) -> tuple[Array, Stats]:
     B, S, D = x.shape
-    positions = jnp.tile(jnp.arange(S), B)
-    rope = rotation(positions, arch.ropes[kind], arch.head_dim)
+    tokens = TokenContext(jnp.tile(jnp.arange(S), B), _SequenceAttention(S))
+    rotated = rotation(tokens.position, arch.ropes[kind], arch.head_dim)
     stats = dict(stats)
 
     def observe(name: str, inputs: Array) -> None:
         stats[name] = stats[name].add(inputs)
 
     observed = {name: ObservedMatrix(as_matrix(p[name]), partial(observe, name)) for name in stats}
-    outputs, _ = registry.family(arch).block(
-        {**p, **observed},
-        x.reshape(B * S, D),
-        rope,
-        None,
-        0,
-        arch=arch,
-        options=arch.layer_options(kind),
-        attend=partial(_attend, seq_len=S),
-    )
+    context = LayerContext(arch.layer_options(kind), jnp.int32(0), rotated)
+    outputs, _ = registry.family(arch).block({**p, **observed}, x.reshape(B * S, D), tokens, context, arch=arch)
     return outputs.reshape(B, S, D), stats
 
 
-def _attend(
-    q: Float[Array, "T Q H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    rope: Float[Array, "2 T half"] | None,
-    carry: Any,
-    layer: Any,
-    options: LayerOptions,
-    sinks: Float[Array, " Q"] | None = None,
-    *,
-    seq_len: int,
-) -> tuple[Float[Array, "T Q H"], Any]:
-    """Attend inside each run of `seq_len` tokens; one sequence at a time, whose scores are the largest array."""
-    if rope is not None:
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-    (T, Q, H), K, attention = q.shape, k.shape[1], options.attention
-    distance = jnp.arange(seq_len)[:, None] - jnp.arange(seq_len)[None, :]
-    seen = (distance >= 0) & (distance < (attention.window or seq_len))
+@struct.dataclass
+class _SequenceAttention(Attention):
+    """Attention inside each run of `seq_len` tokens; one sequence at a time, whose scores are the largest array."""
 
-    def one(sequence: tuple[Array, Array, Array]) -> Array:
-        q, k, v = sequence
-        scores = jnp.einsum("skgh,tkh->kgst", q.reshape(-1, K, Q // K, H), k) * attention.scale
-        if attention.soft_cap is not None:
-            scores = attention.soft_cap * jnp.tanh(scores / attention.soft_cap)
-        scores = jnp.where(seen[None, None], scores, -jnp.inf)
-        if sinks is not None:
-            column = jnp.broadcast_to(sinks.reshape(K, Q // K, 1, 1), (*scores.shape[:3], 1))
-            scores = jnp.concatenate([scores, column], axis=-1)
-        weights = jax.nn.softmax(scores)[..., :seq_len]
-        return jnp.einsum("kgst,tkh->skgh", weights, v).reshape(-1, Q, H)
+    seq_len: int = struct.field(pytree_node=False)
 
-    sequences = [x.reshape(T // seq_len, seq_len, *x.shape[1:]) for x in (q, k, v)]
-    return lax.map(one, tuple(sequences)).reshape(T, Q, H), carry
+    def attend(
+        self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
+    ) -> tuple[Array, "_SequenceAttention"]:
+        assert k is not None, "every layer has keys of its own"
+        if layer.rope is not None:
+            q, k = apply_rope(q, layer.rope), apply_rope(k, layer.rope)
+        (T, Q, H), K, attention = q.shape, k.shape[1], layer.options.attention
+        distance = jnp.arange(self.seq_len)[:, None] - jnp.arange(self.seq_len)[None, :]
+        seen = (distance >= 0) & (distance < (attention.window or self.seq_len))
+
+        def one(sequence: tuple[Array, Array, Array]) -> Array:
+            q, k, v = sequence
+            scores = jnp.einsum("skgh,tkh->kgst", q.reshape(-1, K, Q // K, H), k) * attention.scale
+            if attention.soft_cap is not None:
+                scores = attention.soft_cap * jnp.tanh(scores / attention.soft_cap)
+            scores = jnp.where(seen[None, None], scores, -jnp.inf)
+            if sinks is not None:
+                column = jnp.broadcast_to(sinks.reshape(K, Q // K, 1, 1), (*scores.shape[:3], 1))
+                scores = jnp.concatenate([scores, column], axis=-1)
+            weights = jax.nn.softmax(scores)[..., : self.seq_len]
+            return jnp.einsum("kgst,tkh->skgh", weights, v).reshape(-1, Q, H)
+
+        sequences = [x.reshape(T // self.seq_len, self.seq_len, *x.shape[1:]) for x in (q, k, v)]
+        return lax.map(one, tuple(sequences)).reshape(T, Q, H), self

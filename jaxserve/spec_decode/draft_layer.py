@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, no_type_check
 
 import jax.numpy as jnp
@@ -30,16 +29,15 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.proposer import BothParams, Drafts
-from jaxserve.execution.round import AttentionCarry, paged_attend
 from jaxserve.execution.rows import Rows, place_tokens, ragged_rows
 from jaxserve.execution.state import CLIPPED, ServeState, new_pool
-from jaxserve.layers.experts import RoutedTokens
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import draft_head
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.decoder import Attend
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.sampling import SamplingRows
@@ -244,14 +242,13 @@ class DraftLayer:
         target, own = params
         table, axis = (own["embed"], None) if "embed" in own else (target["embed"], self.target.vocab_axis)
         embedding = embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis))
-        attend = partial(paged_attend, backend=self.backend)
         num_rows = jnp.int32(rows.slot.shape[0])
         group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
         arch = self.head.arch
-        routed = None if arch.experts is None else RoutedTokens.of(live, counts=None)
-        carry: Any = AttentionCarry(kv_pages, (arch.kv.step_rows(self.backend, group),), routed=routed)
-        x, carry = apply_layer(own, self.head, embedding, feature, position, attend, carry)
-        return x, carry.kv_pages
+        attention = PagedAttention(self.backend, kv_pages, (arch.kv.step_rows(self.backend, group),))
+        tokens = TokenContext(position, attention, live=live)
+        x, tokens = apply_layer(own, self.head, embedding, feature, tokens)
+        return x, PagedAttention.after(tokens).kv_pages
 
     def _logits(self, params: BothParams, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         target, own = params
@@ -280,20 +277,16 @@ def apply_layer(
     head: LayerHead,
     embedding: Float[Array, "T D"],
     feature: Float[Array, "T D"],
-    position: Int[Array, " T"],
-    attend: Attend,
-    carry: Any,
-) -> tuple[Float[Array, "T D"], Any]:
-    """Return the layer's outputs before the final norm, and the carry of attention.
+    tokens: TokenContext,
+) -> tuple[Float[Array, "T D"], TokenContext]:
+    """Return the layer's outputs before the final norm, and the context that it leaves.
 
     Args:
         own: parameters that `DraftLayer` describes.
         head: kind and sizes of the layer.
         embedding: embeddings of the tokens behind the features.
         feature: features.
-        position: places of the features.
-        attend: attention, as `models.decoder.Attend` describes.
-        carry: state of attention.
+        tokens: the tokens, with the positions of the features.
     """
     arch, p, eps = head.arch, own["layers"][0], head.arch.norm_eps
     normed = rms_norm(feature, own["feature_norm"], eps)
@@ -303,4 +296,4 @@ def apply_layer(
         both = linear(both, own["proj"])
     else:
         residual = normed if head.norms_residual else feature
-    return draft_head.block(p, both, position, carry, arch=arch, attend=attend, residual=residual)
+    return draft_head.block(p, both, tokens, arch=arch, residual=residual)

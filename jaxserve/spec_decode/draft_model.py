@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import no_type_check
 
 import jax.numpy as jnp
@@ -24,11 +23,11 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.proposer import BothParams, Drafts
-from jaxserve.execution.round import AttentionCarry, paged_attend
 from jaxserve.execution.rows import Rows, num_draftable, place_tokens, ragged_rows
 from jaxserve.execution.state import CLIPPED, Lengths, ServeState, new_pool
-from jaxserve.layers.experts import RoutedTokens
+from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
@@ -96,10 +95,6 @@ class DraftModel:
     def max_nodes(self) -> int:
         """Most tokens that it proposes for a row, N."""
         return self.max_drafts if self.tree is None else self.tree.num_nodes
-
-    @cached_property
-    def _attend(self) -> decoder.Attend:
-        return partial(paged_attend, backend=self.backend)
 
     def new_state(self) -> DraftState:
         """Return an empty pool, and sequences of which nothing is computed."""
@@ -269,10 +264,9 @@ class DraftModel:
             position = jnp.where(node > 0, last.position[row] + depth, position)
         num_rows = jnp.int32(rows.slot.shape[0])
         group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
-        routed = None if self.arch.experts is None else RoutedTokens.of(live, None)
-        carry = AttentionCarry(kv_pages, (self.arch.kv.step_rows(self.backend, group),), tree_mask, routed=routed)
-        hidden, carry = decoder.forward(params, self.arch, ids, position, self._attend, carry)
-        return hidden, carry.kv_pages
+        attention = PagedAttention(self.backend, kv_pages, (self.arch.kv.step_rows(self.backend, group),), tree_mask)
+        hidden, tokens = decoder.forward(params, self.arch, ids, TokenContext(position, attention, live=live))
+        return hidden, PagedAttention.after(tokens).kv_pages
 
     def _logits(self, params: Params, hidden: Float[Array, "M D"]) -> Float[Array, "M V"]:
         """Return logits over the target's vocabulary."""

@@ -1,18 +1,18 @@
 """The decoder on batches of equally long sequences, without a KV pool: what training and scoring run."""
 
+import dataclasses
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import Array, lax
 
+from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.decoder import Attend
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope, int4
@@ -41,7 +41,8 @@ def logits(params: Params, arch: ArchConfig, tokens: Array, kv_dtype: str | None
     """
     B, S = tokens.shape
     positions = jnp.tile(jnp.arange(S), B)
-    hidden, _ = decoder.forward(params, arch, tokens.reshape(-1), positions, dense_attend(S, kv_dtype), None)
+    context = TokenContext(positions, DenseAttention(S, kv_dtype))
+    hidden, _ = decoder.forward(params, arch, tokens.reshape(-1), context)
     return decoder.compute_logits(params, arch, hidden).reshape(B, S, -1)
 
 
@@ -57,36 +58,41 @@ def as_stored(x: Array, kv_dtype: str) -> Array:
     return int4.rotate(found) / int4.block_size(x.shape[-1]) if kv_dtype == "int4" else found
 
 
-@cache
-def dense_attend(seq_len: int, kv_dtype: str | None = None) -> Attend:
+@struct.dataclass
+class DenseAttention(Attention):
     """Causal attention inside each run of `seq_len` tokens of the token axis, on keys and values as a pool stores them.
 
-    The carry is None, or the keys and values of earlier calls. A query then sees those of the first call up to its own
-    place, and of each call after that, its own among them, those in its place alone. If calls after the first have
-    fewer tokens than it, these are in every second place, or third, and so on.
+    With `entries`, the keys and values of earlier calls, a query sees those of the first call up to its own position,
+    and of each call after that, its own included, only those at its position. If calls after the first have fewer
+    tokens than it, these are at every second position, or third, and so on.
     """
 
+    seq_len: int = struct.field(pytree_node=False)
+    kv_dtype: str | None = struct.field(pytree_node=False, default=None)
+    entries: tuple[tuple[Array, Array], ...] | None = None
+
     def attend(
-        q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, options: LayerOptions, sinks: Any = None
-    ) -> tuple[Array, Any]:
-        if options.attention.window is not None or options.attention.soft_cap is not None or sinks is not None:
+        self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
+    ) -> tuple[Array, "DenseAttention"]:
+        attention, rope = layer.options.attention, layer.rope
+        if attention.window is not None or attention.soft_cap is not None or sinks is not None:
             raise NotImplementedError(
                 "training needs a model of full attention, without soft cap and sinks, got "
-                f"{options.attention}{'' if sinks is None else ' and sinks'}"
+                f"{attention}{'' if sinks is None else ' and sinks'}"
             )
+        assert k is not None, "every layer has its own keys"
+        assert rope is not None, "every layer rotates its keys"
         T, K, H = k.shape
-        B, G = T // seq_len, q.shape[1] // K
+        B, G = T // self.seq_len, q.shape[1] // K
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        if kv_dtype is not None:
-            k, v = as_stored(k, kv_dtype), as_stored(v, kv_dtype)
-        q = q.reshape(B, seq_len, K, G, H).transpose(0, 2, 3, 1, 4) * options.attention.scale  # [B, K, G, S, H]
-        k, v = (x.reshape(B, seq_len, K, H).transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, S, H]
-        entries = ((k, v),) if carry is None else (*carry, (k, v))
-        out = [_attend_block(q, entries, start) for start in range(0, seq_len, _QUERY_BLOCK)]
+        if self.kv_dtype is not None:
+            k, v = as_stored(k, self.kv_dtype), as_stored(v, self.kv_dtype)
+        q = q.reshape(B, self.seq_len, K, G, H).transpose(0, 2, 3, 1, 4) * attention.scale  # [B, K, G, S, H]
+        k, v = (x.reshape(B, self.seq_len, K, H).transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, S, H]
+        entries = (*(self.entries or ()), (k, v))
+        out = [_attend_block(q, entries, start) for start in range(0, self.seq_len, _QUERY_BLOCK)]
         out = jnp.concatenate(out, axis=3).transpose(0, 3, 1, 2, 4).reshape(T, K * G, H)
-        return out, None if carry is None else entries
-
-    return attend
+        return out, self if self.entries is None else dataclasses.replace(self, entries=entries)
 
 
 def _attend_block(q: Array, entries: Sequence[tuple[Array, Array]], start: int) -> Array:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -16,13 +16,14 @@ from safetensors.flax import save_file  # numpy has no bfloat16
 
 from jaxserve.layers.linear import LinearContext, embed
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder, llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, build_tree
 from jaxserve.spec_decode.draft_layer import LayerHead, apply_layer, project_features
 from jaxserve.spec_decode.head_files import layer_specs
 from jaxserve.spec_decode.medusa import apply_blocks
-from training.dense_model import dense_attend
+from training.dense_model import DenseAttention
 from training.loop import Tensors
 
 EVERY = 4  # places of a text from one at which tokens are drafted to the next: logits cost more than the text
@@ -108,8 +109,8 @@ class MedusaHeads:
 
     def predict(self, tensors: Tensors, target: Params, tokens: Array) -> list[Prediction]:
         B, S = tokens.shape
-        positions = jnp.tile(jnp.arange(S), B)
-        hidden, _ = decoder.forward(target, self.target, tokens.reshape(-1), positions, dense_attend(S), None)
+        context = TokenContext(jnp.tile(jnp.arange(S), B), DenseAttention(S))
+        hidden, _ = decoder.forward(target, self.target, tokens.reshape(-1), context)
         hidden = hidden.reshape(B, S, -1)
         P = (S - self.num_heads) // EVERY * EVERY
         predictions = []
@@ -182,21 +183,22 @@ class Eagle3Layer:
         own = self.params(tensors)
         B, S = tokens.shape
         P, D = (S - self.num_steps) // EVERY * EVERY, self.target.hidden_size
-        positions = jnp.tile(jnp.arange(S), B)
+        context = TokenContext(jnp.tile(jnp.arange(S), B), DenseAttention(S))
         hidden, inputs, _ = decoder.forward_with_features(
-            target, self.target, tokens.reshape(-1), positions, dense_attend(S), None, self.feature_layers
+            target, self.target, tokens.reshape(-1), context, self.feature_layers
         )
         hidden = hidden.reshape(B, S, D)
         feature = project_features(own, self.head, inputs).reshape(B, S, D)[:, :P]
-        places, carry = jnp.arange(P), ()
+        places, attention = jnp.arange(P), DenseAttention(S, entries=())
         predictions = []
         for step in range(self.num_steps):
             embedding = embed(
                 tokens[:, 1 + step + places].reshape(-1), target["embed"], LinearContext(dtype=feature.dtype)
             )
-            positions = jnp.tile(step + places, B)
-            attend = dense_attend(len(places))
-            out, carry = apply_layer(own, self.head, embedding, feature.reshape(-1, D), positions, attend, carry)
+            attention = replace(attention, seq_len=len(places))
+            context = TokenContext(jnp.tile(step + places, B), attention)
+            out, context = apply_layer(own, self.head, embedding, feature.reshape(-1, D), context)
+            attention = context.attention
             feature = out.reshape(B, -1, D)
             if step == 0:  # elsewhere it gives keys and values alone
                 places, feature = places[::EVERY], feature[:, ::EVERY]

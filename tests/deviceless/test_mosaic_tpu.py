@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import time
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,9 @@ from test_h200_step import DEFAULT_MODEL, LLAMA_8B
 
 from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.batch import BatchLayout
-from jaxserve.execution.round import AttentionCarry, paged_attend
+from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.state import abstract_state
+from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder, registry
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.ragged_paged_attention import (
@@ -201,14 +201,14 @@ def test_a_decode_step_reads_weights_and_keys_once():
     arch = registry.from_hf_config(LLAMA_8B | {"num_hidden_layers": 2})
     rows, context = 64, 8192
     schedule = ScheduleConfig(rows, 2048, context, 16, num_pages=rows * context // 16)
-    layout, attend = BatchLayout.of(schedule, rows), partial(paged_attend, backend="mosaic_tpu")
+    layout = BatchLayout.of(schedule, rows)
 
     def decode(params, state, blob):
         batch, rows = layout.unpack(blob), state.sequences
         ragged_rows = RaggedRows(rows.length + 1, rows.page_table, batch.cu_q_lens, batch.num_rows)
-        carry = AttentionCarry(state.kv_pages, (ragged_rows,))
-        hidden, carry = decoder.forward(params, arch, batch.token_ids, rows.length, attend, carry)
-        return decoder.compute_logits(params, arch, hidden), carry
+        tokens = TokenContext(rows.length, PagedAttention("mosaic_tpu", state.kv_pages, (ragged_rows,)))
+        hidden, tokens = decoder.forward(params, arch, batch.token_ids, tokens)
+        return decoder.compute_logits(params, arch, hidden), tokens.attention
 
     params = abstract_params(arch, BFLOAT16)
     state = abstract_state(arch, schedule, kv_dtype=BFLOAT16, backend="mosaic_tpu")

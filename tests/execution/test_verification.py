@@ -94,9 +94,9 @@ def test_padding_has_no_experts_of_a_draft_model(monkeypatch: pytest.MonkeyPatch
     state = new_state(arch, schedule, kv_dtype=jnp.float32, backend="xla", new_draft=proposer.new_state)
     start, q_lens, live = jnp.arange(R), jnp.array([2, 0, 1] + [0] * (R - 3)), []
 
-    def forward(params, arch, token_ids, position, attend, carry):
-        live.append(carry.routed.live)
-        return jnp.zeros((token_ids.size, arch.hidden_size)), carry
+    def forward(params, arch, token_ids, tokens):
+        live.append(tokens.live)
+        return jnp.zeros((token_ids.size, arch.hidden_size)), tokens
 
     monkeypatch.setattr(decoder, "forward", forward)
     start = Lengths(start, start, start)

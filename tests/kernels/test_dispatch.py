@@ -82,7 +82,7 @@ def test_layers_are_traced_again_for_other_products():
     """jit does not know that a trace depends on `products_by`."""
     seen = []
 
-    def block(x, *, arch=None, options=None, attend=None):
+    def block(x, *, arch=None):
         seen.append(products_choice())
         return x
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve import weights
 from jaxserve.errors import ConfigError
-from jaxserve.layers.experts import Experts, ExpertWeights, RoutedTokens, SortedPairs, mixture, route
+from jaxserve.layers.experts import Experts, ExpertWeights, SortedPairs, mixture, route
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform
 from jaxserve.pallas_kernels.grouped_matmul import mosaic_tpu
@@ -17,7 +17,7 @@ from jaxserve.quant import weight_format
 from jaxserve.quantize.checkpoint import quantize_checkpoint
 from jaxserve.quantize.scheme import QuantizeOptions
 from tests.checkpoints import MIXTURES, write_checkpoint
-from tests.models.test_parity import TRANSFORMS, load_logits
+from tests.models.test_parity import TRANSFORMS, load_logits, whole_sequence
 from tests.parameters import some_by_default
 
 
@@ -60,14 +60,15 @@ def test_padding_has_no_experts_and_is_not_counted():
     @jax.jit
     def computed(x, arrays, live, counts):
         matrices = ExpertWeights(*arrays)
-        y, routed = mixture(x, matrices, experts, routed=RoutedTokens.of(live, counts))
-        return y, routed, mixture(x, matrices, experts)[0], route(x @ arrays[0].T, experts)[1]
+        tokens = whole_sequence(live).replace(live=live, expert_tokens=counts)
+        y, after = mixture(x, tokens, matrices, experts)
+        return y, after, mixture(x, whole_sequence(live), matrices, experts)[0], route(x @ arrays[0].T, experts)[1]
 
-    y, routed, wanted, ids = computed(x, arrays, live, np.ones((3, E), np.int32))
+    y, after, wanted, ids = computed(x, arrays, live, np.ones((3, E), np.int32))
     np.testing.assert_array_equal(y, np.where(live[:, None], wanted, 0))
-    np.testing.assert_array_equal(routed.counts[0], 1 + np.bincount(np.asarray(ids)[:4].reshape(-1), minlength=E))
-    np.testing.assert_array_equal(routed.counts[1:], 1)
-    assert int(routed.index) == 1
+    np.testing.assert_array_equal(after.expert_tokens[0], 1 + np.bincount(np.asarray(ids)[:4].reshape(-1), minlength=E))
+    np.testing.assert_array_equal(after.expert_tokens[1:], 1)
+    assert int(after.moe_index) == 1
 
 
 def test_divided_experts_are_multiplied_in_the_same_tiles(monkeypatch):
@@ -79,7 +80,7 @@ def test_divided_experts_are_multiplied_in_the_same_tiles(monkeypatch):
         experts = Experts(E, k, F, num_shards=num_shards, shard_axis="expert" if num_shards > 1 else None)
         held = experts.num_held
         matrices = ExpertWeights(jnp.ones((E, D)), jnp.ones((held * 2 * F, D)), jnp.ones((held * D, F)))
-        jax.eval_shape(partial(mixture, experts=experts), jnp.ones((T, D)), matrices)
+        jax.eval_shape(partial(mixture, experts=experts), jnp.ones((T, D)), whole_sequence(jnp.ones(T)), matrices)
     assert [problem.num_groups for problem in seen] == [8, 8, 2, 2]
     assert {problem.mean_rows for problem in seen} == {T * k // E}
 
@@ -87,7 +88,9 @@ def test_divided_experts_are_multiplied_in_the_same_tiles(monkeypatch):
 def test_nothing_is_as_large_as_tokens_times_experts_times_sizes():
     T, E, k, D, F = 64, 32, 2, 48, 40
     matrices = ExpertWeights(jnp.ones((E, D)), jnp.ones((E * 2 * F, D)), jnp.ones((E * D, F)))
-    traced = jax.make_jaxpr(partial(mixture, experts=Experts(E, k, F)))(jnp.ones((T, D)), matrices)
+    traced = jax.make_jaxpr(partial(mixture, experts=Experts(E, k, F)))(
+        jnp.ones((T, D)), whole_sequence(jnp.ones(T)), matrices
+    )
     sizes = [v.aval.size for equation in traced.eqns for v in equation.outvars]
     assert max(sizes) == E * 2 * F * D  # the experts' matrices themselves
     assert sorted(set(sizes))[-3] <= max(T * k * 2 * F, T * E)

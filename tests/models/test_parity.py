@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import struct
 
 from jaxserve import weights
 from jaxserve.layers.state_forms import StateRows
+from jaxserve.layers.token_context import Attention, TokenContext
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
 from jaxserve.pallas_kernels import packed_linear
@@ -39,48 +41,62 @@ if packed_linear.unsupported("float32", jax.default_backend()) is None:
     TRANSFORMS.append(partial(matrix_transform, native=True))
 
 
-def attend(q, k, v, rope, carry, layer, options, sinks=None):
-    """Compute causal attention over one whole sequence, as a dense matrix, or a state's way through it.
+@struct.dataclass
+class DenseAttention(Attention):
+    """Causal attention over one whole sequence, as a dense matrix, and recurrent states from zeros.
 
-    The carry is a sum of layer numbers, and the keys and values that layers share.
+    `count` is a sum of layer indices, `shared` the keys and values that further layers read.
     """
-    if options.state is not None:
-        T, one = len(q[0]), jnp.zeros(1, jnp.int32)
+
+    count: jax.Array
+    shared: dict = struct.field(default_factory=dict)
+
+    def attend(self, q, k, v, layer, sinks):
+        rope, options = layer.rope, layer.options.attention
+        T, Q, _ = q.shape
+        k, v, shared = layer.options.share(k, v, self.shared)
+        if isinstance(v, HeadMatrices):  # latents, whose rotated elements are the last
+            latents, (_, nope_dim, rank) = k[:, 0], v.to_keys.shape
+            q = jnp.concatenate([q[..., :nope_dim], apply_rope(q[..., nope_dim:], rope)], -1)
+            rotated = jnp.repeat(apply_rope(k[..., rank:], rope), Q, axis=1)
+            k = jnp.concatenate([jnp.einsum("tr,qnr->tqn", latents[:, :rank], v.to_keys), rotated], -1)
+            v, rope = jnp.einsum("tr,qvr->tqv", latents[:, :rank], v.to_values), None
+        q, k = (x if rope is None else apply_rope(x, rope) for x in (q, k))
+        k, v = (jnp.repeat(x, Q // k.shape[1], axis=1) for x in (k, v))
+        distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+        seen = (distance >= 0) & (distance < (options.window or T))
+        scores = jnp.einsum("tqh,sqh->qts", q, k) * options.scale
+        if options.soft_cap is not None:
+            scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+        scores = jnp.where(seen[None], scores, -jnp.inf)
+        if sinks is not None:
+            scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (Q, T, 1))], axis=-1)
+        out = jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores)[..., :T], v)
+        return out, self.replace(count=self.count + layer.index, shared=shared)
+
+    def advance(self, inputs, layer):
+        T, one = len(inputs[0]), jnp.zeros(1, jnp.int32)
         rows = StateRows(one, one, one, jnp.array([0, T]), jnp.zeros(T, jnp.int32), jnp.arange(T), one, one)
-        out, _ = options.state.advance(q, rows, options.state.new(1, 1), jnp.int32(0))
-        return out, (carry[0] + layer, carry[1])
-    T, Q, _ = q.shape
-    count, shared = carry
-    k, v, shared = options.share(k, v, shared)
-    if isinstance(v, HeadMatrices):  # latents, whose rotated elements are the last
-        latents, (_, nope_dim, rank) = k[:, 0], v.to_keys.shape
-        q = jnp.concatenate([q[..., :nope_dim], apply_rope(q[..., nope_dim:], rope)], -1)
-        rotated = jnp.repeat(apply_rope(k[..., rank:], rope), Q, axis=1)
-        k = jnp.concatenate([jnp.einsum("tr,qnr->tqn", latents[:, :rank], v.to_keys), rotated], -1)
-        v, rope = jnp.einsum("tr,qvr->tqv", latents[:, :rank], v.to_values), None
-    q, k = (x if rope is None else apply_rope(x, rope) for x in (q, k))
-    k, v = (jnp.repeat(x, Q // k.shape[1], axis=1) for x in (k, v))
-    distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
-    seen = (distance >= 0) & (distance < (options.attention.window or T))
-    scores = jnp.einsum("tqh,sqh->qts", q, k) * options.attention.scale
-    if options.attention.soft_cap is not None:
-        scores = options.attention.soft_cap * jnp.tanh(scores / options.attention.soft_cap)
-    scores = jnp.where(seen[None], scores, -jnp.inf)
-    if sinks is not None:
-        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (Q, T, 1))], axis=-1)
-    return jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores)[..., :T], v), (count + layer, shared)
+        state = layer.options.state
+        out, _ = state.advance(inputs, rows, state.new(1, 1), jnp.int32(0))
+        return out, self.replace(count=self.count + layer.index)
+
+
+def whole_sequence(token_ids):
+    """Return the context of the tokens of one sequence."""
+    return TokenContext(jnp.arange(len(token_ids)), DenseAttention(jnp.int32(10)))
 
 
 def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=matrix_transform, max_len=None):
-    """Return arch, token ids, logits and the carry for the checkpoint at `path`, computed in float32."""
+    """Return arch, token ids, logits and the sum of layer indices for the checkpoint at `path`, computed in float32."""
     arch = registry.from_hf_config(weights.read_config(path))
     arch = arch.within(max_len or arch.max_position)
     specs = registry.param_specs(arch)
     params = weights.load(path, specs, jnp.float32, transform=make_transform(specs))
     token_ids = np.random.default_rng(0).integers(0, arch.vocab_size, num_tokens).astype(np.int32)
     params = stacked_layers(params, arch.period, arch.num_first_layers) if stacked else params
-    logits, carry = run(params, arch, jnp.asarray(token_ids))
-    return arch, token_ids, np.asarray(logits), int(carry)
+    logits, count = run(params, arch, jnp.asarray(token_ids))
+    return arch, token_ids, np.asarray(logits), int(count)
 
 
 @partial(jax.jit, static_argnums=(1, 2), compiler_options=UNOPTIMIZED)
@@ -90,9 +106,8 @@ def stacked_layers(params, period, num_first):
 
 @partial(jax.jit, static_argnames="arch", compiler_options=UNOPTIMIZED)
 def run(params, arch, token_ids):
-    carry = (jnp.int32(10), {})
-    hidden, (count, _) = decoder.forward(params, arch, token_ids, jnp.arange(len(token_ids)), attend, carry)
-    return decoder.compute_logits(params, arch, hidden), count
+    hidden, tokens = decoder.forward(params, arch, token_ids, whole_sequence(token_ids))
+    return decoder.compute_logits(params, arch, hidden), tokens.attention.count
 
 
 def assert_close(logits, expected):
@@ -145,13 +160,13 @@ SCANNED = {
 def test_scanned_layers_match_unrolled(tmp_path, family):
     sizes, period = SCANNED[family]
     write_checkpoint(tmp_path, family, **sizes)
-    arch, _, unrolled, unrolled_carry = load_logits(tmp_path)
-    _, _, scanned, scanned_carry = load_logits(tmp_path, stacked=True)
+    arch, _, unrolled, unrolled_count = load_logits(tmp_path)
+    _, _, scanned, scanned_count = load_logits(tmp_path, stacked=True)
     assert arch.period == period
     assert decoder.can_scan(arch)
     np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-5)
-    # The carry has met every layer once, with its number in its KV group.
-    assert scanned_carry == unrolled_carry == 10 + sum(place.layer for place in arch.kv_places)
+    # The count has met every layer once, with its number in its KV group.
+    assert scanned_count == unrolled_count == 10 + sum(place.layer for place in arch.kv_places)
 
 
 def test_scanned_layers_of_quantised_matrices_match_unrolled(tmp_path):

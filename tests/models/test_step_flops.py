@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import FAMILIES, LATENT, MIXTURES, VARIED, hf_dict
+from flax import struct
 from jax import Array
 
+from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.layer_facts import LayerOptions
 from jaxserve.models.params import Params, ParamSpec, build_tree, device_bytes, lookup_bytes, stack_layers, step_bytes
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.pallas_kernels.mla_attention import HeadMatrices
@@ -29,31 +30,31 @@ ONE_GROUP = {family: {"n_group": 1, "topk_group": 1} for family in LATENT}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 
 
-def dense_attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    rope: Array | None,
-    carry: Any,
-    layer: Any,
-    options: LayerOptions,
-    sinks: Array | None = None,
-) -> tuple[Array, Any]:
-    if options.state is not None:
-        return jnp.zeros((len(q[0]), *options.state.new(1, 1).memory.shape[2:4])), carry
-    k, v, carry = options.share(k, v, carry)
-    expand = None
-    if isinstance(v, HeadMatrices):  # absorbed
-        expand, nope_dim = v.to_values, v.to_keys.shape[1]
-        q = jnp.concatenate([jnp.einsum("tqn,qnr->tqr", q[..., :nope_dim], v.to_keys), q[..., nope_dim:]], axis=-1)
-        v = k[..., : v.to_keys.shape[2]]
-    T, K, H = k.shape
-    q, k = (x if rope is None else _rotate(x, rope) for x in (q, k))
-    grouped = q.reshape(T, K, -1, H)
-    scores = jnp.einsum("tkgh,skh->kgts", grouped, k) * options.attention.scale
-    weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool)[None, None], scores, -1e30))
-    out = jnp.einsum("kgts,skh->tkgh", weights, v).reshape(T, q.shape[1], -1)
-    return out if expand is None else jnp.einsum("tqr,qvr->tqv", out, expand), carry
+@struct.dataclass
+class DenseAttention(Attention):
+    """Causal attention over one whole sequence; the states of recurrent layers are not computed."""
+
+    shared: dict[int, tuple[Array, Array]] = struct.field(default_factory=dict)
+
+    def attend(
+        self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
+    ) -> tuple[Array, "DenseAttention"]:
+        k, v, shared = layer.options.share(k, v, self.shared)
+        expand = None
+        if isinstance(v, HeadMatrices):  # absorbed
+            expand, nope_dim = v.to_values, v.to_keys.shape[1]
+            q = jnp.concatenate([jnp.einsum("tqn,qnr->tqr", q[..., :nope_dim], v.to_keys), q[..., nope_dim:]], axis=-1)
+            v = k[..., : v.to_keys.shape[2]]
+        T, K, H = k.shape
+        q, k = (x if layer.rope is None else _rotate(x, layer.rope) for x in (q, k))
+        grouped = q.reshape(T, K, -1, H)
+        scores = jnp.einsum("tkgh,skh->kgts", grouped, k) * layer.options.attention.scale
+        weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool)[None, None], scores, -1e30))
+        out = jnp.einsum("kgts,skh->tkgh", weights, v).reshape(T, q.shape[1], -1)
+        return out if expand is None else jnp.einsum("tqr,qvr->tqv", out, expand), self.replace(shared=shared)
+
+    def advance(self, inputs: Any, layer: LayerContext) -> tuple[Array, "DenseAttention"]:
+        return jnp.zeros((len(inputs[0]), *layer.options.state.new(1, 1).memory.shape[2:4])), self
 
 
 def _rotate(x: Array, rope: Array) -> Array:
@@ -69,7 +70,8 @@ def zeros_of(specs: list[ParamSpec]) -> Params:
 
 def compiled_flops(arch: ArchConfig, num_tokens: int, num_rows: int) -> float:
     def step(params: Params, token_ids: Array) -> Array:
-        hidden, _ = decoder.forward(params, arch, token_ids, jnp.arange(num_tokens), dense_attend, {})
+        tokens = TokenContext(jnp.arange(num_tokens), DenseAttention())
+        hidden, _ = decoder.forward(params, arch, token_ids, tokens)
         return decoder.compute_logits(params, arch, hidden[:num_rows])
 
     specs = registry.param_specs(arch)

@@ -25,7 +25,7 @@ from jaxserve.weights import stored_tensor
 from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import reference_logits, write_checkpoint
 from tests.e2e.workloads import assert_same, generate, tokens
-from tests.models.test_parity import attend
+from tests.models.test_parity import whole_sequence
 from tests.parameters import some_by_default
 from tests.sharded.devices.sizes import MIXTURE, SHARD_SIZES
 
@@ -52,7 +52,7 @@ def split_logits(path: Path, token_ids: np.ndarray, num_shards: int, **form: Any
     local, mesh = arch.local(DEVICES), tensor_mesh(DEVICES, num_expert_shards=num_shards)
 
     def run(params: Any, token_ids: jax.Array) -> jax.Array:
-        hidden, _ = decoder.forward(params, local, token_ids, jnp.arange(len(token_ids)), attend, (jnp.int32(0), {}))
+        hidden, _ = decoder.forward(params, local, token_ids, whole_sequence(token_ids))
         return decoder.compute_logits(params, local, hidden)
 
     assert mesh is not None

@@ -17,7 +17,7 @@ from jaxserve.models.params import matrix_transform, stack_layers
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.sharding import TENSOR, named_sharding, over_devices, tensor_mesh
 from tests.checkpoints import FAMILIES, reference_logits, write_checkpoint
-from tests.models.test_parity import attend
+from tests.models.test_parity import whole_sequence
 from tests.parameters import some_by_default
 
 pytestmark = pytest.mark.usefixtures("types_are_checked")
@@ -50,8 +50,7 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, packed: bool = PA
     params = stack_layers(params, arch.period, num_first=arch.num_first_layers) if stacked else params
 
     def run(params: Any, token_ids: jax.Array) -> jax.Array:
-        positions = jnp.arange(len(token_ids))
-        hidden, _ = decoder.forward(params, arch.local(n), token_ids, positions, attend, (jnp.int32(0), {}))
+        hidden, _ = decoder.forward(params, arch.local(n), token_ids, whole_sequence(token_ids))
         return decoder.compute_logits(params, arch.local(n), hidden)
 
     ids = jax.device_put(token_ids, named_sharding(mesh, ()))

@@ -17,7 +17,7 @@ from jaxserve.quant import weight_format
 from jaxserve.sharding import MODEL, named_sharding, over_devices, tensor_mesh
 from jaxserve.weights import CheckpointError
 from tests.checkpoints import reference_logits
-from tests.models.test_parity import attend
+from tests.models.test_parity import whole_sequence
 from tests.parameters import mainly, some_by_default
 from tests.quant.fake_activations import FAKE_INT8
 from tests.quant.quantized_checkpoints import CASES, write_quantized
@@ -47,8 +47,7 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, native: bool = Fa
     arch, mesh, params = split(path, n, native=native, **shares)
 
     def run(params: dict, token_ids: jax.Array) -> jax.Array:
-        positions = jnp.arange(len(token_ids))
-        hidden, _ = decoder.forward(params, arch.local(n), token_ids, positions, attend, (jnp.int32(0), {}))
+        hidden, _ = decoder.forward(params, arch.local(n), token_ids, whole_sequence(token_ids))
         return decoder.compute_logits(params, arch.local(n), hidden)
 
     ids = jax.device_put(token_ids, named_sharding(mesh, ()))

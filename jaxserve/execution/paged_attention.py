@@ -1,0 +1,76 @@
+"""Attention of a step: over the paged pool, by the rows of each KV group, with the states of recurrent layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, no_type_check
+
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.kv_forms import NewTokens
+from jaxserve.layers.state_forms import StateRows
+from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
+from jaxserve.pallas_kernels.mla_attention import HeadMatrices
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
+
+if TYPE_CHECKING:
+    pass
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class PagedAttention(Attention):
+    """Attention over a pool, which each layer updates in place.
+
+    Attributes:
+        backend: backend of attention.
+        kv_pages: pool of keys and values.
+        groups: rows of every KV group.
+        tree_mask: trees of drafted tokens; None without trees.
+        states: pool of recurrent states.
+        state_rows: rows of the step as recurrent layers see them.
+        shared: keys and values of this step's tokens that further layers read, by layer.
+    """
+
+    backend: str = struct.field(pytree_node=False)
+    kv_pages: Pages
+    groups: tuple[RaggedRows, ...]
+    tree_mask: Int[Array, " T"] | None = None
+    states: Any = None
+    state_rows: StateRows | None = None
+    shared: Mapping[int, tuple[Array, Array]] = struct.field(default_factory=dict)
+
+    @classmethod
+    def after(cls, tokens: TokenContext) -> PagedAttention:
+        """Return the attention that the layers have left."""
+        assert isinstance(tokens.attention, cls), "layers leave attention of the same type"
+        return tokens.attention
+
+    def attend(
+        self,
+        q: Float[Array, "T Q W"],
+        k: Float[Array, "T K S"] | None,
+        v: Float[Array, "T K H"] | HeadMatrices | None,
+        layer: LayerContext,
+        sinks: Float[Array, " Q"] | None,
+    ) -> tuple[Float[Array, "T Q V"], PagedAttention]:
+        """Write the new tokens to the pool and attend over it.
+
+        A layer that reads the keys and values of another writes them again, to the same pages: the same values.
+        """
+        options = layer.options
+        k, v, shared = options.share(k, v, self.shared)
+        new, rows = NewTokens(q, k, v, layer.rope, sinks, self.tree_mask), self.groups[options.kv_group]
+        out, kv_pages = options.kv.attend(
+            new, rows, self.kv_pages, layer.index, options.attention, backend=self.backend
+        )
+        return out, dataclasses.replace(self, kv_pages=kv_pages, shared=shared)
+
+    def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], PagedAttention]:
+        """Advance the state of each row by its tokens."""
+        assert self.state_rows is not None, "a step of a model with recurrent layers has their rows"
+        assert layer.options.state is not None, "the layer is recurrent"
+        out, states = layer.options.state.advance(inputs, self.state_rows, self.states, layer.index)
+        return out, dataclasses.replace(self, states=states)

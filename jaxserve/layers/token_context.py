@@ -1,0 +1,119 @@
+"""Contexts of a forward pass: the tokens that layers compute, and the layer that computes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, Self, no_type_check
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxserve.layers.rope import Rotation
+from jaxserve.pallas_kernels.mla_attention import HeadMatrices
+
+if TYPE_CHECKING:
+    from jaxserve.models.layer_facts import LayerOptions
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@struct.dataclass
+class LayerContext:
+    """Layer that computes the tokens.
+
+    Attributes:
+        options: static options of its attention or of its state.
+        index: index of the layer in its KV group, or among the recurrent layers.
+        rotation: rotation of queries and keys; None in NoPE layers.
+        inputs: inputs of the layer besides the residual stream, if it has any; see `ModelFamily.layer_inputs`.
+    """
+
+    options: LayerOptions = struct.field(pytree_node=False)
+    index: Int[Array, ""]
+    rotation: Rotation | None = None
+    inputs: Float[Array, "T size"] | None = None
+
+    @property
+    def rope(self) -> Float[Array, "2 T half"] | None:
+        """Cosines and sines by which attention rotates queries and keys; None in NoPE layers."""
+        return None if self.rotation is None else self.rotation.table
+
+
+class Attention(ABC):
+    """Attention and recurrent states of a forward pass: a pytree, of which each layer returns its successor."""
+
+    @abstractmethod
+    def attend(
+        self,
+        q: Float[Array, "T Q W"],
+        k: Float[Array, "T K S"] | None,
+        v: Float[Array, "T K H"] | HeadMatrices | None,
+        layer: LayerContext,
+        sinks: Float[Array, " Q"] | None,
+    ) -> tuple[Float[Array, "T Q V"], Self]:
+        """Rotate queries and keys by `layer.rope`, keep the new keys and values, and attend.
+
+        Args:
+            q: queries; with MLA, only their last elements are rotated.
+            k: keys, or latents of MLA; None in a layer that reads the keys and values of another.
+            v: values, or the matrices that expand latents to keys and values; None if `k` is.
+            layer: the layer.
+            sinks: logits that take part in the softmax without values.
+        """
+
+    def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], Self]:
+        """Return the outputs of a recurrent layer, whose state reads `inputs`; see `StateForm.advance`."""
+        raise NotImplementedError(f"{type(self).__name__} has no recurrent states")
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@struct.dataclass
+class TokenContext:
+    """Tokens of a forward pass, in which rows they are, and the state that layers leave to later ones.
+
+    An index of each token's adapter would be one more array by token; `take` selects such arrays.
+
+    Attributes:
+        position: position of each token.
+        attention: attention and recurrent states.
+        row: row of each token in the step; any for padding, None outside of a step.
+        slot: slot of its sequence, likewise.
+        live: mask of the tokens, of all devices, that are not padding; None if no token is padding.
+        expert_tokens: number of tokens of each expert, by MoE layer; None if they are not counted.
+        moe_index: index of the next MoE layer.
+    """
+
+    position: Int[Array, " T"]
+    attention: Attention
+    row: Int[Array, " T"] | None = None
+    slot: Int[Array, " T"] | None = None
+    live: Bool[Array, " all"] | None = None
+    expert_tokens: Int[Array, "L E"] | None = None
+    moe_index: Int[Array, ""] | int = 0
+
+    def attend(
+        self,
+        q: Float[Array, "T Q W"],
+        k: Float[Array, "T K S"] | None,
+        v: Float[Array, "T K H"] | HeadMatrices | None,
+        layer: LayerContext,
+        sinks: Float[Array, " Q"] | None = None,
+    ) -> tuple[Float[Array, "T Q V"], TokenContext]:
+        """Return the outputs of attention, and the context of the layers after it; see `Attention.attend`."""
+        if layer.rotation is not None and layer.rotation.query_factor is not None:
+            q *= layer.rotation.query_factor[:, None, None].astype(q.dtype)
+        out, attention = self.attention.attend(q, k, v, layer, sinks)
+        return out, dataclasses.replace(self, attention=attention)
+
+    def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], TokenContext]:
+        """Return the outputs of a recurrent layer, and the context of the layers after it."""
+        out, attention = self.attention.advance(inputs, layer)
+        return out, dataclasses.replace(self, attention=attention)
+
+    def count_experts(self, ids: Int[Array, "all k"]) -> TokenContext:
+        """Return the context after an MoE layer with these experts of the tokens; ids of no expert are not counted."""
+        if self.expert_tokens is None:
+            return self
+        counts = self.expert_tokens.at[self.moe_index, ids.reshape(-1)].add(1, mode="drop")
+        return dataclasses.replace(self, expert_tokens=counts, moe_index=jnp.int32(self.moe_index) + 1)
