@@ -1,4 +1,5 @@
 """Kernels for serving language models from JAX, usable on their own: they depend on jax, and on nothing of jaxserve.
 
-Each operation is a package with one public function, a reference anyone can check, a list of cases, and its backends.
+Each operation is a package with one public function and several backends (see `op.py`). The tests have a list of cases
+and a reference for each.
 """

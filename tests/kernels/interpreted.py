@@ -218,9 +218,12 @@ if __name__ == "__main__":
     if old:
         plant(kernels, old, new)
     if kernels in SMALL_TILES:
-        op, run_case = (GROUPED, run_groups) if kernels.startswith("grouped") else (QUANTIZED, run_quantized)
-        cases = importlib.import_module(f"{op}.cases").BY_NAME
-        print(json.dumps(dataclasses.asdict(run_case(cases[name], kernels))))
+        from tests.kernels import grouped_cases, quantized_cases
+
+        cases, run_case = (
+            (grouped_cases, run_groups) if kernels.startswith("grouped") else (quantized_cases, run_quantized)
+        )
+        print(json.dumps(dataclasses.asdict(run_case(cases.BY_NAME[name], kernels))))
         sys.exit()
     from tests.kernels.attention_cases import Case
     from tests.kernels.latent_cases import Case as LatentCase

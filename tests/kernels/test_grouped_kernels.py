@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
-from jaxserve.pallas_kernels.grouped_matmul.cases import GPU_CASES, TPU_CASES
+from tests.kernels.grouped_cases import GPU_CASES, TPU_CASES
 
 needs_gpu_interpreter = pytest.mark.skipif(
     jax.default_backend() != "gpu" and jax.__version_info__ < (0, 11),

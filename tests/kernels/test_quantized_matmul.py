@@ -21,10 +21,10 @@ from jaxserve.pallas_kernels.quantized_matmul import (
     quantized_matmul,
     scale_floats,
 )
-from jaxserve.pallas_kernels.quantized_matmul.cases import BY_NAME, CASES, GPU_CASES
 from jaxserve.pallas_kernels.quantized_matmul.interface import PACKED
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import LANES, block_bytes
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
+from tests.kernels.quantized_cases import BY_NAME, CASES
 
 needs_gpu_interpreter = pytest.mark.skipif(
     jax.default_backend() != "gpu" and jax.__version_info__ < (0, 11),
@@ -44,7 +44,7 @@ def test_the_tpu_kernel_matches_the_reference(case):
 
 @pytest.mark.interpreter
 @needs_gpu_interpreter
-@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_gpu_kernel_matches_the_reference_without_races(case):
     check(case, interpreted.run_quantized(case, "quantized_gpu"))
 

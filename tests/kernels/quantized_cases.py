@@ -1,4 +1,4 @@
-"""Cases of the product that the tests of all backends share."""
+"""Cases of quantised matmuls that the tests of all backends share, with their reference in NumPy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 from numpy.typing import NDArray
 
-from jaxserve.pallas_kernels.quantized_matmul import reference
 from jaxserve.pallas_kernels.quantized_matmul.interface import (
     FLOAT16_BITS,
     INT4_ZERO,
@@ -26,7 +25,7 @@ E4M3, E2M1 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float4_e2m1fn
 
 
 class Arguments(NamedTuple):
-    """Arguments of a backend's `multiply` besides the problem."""
+    """Arguments of a backend's `multiply`, except the problem."""
 
     x: Float[Array, "T K"]
     matrix: Quantized
@@ -34,7 +33,7 @@ class Arguments(NamedTuple):
 
 
 class _Values(NamedTuple):
-    """Values of one layer's arrays."""
+    """Values of one layer: elements [N, K] and grids [groups, N]."""
 
     elements: NDArray[np.float32]
     scale: NDArray[np.float32]
@@ -44,12 +43,12 @@ class _Values(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A product of random values.
+    """A matmul of random values.
 
     Attributes:
         name: name in reports.
-        elements: kind of the elements.
-        group_size: columns of a group; None if each row has one scale.
+        elements: element type, such as "int4".
+        group_size: columns per group; None if each row has one scale.
         has_zero: True if groups have zero points.
         has_minimum: True if groups have minima.
         scale_dtype: dtype of the scales.
@@ -57,8 +56,8 @@ class Case:
         num_outputs: rows of the matrix.
         num_inputs: columns of the matrix.
         result_dtype: dtype of the results.
-        num_layers: number of layers.
-        layer: number of the layer whose matrix is multiplied.
+        num_layers: layers in the stack of matrices.
+        layer: index of the layer whose matrix is multiplied.
     """
 
     name: str
@@ -75,12 +74,11 @@ class Case:
     layer: int = 0
 
     def problem(self, platform: str) -> Problem:
-        """Return the facts by which a backend decides if it can run the case."""
         x, matrix, _ = self.arguments()
         return matrix.problem(x, jnp.dtype(self.result_dtype), platform)
 
     def arguments(self, stale: float = 0.0) -> Arguments:
-        """Return the arguments, with `stale` as the scales of other layers."""
+        """Return the arguments, with the scales of other layers multiplied by `stale`."""
         layers = [self._values(layer) for layer in range(self.num_layers)]
         elements = np.stack([self._stored(values.elements) for values in layers])
         scale = np.stack([values.scale if i == self.layer else values.scale * stale for i, values in enumerate(layers)])
@@ -94,14 +92,21 @@ class Case:
         return Arguments(jax.device_put(self._x()), matrix, jax.device_put(np.int32(self.layer)))
 
     def expected(self, is_rounded: bool = True) -> NDArray[np.float32]:
-        """Return what the reference makes of the arguments, with scaled elements rounded or not."""
+        """Multiply in float32, with dequantised elements rounded to bfloat16 or not."""
         elements, scale, zero, minimum = self._values(self.layer)
         if self.elements == "e2m1":
             elements = elements.astype(np.uint8).view(E2M1).astype(np.float32)
         elif self.elements == "int4" and zero is None and minimum is None:
             elements = elements - INT4_ZERO
-        rounded = np.dtype(ml_dtypes.bfloat16 if is_rounded else np.float32)
-        return reference.multiply(self._x().astype(np.float32), elements, scale, zero, minimum, rounded)
+        x, size = self._x().astype(np.float32), self.num_inputs // len(scale)
+        q = elements if zero is None else elements - np.repeat(zero.T, size, axis=1)
+        if len(scale) == 1:
+            y: NDArray[np.float32] = (x @ q.T) * scale
+            return y
+        matrix = q * np.repeat(scale.T, size, axis=1)
+        if minimum is not None:
+            matrix = matrix - np.repeat(minimum.T, size, axis=1)
+        return x @ matrix.astype(ml_dtypes.bfloat16 if is_rounded else np.float32).astype(np.float32).T
 
     def _x(self) -> NDArray[ml_dtypes.bfloat16]:
         return np.random.default_rng(0).normal(size=(self.num_rows, self.num_inputs)).astype(ml_dtypes.bfloat16)
@@ -114,7 +119,7 @@ class Case:
         else:
             low, high = (0, 16) if self.elements in PACKED else (-128, 128)
             elements = rng.integers(low, high, shape).astype(np.float32)
-        # With few bits products are exact, and minima subtracted with or without rounding them first.
+        # With few bits in the scales, subtracting minima gives the same result with and without rounding first.
         dtype = jnp.dtype("bfloat16" if self.has_minimum else self.scale_dtype)
         scale = rng.uniform(0.01, 0.02, grid).astype(dtype).astype(np.float32)
         zero = rng.integers(0, 16, grid).astype(np.float32) if self.has_zero else None
@@ -149,5 +154,3 @@ CASES: tuple[Case, ...] = (
     Case("a_partial_block_of_outputs", has_zero=True, num_outputs=208, group_size=64, num_layers=2),
 )
 BY_NAME = {case.name: case for case in CASES}
-
-GPU_CASES = CASES

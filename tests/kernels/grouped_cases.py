@@ -1,4 +1,4 @@
-"""Cases of the grouped product that the tests of all backends share."""
+"""Cases of grouped matmuls that the tests of all backends share, with their reference in NumPy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 from numpy.typing import NDArray
 
-from jaxserve.pallas_kernels.grouped_matmul import reference
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 
 
 class Arguments(NamedTuple):
-    """Arguments of a backend's `multiply` besides the problem."""
+    """Arguments of a backend's `multiply`, except the problem."""
 
     x: Float[Array, "M K"]
     matrices: Float[Array, "layers GN K"]
@@ -26,18 +25,18 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A grouped product of random numbers.
+    """A grouped matmul of random numbers.
 
     Attributes:
         name: name in reports.
         group_sizes: rows of each group.
-        num_rest: rows behind the last group.
-        num_outputs: rows of a matrix.
-        num_inputs: columns of a matrix.
+        num_rest: rows after the last group.
+        num_outputs: rows of each matrix.
+        num_inputs: columns of each matrix.
         dtype: dtype of rows and matrices.
         result_dtype: dtype of the results.
-        num_layers: number of layers whose matrices follow each other.
-        layer: number of the layer whose matrices are those of the groups.
+        num_layers: layers in the stack of matrices.
+        layer: index of the layer whose matrices are multiplied.
     """
 
     name: str
@@ -52,18 +51,16 @@ class Case:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows."""
         return sum(self.group_sizes) + self.num_rest
 
     def problem(self, platform: str) -> Problem:
-        """Return the facts by which a backend decides if it can run the case."""
         dtype = jnp.dtype(self.dtype)
         sizes = (self.num_rows, len(self.group_sizes), self.num_outputs, self.num_inputs)
         return Problem(*sizes, dtype, dtype, jnp.dtype(self.result_dtype), is_packed=False, platform=platform)
 
     def arguments(self, stale: float = 0.0) -> Arguments:
-        """Return the arguments, with `stale` in rows of no group and in matrices that no row is multiplied with."""
-        x, matrices = self._numbers()
+        """Return the arguments, with `stale` in all rows and matrices that must not affect the result."""
+        x, matrices = self._random_inputs()
         group_sizes, first = np.array(self.group_sizes, np.int32), self.layer * len(self.group_sizes)
         is_read = np.zeros(len(matrices), bool)
         is_read[first + np.flatnonzero(group_sizes)] = True
@@ -75,12 +72,16 @@ class Case:
         return Arguments(*map(jax.device_put, arrays))
 
     def expected(self) -> NDArray[np.float32]:
-        """Return what the reference makes of the arguments."""
-        x, matrices = self._numbers()
-        return reference.multiply(x, matrices, np.array(self.group_sizes, np.int32), self.layer * len(self.group_sizes))
+        """Multiply one group after the other in float32; rows after the last group are zeros."""
+        x, matrices = self._random_inputs()
+        y = np.zeros((len(x), self.num_outputs), np.float32)
+        ends, first = np.cumsum(self.group_sizes), self.layer * len(self.group_sizes)
+        for matrix, size, end in zip(matrices[first:], self.group_sizes, ends, strict=False):
+            y[end - size : end] = x[end - size : end] @ matrix.T
+        return y
 
-    def _numbers(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return rows and matrices that the dtype represents."""
+    def _random_inputs(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return random x and matrices, rounded to values that are exact in `dtype`."""
         rng, dtype = np.random.default_rng(0), jnp.dtype(self.dtype)
         num_matrices = self.num_layers * len(self.group_sizes)
         shapes = (self.num_rows, self.num_inputs), (num_matrices, self.num_outputs, self.num_inputs)
