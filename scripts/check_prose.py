@@ -80,7 +80,6 @@ NOT_YET = {
     "scripts/training",
     "weights",
     "weights/default",
-    "weights/quantized",
 }
 _SECTION = re.compile(r"(?:Args|Attributes):$")
 _ENTRY = re.compile(r"    \*{0,2}\w+: (.+)")

@@ -79,7 +79,7 @@ def _mixture_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
 
     def matrices(name: str, axes: tuple[str, str], hf_name: str, rows: int, inner: int) -> ParamSpec:
         path, names = ("layers", layer, name), (hf_name,) * experts.num_held
-        is_plain = arch.schemes is None or arch.schemes.of_tensor(hf_name) is None
+        is_plain = arch.schemes is None or arch.schemes.for_tensor(hf_name) is None
         shape, counts = (len(names) * rows, inner), (rows,) * len(names)
         return ParamSpec(path, shape, axes, names, counts, transposed=is_plain, stacked=is_plain, experts=experts)
 

@@ -117,7 +117,7 @@ def mixture_specs(arch: ArchConfig, layer: int, module: str, parts: tuple[str, s
 def stacked(arch: ArchConfig, spec: ParamSpec, module: str) -> ParamSpec:
     """Return a row of experts whose matrices are those of one tensor [E, out, in], unless they are quantised."""
     name = f"{module}.{'gate_up_proj' if spec.path[2] == 'experts_gate_up' else 'down_proj'}"
-    if arch.schemes is not None and arch.schemes.of_tensor(spec.hf_names[0]) is not None:
+    if arch.schemes is not None and arch.schemes.for_tensor(spec.hf_names[0]) is not None:
         return spec
     return dataclasses.replace(spec, hf_names=(name,) * len(spec.hf_names), stacked=True)
 

@@ -156,7 +156,7 @@ class StoredFormat:
         return self.at(row) is None and self._schemes(row) != {None}
 
     def _schemes(self, row: Row) -> set[Scheme | None]:
-        return {self.schemes.of_tensor(name) for name in dict.fromkeys(row.hf_names)} if row.is_matrix else {None}
+        return {self.schemes.for_tensor(name) for name in dict.fromkeys(row.hf_names)} if row.is_matrix else {None}
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike:
         """Return the dtype of the matrices that are not quantised; others have their own, see `SchemeFormat`."""
@@ -387,7 +387,7 @@ def _common(row: Row, arrays: Sequence[NDArray[Any]], what: str) -> NDArray[Any]
 
 def _sorted_columns(row: Row, parts: Sequence[QuantizedPart], scheme: Scheme) -> NDArray[np.int32]:
     """Return the columns of each group of a whole matrix after those of the group before."""
-    group_of = _common(row, [part.group_of() for part in parts], "order of columns (g_idx)")
+    group_of = _common(row, [part.column_groups() for part in parts], "order of columns (g_idx)")
     size, order = scheme.group or row.shape[1], np.argsort(group_of, kind="stable").astype(np.int32)
     if (group_of[order] != np.arange(len(order)) // size).any():
         groups, counts = np.unique(group_of, return_counts=True)

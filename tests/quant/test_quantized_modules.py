@@ -150,16 +150,16 @@ def one_group(targets: list[str], **weights: Any) -> dict[str, Any]:
 def test_tables_and_routers_are_not_linear(name: str) -> None:
     schemes = read_schemes({"quantization_config": one_group(["Linear"])})
     assert schemes is not None
-    assert schemes.of_tensor(f"model.{name}.weight") is None
-    assert schemes.of_tensor("model.layers.0.mlp.up_proj.weight") is not None
+    assert schemes.for_tensor(f"model.{name}.weight") is None
+    assert schemes.for_tensor("model.layers.0.mlp.up_proj.weight") is not None
 
 
 def test_the_projection_of_deepseek_s_mtp_layer_is_plain() -> None:
     """Its published configuration does not say so."""
     schemes = read_schemes({"quantization_config": CASES["fp8-block"].config})
     assert schemes is not None
-    assert schemes.of_tensor("model.layers.61.eh_proj.weight") is None
-    assert schemes.of_tensor("model.layers.61.self_attn.o_proj.weight") is not None
+    assert schemes.for_tensor("model.layers.61.eh_proj.weight") is None
+    assert schemes.for_tensor("model.layers.61.self_attn.o_proj.weight") is not None
 
 
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor"}
@@ -170,7 +170,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**FP8.config, "format": "marlin-24"}, "marlin-24 of 8 bits .* for Linear"),
     (one_group(["re:.*mlp"], num_bits=6), "naive-quantized of 6 bits .* for re:.*mlp"),
     (one_group(["Linear"], strategy="attn_head"), "strategy 'attn_head'"),
-    ({**FP8.config, "config_groups": {"a": {**ATTENTION, "targets": ["Linear"]}}}, "got activations alone for Linear"),
+    ({**FP8.config, "config_groups": {"a": {**ATTENTION, "targets": ["Linear"]}}}, "got only activations for Linear"),
     ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "FP8, .* NVFP4, .* got W4A8_AWQ for all modules"),
     ({"quant_method": "modelopt", "quant_algo": "INT4_AWQ", "has_zero_point": True}, "without zero points"),
     ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "4 or 8 bits, got 3 bits for all modules"),
@@ -306,6 +306,6 @@ def test_modelopt_says_whether_activations_are_quantised(inputs: dict[str, int] 
     config = {"quant_method": "modelopt", "quant_algo": "MXFP4", "config_groups": groups}
     schemes = read_schemes({"quantization_config": config})
     assert schemes is not None
-    scheme = schemes.of_tensor("model.layers.0.mlp.down_proj.weight")
+    scheme = schemes.for_tensor("model.layers.0.mlp.down_proj.weight")
     assert scheme is not None
     assert (scheme.activation is None) == (inputs is None)

@@ -1,4 +1,4 @@
-"""Parser of the `quantization_config` of compressed-tensors."""
+"""Parser of compressed-tensors' `quantization_config`."""
 
 import re
 from collections.abc import Mapping
@@ -6,17 +6,35 @@ from typing import Any, Literal
 
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.quantized.named_tensors import E4M3, INPUT, PACKED_SCALED, PLAIN_SCALED, refusal
-from jaxserve.weights.quantized.scheme import Activation, Elements, Packing, Role, Rule, Scheme, Schemes
+from jaxserve.weights.quantized.scheme import Activation, Elements, Packing, Rule, Scheme, Schemes, Suffixes
 
-_GLOBAL: tuple[tuple[Role, str], ...] = (("global_scale", "weight_global_scale"),)
-_INPUT_GLOBAL: tuple[tuple[Role, str], ...] = (("input_scale", "input_global_scale"),)
-_INPUT_ZERO: tuple[tuple[Role, str], ...] = (("input_zero", "input_zero_point"),)
-_ORDER: tuple[tuple[Role, str], ...] = (("order", "weight_g_idx"),)
-_ZERO: tuple[tuple[Role, str], ...] = (("zero", "weight_zero_point"),)
+# Format, type and bits -> elements, their packing, and the scale dtype.
+_FORMATS: dict[tuple[str, str, int], tuple[Elements, Packing, str]] = {
+    ("float-quantized", "float", 8): ("e4m3", "plain", "float32"),
+    ("naive-quantized", "float", 8): ("e4m3", "plain", "float32"),
+    ("int-quantized", "int", 8): ("int8", "plain", "float32"),
+    ("naive-quantized", "int", 8): ("int8", "plain", "float32"),
+    ("int-quantized", "int", 4): ("int4", "plain", "float32"),
+    ("pack-quantized", "int", 4): ("int4", "words", "float32"),
+    ("pack-quantized", "int", 8): ("int8", "words", "float32"),
+    ("nvfp4-pack-quantized", "float", 4): ("e2m1", "nibbles", E4M3),
+    ("mxfp4-pack-quantized", "float", 4): ("e2m1", "nibbles", "bfloat16"),
+    ("mxfp8-quantized", "float", 8): ("e4m3", "plain", "bfloat16"),
+}
+_ACTIVATIONS: dict[tuple[str, int], Literal["int8", "e4m3", "e2m1"]] = {
+    ("int", 8): "int8",
+    ("float", 8): "e4m3",
+    ("float", 4): "e2m1",
+}
+_GLOBAL: Suffixes = (("global_scale", "weight_global_scale"),)
+_INPUT_GLOBAL: Suffixes = (("input_scale", "input_global_scale"),)
+_INPUT_ZERO: Suffixes = (("input_zero", "input_zero_point"),)
+_ORDER: Suffixes = (("order", "weight_g_idx"),)
+_ZERO: Suffixes = (("zero", "weight_zero_point"),)
 
 
 def read_compressed_tensors(config: Mapping[str, Any]) -> Schemes:
-    """Return the schemes of the groups of modules, and of those that are left out."""
+    """Return the schemes for the module groups; ignored modules have none."""
     for field in ("sparsity_config", "transform_config"):
         if config.get(field) and (config[field].get("format") != "dense" or field == "transform_config"):
             raise CheckpointError(
@@ -30,14 +48,14 @@ def read_compressed_tensors(config: Mapping[str, Any]) -> Schemes:
             continue
         scheme = _scheme(group, group.get("format") or config.get("format"))
         for target in group["targets"]:
-            ranked.append((_rank(target), Rule(_target(target), scheme)))
-    ignored = [Rule(_target(name), None) for name in config.get("ignore") or ()]
+            ranked.append((_rank(target), Rule(_pattern(target), scheme)))
+    ignored = [Rule(_pattern(name), None) for name in config.get("ignore") or ()]
     rules = [rule for _, rule in sorted(ranked, key=lambda pair: pair[0])]
     return Schemes("compressed-tensors", (*ignored, *rules), kv_cache=bool(attention))
 
 
 def _is_attention(group: Mapping[str, Any]) -> bool:
-    """Return whether a group quantises keys and values alone, whose scales are not used."""
+    """Return whether a group quantises only keys and values, whose scales are not used."""
     named = [re.search(r"attn\$?$|Attention$", target) for target in group["targets"]]
     return group.get("weights") is None and all(named)
 
@@ -47,85 +65,71 @@ def _is_class(target: str) -> bool:
 
 
 def _rank(target: str) -> int:
-    """Return the place of a target: names before patterns before classes, as in compressed-tensors."""
+    """Return a target's precedence, as in compressed-tensors: names before patterns before classes."""
     return 1 if target.startswith("re:") else 2 if _is_class(target) else 0
 
 
-def _target(target: str) -> str:
-    """Return the pattern of a target: a name, `re:` and a pattern, or a class."""
+def _pattern(target: str) -> str:
+    """Return the pattern for a target: a name, `re:` and a pattern, or a class."""
     if target.startswith("re:"):
         return target[len("re:") :]
     return f"class:{re.escape(target)}$" if _is_class(target) else f"{re.escape(target)}$"
 
 
-def _scheme(group: Mapping[str, Any], form: str | None) -> Scheme:
+def _scheme(group: Mapping[str, Any], format_name: str | None) -> Scheme:
     weights, inputs = group.get("weights"), group.get("input_activations")
-    where = f"{', '.join(group['targets'])} (compressed-tensors {form})"
+    where = f"{', '.join(group['targets'])} (compressed-tensors {format_name})"
     if not weights:
-        raise refusal("modules other than attention must have quantised weights", "activations alone", where)
+        raise refusal("modules other than attention must have quantised weights", "only activations", where)
     if group.get("output_activations"):
-        raise refusal("outputs of products must not be quantised", "output_activations", where)
-    bits, kind, group_size = weights["num_bits"], weights["type"], weights.get("group_size") or -1
+        raise refusal("outputs of linear layers must not be quantised", "output_activations", where)
+    bits, number_type = weights["num_bits"], weights["type"]
+    if (known := _FORMATS.get((str(format_name), number_type, bits))) is None:
+        supported = ", ".join(f"{name} of {size} bits ({numbers})" for name, numbers, size in _FORMATS)
+        raise refusal(f"weights must be {supported}", f"{format_name} of {bits} bits ({number_type})", where)
+    elements, packing, scale_dtype = known
+    group_size = weights.get("group_size") or -1
     strategy = weights.get("strategy") or ("tensor" if group_size == -1 else "group")
+    block_rows, columns = _scale_block(strategy, group_size, weights, where)
     symmetric = weights.get("symmetric", True)
-    # "dynamic" was another name of "group"; with the others, groups are consecutive columns.
-    has_order = weights.get("actorder") in ("group", "dynamic", True)
-    known: dict[tuple[str, str, int], Elements] = {
-        ("float-quantized", "float", 8): "e4m3",
-        ("naive-quantized", "float", 8): "e4m3",
-        ("int-quantized", "int", 8): "int8",
-        ("naive-quantized", "int", 8): "int8",
-        ("int-quantized", "int", 4): "int4",
-        ("pack-quantized", "int", 4): "int4",
-        ("pack-quantized", "int", 8): "int8",
-        ("nvfp4-pack-quantized", "float", 4): "e2m1",
-        ("mxfp4-pack-quantized", "float", 4): "e2m1",
-        ("mxfp8-quantized", "float", 8): "e4m3",
-    }
-    elements = known.get((str(form), kind, bits))
-    if elements is None:
-        supported = ", ".join(f"{name} of {size} bits ({numbers})" for name, numbers, size in known)
-        raise refusal(f"weights must be {supported}", f"{form} of {bits} bits ({kind})", where)
-    block_rows = 1
-    columns: int | None = None
-    if strategy in ("group", "tensor_group"):
-        columns = None if group_size == -1 else int(group_size)
-    elif strategy == "block":
-        sizes = weights["block_structure"]  # old versions write "128x128"
-        block_rows, columns = map(int, sizes.split("x") if isinstance(sizes, str) else sizes)
-    elif strategy not in ("tensor", "channel"):
-        raise refusal("weights must have scales by tensor, channel, group or block", f"strategy {strategy!r}", where)
-    is_mx, is_nv = str(form).startswith("mxfp"), form == "nvfp4-pack-quantized"
-    if not symmetric and (kind != "int" or strategy not in ("group", "channel")):
-        raise refusal("weights with zero points must be integers by channel or group", f"{kind} by {strategy}", where)
-    packed = form in ("pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
-    packing: Packing = "words" if form == "pack-quantized" else "nibbles" if packed else "plain"
+    if not symmetric and (number_type != "int" or strategy not in ("group", "channel")):
+        raise refusal(
+            "weights with zero points must be integers by channel or group", f"{number_type} by {strategy}", where
+        )
+    # "dynamic" was another name for "group"; with the others, groups are consecutive columns.
+    has_order = weights.get("actorder") in ("group", "dynamic", True) and columns is not None
     activation = _activation(inputs, where)
-    tensors = PACKED_SCALED if packed else PLAIN_SCALED
+    tensors = PLAIN_SCALED if packing == "plain" else PACKED_SCALED
     tensors += () if symmetric else _ZERO
-    tensors += _GLOBAL if is_nv else ()
-    tensors += _ORDER if has_order and columns is not None else ()
+    tensors += _GLOBAL if scale_dtype == E4M3 else ()
+    tensors += _ORDER if has_order else ()
     if activation and not activation.dynamic:
         tensors += _INPUT_GLOBAL if activation.elements == "e2m1" else INPUT
         tensors += () if activation.symmetric else _INPUT_ZERO
     return Scheme(
-        f"compressed-tensors {form}",
+        f"compressed-tensors {format_name}",
         elements,
         packing,
         tensors,
         columns,
         block_rows,
-        scale_dtype="bfloat16" if is_mx else E4M3 if is_nv else "float32",
-        divides=is_nv,
+        scale_dtype=scale_dtype,
+        divides=scale_dtype == E4M3,
         activation=activation,
     )
 
 
-_ACTIVATIONS: dict[tuple[str, int], Literal["int8", "e4m3", "e2m1"]] = {
-    ("int", 8): "int8",
-    ("float", 8): "e4m3",
-    ("float", 4): "e2m1",
-}
+def _scale_block(strategy: str, group_size: int, weights: Mapping[str, Any], where: str) -> tuple[int, int | None]:
+    """Return the numbers of rows and columns that share a scale; None for all columns."""
+    if strategy in ("group", "tensor_group"):
+        return 1, None if group_size == -1 else int(group_size)
+    if strategy == "block":
+        sizes = weights["block_structure"]  # old versions write "128x128"
+        rows, columns = map(int, sizes.split("x") if isinstance(sizes, str) else sizes)
+        return rows, columns
+    if strategy in ("tensor", "channel"):
+        return 1, None
+    raise refusal("weights must have scales by tensor, channel, group or block", f"strategy {strategy!r}", where)
 
 
 def _activation(inputs: Mapping[str, Any] | None, where: str) -> Activation | None:
@@ -134,14 +138,14 @@ def _activation(inputs: Mapping[str, Any] | None, where: str) -> Activation | No
     elements, symmetric = _ACTIVATIONS.get((inputs["type"], inputs["num_bits"])), inputs.get("symmetric", True)
     group, dynamic = int(inputs.get("group_size") or 0) or None, inputs.get("dynamic", False)
     strategy = inputs.get("strategy") or ("token" if dynamic else "tensor")
-    whole = (strategy, dynamic) in (("token", True), ("tensor", False))
-    if elements == "int8" and whole:
+    ungrouped = (strategy, dynamic) in (("token", True), ("tensor", False))
+    if elements == "int8" and ungrouped:
         return Activation("int8", None, dynamic=dynamic, symmetric=symmetric)
     if elements is not None and symmetric:
         if inputs.get("scale_dtype") == "torch.uint8":
             if elements != "int8" and (strategy, dynamic, group) == ("group", True, 32):
                 return Activation(elements, group, dynamic=True, power_of_two=True)
-        elif elements == "e4m3" and whole:
+        elif elements == "e4m3" and ungrouped:
             return Activation("e4m3", None, dynamic=dynamic)
         elif (elements, strategy, dynamic) == ("e4m3", "group", True):
             return Activation("e4m3", group, dynamic=True)

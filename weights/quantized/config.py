@@ -1,6 +1,6 @@
-"""Parser of `quantization_config`: the schemes of all modules, whichever tool wrote it.
+"""Parser of `quantization_config`: the schemes for all modules, whichever tool wrote it.
 
-Rules are tried in order: first modules that are left out, then names, patterns of names, classes.
+Rules are tried in order: first modules that stay unquantised, then names, name patterns and classes.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.quantized.compressed_tensors import read_compressed_tensors
 from jaxserve.weights.quantized.named_tensors import E4M3, E8M0, INPUT, PACKED_SCALED, PLAIN_SCALED, refusal
-from jaxserve.weights.quantized.scheme import Activation, Elements, Packing, Role, Rule, Scheme, Schemes
+from jaxserve.weights.quantized.scheme import Activation, Elements, Packing, Rule, Scheme, Schemes, Suffixes
 from jaxserve.weights.rows import HEADS
 
 _LINEAR = "class:Linear$"
@@ -21,12 +21,12 @@ _HEAD = Rule(rf"(.*\.)?({'|'.join(HEADS)})$", None)  # left out by the tools tha
 
 
 def read_schemes(config: Mapping[str, Any]) -> Schemes | None:
-    """Return the schemes that a parsed config.json describes; None if it has no quantised modules.
+    """Return the schemes in a parsed config.json; None if it has no quantised modules.
 
-    Those of a multimodal model are the schemes of its text part.
+    For a multimodal model these are its text part's schemes.
 
     Raises:
-        CheckpointError: a method, or the scheme of some modules, is not supported.
+        CheckpointError: a method, or the scheme for some modules, is not supported.
     """
     text = config.get("text_config")
     holders = [config, text] if isinstance(text, Mapping) else [config]
@@ -55,16 +55,16 @@ def read_schemes(config: Mapping[str, Any]) -> Schemes | None:
 
 
 def _has_kv_scales(config: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint has scales of keys and values, of whatever tool."""
+    """Return whether a checkpoint has scales for keys and values, whichever tool wrote it."""
     return bool(config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme"))
 
 
-# DeepSeek's fp8, also of Qwen, MiniMax and GLM
+# DeepSeek's fp8, which Qwen, MiniMax and GLM also use
 
 
 def _fp8(config: Mapping[str, Any]) -> Schemes:
-    if (form := config.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
-        raise CheckpointError(f"the fmt of fp8 checkpoints must be 'e4m3', got {form!r}")
+    if (elements := config.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
+        raise CheckpointError(f"the fmt of fp8 checkpoints must be 'e4m3', got {elements!r}")
     block, activations = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
     if activations not in ("dynamic", "static"):
         raise CheckpointError(f"the activation_scheme of fp8 must be 'dynamic' or 'static', got {activations!r}")
@@ -76,24 +76,24 @@ def _fp8(config: Mapping[str, Any]) -> Schemes:
         block_rows, columns = map(int, block)
         if not is_dynamic:
             raise CheckpointError("the activation_scheme of fp8 by blocks must be 'dynamic', got 'static'")
-        blocks: tuple[tuple[Role, str], ...] = (("elements", "weight"), ("scale", "weight_scale_inv"))
+        blocks: Suffixes = (("elements", "weight"), ("scale", "weight_scale_inv"))
         activation = Activation("e4m3", columns, dynamic=True)
         scheme = Scheme("fp8 by blocks", "e4m3", "plain", blocks, columns, block_rows, activation=activation)
-    # DeepSeek-V3's projection for multi-token prediction is plain, and in no list.
+    # DeepSeek-V3's projection for multi-token prediction is unquantised, but in no list.
     names = ["eh_proj", *(config.get("modules_to_not_convert") or ()), *(config.get("ignored_layers") or ())]
     return Schemes("fp8", (*map(_left_out, names), _HEAD, Rule(_LINEAR, scheme)))
 
 
 def _left_out(name: str) -> Rule:
-    """Return the rule for modules that have a name, begin with it or contain it between dots; some names end in one."""
+    """Return the rule for modules whose dotted name contains this one, which may itself end in a dot."""
     return Rule(rf"(.*\.)?{re.escape(name.strip('.'))}(\..*)?$", None)
 
 
-# gpt-oss, whose experts alone are quantised
+# gpt-oss, in which only the experts are quantised
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Schemes:
-    tensors: tuple[tuple[Role, str], ...] = (("elements", "_blocks"), ("scale", "_scales"))
+    tensors: Suffixes = (("elements", "_blocks"), ("scale", "_scales"))
     scheme = Scheme("mxfp4", "e2m1", "nibbles", tensors, 32, scale_dtype=E8M0, stacked=True)
     ignored = [Rule(_glob(name), None) for name in config.get("modules_to_not_convert") or ()]
     return Schemes("mxfp4", (*ignored, Rule(r".*\.experts\.(gate_up|down)_proj$", scheme)))
@@ -119,12 +119,12 @@ def _modelopt(config: Mapping[str, Any]) -> Schemes:
 
 
 def _glob(name: str) -> str:
-    """Return the pattern of a name with `*`, and of the modules inside those that it names."""
+    """Return the pattern for the modules that a name with `*` matches, and for their submodules."""
     return rf"(?:{fnmatch.translate(name)}|{re.escape(name)}\..*)"
 
 
 def _modelopt_scheme(algorithm: str, config: Mapping[str, Any], where: str) -> Scheme:
-    algorithm = algorithm.upper()  # ModelOpt has its own names of some in lower case
+    algorithm = algorithm.upper()  # ModelOpt writes some names in lower case
     name = f"modelopt {algorithm}"
     if algorithm == "FP8":
         tensors = (*PLAIN_SCALED, *INPUT)
@@ -143,8 +143,7 @@ def _modelopt_scheme(algorithm: str, config: Mapping[str, Any], where: str) -> S
     if algorithm in ("NVFP4", "W4A16_NVFP4"):
         group = int(config.get("group_size") or 16)
         inputs = Activation("e2m1", group, dynamic=False) if algorithm == "NVFP4" else None
-        second: tuple[tuple[Role, str], ...] = (("global_scale", "weight_scale_2"),)
-        tensors = (*PLAIN_SCALED, *second, *(INPUT if inputs else ()))
+        tensors = (*PLAIN_SCALED, ("global_scale", "weight_scale_2"), *(INPUT if inputs else ()))
         return Scheme(name, "e2m1", "nibbles", tensors, group, scale_dtype=E4M3, activation=inputs)
     if algorithm in ("W4A16_AWQ", "INT4_AWQ"):
         if config.get("has_zero_point"):
@@ -157,23 +156,25 @@ def _modelopt_scheme(algorithm: str, config: Mapping[str, Any], where: str) -> S
 
 # GPTQ and AWQ
 
+_INT4_SCALED: Suffixes = (("elements", "qweight"), ("scale", "scales"), ("zero", "qzeros"))
+
 
 def _gptq(config: Mapping[str, Any]) -> Schemes:
-    form = str(config.get("checkpoint_format") or "gptq")
-    if form not in ("gptq", "gptq_v2"):
-        raise CheckpointError(f"the checkpoint_format of GPTQ must be 'gptq' or 'gptq_v2', got {form!r}")
-    rules = _changed(config, partial(_gptq_scheme, form=form))
+    version = str(config.get("checkpoint_format") or "gptq")
+    if version not in ("gptq", "gptq_v2"):
+        raise CheckpointError(f"the checkpoint_format of GPTQ must be 'gptq' or 'gptq_v2', got {version!r}")
+    rules = _changed(config, partial(_gptq_scheme, version=version))
     for pattern, changes in (config.get("dynamic") or {}).items():
-        scheme = None if pattern.startswith("-:") else _gptq_scheme({**config, **changes}, pattern, form)
+        scheme = None if pattern.startswith("-:") else _gptq_scheme({**config, **changes}, pattern, version)
         rules.append(Rule(pattern.removeprefix("-:").removeprefix("+:"), scheme))
     head = () if config.get("lm_head") else (_HEAD,)
     names = config.get("modules_to_not_convert") or ()
-    own = _gptq_scheme(config, "all modules", form)
-    return Schemes("gptq", (*rules, *map(_left_out, names), *head, *_inside_blocks(config, own)))
+    common = _inside_blocks(config, _gptq_scheme(config, "all modules", version))
+    return Schemes("gptq", (*rules, *map(_left_out, names), *head, *common))
 
 
 def _inside_blocks(config: Mapping[str, Any], scheme: Scheme) -> list[Rule]:
-    """Return the rules for linear modules, or for those that a list of modules of every block names."""
+    """Return the rules for linear modules; if the config lists modules per block, only for these."""
     listed = config.get("modules_in_block_to_quantize")
     if not listed:
         return [Rule(_LINEAR, scheme)]
@@ -182,7 +183,7 @@ def _inside_blocks(config: Mapping[str, Any], scheme: Scheme) -> list[Rule]:
 
 
 def _changed(config: Mapping[str, Any], scheme: Callable[[Mapping[str, Any], str], Scheme]) -> list[Rule]:
-    """Return AutoRound's rules for modules that differ from the others, by their names or patterns of these."""
+    """Return AutoRound's rules for exceptional modules: first names, then name patterns."""
     names, patterns = list[Rule](), list[Rule]()
     for name, changes in (config.get("extra_config") or {}).items():
         merged = {**config, **changes}
@@ -195,28 +196,25 @@ def _changed(config: Mapping[str, Any], scheme: Callable[[Mapping[str, Any], str
     return names + patterns
 
 
-def _gptq_scheme(config: Mapping[str, Any], where: str, form: str) -> Scheme:
+def _gptq_scheme(config: Mapping[str, Any], where: str, version: str) -> Scheme:
     elements = _int_elements("GPTQ", config, (4, 8), where)
-    tensors: tuple[tuple[Role, str], ...] = (("elements", "qweight"), ("scale", "scales"), ("zero", "qzeros"))
     group = _group(config)
-    if config.get("desc_act") and group is not None:
-        tensors += (("order", "g_idx"),)
-    return Scheme(form, elements, "gptq", tensors, group, zero_offset=0 if form == "gptq_v2" else 1)
+    tensors = (*_INT4_SCALED, ("order", "g_idx")) if config.get("desc_act") and group is not None else _INT4_SCALED
+    return Scheme(version, elements, "gptq", tensors, group, zero_offset=0 if version == "gptq_v2" else 1)
 
 
 def _awq(config: Mapping[str, Any]) -> Schemes:
-    form = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
-    if (version := str(form).lower()) != "gemm":
+    version = config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm"
+    if (version := str(version).lower()) != "gemm":
         raise CheckpointError(f"the version of AWQ must be 'gemm', got {version!r}")
     rules = _changed(config, _awq_scheme)
     names = config.get("modules_to_not_convert") or ()
-    own = _inside_blocks(config, _awq_scheme(config, "all modules"))
-    return Schemes("awq", (*rules, *map(_left_out, names), _HEAD, *own))
+    common = _inside_blocks(config, _awq_scheme(config, "all modules"))
+    return Schemes("awq", (*rules, *map(_left_out, names), _HEAD, *common))
 
 
 def _awq_scheme(config: Mapping[str, Any], where: str) -> Scheme:
-    tensors: tuple[tuple[Role, str], ...] = (("elements", "qweight"), ("scale", "scales"), ("zero", "qzeros"))
-    return Scheme("awq", _int_elements("AWQ", config, (4,), where), "awq", tensors, _group(config))
+    return Scheme("awq", _int_elements("AWQ", config, (4,), where), "awq", _INT4_SCALED, _group(config))
 
 
 def _auto_round(config: Mapping[str, Any]) -> Schemes:
@@ -241,9 +239,9 @@ def _group(config: Mapping[str, Any]) -> int | None:
     return None if size == -1 else size
 
 
-# GGUF, whose types are recorded by `gguf_store`
+# GGUF, whose types `gguf_store` records
 
-_MINIMUM: tuple[tuple[Role, str], ...] = (("minimum", "weight_minimum"),)
+_MINIMUM: Suffixes = (("minimum", "weight_minimum"),)
 GGUF_SCHEMES: Mapping[str, Scheme] = {
     "Q8_0": Scheme("gguf Q8_0", "int8", "plain", PLAIN_SCALED, 32, scale_dtype="float16"),
     "Q4_0": Scheme("gguf Q4_0", "int4", "nibbles", PACKED_SCALED, 32, scale_dtype="float16"),
@@ -260,11 +258,11 @@ GGUF_SCHEMES: Mapping[str, Scheme] = {
 
 def _gguf(config: Mapping[str, Any]) -> Schemes:
     rules = []
-    for kind, names in config["types"].items():
-        if kind not in GGUF_SCHEMES:
-            raise CheckpointError(f"the types of GGUF must be of {', '.join(GGUF_SCHEMES)}, got {kind!r}")
-        patterns = (re.escape(name).replace(r"\*", r"\d+") for name in names)  # * is the number of an expert
-        rules.append(Rule(f"(?:{'|'.join(patterns)})$", GGUF_SCHEMES[kind]))
+    for type_name, names in config["types"].items():
+        if type_name not in GGUF_SCHEMES:
+            raise CheckpointError(f"the types of GGUF must be of {', '.join(GGUF_SCHEMES)}, got {type_name!r}")
+        patterns = (re.escape(name).replace(r"\*", r"\d+") for name in names)  # * stands for the expert index
+        rules.append(Rule(f"(?:{'|'.join(patterns)})$", GGUF_SCHEMES[type_name]))
     return Schemes("gguf", tuple(rules))
 
 

@@ -1,7 +1,7 @@
-"""Elements, scales and zero points of a file, in the form that all formats have on devices.
+"""Conversion of stored elements, scales and zero points to the layout that devices use for every format.
 
-Elements of four bits are two to a byte, the one of the lower column in the low bits: integers from 0 to 15, or e2m1.
-Elements of eight bits are signed integers or e4m3.
+Four-bit elements are two per byte, the lower column in the low bits: integers from 0 to 15, or e2m1. Eight-bit elements
+are signed integers or e4m3.
 """
 
 from collections.abc import Mapping
@@ -21,15 +21,15 @@ _AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # column, within a word, of eac
 _WORD_BYTES = 4
 
 
-def element_bytes(scheme: Scheme) -> tuple[np.dtype, ...]:
-    """Return the dtypes that the elements of a scheme may have in a file."""
+def element_dtypes(scheme: Scheme) -> tuple[np.dtype, ...]:
+    """Return the dtypes that a scheme's elements may have in a file."""
     if scheme.packing == "plain":
         return (E4M3,) if scheme.elements == "e4m3" else (np.dtype(np.int8),)
     return (np.dtype(np.uint8),) if scheme.packing in ("nibbles", "row_nibbles") else _INT32
 
 
 def matrix_shape(scheme: Scheme, tensors: Mapping[Role, Any]) -> tuple[int, int]:
-    """Return the shape [O, I] of the matrix that a module's tensors store."""
+    """Return the shape [O, I] of the matrix in a module's tensors."""
     rows, columns = tensors["elements"].shape
     per_word = 8 * _WORD_BYTES // _bits(scheme)
     if scheme.packing == "plain":
@@ -46,7 +46,7 @@ def matrix_shape(scheme: Scheme, tensors: Mapping[Role, Any]) -> tuple[int, int]
 
 
 def other_shapes(scheme: Scheme, whole: tuple[int, int]) -> dict[Role, list[tuple[int, ...]]]:
-    """Return the shapes that scales, zero points and orders of columns may have in a file, for a matrix [O, I]."""
+    """Return the shapes that the other tensors of a matrix [O, I] may have in a file."""
     rows, columns = whole
     groups = -(-columns // (scheme.group or columns))
     words = _covering((0, rows), 8 * _WORD_BYTES // _bits(scheme))[1]
@@ -57,12 +57,11 @@ def other_shapes(scheme: Scheme, whole: tuple[int, int]) -> dict[Role, list[tupl
     scale += [(blocks,)] if groups == 1 else []
     scale += [(), (1,), (1, 1)] if scheme.group is None or blocks * groups == 1 else []
     zero: list[tuple[int, ...]] = [(rows if scheme.packing == "plain" else words, groups)]
-    of_columns: list[tuple[int, ...]] = [(columns,)]
-    return {"scale": scale, "minimum": scale, "zero": zero, "input_factor": of_columns, "order": of_columns}
+    return {"scale": scale, "minimum": scale, "zero": zero, "input_factor": [(columns,)], "order": [(columns,)]}
 
 
 def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) -> NDArray[Any]:
-    """Return the elements of some rows and columns."""
+    """Return the elements in some rows and columns."""
     if scheme.packing == "plain":
         elements = _read(tensor, rows, columns)
         return packed_pairs(elements.view(np.uint8) + np.uint8(8)) if scheme.is_packed else elements
@@ -72,7 +71,7 @@ def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) ->
     if scheme.packing == "row_nibbles":
         pairs = _covering(rows, per_byte)
         stored, first = _read(tensor, pairs, columns), rows[0] - per_byte * pairs[0]
-        signed = np.stack([stored & np.uint8(15), stored >> np.uint8(4)], axis=1).reshape(-1, stored.shape[1])
+        signed = nibbles(stored.T).T
         return packed_pairs(signed[first : first + rows[1] - rows[0]] ^ np.uint8(8))
     words = _covering(columns, per_word)
     if scheme.packing == "awq":
@@ -85,7 +84,7 @@ def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) ->
 
 
 def read_scale(scheme: Scheme, tensor: Any, rows: Bounds) -> NDArray[Any]:
-    """Return the scales or minima of some rows, [rows, groups], whether stored by tensor, row, group or block."""
+    """Return scales or minima for some rows, [rows, groups], whether stored by tensor, row, group or block."""
     num_rows, shape = rows[1] - rows[0], tuple(tensor.shape)
     if scheme.packing in ("gptq", "awq"):
         scale = _read(tensor, (0, shape[0]), rows).T
@@ -95,16 +94,14 @@ def read_scale(scheme: Scheme, tensor: Any, rows: Bounds) -> NDArray[Any]:
         blocks = (rows[0] // scheme.block_rows, -(-rows[1] // scheme.block_rows))
         scale = _read(tensor, blocks, (0, shape[1]))[np.arange(*rows) // scheme.block_rows - blocks[0]]
     else:  # a vector of rows, or blocks [rows, 1, columns, 1]
-        whole = np.asarray(tensor)
-        whole = whole.reshape(shape[0], -1)
-        scale = whole[np.arange(*rows) // scheme.block_rows]
+        scale = np.asarray(tensor).reshape(shape[0], -1)[np.arange(*rows) // scheme.block_rows]
     if scale.dtype == np.uint8:  # exponents
         scale = scale.view(ml_dtypes.float8_e8m0fnu)
     return scale.astype(np.dtype(scheme.scale_dtype), copy=False)
 
 
 def read_zero(scheme: Scheme, tensor: Any, rows: Bounds) -> NDArray[Any]:
-    """Return the zero points of some rows, [rows, groups]."""
+    """Return zero points for some rows, [rows, groups]."""
     per_word = 8 * _WORD_BYTES // _bits(scheme)
     if scheme.packing == "plain":
         zero: NDArray[Any] = np.asarray(tensor)[slice(*rows)].astype(np.int8)
@@ -112,12 +109,12 @@ def read_zero(scheme: Scheme, tensor: Any, rows: Bounds) -> NDArray[Any]:
     words = _covering(rows, per_word)
     if scheme.packing == "awq":
         return _awq_nibbles(tensor, rows, (0, tensor.shape[0])).T
-    # One word holds consecutive rows of a group; it lies along the rows of the file in one format, else the columns.
+    # A word holds consecutive rows of one group; words lie along the rows of the file in one format, else the columns.
     is_row = scheme.packing == "words"
     stored = _read(tensor, words, (0, tensor.shape[1])).T if is_row else _read(tensor, (0, tensor.shape[0]), words)
     stored = np.ascontiguousarray(stored).view(np.uint32)
-    # A zero point of 0 has borrowed from its neighbours when 1 was subtracted from each of a word.
-    one_each = np.uint32(sum(scheme.zero_offset << (_bits(scheme) * place) for place in range(per_word)))
+    # GPTQ subtracts 1 from each zero point in a word; a zero point of 0 borrows from its neighbour, so add in words.
+    one_each = np.uint32(sum(scheme.zero_offset << (_bits(scheme) * index) for index in range(per_word)))
     all_bytes = (stored + one_each).view(np.uint8)
     zero = nibbles(all_bytes) if scheme.is_packed else _signed(all_bytes)
     first = rows[0] - words[0] * per_word
@@ -125,7 +122,7 @@ def read_zero(scheme: Scheme, tensor: Any, rows: Bounds) -> NDArray[Any]:
 
 
 def nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the two numbers of each byte, the low one first."""
+    """Return both four-bit values in each byte, the low one first."""
     pairs: NDArray[np.uint8] = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
     return pairs.reshape(*packed.shape[:-1], -1)
 
@@ -137,7 +134,7 @@ def packed_pairs(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _awq_nibbles(tensor: Any, packed: Bounds, other: Bounds) -> NDArray[np.uint8]:
-    """Return numbers of a tensor that is packed along its columns in AWQ's order, [other, packed]."""
+    """Return values from a tensor packed along its columns in AWQ's order, [other, packed]."""
     words = _covering(packed, 8)
     all_bytes = np.ascontiguousarray(_read(tensor, other, words)).view(np.uint8)
     mixed = nibbles(all_bytes).reshape(len(all_bytes), -1, 8)
@@ -156,7 +153,7 @@ def _bits(scheme: Scheme) -> int:
 
 
 def _covering(bounds: Bounds, size: int) -> Bounds:
-    """Return the bounds of the words that hold some numbers."""
+    """Return the bounds of the words that hold these elements."""
     return bounds[0] // size, -(-bounds[1] // size)
 
 

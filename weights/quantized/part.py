@@ -1,4 +1,4 @@
-"""QuantizedPart: a quantised matrix of a checkpoint, still unread, of which devices take rows and columns."""
+"""QuantizedPart: a quantised matrix in a checkpoint, still unread, whose rows and columns devices take."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.quantized.packing import (
-    element_bytes,
+    element_dtypes,
     matrix_shape,
     nibbles,
     other_shapes,
@@ -29,11 +29,11 @@ FLOATS_OF_NIBBLES = {
     "int4": np.arange(16, dtype=np.float32),
 }
 INT4_ZERO = 8  # zero point of symmetric int4, whose elements are stored as 0 to 15
-# Names that transformers gives to scales of fp8 checkpoints, which others call otherwise.
+# Names that transformers gives to fp8 scales; other tools use other names.
 _OTHER_NAMES = {"weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
-# Scales of attention, and what tools keep for themselves; see `Schemes.kv_cache`.
+# Attention scales and tools' private tensors; see `Schemes.kv_cache`.
 _EXTRAS = (
-    *(f"{which}_{what}" for which in "qkv" for what in ("scale", "zero_point")),
+    *(f"{projection}_{role}" for projection in "qkv" for role in ("scale", "zero_point")),
     *("kv_scale", "prob_scale", "output_scale", "input_scale", "input_global_scale", "input_zero_point"),
     *("activation_scale", "weight_shape", "g_idx", "weight_g_idx"),
 )
@@ -41,12 +41,12 @@ _EXTRAS = (
 
 @dataclass(frozen=True)
 class QuantizedPart(MatrixPart):
-    """Some rows and columns of a quantised matrix [O, I]. As an array it is dequantised, in float32.
+    """Some rows and columns of a quantised matrix [O, I]. Conversion to an array dequantises it, to float32.
 
     Attributes:
         name: name of the matrix.
         scheme: its scheme.
-        tensors: stored tensors by their roles.
+        tensors: stored tensors by role.
         whole: shape of the whole matrix.
     """
 
@@ -62,7 +62,7 @@ class QuantizedPart(MatrixPart):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this part in the file, nearly."""
+        """Approximate size of this part in the file."""
         total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
         return total * prod(self.shape) // max(1, prod(self.whole))
 
@@ -73,55 +73,52 @@ class QuantizedPart(MatrixPart):
             q = FLOATS_OF_NIBBLES[self.scheme.elements][nibbles(elements)[:, :size]]
         else:
             q = elements.astype(np.float32)
-        group_of = self.group_of()
+        groups = self.column_groups()
         if self.scheme.has("zero"):
-            q -= self.zero()[:, group_of].astype(np.float32)
+            q -= self.zero()[:, groups].astype(np.float32)
         elif self.scheme.elements == "int4" and not self.scheme.has("minimum"):
             q -= INT4_ZERO
         scale = self.scale().astype(np.float32)
         if self.scheme.has("global_scale"):
             scale = scale / self.global_scale() if self.scheme.divides else scale * self.global_scale()
-        w = q * scale[:, group_of]
+        w = q * scale[:, groups]
         if self.scheme.has("minimum"):
-            w -= self.minimum()[:, group_of]
+            w -= self.minimum()[:, groups]
         if self.scheme.has("input_factor"):
             w *= self.input_factor()
         return w.astype(dtype or np.float32, copy=False)
 
     def elements(self) -> NDArray[Any]:
-        """Return the elements as devices hold them, two to a byte where they have four bits, signed where eight."""
+        """Return the elements as devices hold them: two per byte if they have four bits, signed if eight."""
         return read_elements(self.scheme, self.tensors["elements"], self.rows, self.columns)
 
     def scale(self) -> NDArray[Any]:
-        """Return the scales of these rows and all groups of columns, [rows, groups]."""
+        """Return the scales for these rows and all column groups, [rows, groups]."""
         return read_scale(self.scheme, self.tensors["scale"], self.rows)
 
     def zero(self) -> NDArray[Any]:
-        """Return the zero points of these rows and all groups of columns, offset as the elements are."""
+        """Return the zero points for these rows and all column groups, offset like the elements."""
         return read_zero(self.scheme, self.tensors["zero"], self.rows)
 
     def minimum(self) -> NDArray[Any]:
-        """Return what is subtracted from products of elements and scales, of these rows and all groups of columns."""
+        """Return the minima for these rows and all column groups, which are subtracted after scaling."""
         return read_scale(self.scheme, self.tensors["minimum"], self.rows)
 
     def global_scale(self) -> np.float32:
-        """Return the scale of the whole tensor."""
         return np.float32(np.asarray(self.tensors["global_scale"]).reshape(-1)[0])
 
     def input_scale(self) -> np.float32:
-        """Return the scale of activations."""
         return np.float32(np.asarray(self.tensors["input_scale"]).astype(np.float32).max())
 
     def input_zero(self) -> np.float32:
-        """Return the zero point of activations."""
         return np.float32(np.asarray(self.tensors["input_zero"]).reshape(-1)[0])
 
     def input_factor(self) -> NDArray[np.float32]:
-        """Return the factor of the activations that each of these columns is multiplied with."""
+        """Return the factor for each of these columns, which scales activations."""
         return np.asarray(self.tensors["input_factor"]).astype(np.float32)[slice(*self.columns)]
 
-    def group_of(self) -> NDArray[np.int32]:
-        """Return the group of each column."""
+    def column_groups(self) -> NDArray[np.int32]:
+        """Return the index of each column's group."""
         group = self.scheme.group or self.whole[1]
         if self.scheme.has("order"):
             order: NDArray[np.int32] = np.asarray(self.tensors["order"]).astype(np.int32)
@@ -133,23 +130,23 @@ class QuantizedPart(MatrixPart):
         return (np.arange(*self.columns) // group).astype(np.int32)
 
     def on_host(self, read: Callable[[Tensor], NDArray[Any]]) -> "QuantizedPart":
-        """Return the same part of tensors in host memory."""
+        """Return the same part, with all stored tensors in host memory."""
         return dataclasses.replace(self, tensors={role: read(t) for role, t in self.tensors.items()})
 
 
 def quantized_view(
     schemes: Schemes | None, tensors: Mapping[str, Any], specs: Sequence[TensorRow], where: object
 ) -> dict[str, Any]:
-    """Return the tensors of a checkpoint with a QuantizedPart for each matrix that is quantised.
+    """Return a checkpoint's tensors with a QuantizedPart for each quantised matrix.
 
     Args:
-        schemes: schemes of the checkpoint; None if it is not quantised.
-        tensors: tensors as they are stored, by name.
-        specs: rows of the model, with the names that tensors have unquantised.
-        where: place of the checkpoint, for messages.
+        schemes: the checkpoint's schemes; None if it is not quantised.
+        tensors: stored tensors by name.
+        specs: the model's rows, with the names of unquantised tensors.
+        where: path of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: a quantised module lacks tensors, or has them in a form that is not its scheme's.
+        CheckpointError: a quantised module lacks tensors, or their dtypes or shapes contradict its scheme.
     """
     if schemes is None:
         return dict(tensors)
@@ -158,18 +155,18 @@ def quantized_view(
     names_of_model = {name for row in specs for name in row.hf_names}
     matrices = {name: shape for row in specs if row.is_matrix for name, shape in hf_shapes(row).items()}
     for name, shape in matrices.items():
-        if (scheme := schemes.of_tensor(name)) is None:
+        if (scheme := schemes.for_tensor(name)) is None:
             continue
         module = name.removesuffix(".weight")
         names = {role: _stored_name(full, tensors) for role, full in scheme.names(module).items()}
         if absent := [full for role, full in names.items() if full not in tensors and role not in OPTIONAL]:
             missing.append(f"{', '.join(absent)} ({scheme.name})")
             continue
-        own = {role: tensors[full] for role, full in names.items() if full in tensors}
-        if scheme.has("input_factor") and "input_factor" not in own:
-            own["input_factor"] = np.ones(matrix_shape(scheme, own)[1], np.float32)
-        parts[name] = part = _part(name, scheme, _unstacked(name, own) if scheme.stacked else own)
-        if part.whole == shape:  # others are named with the tensors of other shapes
+        stored = {role: tensors[full] for role, full in names.items() if full in tensors}
+        if scheme.has("input_factor") and "input_factor" not in stored:
+            stored["input_factor"] = np.ones(matrix_shape(scheme, stored)[1], np.float32)
+        parts[name] = part = _part(name, scheme, _unstacked(name, stored) if scheme.stacked else stored)
+        if part.whole == shape:  # `load` reports other shapes with those of all tensors
             _check_shapes(part, names)
         for full in (*names.values(), *(f"{module}.{extra}" for extra in _EXTRAS)):
             view.pop(full, None)
@@ -185,7 +182,6 @@ def quantized_view(
 
 
 def _stored_name(name: str, tensors: Collection[str]) -> str:
-    """Return the name that a tensor has in the checkpoint."""
     module, _, suffix = name.rpartition(".")
     other = f"{module}.{_OTHER_NAMES.get(suffix, suffix)}"
     return other if name not in tensors and other in tensors else name
@@ -193,7 +189,7 @@ def _stored_name(name: str, tensors: Collection[str]) -> str:
 
 @dataclass(frozen=True)
 class _StackRows:
-    """Tensor [matrices, rows, ...], still unread, as a matrix of all rows."""
+    """Stacked matrices [matrices, rows, ...], still unread, as one matrix with all their rows."""
 
     tensor: Any
 
@@ -221,7 +217,7 @@ class _StackRows:
 
 
 def _unstacked(name: str, tensors: Mapping[Role, Any]) -> dict[Role, Any]:
-    """Return the tensors of a stack, [matrices, rows, groups, bytes] and [matrices, rows, groups], as matrices."""
+    """Return stacked tensors, [matrices, rows, groups, bytes] and [matrices, rows, groups], as matrices."""
     elements, scale = (tuple(tensors[role].shape) for role in ("elements", "scale"))
     if len(elements) != 4 or elements[:-1] != scale:
         raise CheckpointError(
@@ -233,9 +229,9 @@ def _unstacked(name: str, tensors: Mapping[Role, Any]) -> dict[Role, Any]:
 
 def _part(name: str, scheme: Scheme, tensors: Mapping[Role, Any]) -> QuantizedPart:
     dtype = np.dtype(tensors["elements"].dtype)
-    if dtype not in element_bytes(scheme):
-        allowed = " or ".join(sorted(str(kind) for kind in element_bytes(scheme)))
-        raise CheckpointError(f"the elements of {name} must be {allowed} ({scheme.name}), got {dtype}")
+    if dtype not in (allowed := element_dtypes(scheme)):
+        names = " or ".join(sorted(map(str, allowed)))
+        raise CheckpointError(f"the elements of {name} must be {names} ({scheme.name}), got {dtype}")
     whole = matrix_shape(scheme, tensors)
     part = QuantizedPart((0, whole[0]), (0, whole[1]), name, scheme, tensors, whole)
     if whole[1] % 2 and scheme.is_packed:
@@ -253,7 +249,7 @@ def _check_shapes(part: QuantizedPart, names: Mapping[Role, str]) -> None:
 
 
 def _drop_zero_bias(view: dict[str, Any], name: str, wanted: Collection[str]) -> None:
-    """Drop a bias that the model does not have: some tools write zeros for it."""
+    """Drop a bias that the model lacks: some tools write zeros for it."""
     if name in view and name not in wanted:
         if np.any(np.asarray(view[name]).astype(np.float32)):
             raise CheckpointError(f"{name} must be zero, as the model has no such bias, got other values")
