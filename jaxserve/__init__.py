@@ -2,13 +2,9 @@
 
 TYPE_CHECKING = False  # importing typing would take longer than installing the interrupt handler
 if TYPE_CHECKING:
-    from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from jaxserve.config import EngineConfig
-    from jaxserve.errors import ConfigError, RequestError
-    from jaxserve.llm import LLM
-    from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
-    from jaxserve.pooling import PoolingParams
-    from jaxserve.pooling_outputs import (
+    from jaxserve.api.config import EngineConfig
+    from jaxserve.api.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from jaxserve.api.pooling_outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
         EmbeddingOutput,
@@ -18,8 +14,12 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from jaxserve.sampling_params import SamplingParams
-    from jaxserve.structured_output.params import StructuredOutputsParams
+    from jaxserve.api.pooling_params import PoolingParams
+    from jaxserve.api.sampling_params import SamplingParams
+    from jaxserve.api.structured_outputs import StructuredOutputsParams
+    from jaxserve.errors import ConfigError, RequestError
+    from jaxserve.offline.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from jaxserve.offline.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "PoolingParams",
     "PoolingRequestOutput",
     "RequestError",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "ScoringOutput",
@@ -47,27 +48,28 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BeamSearchOutput": "beam_search",
-    "BeamSearchParams": "beam_search",
-    "BeamSearchSequence": "beam_search",
-    "ClassificationOutput": "pooling_outputs",
-    "ClassificationRequestOutput": "pooling_outputs",
-    "CompletionOutput": "outputs",
+    "BeamSearchOutput": "offline.beam_search",
+    "BeamSearchParams": "offline.beam_search",
+    "BeamSearchSequence": "offline.beam_search",
+    "ClassificationOutput": "api.pooling_outputs",
+    "ClassificationRequestOutput": "api.pooling_outputs",
+    "CompletionOutput": "api.outputs",
     "ConfigError": "errors",
-    "EmbeddingOutput": "pooling_outputs",
-    "EmbeddingRequestOutput": "pooling_outputs",
-    "EngineConfig": "config",
-    "LLM": "llm",
-    "Logprob": "outputs",
-    "PoolingOutput": "pooling_outputs",
-    "PoolingParams": "pooling",
-    "PoolingRequestOutput": "pooling_outputs",
+    "EmbeddingOutput": "api.pooling_outputs",
+    "EmbeddingRequestOutput": "api.pooling_outputs",
+    "EngineConfig": "api.config",
+    "LLM": "offline.llm",
+    "Logprob": "api.outputs",
+    "PoolingOutput": "api.pooling_outputs",
+    "PoolingParams": "api.pooling_params",
+    "PoolingRequestOutput": "api.pooling_outputs",
     "RequestError": "errors",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling_params",
-    "ScoringOutput": "pooling_outputs",
-    "ScoringRequestOutput": "pooling_outputs",
-    "StructuredOutputsParams": "structured_output.params",
+    "RequestMetrics": "api.outputs",
+    "RequestOutput": "api.outputs",
+    "SamplingParams": "api.sampling_params",
+    "ScoringOutput": "api.pooling_outputs",
+    "ScoringRequestOutput": "api.pooling_outputs",
+    "StructuredOutputsParams": "api.structured_outputs",
 }
 
 

@@ -2,17 +2,17 @@
 
 import sys
 
-from jaxserve import interrupts
+from jaxserve.system import signals
 
 
 def main() -> int:
     """Run the command line and return the exit code."""
-    interrupts.install()  # first, since the other imports are slow
+    signals.install()  # first, since the other imports are slow
     from jaxserve import cli  # noqa: PLC0415
 
     code = cli.main()
-    if code == interrupts.EXIT_CODE:
-        interrupts.leave()
+    if code == signals.EXIT_CODE:
+        signals.leave()
     return code
 
 

@@ -3,7 +3,7 @@
 A compiled program has its HLO, `memory_analysis()` and, for GPUs, the assembler's report. It cannot be run, and its
 matrix products are not those that a GPU would choose, since XLA measures candidates on the device.
 
-For TPUs, libtpu should be told beforehand to leave TPUs alone (`jaxserve.environment.leave_tpus_alone`).
+For TPUs, libtpu should be told beforehand to leave TPUs alone (`jaxserve.system.environment.leave_tpus_alone`).
 """
 
 from __future__ import annotations

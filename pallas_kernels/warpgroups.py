@@ -8,7 +8,6 @@ from typing import Any
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
 from jaxserve.pallas_kernels.hopper import computing_registers
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import jaxserve
+from jaxserve.api.outputs import Logprob, RequestMetrics
+from jaxserve.api.vllm_options import markdown_table
 from jaxserve.openai.batch_files import BatchSummary, run_batch
-from jaxserve.outputs import Logprob, RequestMetrics
-from jaxserve.vllm_options import markdown_table
 
 TARGET = Path(__file__).resolve().parents[1] / "jaxserve" / "API.md"
 CLASSES = (

@@ -32,8 +32,8 @@ from baselines.checkpoint import SHAPES, make_checkpoint
 from baselines.process import Worker
 from baselines.registry import ENGINES, find_python, worker_command, worker_environment
 from baselines.rounds import Contest, Record, summarise
-from jaxserve.bench.workloads import load_workload
 from jaxserve.errors import ConfigError
+from jaxserve.tools.bench.workloads import load_workload
 
 _COLUMNS = (
     *("workload", "engine", "unit", "min", "median", "max"),

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from synthetic.null_device import null_engine
 from synthetic.prompts import prompts
 

@@ -15,9 +15,9 @@ from tempfile import TemporaryDirectory
 
 import jax
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from synthetic.random_model import write_random_model
 
 NUM_PROMPT_TOKENS = 8

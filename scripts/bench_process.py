@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.engine import messages
-from jaxserve.engine.deltas import Delta, StepDelta
-from jaxserve.engine.status import CoreStatus, MemoryState
-from jaxserve.execution.executor import StepResult
-from jaxserve.llm import LLM
-from jaxserve.metrics import EngineStats, Occupancy
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.metrics import EngineStats, Occupancy
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.core import messages
+from jaxserve.core.deltas import Delta, StepDelta
+from jaxserve.core.status import CoreStatus, MemoryState
+from jaxserve.offline.llm import LLM
+from jaxserve.scheduling.executor import StepResult
 
 Round = tuple[float, float, float]  # tokens per second, milliseconds of a step, milliseconds to the first token
 

@@ -23,11 +23,11 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from jaxserve.request import FinishReason, Request
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.balancer import Balancer
+from jaxserve.scheduling.request import FinishReason, Request
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
 
 PAGE_SIZE = 16

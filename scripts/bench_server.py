@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
-from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.engine import Engine
+from jaxserve.offline.llm import LLM
 from jaxserve.server.app import App
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.serve import new_server

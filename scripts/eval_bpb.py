@@ -23,7 +23,7 @@ from jax import Array
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from jaxserve.config import KV_DTYPES, WEIGHT_FORMATS
+from jaxserve.api.config import KV_DTYPES, WEIGHT_FORMATS
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, step_bytes

@@ -13,14 +13,14 @@ import json
 from unittest import mock
 
 import jax.numpy as jnp
-
-from jaxserve.models.arch import ArchConfig
 from jaxserve.pallas_kernels import grouped_matmul
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
-from jaxserve.planner.models import read_model
-from jaxserve.planner.program import StepCompiler, temp_bytes
-from jaxserve.planner.targets import parse_target
-from jaxserve.schedule_config import ScheduleConfig
+
+from jaxserve.models.arch import ArchConfig
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.tools.planner.models import read_model
+from jaxserve.tools.planner.program import StepCompiler, temp_bytes
+from jaxserve.tools.planner.targets import parse_target
 
 BFLOAT16 = jnp.dtype("bfloat16")
 LAYERS = {"h200": 2, "v6e:1x1": 4}  # few, as programs for GPUs have every layer one after the other

@@ -24,7 +24,7 @@ from jaxserve.models.registry import FAMILIES, text_config
 
 ROOT = Path(__file__).parent.parent
 RESULTS, TABLE = ROOT / "scripts/results/families.json", ROOT / "jaxserve/models/README.md"
-CONFIGS = ROOT / "jaxserve/planner/configs"
+CONFIGS = ROOT / "jaxserve/tools/planner/configs"
 NOT_TESTED = "not tested"
 Outcomes = dict[str, int]  # numbers of tests that have passed and failed
 Results = dict[str, dict[str, Outcomes]]  # outcomes by check and architecture

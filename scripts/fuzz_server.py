@@ -33,8 +33,8 @@ from typing import Any
 import httpx
 import psutil
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.engine import Engine
 from jaxserve.server.app import App
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.serve import new_server

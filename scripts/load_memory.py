@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import tensorstore  # noqa: F401 - for its code to be there before
 
 from jaxserve import weights
-from jaxserve.config import WEIGHT_FORMATS, EngineConfig
-from jaxserve.engine.checkpoint import build_arch
-from jaxserve.engine.parameters import build_params
+from jaxserve.api.config import WEIGHT_FORMATS, EngineConfig
+from jaxserve.assembly.generation_defaults import build_arch
+from jaxserve.assembly.parameters import build_params
 from jaxserve.models.params import device_bytes
 from jaxserve.models.registry import from_hf_config, param_specs
 from synthetic.random_model import SMALL, write_random_model

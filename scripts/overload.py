@@ -27,8 +27,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.engine import Engine
 from jaxserve.server.app import App
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.serve import new_server

@@ -25,9 +25,9 @@ import jax
 
 from device_report.trace import Span, lines, programs, record
 from jaxserve import SamplingParams
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.engine.outputs import RequestGroup
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.core.growing_outputs import RequestGroup
 from jaxserve.execution.runner import RunningStep
 
 WARM_UP_STEPS = 20

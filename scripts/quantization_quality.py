@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import Array
+from jaxserve.weights.safetensors_store import open_tensors
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -31,9 +32,8 @@ from jaxserve.layers.linear import FloatMatrix, LinearContext, Matrix
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.models.registry import from_hf_config, param_specs
-from jaxserve.quantize.checkpoint import quantize_checkpoint
-from jaxserve.quantize.scheme import SCHEMES, QuantizeOptions
-from jaxserve.weights.safetensors_store import open_tensors
+from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint
+from jaxserve.tools.quantizer.scheme import SCHEMES, QuantizeOptions
 from training import stdlib_corpus
 from training.dense_model import load_model
 

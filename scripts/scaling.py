@@ -24,10 +24,10 @@ import numpy as np
 import psutil
 from matplotlib.figure import Figure
 
-from jaxserve.config import EngineConfig, embedded_model
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.config import EngineConfig, embedded_model
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.execution.programs import Buckets
-from jaxserve.sampling_params import SamplingParams
 from synthetic.null_device import null_engine
 from synthetic.prompts import prompts
 

@@ -10,18 +10,18 @@ import argparse
 import json
 from typing import Any
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.core import EngineCore
-from jaxserve.engine.deltas import Delta
-from jaxserve.engine.events import Submitted
-from jaxserve.engine.replica import Replica
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import EngineStats
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.core.core import EngineCore
+from jaxserve.core.deltas import Delta
+from jaxserve.core.events import Submitted
+from jaxserve.core.replica import Replica
 from jaxserve.errors import ConfigError
-from jaxserve.metrics import EngineStats
-from jaxserve.planner.modelled import ModelledExecutor
-from jaxserve.planner.sizes import Sizes
-from jaxserve.planner.targets import parse_target
-from jaxserve.request import Request
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.request import Request
+from jaxserve.tools.planner.modelled import ModelledExecutor
+from jaxserve.tools.planner.sizes import Sizes
+from jaxserve.tools.planner.targets import parse_target
 
 
 def modelled(model: str, target: str, **options: Any) -> tuple[Any, ModelledExecutor]:

@@ -18,9 +18,9 @@ from pathlib import Path
 import jax
 
 from jaxserve import SamplingParams
-from jaxserve.config import DEFAULT_DRAFTS, embedded_model
-from jaxserve.figures.plotting import reason_missing
-from jaxserve.speculation_config import TREE_METHODS, SpeculationConfig
+from jaxserve.api.config import DEFAULT_DRAFTS, embedded_model
+from jaxserve.api.speculation_config import TREE_METHODS, SpeculationConfig
+from jaxserve.tools.figures.plotting import reason_missing
 from speculative.page import markdown, table, write_page
 from speculative.runs import measure_nodes, run_round, start, write_random_draft
 

@@ -28,9 +28,9 @@ import numpy as np
 import psutil
 
 from jaxserve import SamplingParams
-from jaxserve.config import DEFAULT_DRAFTS, embedded_model
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.api.config import DEFAULT_DRAFTS, embedded_model
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.driven import DrivenEngine
 from speculative.runs import start
 
 DEPTHS = (1, 2, 4)

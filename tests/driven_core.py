@@ -9,21 +9,21 @@ from typing import Any
 from simulation import SeenTokens, SimulatedExecutor, generate_alone, make_request
 from slow_tier import SlowTier
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.core import EngineCore
-from jaxserve.engine.deltas import Delta
-from jaxserve.engine.events import (
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import EngineStats
+from jaxserve.core.core import EngineCore
+from jaxserve.core.deltas import Delta
+from jaxserve.core.events import (
     Cancelled,
     Record,
     Submitted,
     Transferred,
 )
-from jaxserve.engine.replica import Replica
-from jaxserve.engine.step_chooser import NewChooser, StepChooser
-from jaxserve.metrics import EngineStats
+from jaxserve.core.replica import Replica
+from jaxserve.core.step_chooser import NewChooser, StepChooser
 from jaxserve.models.arch import ArchConfig, RopeConfig
-from jaxserve.request import FinishReason, Request
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.request import FinishReason, Request
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 ARCH = ArchConfig(
     "Fake",

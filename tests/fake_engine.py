@@ -14,12 +14,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxserve import __main__ as command
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import (
+    EngineStats,
+    Occupancy,
+    PeakRates,
+    StepStats,
+)
+from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import RequestError
-from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
-from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.loading import load_tokenizer
 from jaxserve.text.tokenizer import Tokenizer
@@ -183,7 +188,7 @@ class _Running:
 
 
 class FakeLLM:
-    """`jaxserve.llm.LLM` over a FakeEngine; the model's directory is that of a tokenizer."""
+    """`jaxserve.offline.llm.LLM` over a FakeEngine; the model's directory is that of a tokenizer."""
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = EngineConfig(model=model, **options)
@@ -210,5 +215,5 @@ class FakeLLM:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background jobs
-    sys.modules["jaxserve.llm"] = SimpleNamespace(LLM=FakeLLM)
+    sys.modules["jaxserve.offline.llm"] = SimpleNamespace(LLM=FakeLLM)
     sys.exit(command.main())

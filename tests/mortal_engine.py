@@ -38,4 +38,4 @@ class MortalLLM(FakeLLM):
 
 
 def setup() -> None:
-    sys.modules["jaxserve.llm"] = SimpleNamespace(LLM=MortalLLM)
+    sys.modules["jaxserve.offline.llm"] = SimpleNamespace(LLM=MortalLLM)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxserve.engine import build
+from jaxserve.assembly import build
 from jaxserve.execution import lowering
 
 step_options, build_schedule = lowering.step_options, build.build_schedule

@@ -6,12 +6,17 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import MAX_STEPS, EngineConfig
 from jaxserve.execution.packer import BatchPacker
-from jaxserve.schedule_config import MAX_STEP_TOKENS, MULTI_STEP_ROWS, ScheduleConfig, default_batch, resolve_schedule
-from jaxserve.scheduling.choice import MAX_STEPS
-from jaxserve.scheduling.plan import StepShape, cheapest
 from jaxserve.scheduling.policy import prefill_share
+from jaxserve.scheduling.schedule_config import (
+    MAX_STEP_TOKENS,
+    MULTI_STEP_ROWS,
+    ScheduleConfig,
+    default_batch,
+    resolve_schedule,
+)
+from jaxserve.scheduling.step_plan import StepShape, cheapest
 
 MAX_PROGRAMS = 16  # programs on an accelerator, where each may take half a minute
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.calls import as_list, per_prompt, priorities
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import RequestError
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.offline.offline_calls import as_list, per_prompt, priorities
 from tests.oracles import torch
 
 TEXTS = ["one", "two", "three"]

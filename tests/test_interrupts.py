@@ -18,7 +18,7 @@ from tests.parameters import mainly
 LINE = "\njaxserve: interrupted"
 NOT_IGNORED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in jobs
 COMMAND = NOT_IGNORED + "import sys; from jaxserve.__main__ import main; sys.exit(main())"
-INSTALLED = NOT_IGNORED + "import jaxserve.interrupts as interrupts; interrupts.install()\n"
+INSTALLED = NOT_IGNORED + "import jaxserve.system.signals as interrupts; interrupts.install()\n"
 
 
 def start(program: str, *arguments: str) -> "subprocess.Popen[str]":

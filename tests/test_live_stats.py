@@ -9,9 +9,9 @@ import time
 import fake_engine
 import pytest
 
-from jaxserve.live_stats import LiveStats, stats_line, wait_until_warm
-from jaxserve.metrics import EngineStats, Occupancy, PeakRates
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.metrics import EngineStats, Occupancy, PeakRates
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.core.status_line import LiveStats, stats_line, wait_until_warm
 from tests.waiting import until
 
 PEAK_RATES = PeakRates(flops_per_s=1e9, bytes_per_s=1e9)

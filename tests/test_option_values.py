@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.api.option_values import read_object, read_targets, read_tenant_weights
+from jaxserve.api.speculation_config import SpeculationConfig
 from jaxserve.errors import ConfigError
-from jaxserve.option_values import read_object, read_targets, read_tenant_weights
-from jaxserve.quantize.calibration import calibration_sequences
-from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.tools.quantizer.calibration import calibration_sequences
 from tests import tiny_tokenizers
 
 READERS: dict[str, Callable[[str], object]] = {

@@ -1,8 +1,12 @@
-"""Modules loaded by importing: slow ones only on use."""
+"""The package: what is installed, and which slow modules importing it loads."""
 
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 IMPORT = """
 import json, sys, time
@@ -20,3 +24,15 @@ def test_import_is_light() -> None:
     result = json.loads(run.stdout)
     assert result["loaded"] == []
     assert result["seconds"] < 1
+
+
+def test_all_packages_are_installed() -> None:
+    """setuptools finds no packages below names that `package-dir` maps to other folders."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {"jaxserve": "jaxserve", **options["package-dir"]}
+    found = {
+        ".".join([name, *path.parent.relative_to(ROOT / folder).parts])
+        for name, folder in folders.items()
+        for path in (ROOT / folder).rglob("__init__.py")
+    }
+    assert sorted(options["packages"]) == sorted(found)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.api.token_tree import MAX_NODES, TokenTree
 from jaxserve.errors import ConfigError
-from jaxserve.token_tree import MAX_NODES, TokenTree
 
 
 @st.composite

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jaxtyping import Float, Int
 
+from jaxserve.api.token_tree import TokenTree
 from jaxserve.layers.norm import RmsNorm, rms_norm
-from jaxserve.token_tree import TokenTree
 from tests import type_checks
 
 check = jaxtyping.jaxtyped(typechecker=beartype.beartype)

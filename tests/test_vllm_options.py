@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, RequestError
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.config import ServerConfig
-from jaxserve.vllm_options import (
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.vllm_options import (
     GENERATE_ARGUMENTS,
     SAMPLING_ARGUMENTS,
     SERVER_OPTIONS,
@@ -20,6 +18,8 @@ from jaxserve.vllm_options import (
     markdown_table,
     server_options,
 )
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.server.config import ServerConfig
 from tests.vllm_defaults import ENGINE_ARGS, SAMPLING_PARAMS, SERVER_ARGS
 
 # Options as scripts written for vLLM pass them: its defaults, and those that ask for what jaxserve does.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.whole_file import STALE_S, check_writable, write_whole
+from jaxserve.system.whole_file import STALE_S, check_writable, write_whole
 
 
 def test_readers_never_see_half_a_file(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import Sharding
-
 from jaxserve.weights.rows import Params, Shardings, TensorRow, build_tree, sharding_at
 
 _STD = 0.02

@@ -9,7 +9,6 @@ from pathlib import Path as FilePath
 from typing import Any
 
 import numpy as np
-
 from jaxserve.weights.gguf_blocks import BLOCK_TYPES, BlockTensor, Field, alternating
 from jaxserve.weights.gguf_file import AGAIN, FLOATS, GgufFile, GgufTensor, file_of, open_file
 from jaxserve.weights.gguf_models import GgufModel, model_of

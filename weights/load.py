@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
-
 from jaxserve.weights.errors import Mismatch
 from jaxserve.weights.progress import progress_bar
 from jaxserve.weights.quantized import QuantizedPart, Schemes, quantized_view
@@ -31,6 +29,7 @@ from jaxserve.weights.stored_head import HEAD_NAMES, dropped_heads, with_tied_le
 from jaxserve.weights.stored_tensor import Part, StoredTensor, Tensor, Tensors, host_rows
 from jaxserve.weights.stores import store_of
 from jaxserve.weights.tree import tensors_of
+from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ import jax
 import numpy as np
 from jax import Array
 from jax.sharding import Sharding
-from numpy.typing import NDArray
-
 from jaxserve.weights.mapped_array import MappedArray
+from numpy.typing import NDArray
 
 _READ_BYTES = 4 << 20  # bytes of a file per read of each reader
 

@@ -14,13 +14,13 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from jaxserve import interrupts
 from jaxserve.cli.config_flags import with_dashes
 from jaxserve.cli.logs import log_as_asked
 from jaxserve.cli.parser import build_parser
 from jaxserve.cli.process_flags import is_distributed
 from jaxserve.distributed import peers
 from jaxserve.errors import ConfigError, PeerLostError, RequestError
+from jaxserve.system import signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     args = parser.parse_args(given)
-    interrupts.set_hint(args.on_interrupt)
+    signals.set_hint(args.on_interrupt)
     try:
         with log_as_asked(args), _unwinding_if_others_wait(args):
             code: int = args.run(args)
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxserve: error: {error}{args.on_interrupt}", file=sys.stderr)
         return peers.EXIT_CODE
     except KeyboardInterrupt:
-        interrupts.tell()
-        return interrupts.EXIT_CODE
+        signals.tell()
+        return signals.EXIT_CODE
     except BrokenPipeError:
         # the interpreter flushes stdout once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,4 +57,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _unwinding_if_others_wait(args: Namespace) -> contextlib.AbstractContextManager[None]:
     """Return a context that unwinds on an interrupt in a run of many processes, so that the others are notified."""
     wait = hasattr(args, "distributed") and is_distributed(args)
-    return interrupts.unwinding() if wait else contextlib.nullcontext()
+    return signals.unwinding() if wait else contextlib.nullcontext()

@@ -7,15 +7,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxserve import interrupts
+from jaxserve.api.config import EngineConfig
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_engine_flags, engine_options
 from jaxserve.cli.loading import live_stats, load_llm
 from jaxserve.cli.logs import add_log_level
 from jaxserve.cli.process_flags import add_process_flags, is_distributed
-from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.ticker import Ticker
+from jaxserve.system import signals
+from jaxserve.system.ticker import Ticker
 
 
 def _add_flags(parser: ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def _engine(args: Namespace) -> Iterator[Any]:
         return
     from jaxserve.fleet.ray_fleet import ray_fleet  # noqa: PLC0415 - slows the start of every command
 
-    with interrupts.unwinding(), ray_fleet(args.ray_actors, **engine_options(args)) as fleet:
+    with signals.unwinding(), ray_fleet(args.ray_actors, **engine_options(args)) as fleet:
         yield fleet
 
 

@@ -2,12 +2,12 @@
 
 from argparse import ArgumentParser, Namespace
 
-from jaxserve.bench.flags import add_bench
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_engine_flags, engine_options
 from jaxserve.cli.loading import load_driven
 from jaxserve.cli.logs import add_log_level
 from jaxserve.cli.process_flags import add_process_flags
+from jaxserve.tools.bench.flags import add_bench
 
 
 def _add_flags(parser: ArgumentParser) -> None:
@@ -21,7 +21,12 @@ def _add_engine(parser: ArgumentParser) -> None:
 
 
 def _run(args: Namespace) -> int:
-    from jaxserve.bench.command import read_job, read_server, run_job, run_remote_job  # noqa: PLC0415 - imports jax
+    from jaxserve.tools.bench.command import (  # noqa: PLC0415 - imports jax
+        read_job,
+        read_server,
+        run_job,
+        run_remote_job,
+    )
 
     job, remote = read_job(args), read_server(args, engine_options(args))
     if remote is not None:

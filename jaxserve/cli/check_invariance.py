@@ -5,12 +5,12 @@ import json
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from jaxserve.api.config import EngineConfig
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import NOT_FLAGS, add_config_flags, config_options, engine_options
 from jaxserve.cli.logs import add_log_level
-from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.invariance.workload import Sizes
+from jaxserve.tools.invariance.workload import Sizes
 
 _CHOSEN_BY_AXES = (
     *("compile_ahead", "convert", "count_expert_tokens", "enable_prefix_caching", "event_log", "max_model_len"),
@@ -34,9 +34,9 @@ def _run(args: Namespace) -> int:
     sizes = Sizes(**config_options(args, "workload"))
     if args.json is not None and not args.json.parent.is_dir():
         raise ConfigError(f"--json must name a file in an existing directory, got {args.json}")
-    from jaxserve.invariance.check import check_invariance  # noqa: PLC0415 - imports jax
-    from jaxserve.invariance.devices import provide_two_devices  # noqa: PLC0415 - imports jax
-    from jaxserve.invariance.tables import line, summary  # noqa: PLC0415 - imports jax
+    from jaxserve.tools.invariance.check import check_invariance  # noqa: PLC0415 - imports jax
+    from jaxserve.tools.invariance.devices import provide_two_devices  # noqa: PLC0415 - imports jax
+    from jaxserve.tools.invariance.tables import line, summary  # noqa: PLC0415 - imports jax
 
     provide_two_devices()
     options = {"model": args.model, **engine_options(args)}

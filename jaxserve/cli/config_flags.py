@@ -12,8 +12,8 @@ import typing
 from collections.abc import Sequence
 from typing import Any
 
-from jaxserve import vllm_options
-from jaxserve.config import EngineConfig
+from jaxserve.api import vllm_options
+from jaxserve.api.config import EngineConfig
 
 NOT_FLAGS = {"skip_tokenizer_init", "forbid_compiles"}
 """Fields of EngineConfig that are not useful on a command line."""

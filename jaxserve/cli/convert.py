@@ -2,9 +2,9 @@
 
 from argparse import ArgumentParser, Namespace
 
-from jaxserve import interrupts
 from jaxserve.cli.command import Command
 from jaxserve.errors import ConfigError
+from jaxserve.system import signals
 
 
 def _add_flags(parser: ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def _run(args: Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # leave accelerators to processes that serve
     try:
         arch = registry.from_hf_config(weights.read_config(args.source))
-        with interrupts.unwinding():
+        with signals.unwinding():
             weights.convert(args.source, args.target, registry.param_specs(arch), schemes=arch.schemes, use_tqdm=True)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error

@@ -5,17 +5,17 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import add_engine_flags, field_helps, flag, help_text
 from jaxserve.cli.loading import live_stats, load_llm
 from jaxserve.cli.logs import add_log_level
 from jaxserve.cli.process_flags import add_process_flags
+from jaxserve.core.status_line import wait_until_warm
 from jaxserve.errors import ConfigError
-from jaxserve.live_stats import wait_until_warm
-from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.outputs import RequestOutput
+    from jaxserve.api.outputs import RequestOutput
 
 _DEFAULT_MAX_TOKENS = 256
 _SAMPLING_FLAGS = {  # fields of SamplingParams, with the checkpoint's defaults

@@ -7,22 +7,22 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.api.config import EngineConfig
 from jaxserve.cli.config_flags import engine_options
 from jaxserve.cli.process_flags import join_processes
-from jaxserve.config import EngineConfig
+from jaxserve.core.status_line import LiveStats
 from jaxserve.errors import ConfigError
-from jaxserve.live_stats import LiveStats
 
 if TYPE_CHECKING:
-    from jaxserve.engine.driven import DrivenEngine
-    from jaxserve.llm import LLM
+    from jaxserve.assembly.driven import DrivenEngine
+    from jaxserve.offline.llm import LLM
 
 
 def load_llm(args: Namespace) -> "LLM":
     """Load the model that the flags describe, over the devices of all processes of the run."""
     given = engine_options(args)
     require_model(given)
-    from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax
+    from jaxserve.offline.llm import LLM  # noqa: PLC0415 - imports jax
 
     join_processes(args)
     return LLM(**given)
@@ -32,8 +32,8 @@ def load_driven(args: Namespace) -> "DrivenEngine":
     """Load the model that the flags describe, without its tokenizer, for a caller who makes the steps."""
     given = engine_options(args)
     require_model(given)
-    from jaxserve.engine.driven import DrivenEngine  # noqa: PLC0415 - imports jax
-    from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax
+    from jaxserve.assembly.driven import DrivenEngine  # noqa: PLC0415 - imports jax
+    from jaxserve.offline.llm import LLM  # noqa: PLC0415 - imports jax
 
     join_processes(args)
     engine = DrivenEngine(EngineConfig(**given, skip_tokenizer_init=True))

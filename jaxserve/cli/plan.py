@@ -3,10 +3,15 @@
 import dataclasses
 from argparse import ArgumentParser, Namespace
 
+from jaxserve.api.config import EngineConfig
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import NOT_FLAGS, add_config_flags, engine_options
-from jaxserve.config import EngineConfig
-from jaxserve.planner.flags import PLANNED, add_plan, find_compilers, use_compilers
+from jaxserve.tools.planner.flags import (
+    PLANNED,
+    add_plan,
+    find_compilers,
+    use_compilers,
+)
 
 
 def _add_flags(parser: ArgumentParser) -> None:
@@ -17,7 +22,7 @@ def _add_flags(parser: ArgumentParser) -> None:
 
 def _run(args: Namespace) -> int:
     use_compilers(find_compilers(args.compilers))
-    from jaxserve.planner.command import run_plan  # noqa: PLC0415 - imports jax
+    from jaxserve.tools.planner.command import run_plan  # noqa: PLC0415 - imports jax
 
     return run_plan(args, engine_options(args))
 

@@ -3,19 +3,19 @@
 import sys
 from argparse import Namespace
 
-from jaxserve import interrupts
 from jaxserve.cli.command import Command
 from jaxserve.errors import ConfigError
-from jaxserve.quantize.flags import add_quantize, quantize_options
+from jaxserve.system import signals
+from jaxserve.tools.quantizer.flags import add_quantize, quantize_options
 
 
 def _run(args: Namespace) -> int:
     options = quantize_options(args)
     from jaxserve import weights  # noqa: PLC0415 - imports jax
-    from jaxserve.quantize.checkpoint import quantize_checkpoint  # noqa: PLC0415 - imports jax
+    from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint  # noqa: PLC0415 - imports jax
 
     try:
-        with interrupts.unwinding():
+        with signals.unwinding():
             done = quantize_checkpoint(args.source, args.target, options, use_tqdm=True)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error

@@ -4,6 +4,8 @@ import logging
 import sys
 from argparse import ArgumentParser, Namespace
 
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.vllm_options import SERVER_OPTIONS, server_options
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import (
     add_config_flags,
@@ -15,12 +17,10 @@ from jaxserve.cli.config_flags import (
 )
 from jaxserve.cli.loading import require_model
 from jaxserve.cli.logs import add_log_level
-from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, install_extra
 from jaxserve.server.auth import Keys
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.sockets import is_reachable, listen
-from jaxserve.vllm_options import SERVER_OPTIONS, server_options
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def _run(args: Namespace) -> int:
             if error.name is None or error.name.startswith("jaxserve"):
                 raise
             raise ConfigError(f"jaxserve serve needs {error.name}; {install_extra('server')}") from error
-        from jaxserve.engine.engine import Engine  # noqa: PLC0415 - imports jax
+        from jaxserve.assembly.engine import Engine  # noqa: PLC0415 - imports jax
 
         serve(Engine(engine_config), config, sock, on_start=_tell_url)
     return 0

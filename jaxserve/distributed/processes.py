@@ -10,8 +10,19 @@ from multiprocessing import AuthenticationError
 import jax
 from jax._src.distributed import global_state  # jax has no public interface to the address and the store
 
-from jaxserve.distributed.peers import CONNECT_S, Follower, Leader, listen
-from jaxserve.distributed.run_key import check_reachable, given_key, is_loopback, read_key, write_key
+from jaxserve.distributed.peers import (
+    CONNECT_S,
+    Follower,
+    Leader,
+    listen,
+)
+from jaxserve.distributed.run_key import (
+    check_reachable,
+    given_key,
+    is_loopback,
+    read_key,
+    write_key,
+)
 from jaxserve.errors import ConfigError
 
 SHUTDOWN_S = 30  # time that a process waits for the others before it ends

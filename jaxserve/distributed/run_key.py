@@ -13,8 +13,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from jaxserve.environment import RUN_KEY, run_key
 from jaxserve.errors import ConfigError
+from jaxserve.system.environment import RUN_KEY, run_key
 
 MIN_CHARS = 16
 

@@ -23,9 +23,9 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxserve.sampling import RECORD_WORDS, mask_size
-from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from jaxserve.execution.sampling import RECORD_WORDS, mask_size
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

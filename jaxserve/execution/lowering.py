@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.execution.batch import BatchLayout, BlobLayout, admission_layout, mask_layout, num_copies
-from jaxserve.execution.pooling import make_pooling_step
+from jaxserve.execution.pooling_program import make_pooling_step
 from jaxserve.execution.proposer import Observer, Proposer
 from jaxserve.execution.round import Model
 from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state, copy_pages, new_state
@@ -30,13 +30,19 @@ from jaxserve.execution.step import (
     step_options,
 )
 from jaxserve.execution.verification import make_speculative_step
+from jaxserve.layers.sharding import (
+    MODEL,
+    over_devices,
+    replicated,
+    specs_of,
+    tensor_size,
+)
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.pallas_kernels.op import products_by
-from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.plan import StepShape
-from jaxserve.sharding import MODEL, over_devices, replicated, specs_of, tensor_size
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.scheduling.step_plan import StepShape
 
 logger = logging.getLogger(__name__)
 

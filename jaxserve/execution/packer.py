@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxserve.api.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
 from jaxserve.execution.batch import (
     ADMITTED_STOP_IDS,
     MAX_STOP_IDS,
@@ -15,16 +16,15 @@ from jaxserve.execution.batch import (
     mask_layout,
     num_copies,
 )
-from jaxserve.kv_cache.groups import RELEASED
-from jaxserve.request import Request, RequestStatus
-from jaxserve.sampling import SlotRow, pack_mask, pack_records
-from jaxserve.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.execution.sampling import SlotRow, pack_mask, pack_records
+from jaxserve.scheduling.kv_cache.groups import RELEASED
+from jaxserve.scheduling.request import Request, RequestStatus
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from jaxserve.scheduling.plan import StepPlan
+    from jaxserve.scheduling.step_plan import StepPlan
 
 _INT = np.dtype(np.int32)
 _FLOAT = np.dtype(np.float32)

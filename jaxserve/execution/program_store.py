@@ -14,6 +14,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType
@@ -22,10 +23,10 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from jaxserve.environment import libtpu_args, xla_flags
 from jaxserve.execution.jax_events import EventCounter
 from jaxserve.execution.roofline import num_cores
-from jaxserve.whole_file import write_whole
+from jaxserve.system.environment import libtpu_args, xla_flags
+from jaxserve.system.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -191,10 +192,13 @@ def _cpu_flags() -> str:
 @cache
 def source_digest(*kinds: str) -> str:
     """Return a digest of our files of some kinds: "py", "so" of the native kernels, "json" of measured block sizes."""
+    files = {}  # an installed `jaxserve` holds the two others, a checkout has them beside it
+    for package in ("jaxserve", "jaxserve.pallas_kernels", "jaxserve.weights"):
+        (root,) = import_module(package).__path__
+        paths = (path for kind in kinds for path in Path(root).rglob(f"*.{kind}"))
+        files.update({f"{package.replace('.', '/')}/{path.relative_to(root)}": path for path in paths})
     digest = hashlib.sha256()
-    root = Path(__file__).parents[1]
-    roots = (root, root / "pallas_kernels")  # a link in a checkout, which rglob does not follow
-    for path in sorted({path for kind in kinds for top in roots for path in top.rglob(f"*.{kind}")}):
-        digest.update(f"{path.relative_to(root)}".encode())
+    for name, path in sorted(files.items()):
+        digest.update(name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -17,7 +17,7 @@ from jaxserve.execution.lowering import Lower, Lowering, known_options
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.state import ServeState
 from jaxserve.execution.xla_cache import Scope
-from jaxserve.scheduling.plan import StepShape, cheapest
+from jaxserve.scheduling.step_plan import StepShape, cheapest
 
 logger = logging.getLogger(__name__)
 

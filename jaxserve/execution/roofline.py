@@ -13,12 +13,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxserve.environment import user_cache_dir
+from jaxserve.api.metrics import PeakRates
 from jaxserve.layers.linear import linear
-from jaxserve.metrics import PeakRates
+from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.pallas_kernels import packed_linear
-from jaxserve.quant.packed import NativeMatrix
-from jaxserve.whole_file import write_whole
+from jaxserve.system.environment import user_cache_dir
+from jaxserve.system.whole_file import write_whole
 
 Call = Callable[[], jax.Array]
 

@@ -14,18 +14,11 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.execution.batch import BatchLayout, StepBatch
 from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.rows import Rows, Tokens, advance, planned_rows, ragged_rows, remember, state_rows, tokens_of
-from jaxserve.execution.shares import Shares
-from jaxserve.execution.state import CLIPPED, ServeState, set_pages
-from jaxserve.layers.own_tokens import all_tokens
-from jaxserve.layers.state_forms import StateRows
-from jaxserve.layers.token_context import TokenContext
-from jaxserve.models import decoder
-from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params
-from jaxserve.sampling import (
+from jaxserve.execution.sampling import (
     LogprobLayout,
     SamplingRows,
     TokenLogprobs,
@@ -34,7 +27,14 @@ from jaxserve.sampling import (
     sample,
     token_logprobs,
 )
-from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
+from jaxserve.execution.shard_rows import Shares
+from jaxserve.execution.state import CLIPPED, ServeState, set_pages
+from jaxserve.layers.own_tokens import all_tokens
+from jaxserve.layers.state_forms import StateRows
+from jaxserve.layers.token_context import TokenContext
+from jaxserve.models import decoder
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
 
 if TYPE_CHECKING:
     from jaxserve.execution.proposer import Observer

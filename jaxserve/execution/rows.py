@@ -10,10 +10,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from jaxserve.execution.batch import StateBatch, StepBatch
+from jaxserve.execution.sampling import SamplingRows, SlotTable
 from jaxserve.execution.state import CLIPPED, DROPPED, Lengths, Sequences
 from jaxserve.layers.state_forms import StateRows
 from jaxserve.pallas_kernels.ragged_paged_attention import PagesToRead, RaggedRows
-from jaxserve.sampling import SamplingRows, SlotTable
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is

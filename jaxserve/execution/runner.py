@@ -13,18 +13,18 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.execution.costs import Costs
-from jaxserve.execution.executor import RoundCounts, StepResult
 from jaxserve.execution.packer import BatchPacker
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.round import StepOutput
+from jaxserve.execution.sampling import LogprobLayout
 from jaxserve.execution.state import ServeState
 from jaxserve.models.params import Params, device_bytes
 from jaxserve.models.registry import flop_counts, param_specs
 from jaxserve.models.weight_reads import WeightReads
-from jaxserve.sampling import LogprobLayout
-from jaxserve.scheduling.plan import StepPlan, StepShape
+from jaxserve.scheduling.executor import RoundCounts, StepResult
+from jaxserve.scheduling.step_costs import Costs
+from jaxserve.scheduling.step_plan import StepPlan, StepShape
 
 logger = logging.getLogger(__name__)
 

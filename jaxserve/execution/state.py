@@ -15,23 +15,30 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxserve.api.pooling_params import PoolingKind
+from jaxserve.api.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
 from jaxserve.execution.batch import (
     MAX_STOP_IDS,
     PageEntries,
 )
-from jaxserve.models.arch import ArchConfig
-from jaxserve.pallas_kernels.ragged_paged_attention import Pages
-from jaxserve.pooling import PoolingKind
-from jaxserve.sampling import (
+from jaxserve.execution.sampling import (
     RECORD_WORDS,
     SlotRow,
     SlotTable,
     mask_size,
     padded_to_lanes,
 )
-from jaxserve.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
-from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.sharding import DATA, MODEL, TENSOR, MeshAxes, joined, tensor_size
+from jaxserve.layers.sharding import (
+    DATA,
+    MODEL,
+    TENSOR,
+    MeshAxes,
+    joined,
+    tensor_size,
+)
+from jaxserve.models.arch import ArchConfig
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 # Options of reads and writes by slot, row or token in every step: indices out of range are padding, and none is
 # negative, for which XLA would compare and add.

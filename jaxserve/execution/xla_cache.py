@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
 from jaxserve.execution.program_store import check_owner, prune
 
 logger = logging.getLogger(__name__)

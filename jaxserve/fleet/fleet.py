@@ -21,15 +21,15 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.batch_engine import BatchEngine
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.outputs import RequestFailure, RequestOutput
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.token_ids import TokenIds
+from jaxserve.core.batch_engine import BatchEngine
 from jaxserve.errors import ConfigError, EngineDiedError, PromptTooLongError, RequestError
-from jaxserve.outputs import RequestFailure, RequestOutput
-from jaxserve.pooling import PoolingParams
-from jaxserve.request import TokenIds
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, Start, sample_depths
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.text.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxserve.config import EngineConfig
-from jaxserve.environment import ray_address
+from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError, install_extra
 from jaxserve.fleet.fleet import Died, Ended, Fleet, NewRequest, Server, Started
+from jaxserve.system.environment import ray_address
 
 _ACCELERATORS = ("GPU", "TPU")  # Ray's names
 _OBJECT_STORE_BYTES = 2**28  # object store of a local Ray: outputs pass through it and spill to disk if they do not fit
@@ -160,7 +160,7 @@ class _EngineActor:
     """Ray actor that serves an engine."""
 
     def start(self, options: dict[str, Any]) -> Started:
-        from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which the fleet's own process does not need
+        from jaxserve.offline.llm import LLM  # noqa: PLC0415 - imports jax, which the fleet's own process does not need
 
         self._server = Server(LLM(**options).batch_engine())
         return self._server.started()

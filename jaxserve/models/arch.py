@@ -7,16 +7,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
+from jaxserve.api.pooling_params import Pooler
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.kv_forms import HeadVectors, KVForm, MixedHeads, PartOfPages
 from jaxserve.layers.rope import RopeConfig
+from jaxserve.layers.sharding import (
+    DATA,
+    EXPERTS,
+    MODEL,
+    TENSOR,
+)
 from jaxserve.layers.state_forms import StateForm
 from jaxserve.models.kv_places import STATES, KVPlace, LayerKind, place_layers
 from jaxserve.models.layer_facts import GlobalAttention, LatentAttention, LayerInputs, LayerOptions, local_heads
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
-from jaxserve.pooling import Pooler
-from jaxserve.sharding import DATA, EXPERTS, MODEL, TENSOR
 from jaxserve.weights import Schemes
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from jaxserve import schema
+from jaxserve.api import schema
 from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig
 

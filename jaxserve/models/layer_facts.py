@@ -6,10 +6,10 @@ from typing import NamedTuple
 from jax import Array
 
 from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents
+from jaxserve.layers.sharding import held_heads
 from jaxserve.layers.state_forms import StateForm
 from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
-from jaxserve.sharding import held_heads
 
 
 class LatentAttention(NamedTuple):

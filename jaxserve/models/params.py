@@ -15,9 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
 from jaxserve.layers.experts import Experts
-from jaxserve.quant import packed, plain
-from jaxserve.quant.weight_format import FormatChoice
-from jaxserve.sharding import (
+from jaxserve.layers.sharding import (
     EXPERTS,
     held_heads,
     named_sharding,
@@ -27,6 +25,8 @@ from jaxserve.sharding import (
     split_dimension,
     whole_shape,
 )
+from jaxserve.layers.weight_formats import packed, plain
+from jaxserve.layers.weight_formats.weight_format import FormatChoice
 from jaxserve.weights import StoredTensor
 from jaxserve.weights.rows import Params, build_tree, leaf_at
 from jaxserve.weights.stored_tensor import Part, host_rows

@@ -23,7 +23,7 @@ from jaxserve.models import (
     neox,
     olmo,
     phi3,
-    pooling,
+    pooling_heads,
     qwen,
     qwen_hybrid,
 )
@@ -174,7 +174,7 @@ def family(arch: ArchConfig) -> ModelFamily:
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return one row per tensor of a model."""
-    return pooling.pooling_specs(arch, family(arch).param_specs(arch))
+    return pooling_heads.pooling_specs(arch, family(arch).param_specs(arch))
 
 
 def num_params(arch: ArchConfig) -> int:

@@ -22,9 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.batch_engine import BatchEngine
-from jaxserve.engine.prompt import check_bound
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.outputs import RequestFailure, RequestOutput
+from jaxserve.core.batch_engine import BatchEngine
+from jaxserve.core.prompt import check_bound
 from jaxserve.errors import PeerLostError, RequestError, brief
 from jaxserve.openai.batch_output import (
     MAX_LINE_BYTES,
@@ -42,10 +43,9 @@ from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest,
 from jaxserve.openai.pooling import PoolingReply, parse_pooling
 from jaxserve.openai.refusals import refuse_unknown
 from jaxserve.openai.replies import Reply, system_fingerprint
-from jaxserve.outputs import RequestFailure, RequestOutput
 
 if TYPE_CHECKING:
-    from jaxserve.llm import LLM
+    from jaxserve.offline.llm import LLM
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxserve.errors import ConfigError
-from jaxserve.whole_file import check_writable
+from jaxserve.system.whole_file import check_writable
 
 
 def open_input(path: Path) -> IO[bytes]:

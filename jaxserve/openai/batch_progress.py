@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.openai.batch_output import DoneLines
-from jaxserve.ticker import Ticker
+from jaxserve.system.ticker import Ticker
 
 
 class BatchProgress:

@@ -5,6 +5,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.structured_outputs import StructuredOutputsParams
+from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import RequestError, brief
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.errors import BadRequestError, Json, check_type
@@ -18,9 +21,6 @@ from jaxserve.openai.tools import (
     template_messages,
     token_id_of,
 )
-from jaxserve.request import TokenIds
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured_output.params import StructuredOutputsParams
 from jaxserve.text.chat_template import RenderedChat
 from jaxserve.text.messages import content_text
 from jaxserve.text.tokenizer import Tokenizer

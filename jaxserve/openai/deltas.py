@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from jaxserve.increments import Increment
+    from jaxserve.api.stream_events import Increment
     from jaxserve.openai.scanner import Scanner
 
 Json = dict[str, Any]

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.errors import PromptTooLongError, RequestError, brief
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_chat
@@ -18,9 +21,6 @@ from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, check_
 from jaxserve.openai.prompts import Prompt, completion_prompts, plain_prompts
 from jaxserve.openai.refusals import refuse_features, refuse_unknown
 from jaxserve.openai.tools import MessageForm
-from jaxserve.pooling import PoolingParams
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured_output.params import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

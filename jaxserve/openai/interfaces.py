@@ -23,10 +23,10 @@ from jaxserve.openai.translation import Translation, naming
 from jaxserve.text.messages import content_text
 
 if TYPE_CHECKING:
+    from jaxserve.api.outputs import RequestOutput
+    from jaxserve.api.pooling_params import Pooler
+    from jaxserve.api.stream_events import Increment
     from jaxserve.errors import RequestError
-    from jaxserve.increments import Increment
-    from jaxserve.outputs import RequestOutput
-    from jaxserve.pooling import Pooler
     from jaxserve.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxserve.api.pooling_params import CLASSIFY, EMBED, PoolingParams
 from jaxserve.errors import brief
 from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_prompt
 from jaxserve.openai.errors import BadRequestError, check_type
@@ -22,15 +23,14 @@ from jaxserve.openai.format import (
 )
 from jaxserve.openai.prompts import Prompt, completion_prompts, plain_prompts
 from jaxserve.openai.tools import Tools, detected_format
-from jaxserve.pooling import CLASSIFY, EMBED, PoolingParams
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from jaxserve.api.outputs import RequestOutput
+    from jaxserve.api.stream_events import Increment
     from jaxserve.errors import RequestError
-    from jaxserve.increments import Increment
     from jaxserve.openai.errors import Json
-    from jaxserve.outputs import RequestOutput
     from jaxserve.text.tokenizer import Tokenizer
 
 TASKS = {EMBEDDINGS: EMBED, POOLING: None, CLASSIFICATION: CLASSIFY}  # tasks by path; None is the model's own

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import brief
 from jaxserve.openai.errors import BadRequestError
-from jaxserve.request import TokenIds
 from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | TokenIds

@@ -15,18 +15,18 @@ from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING, Any
 
 from jaxserve import __version__
-from jaxserve.increments import Increment, OutputReader
+from jaxserve.api.stream_events import Increment, OutputReader
 from jaxserve.openai.deltas import Content, Delta, DeltaReader, delta_json, whole_message
 from jaxserve.openai.errors import error_body
 from jaxserve.openai.thought_tokens import ThoughtTokens
 from jaxserve.text.token_texts import hidden_ids, new_stream, text_offsets
 
 if TYPE_CHECKING:
-    from jaxserve.config import EngineConfig
+    from jaxserve.api.config import EngineConfig
+    from jaxserve.api.outputs import Logprob, RequestOutput
     from jaxserve.errors import RequestError
     from jaxserve.openai.errors import Json
     from jaxserve.openai.format import ParsedRequest
-    from jaxserve.outputs import Logprob, RequestOutput
     from jaxserve.text.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"

@@ -10,17 +10,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING
 
-from jaxserve.increments import Increment, OutputReader
+from jaxserve.api.stream_events import Increment, OutputReader
 from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.errors import as_bad_request, shown_message
 from jaxserve.openai.replies import DONE
 
 if TYPE_CHECKING:
+    from jaxserve.api.outputs import RequestOutput
     from jaxserve.errors import RequestError
     from jaxserve.openai.errors import Json
     from jaxserve.openai.format import ParsedRequest
     from jaxserve.openai.replies import Reply
-    from jaxserve.outputs import RequestOutput
 
 Event = tuple[str, "Json"]  # its type without "response.", and its fields
 

@@ -6,16 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxserve import scoring
+from jaxserve.api.pooling_params import (
+    CLASSIFY,
+    EMBED,
+    Pooler,
+    PoolingParams,
+)
 from jaxserve.errors import brief
+from jaxserve.offline import scoring
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import RERANK_PATHS, SCORE_PATHS, ParsedRequest, check_fields, naming_fields
 from jaxserve.openai.pooling import WholeReply, vector_of
-from jaxserve.pooling import CLASSIFY, EMBED, Pooler, PoolingParams
 
 if TYPE_CHECKING:
+    from jaxserve.api.outputs import RequestOutput
     from jaxserve.openai.errors import Json
-    from jaxserve.outputs import RequestOutput
     from jaxserve.text.tokenizer import Tokenizer
 
 SCORING_PATHS = (*SCORE_PATHS, *RERANK_PATHS)

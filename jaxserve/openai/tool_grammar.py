@@ -8,11 +8,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.errors import RequestError
 from jaxserve.openai.chat_formats import CallSyntax, ChatFormat, MessageSyntax
 from jaxserve.openai.tools import Function, Tools
-from jaxserve.structured_output.lark import WHITESPACE, form_rules, quoted, schema_rules, whitespace_options
-from jaxserve.structured_output.params import StructuredOutputsParams
+from jaxserve.text.structured_output.lark import (
+    WHITESPACE,
+    form_rules,
+    quoted,
+    schema_rules,
+    whitespace_options,
+)
 
 _ARGUMENTS = "\0"
 

@@ -3,10 +3,10 @@
 import sys
 from dataclasses import dataclass, field
 
-from jaxserve.request import Request
-from jaxserve.scheduling.classes import would_yield
+from jaxserve.scheduling.class_preemption import would_yield
 from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.prompts import Prompts
+from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix, Start
 from jaxserve.scheduling.starts import Starts
 

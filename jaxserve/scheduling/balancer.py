@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Protocol, runtime_checkable
 
-from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.admission import Admission
+from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, Start
 from jaxserve.scheduling.waiting import WaitingQueue
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MAX_STEPS = 64  # most steps in one dispatch with multi_step="auto"
-
 
 class Timing(NamedTuple):
     """Times that a plan depends on.

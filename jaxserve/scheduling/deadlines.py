@@ -15,9 +15,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jaxserve.request import Request
 from jaxserve.scheduling.choice import Timing
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.step_plan import StepPlan
 
 Target = tuple[int | None, float, float]  # class (None for any other), time to first token, time between tokens
 

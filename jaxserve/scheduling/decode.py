@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import attrgetter
 
-from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.ledger import Ledger, in_prefill
-from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.request import Request, RequestStatus
+from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Decodes:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jaxserve.kv_cache.groups import RELEASED
-from jaxserve.kv_cache.page_store import PageStore
-from jaxserve.request import Request, RequestStatus
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.kv_cache.groups import RELEASED
+from jaxserve.scheduling.kv_cache.page_store import PageStore
+from jaxserve.scheduling.request import Request, RequestStatus
+from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.scheduling.waiting import WaitingQueue
 
 if TYPE_CHECKING:
-    from jaxserve.schedule_config import ScheduleConfig
+    from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
 

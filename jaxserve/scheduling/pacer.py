@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.scheduling.plan import StepShape
+from jaxserve.scheduling.step_plan import StepShape
 from jaxserve.scheduling.step_time import FRESH, SEVERAL, SINGLE, STRETCH, StepTime
 
 DISPATCH_S = 0.010  # time that rounds may take together; a new request may have to wait for two dispatches

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.choice import StepChoice
 from jaxserve.scheduling.deadlines import Deadlines
-from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.shard import Shard
+from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Planning:

@@ -12,10 +12,8 @@ import sys
 from dataclasses import dataclass
 from operator import attrgetter
 
-from jaxserve.request import Request
-
-DEFAULT_PARTIAL_PREFILLS = 2  # a long prompt, and the short prompt that is cut at the end of a step's budget
-DEFAULT_LONG_PREFILLS = 1
+from jaxserve.api.config import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS
+from jaxserve.scheduling.request import Request
 
 _priority = attrgetter("priority")
 

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 from itertools import count, groupby
 from operator import attrgetter
 
-from jaxserve.request import Request
 from jaxserve.scheduling.ledger import RUNS, Ledger, num_remaining
-from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prompts import Prompts
+from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.starts import Starts
+from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Prefills:

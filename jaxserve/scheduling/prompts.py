@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.ledger import RUNS, Ledger, in_prefill, num_remaining
-from jaxserve.scheduling.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.request import Request, RequestStatus
+from jaxserve.scheduling.step_plan import StepPlan, wants_prompt_logprobs
 
 
 class Prompts:

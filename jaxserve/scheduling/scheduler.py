@@ -42,21 +42,21 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError
-from jaxserve.kv_cache.page_store import PageStore
-from jaxserve.kv_cache.transfers import Tier, Transfers
-from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.balancer import Balancer
 from jaxserve.scheduling.choice import ONE_STEP, StepChoice
 from jaxserve.scheduling.deadlines import Deadlines
+from jaxserve.scheduling.kv_cache.page_store import PageStore
+from jaxserve.scheduling.kv_cache.transfers import Tier, Transfers
 from jaxserve.scheduling.ledger import Ledger
-from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.planning import Planning, join
 from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.shard import Shard
+from jaxserve.scheduling.step_plan import StepPlan
 
 if TYPE_CHECKING:
-    from jaxserve.schedule_config import ScheduleConfig
+    from jaxserve.scheduling.schedule_config import ScheduleConfig
 
 
 class Rows:

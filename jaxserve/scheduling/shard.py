@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.admission import Admission, Changes
 from jaxserve.scheduling.choice import StepChoice
-from jaxserve.scheduling.classes import make_room
+from jaxserve.scheduling.class_preemption import make_room
 from jaxserve.scheduling.decode import Decodes, may_sample_late
 from jaxserve.scheduling.ledger import Ledger
-from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prefill import Prefills
 from jaxserve.scheduling.prompts import Prompts
+from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.starts import Starts
+from jaxserve.scheduling.step_plan import StepPlan
 from jaxserve.scheduling.updates import Updates
 
 

@@ -22,12 +22,12 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 
-from jaxserve.kv_cache.page_store import num_last_tokens
-from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.kv_cache.page_store import num_last_tokens
 from jaxserve.scheduling.ledger import Ledger, in_prefill, num_remaining
-from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prompts import Prompts
+from jaxserve.scheduling.request import Request, RequestStatus
+from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Starts:

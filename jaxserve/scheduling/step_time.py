@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.scheduling.plan import StepShape
+from jaxserve.scheduling.step_plan import StepShape
 
 SINGLE, SEVERAL = 0, -1  # kinds of plain dispatches by their steps, beside numbers of drafted tokens
 STRETCH = {SINGLE: 8, SEVERAL: 3}  # steps, or dispatches, timed together: each overlaps its neighbours, or ends late

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.ledger import RUNS, Ledger
-from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.starts import Starts
+from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Updates:

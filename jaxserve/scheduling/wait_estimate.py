@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from jaxserve.request import Request
+from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.step_time import Rates
 
 MOST_SERVED = 192  # waiting requests that are served in thought; the rest is estimated from the pace of these

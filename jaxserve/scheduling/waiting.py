@@ -23,7 +23,7 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Mapping
 
-from jaxserve.request import Request
+from jaxserve.scheduling.request import Request
 
 PROMPT_COST = 1.0  # service of a computed prompt token
 OUTPUT_COST = 2.0  # service of an output token

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.engine.events import DraftsAllowed
+from jaxserve.core.events import DraftsAllowed
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.scheduling.wait_estimate import Wait
 from jaxserve.server.degradation import Ladder
@@ -26,8 +26,8 @@ from jaxserve.server.rate_limits import Excess, Limits, RateLimits, tokens_to_ta
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jaxserve.engine.engine import Engine
-    from jaxserve.engine.outputs import RequestGroup
+    from jaxserve.assembly.engine import Engine
+    from jaxserve.core.growing_outputs import RequestGroup
     from jaxserve.server.config import ServerConfig
     from jaxserve.server.observer import Observer
     from jaxserve.server.streams import Streams

@@ -33,7 +33,7 @@ from jaxserve.server.orca import REQUEST_HEADER, load_header
 from jaxserve.server.service import Service
 
 if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine
+    from jaxserve.assembly.engine import Engine
     from jaxserve.server.batches.api import Batches
     from jaxserve.server.config import ServerConfig
     from jaxserve.server.http import Receive, Scope, Send

@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jaxserve.api.schema import (
+    FieldType,
+    Schema,
+    integer,
+    is_sequence,
+    number,
+    one_of,
+)
 from jaxserve.errors import ConfigError
 from jaxserve.openai.chat_formats import chat_format
-from jaxserve.schema import FieldType, Schema, integer, is_sequence, number, one_of
-from jaxserve.server.classes import read_objectives
 from jaxserve.server.degradation import RUNGS
+from jaxserve.server.request_classes import read_objectives
 
 _MAX_RETENTION_DAYS = 1_000_000  # dates of clients end with the year 9999
 _UVICORN_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")

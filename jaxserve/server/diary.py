@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine
+    from jaxserve.assembly.engine import Engine
     from jaxserve.server.call import Call
 
 logger = logging.getLogger(__name__)

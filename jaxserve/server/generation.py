@@ -16,18 +16,24 @@ from jaxserve.openai.format import ParsedRequest, naming_fields
 from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface, invoked_path
 from jaxserve.openai.translation import naming
 from jaxserve.server import http
-from jaxserve.server.classes import allowed_priority, early_priority, in_class, read_objectives, tenant_salt
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.json_pieces import MAX_VALUES, json_pieces, num_new_values, num_values
+from jaxserve.server.request_classes import (
+    allowed_priority,
+    early_priority,
+    in_class,
+    read_objectives,
+    tenant_salt,
+)
 from jaxserve.server.streams import BrokenStepError, Stream
 from jaxserve.server.timeouts import Timeouts, read_timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from jaxserve.engine.outputs import RequestGroup
-    from jaxserve.increments import Increment
-    from jaxserve.outputs import RequestOutput
+    from jaxserve.api.outputs import RequestOutput
+    from jaxserve.api.stream_events import Increment
+    from jaxserve.core.growing_outputs import RequestGroup
     from jaxserve.server.call import Call
     from jaxserve.server.http import Json
     from jaxserve.server.service import Service

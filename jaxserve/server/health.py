@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine
+    from jaxserve.assembly.engine import Engine
 
 LOOK_S = 0.25  # time between two looks at the engine
 

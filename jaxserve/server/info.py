@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve import __version__
-from jaxserve.engine.prompt import outside_vocabulary
+from jaxserve.core.prompt import outside_vocabulary
 from jaxserve.errors import brief
 from jaxserve.openai.chats import PROMPT_FIELDS, read_prompt
 from jaxserve.openai.errors import BadRequestError, check_type

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxserve.increments import Increment
-    from jaxserve.outputs import Logprob, RequestOutput
+    from jaxserve.api.outputs import Logprob, RequestOutput
+    from jaxserve.api.stream_events import Increment
 
 PIECE_CHARS = 2**15
 MAX_VALUES = 1024  # values that are encoded by one call of C

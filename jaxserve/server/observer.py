@@ -13,12 +13,18 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from jaxserve.metrics import ITERATION_TOKENS, Counter, Gauge, Vector, vllm_metrics
+from jaxserve.api.metrics import (
+    ITERATION_TOKENS,
+    Counter,
+    Gauge,
+    Vector,
+    vllm_metrics,
+)
 from jaxserve.server.buckets import ITL_S, PREEMPTIONS, REQUEST_S, SAMPLES, TTFT_S, token_buckets
 
 if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine
-    from jaxserve.engine.outputs import RequestGroup
+    from jaxserve.assembly.engine import Engine
+    from jaxserve.core.growing_outputs import RequestGroup
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from jaxserve.metrics import Occupancy
+    from jaxserve.api.metrics import Occupancy
 
 REQUEST_HEADER, REPLY_HEADER = b"endpoint-load-metrics-format", b"endpoint-load-metrics"
 

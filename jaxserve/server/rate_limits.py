@@ -9,8 +9,8 @@ from threading import RLock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jaxserve.engine.outputs import RequestGroup
-    from jaxserve.request import Request
+    from jaxserve.core.growing_outputs import RequestGroup
+    from jaxserve.scheduling.request import Request
 
 MINUTE_S = 60.0
 

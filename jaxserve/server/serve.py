@@ -17,7 +17,7 @@ from jaxserve.server.connection import Connection
 from jaxserve.server.sockets import url_of
 
 if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine
+    from jaxserve.assembly.engine import Engine
     from jaxserve.server.config import ServerConfig
 
 KEEP_ALIVE_S = 5

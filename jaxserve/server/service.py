@@ -24,7 +24,7 @@ from jaxserve.server.traces import Traces
 from jaxserve.server.workers import Workers
 
 if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine
+    from jaxserve.assembly.engine import Engine
     from jaxserve.openai.errors import Json
     from jaxserve.openai.format import ParsedRequest
     from jaxserve.server.config import ServerConfig

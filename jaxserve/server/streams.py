@@ -21,17 +21,17 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from jaxserve.engine.threads import EngineThreads
+from jaxserve.api.stream_events import Increment, OutputReader
+from jaxserve.core.threads import EngineThreads
 from jaxserve.errors import EngineDiedError
-from jaxserve.increments import Increment, OutputReader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from jaxserve.engine.engine import Engine
-    from jaxserve.engine.events import Event
-    from jaxserve.engine.frontend import Listener
-    from jaxserve.engine.outputs import RequestGroup
+    from jaxserve.assembly.engine import Engine
+    from jaxserve.core.events import Event
+    from jaxserve.core.frontend import Listener
+    from jaxserve.core.growing_outputs import RequestGroup
     from jaxserve.server.observer import Observer
 
 

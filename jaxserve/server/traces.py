@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import SpanProcessor
 
-    from jaxserve.engine.outputs import RequestGroup
-    from jaxserve.outputs import RequestMetrics
+    from jaxserve.api.outputs import RequestMetrics
+    from jaxserve.core.growing_outputs import RequestGroup
     from jaxserve.server.http import Headers
 
 SPAN_NAME = "llm_request"

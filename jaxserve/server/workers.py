@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from jaxserve.engine.outputs import RequestGroup
+    from jaxserve.core.growing_outputs import RequestGroup
 
 MAX_THREADS = 16
 MAX_PER_TENANT = 2

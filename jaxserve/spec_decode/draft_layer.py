@@ -32,6 +32,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.rows import Rows, place_tokens, ragged_rows
+from jaxserve.execution.sampling import SamplingRows
 from jaxserve.execution.state import CLIPPED, ServeState, new_pool
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.norm import rms_norm
@@ -40,9 +41,8 @@ from jaxserve.models import draft_head
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages
-from jaxserve.sampling import SamplingRows
-from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.spec_decode.drawing import draw_draft, over_vocabulary
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.spec_decode.draft_sampling import draw_draft, over_vocabulary
 from jaxserve.spec_decode.medusa import whole_logits
 
 

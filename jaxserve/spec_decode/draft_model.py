@@ -23,19 +23,19 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxserve.api.token_tree import TokenTree
 from jaxserve.execution.paged_attention import PagedAttention
 from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.rows import Rows, num_draftable, place_tokens, ragged_rows
+from jaxserve.execution.sampling import SamplingRows
 from jaxserve.execution.state import CLIPPED, Lengths, ServeState, new_pool
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages
-from jaxserve.sampling import SamplingRows
-from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.spec_decode.drawing import draw_draft, over_vocabulary
-from jaxserve.token_tree import TokenTree
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.spec_decode.draft_sampling import draw_draft, over_vocabulary
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxserve.api.token_tree import TokenTree
 from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.rows import Rows
 from jaxserve.execution.state import CLIPPED, ServeState
@@ -23,7 +24,6 @@ from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-from jaxserve.token_tree import TokenTree
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
+from jaxserve.api.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES
+from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import RequestError, brief
-from jaxserve.request import TokenIds
-from jaxserve.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES
 from jaxserve.text.token_bound import NO_BOUND, TokenBound
 
 MAX_CHARS = 4096  # characters of a word, for tokenizers that show no bound

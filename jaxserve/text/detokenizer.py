@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from jaxserve.outputs import GrowingText
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.outputs import GrowingText
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.text.stop_strings import StopStrings, compile_stop_strings
 from jaxserve.text.token_stream import ByteStream, WindowStream
 from jaxserve.text.token_texts import hidden_ids, new_stream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tokenizers
 
-from jaxserve.request import TokenIds
+from jaxserve.api.token_ids import TokenIds
 
 LONG_TEXT_CHARS = 8192  # texts from this length on are tokenised without Python's global lock
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import tokenizers
 
+from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import RequestError
-from jaxserve.request import TokenIds
 from jaxserve.text.encoding import encode_freely
 
 _FIRST_STAND_IN, _LAST_STAND_IN = 0xF0000, 0xFFFFD  # a plane of private use

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from jaxserve.chat_options import DEFAULT_CHAT_OPTIONS, ChatOptions
+from jaxserve.api.chat_options import DEFAULT_CHAT_OPTIONS, ChatOptions
+from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import ConfigError
-from jaxserve.request import TokenIds
 from jaxserve.text import gguf_tokenizer
 from jaxserve.text.encoding import LONG_TEXT_CHARS, encode_freely
 from jaxserve.text.literal_text import LiteralText

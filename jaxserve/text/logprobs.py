@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.outputs import Logprob
+from jaxserve.api.outputs import Logprob
 from jaxserve.text.token_texts import TokenTexts
 
 NUM_BEFORE = 24  # tokens that the text of a token may depend on, hidden ones among them

@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from jaxserve.request import TokenIds
+from jaxserve.api.token_ids import TokenIds
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

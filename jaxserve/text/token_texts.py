@@ -15,7 +15,7 @@ from jaxserve.text.token_stream import ByteStream, WindowStream
 from jaxserve.text.tokenizer import kept_parts
 
 if TYPE_CHECKING:
-    from jaxserve.sampling_params import SamplingParams
+    from jaxserve.api.sampling_params import SamplingParams
     from jaxserve.text.tokenizer import Tokenizer
 
 REPLAYED = 8  # tokens after which a stream no longer depends on the tokens before them

@@ -5,9 +5,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
-from jaxserve.chat_options import CONTENT_FORMATS, DEFAULT_CHAT_OPTIONS, ChatOptions
+from jaxserve.api.chat_options import CONTENT_FORMATS, DEFAULT_CHAT_OPTIONS, ChatOptions
+from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import TokenIds
 from jaxserve.text.chat_template import ChatTemplate, RenderedChat
 from jaxserve.text.literal_text import LiteralText
 from jaxserve.text.messages import Message

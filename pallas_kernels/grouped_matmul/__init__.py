@@ -18,13 +18,12 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
-
 from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, native, ragged_dot
 from jaxserve.pallas_kernels.grouped_matmul.interface import Backend, Matrices, Problem
 from jaxserve.pallas_kernels.op import AUTO, Op
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 from jaxserve.pallas_kernels.target import target_platform
+from jaxtyping import Array, Float, Int
 
 __all__ = ["BACKENDS", "Backend", "Matrices", "Problem", "grouped_matmul"]
 

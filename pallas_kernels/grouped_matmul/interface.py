@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
-
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
+from jaxtyping import Array, Float, Int, Int32
 
 Matrices = Float[Array, "G N K"] | Float[Array, "layers GN K"] | PackedMatrix
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
-
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
+from jaxtyping import Array, Float, Int, Int32
 
 
 def unsupported_reason(problem: Problem) -> str | None:

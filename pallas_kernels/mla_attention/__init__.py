@@ -22,8 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32
-
 from jaxserve.pallas_kernels.mla_attention import expanded, mosaic_gpu, mosaic_tpu, native, xla
 from jaxserve.pallas_kernels.mla_attention.interface import (
     Backend,
@@ -45,6 +43,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     values_of,
 )
 from jaxserve.pallas_kernels.target import target_platform
+from jaxtyping import Array, Bool, Float, Int32
 
 __all__ = [
     "BACKENDS",

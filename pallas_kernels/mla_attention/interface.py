@@ -7,12 +7,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Int32
-
 from jaxserve.pallas_kernels.mla_attention.layout import Layout
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
+from jaxtyping import Array, Float, Float32, Int32
 
 
 @dataclass(frozen=True)

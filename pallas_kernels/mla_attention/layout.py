@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import SMALL_PAGE_TOKENS
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
 

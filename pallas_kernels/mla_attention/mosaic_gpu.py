@@ -9,14 +9,13 @@ to shared memory once, and read there by two warpgroups as keys of all columns a
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
-
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions, Problem
 from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.call import SETTINGS, attend, num_cores, refusal, write
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import MIN_TILE_TOKENS, Call, Queries
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, values_of
+from jaxtyping import Array, Float, Int32
 
 __all__ = ["EXPANDS", "LAYOUT", "WANTS_OWN_TABLE", "interpreted", "supports", "write_and_attend"]
 

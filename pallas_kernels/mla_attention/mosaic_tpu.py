@@ -13,8 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
-
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions, Problem
 from jaxserve.pallas_kernels.mla_attention.layout import PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
@@ -32,6 +30,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
     scale_rows,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
+from jaxtyping import Array, Float, Int32
 
 __all__ = [
     "EXPANDS",

@@ -9,13 +9,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
-
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions, Problem
 from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
 from jaxserve.pallas_kernels.ragged_paged_attention.native import VECTOR, call_kernel, row_operands
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
+from jaxtyping import Array, Float, Int32
 
 POOL_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Shaped
-
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions, Problem
 from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
 from jaxserve.pallas_kernels.ragged_paged_attention.blocks import Attention, attend
@@ -19,6 +17,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOp
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import INT4, Pages, decode, encode, pool_dtype, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 from jaxserve.pallas_kernels.ragged_paged_attention.xla import refused_dtype
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 LAYOUT = TokenMajor()
 WANTS_OWN_TABLE = True

@@ -55,7 +55,7 @@ if platform.machine() in ARM and sys.platform == "linux":  # compilers for macOS
     INSTRUCTION_SETS["neondot"] = (4, ["-march=armv8.2-a+dotprod"])
 
 
-SOURCES = Path("jaxserve/pallas_kernels/native")
+SOURCES = Path("pallas_kernels/native")
 MAX_KEPT = 60  # objects in the cache: those of some ten builds
 
 

@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
-
 from jaxserve.pallas_kernels.op import AUTO, XLA, Op
 from jaxserve.pallas_kernels.quantized_matmul import mosaic_gpu, mosaic_tpu
 from jaxserve.pallas_kernels.quantized_matmul.interface import (
@@ -37,6 +35,7 @@ from jaxserve.pallas_kernels.quantized_matmul.interface import (
     unpacked,
 )
 from jaxserve.pallas_kernels.target import target_platform
+from jaxtyping import Array, Float, Int
 
 __all__ = [
     "BACKENDS",

@@ -29,8 +29,6 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
-
 from jaxserve.pallas_kernels.op import AUTO, Op
 from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, native, xla
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
@@ -57,6 +55,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 from jaxserve.pallas_kernels.target import target_platform
+from jaxtyping import Array, Float, Int32
 
 __all__ = [
     "BACKENDS",

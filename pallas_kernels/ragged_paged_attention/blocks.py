@@ -14,10 +14,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
-
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import MAX_NODES, tree_starts
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 DECODE_GROUP_ROWS = 16
 DECODE_BLOCK_TOKENS = 64

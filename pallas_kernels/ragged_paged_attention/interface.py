@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
-
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32
-
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, values_of
+from jaxtyping import Array, Int32
 
 
 @runtime_checkable

@@ -8,8 +8,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
-
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
@@ -27,6 +25,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     QuantizedPages,
     values_of,
 )
+from jaxtyping import Array, Float, Float32, Int32
 
 POOL_DTYPES = ("float32", "bfloat16", *QUANTIZED)
 VECTOR = 4  # elements of the narrowest vectors in use

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int32
-
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from jaxtyping import Array, Int32
 
 MAX_NODES = 32  # bits of a word
 

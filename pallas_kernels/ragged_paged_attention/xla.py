@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Shaped
-
 from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.blocks import Attention, attend
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
@@ -31,6 +29,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     values_of,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 LAYOUT = HeadMajor()
 SPLITS_PAGES = False

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, TypeVar
 
 from baselines.process import RunFailedError, Worker, WorkerDiedError
-from jaxserve.bench.workloads import Workload, token_ids
+from jaxserve.tools.bench.workloads import Workload, token_ids
 
 OURS = "jaxserve"
 REFERENCE = "transformers"

@@ -8,18 +8,19 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from tempfile import TemporaryDirectory
 
+from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+
 from device_report import machine as machines
 from device_report.kernels import KERNELS
 from device_report.points import Figures, Latest, Point
 from device_report.served import Served
 from device_report.shapes import Load, load_of
 from device_report.trace import busy_share
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.metrics import EngineStats
-from jaxserve.outputs import RequestOutput
-from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule_config import MULTI_STEP_ROWS
+from jaxserve.api.metrics import EngineStats
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.scheduling.schedule_config import MULTI_STEP_ROWS
 
 machine = machines.with_jax
 

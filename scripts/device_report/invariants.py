@@ -12,9 +12,9 @@ from functools import cache, partial
 
 from device_report.points import Figures, Point
 from device_report.served import Served
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 
 MODEL = {
     "vocab_size": 512,

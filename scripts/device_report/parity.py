@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 
 from device_report import invariants
 from device_report import machine as machines
 from device_report.kernels import KERNELS
 from device_report.points import Figures, Point, UnavailableError
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.driven import DrivenEngine
 
 machine = machines.with_jax
 

@@ -13,26 +13,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.weights.stored_tensor import StoredTensor
 
 from device_report.kernels import KERNELS
 from jaxserve import weights
-from jaxserve.config import MAX_STEPS, EngineConfig
-from jaxserve.engine.checkpoint import build_arch
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.engine.memory import build_schedule
-from jaxserve.engine.parameters import compute_dtype, stacked_if_scanned
+from jaxserve.api.config import MAX_STEPS, EngineConfig
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.assembly.generation_defaults import build_arch
+from jaxserve.assembly.memory import build_schedule
+from jaxserve.assembly.parameters import compute_dtype, stacked_if_scanned
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.runner import Runner, shapes_of
+from jaxserve.layers.sharding import tensor_mesh
+from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, split_array
 from jaxserve.models.registry import num_params, param_specs
-from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
-from jaxserve.quant import weight_format
-from jaxserve.scheduling.plan import StepShape, cheapest
-from jaxserve.sharding import tensor_mesh
-from jaxserve.weights.stored_tensor import StoredTensor
+from jaxserve.scheduling.step_plan import StepShape, cheapest
 
 Shape = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.assembly.driven import DrivenEngine
 
 
 class Span(NamedTuple):

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from jaxserve import EngineConfig, SamplingParams
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.engine.replica import StepTokens
-from jaxserve.execution.executor import StepResult
-from jaxserve.speculation_config import SpeculationConfig
-from jaxserve.token_tree import TokenTree
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.api.token_tree import TokenTree
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.core.replica import StepTokens
+from jaxserve.scheduling.executor import StepResult
 
 
 @dataclass

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.execution.costs import Costs
-from jaxserve.execution.executor import StepResult
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.execution.packer import BatchPacker
-from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
-from jaxserve.scheduling.plan import StepPlan, StepShape, cheapest
+from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.schedule_config import ScheduleConfig, resolve_schedule
+from jaxserve.scheduling.step_costs import Costs
+from jaxserve.scheduling.step_plan import StepPlan, StepShape, cheapest
 
 TOKEN = 7
 MODEL: dict[str, Any] = {  # no weights are made of it; it is small so that a pool of any size would have room

@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from jaxserve import cli
-from jaxserve.bench import tables
 from jaxserve.cli.config_flags import engine_options
 from jaxserve.cli.parser import build_parser
-from jaxserve.figures import plotting
+from jaxserve.tools.bench import tables
+from jaxserve.tools.figures import plotting
 
 WORKLOAD = {
     "name": "few",

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.bench.load import Clock, LoadTrace, RequestTrace, TimedRequest, run_load
+from jaxserve.api.outputs import RequestOutput
 from jaxserve.errors import RequestError
-from jaxserve.outputs import RequestOutput
+from jaxserve.tools.bench.load import (
+    Clock,
+    LoadTrace,
+    RequestTrace,
+    TimedRequest,
+    run_load,
+)
 
 STEP_S = 0.25
 

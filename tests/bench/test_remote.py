@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from jaxserve import cli
-from jaxserve.bench.load import TimedRequest
-from jaxserve.bench.remote import Server, run_remote
 from jaxserve.errors import ConfigError
+from jaxserve.tools.bench.load import TimedRequest
+from jaxserve.tools.bench.remote import Server, run_remote
 
 GAP_S = 0.02
 MODELS = {"object": "list", "data": [{"id": "first"}, {"id": "second"}]}

@@ -6,9 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.bench import workloads
-from jaxserve.bench.workloads import BUILT_IN, Workload, WorkloadRequest, load_workload, poisson_arrivals, token_ids
 from jaxserve.errors import ConfigError
+from jaxserve.tools.bench import workloads
+from jaxserve.tools.bench.workloads import (
+    BUILT_IN,
+    Workload,
+    WorkloadRequest,
+    load_workload,
+    poisson_arrivals,
+    token_ids,
+)
 
 MIXED = Path(__file__).parents[2] / "scripts" / "workloads" / "mixed-64.json"
 DIGESTS = {  # digests of the requests as JSON: a change would make figures incomparable with earlier ones

@@ -43,7 +43,7 @@ def one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=fake_engine.FakeLLM))
+    monkeypatch.setitem(sys.modules, "jaxserve.offline.llm", SimpleNamespace(LLM=fake_engine.FakeLLM))
 
 
 def test_help_is_instant() -> None:
@@ -73,7 +73,9 @@ def test_python_m_jaxserve() -> None:
 
 def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
-    monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=lambda **options: seen.update(options)))
+    monkeypatch.setitem(
+        sys.modules, "jaxserve.offline.llm", SimpleNamespace(LLM=lambda **options: seen.update(options))
+    )
     load_llm(build_parser().parse_args(["batch", "in", "out"]))
     assert seen == {}  # only EngineConfig knows the defaults
 
@@ -112,7 +114,7 @@ def test_the_log_is_written_from_a_level_on(
 ) -> None:
     def stream(*_: object) -> tuple[()]:
         for level, text in ((logging.DEBUG, "d"), (logging.INFO, "i"), (logging.WARNING, "w")):
-            logging.getLogger("jaxserve.engine.build").log(level, text)
+            logging.getLogger("jaxserve.assembly.build").log(level, text)
         return ()
 
     monkeypatch.setattr(fake_engine.FakeLLM, "stream", stream)
@@ -120,7 +122,7 @@ def test_the_log_is_written_from_a_level_on(
     assert cli.main(["generate", "Once", "--model", model, *flags]) == 0
     lines = capsys.readouterr().err.splitlines()
     assert [line[-1] for line in lines] == list(shown)
-    assert all(" jaxserve.engine.build: " in line for line in lines)
+    assert all(" jaxserve.assembly.build: " in line for line in lines)
     assert logging.getLogger("jaxserve").handlers == handlers
 
 
@@ -187,7 +189,9 @@ def test_batch_exit_codes_and_resume(
         file.write("{}\n")
     for _ in range(2):  # resuming a finished batch gives the same
         assert cli.main(["batch", source, out, "--model", model]) == 0  # complete, including error records
-        monkeypatch.setattr(sys.modules["jaxserve.llm"], "LLM", lambda **_: pytest.fail("there is nothing to serve"))
+        monkeypatch.setattr(
+            sys.modules["jaxserve.offline.llm"], "LLM", lambda **_: pytest.fail("there is nothing to serve")
+        )
     assert "4 records (4 from before); 1 of 4 lines failed, and their records have the errors; 0 tokens" in (
         capsys.readouterr().err
     )
@@ -266,7 +270,7 @@ def test_a_server_has_the_keys_of_all_flags(
     monkeypatch.setattr(Keys, "of", lambda given, _: seen.append(given))
     monkeypatch.setattr("jaxserve.cli.serve.listen", lambda _: socket.socket())
     monkeypatch.setattr("jaxserve.server.serve.serve", lambda engine, *_, **__: seen.append(engine))
-    monkeypatch.setitem(sys.modules, "jaxserve.engine.engine", SimpleNamespace(Engine=lambda config: config.model))
+    monkeypatch.setitem(sys.modules, "jaxserve.assembly.engine", SimpleNamespace(Engine=lambda config: config.model))
     assert cli.main(["serve", *flags]) == 0
     assert seen == [keys, model]
 

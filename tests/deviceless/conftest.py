@@ -1,8 +1,8 @@
 import pytest
-
-from jaxserve.environment import leave_tpus_alone
 from jaxserve.pallas_kernels.deviceless import H200, TPU_V6E
-from jaxserve.planner.targets import parse_target
+
+from jaxserve.system.environment import leave_tpus_alone
+from jaxserve.tools.planner.targets import parse_target
 
 leave_tpus_alone()
 

@@ -7,7 +7,6 @@ import re
 
 import jax
 import pytest
-
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     from_canonical,
     new_pages,
@@ -15,6 +14,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     select_backend,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import MIN_TALL_TOKENS
+
 from tests.kernels.attention_cases import GPU_CASES, Case
 
 pytestmark = pytest.mark.deviceless

@@ -14,9 +14,9 @@ from jaxserve.execution.round import Model
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import make_serve_step, step_options
 from jaxserve.models import registry
-from jaxserve.planner.program import StepCompiler, abstract_params
-from jaxserve.planner.targets import parse_target
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.tools.planner.program import StepCompiler, abstract_params
+from jaxserve.tools.planner.targets import parse_target
 from tests.deviceless.thunks import dump_options, thunks_of_step
 
 pytestmark = pytest.mark.deviceless

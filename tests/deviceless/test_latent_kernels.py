@@ -5,10 +5,10 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-
-from jaxserve.engine.memory import tree_bytes
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V6E
 from jaxserve.pallas_kernels.mla_attention import default_page_size, mla_attention, new_pages, select_backend
+
+from jaxserve.assembly.memory import tree_bytes
 from tests.kernels import attention_cases
 from tests.kernels.latent_cases import GPU_CASES, Case
 

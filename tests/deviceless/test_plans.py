@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve import cli
-from jaxserve.config import EngineConfig
-from jaxserve.planner.models import read_model
-from jaxserve.planner.program import StepCompiler, temp_bytes
-from jaxserve.planner.targets import parse_target
-from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
+from jaxserve.api.config import EngineConfig
+from jaxserve.scheduling.schedule_config import ScheduleConfig, resolve_schedule
+from jaxserve.tools.planner.models import read_model
+from jaxserve.tools.planner.program import StepCompiler, temp_bytes
+from jaxserve.tools.planner.targets import parse_target
 
 pytestmark = pytest.mark.deviceless
 

@@ -6,19 +6,19 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 
-from jaxserve.engine.memory import tree_bytes
+from jaxserve.api.token_tree import TokenTree
+from jaxserve.assembly.memory import tree_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.round import Model
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import step_options
 from jaxserve.execution.verification import make_speculative_step
-from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
-from jaxserve.planner.models import read_model
-from jaxserve.planner.program import abstract_params, temp_bytes
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_model import DraftModel
-from jaxserve.token_tree import TokenTree
+from jaxserve.tools.planner.models import read_model
+from jaxserve.tools.planner.program import abstract_params, temp_bytes
 from tests.deviceless.layers import first_layers
 
 pytestmark = pytest.mark.deviceless

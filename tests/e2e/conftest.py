@@ -17,13 +17,13 @@ import pytest
 import tiny_tokenizers
 import transformers
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.checkpoint import build_arch
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.engine.threads import _threads
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.assembly.generation_defaults import build_arch
+from jaxserve.core.threads import _threads
 from jaxserve.execution.program_store import compile_counter
-from jaxserve.llm import LLM
-from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.offline.llm import LLM
 from tests import random_runs
 from tests.e2e.proposers import PROPOSERS, make_speculate
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE

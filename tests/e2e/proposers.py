@@ -12,8 +12,8 @@ import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.speculation_config import SpeculationConfig
 from tests import oracles
 from tests.e2e.sizes import EOS, VOCAB_SIZE
 from tests.oracles import has_torch

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.bench.command import BenchJob, run_job
-from jaxserve.bench.workloads import Workload, WorkloadRequest
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.metrics import PeakRates
+from jaxserve.api.metrics import PeakRates
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.tools.bench.command import BenchJob, run_job
+from jaxserve.tools.bench.workloads import Workload, WorkloadRequest
 
 Start = Callable[..., DrivenEngine]
 

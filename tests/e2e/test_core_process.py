@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine import core_process, link, messages
-from jaxserve.engine.core_process import CoreProcess
-from jaxserve.engine.deltas import Delta
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly import core_process
+from jaxserve.assembly.core_process import CoreProcess
+from jaxserve.core import link, messages
+from jaxserve.core.deltas import Delta
 from jaxserve.errors import EngineDiedError, RequestError
 from jaxserve.openai.replies import system_fingerprint
 from tests.waiting import until
@@ -26,8 +27,8 @@ PATIENCE_S = 60
 PROGRAM = """
 import atexit, os, signal, sys, threading, time
 from jaxserve.errors import EngineDiedError
-from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.offline.llm import LLM
+from jaxserve.api.sampling_params import SamplingParams
 from jax._src import config, xla_bridge
 
 config.bool_flag("jax_only_here", True, "as some modules of jax add")
@@ -72,7 +73,7 @@ while True:
 def test_a_process_ends_without_its_client_and_without_standard_error() -> None:
     program = """
 import multiprocessing, sys
-from jaxserve.engine.core_process import CoreProcess
+from jaxserve.assembly.core_process import CoreProcess
 sys.stderr = None
 ours, theirs = multiprocessing.Pipe()
 theirs.close()

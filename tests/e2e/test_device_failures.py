@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.execution.runner import RunningStep
 from jaxserve.pallas_kernels import native
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.plan import StepPlan, StepShape
+
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.execution.runner import RunningStep
+from jaxserve.scheduling.step_plan import StepPlan, StepShape
 from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., DrivenEngine]

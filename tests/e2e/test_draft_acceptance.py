@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.engine.events import DraftsAllowed
-from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.core.events import DraftsAllowed
 from tests.e2e.proposers import GREEDY, TREE, hidden_size, write_heads, write_with_other_ids
 from tests.e2e.workloads import assert_same, generate, tokens
 

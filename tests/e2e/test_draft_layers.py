@@ -15,14 +15,14 @@ import transformers
 from draft_layers import Head
 from safetensors.numpy import load_file, save_file
 
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import matrix_transform
 from jaxserve.models.registry import from_hf_config
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
-from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.sizes import EOS, VOCAB_SIZE
 from tests.e2e.workloads import generate, tokens
 from tests.oracles import torch

@@ -15,17 +15,18 @@ import numpy as np
 import openai
 import pytest
 
-from jaxserve.beam_search import BeamSearchParams
-from jaxserve.config import EngineConfig
-from jaxserve.engine import client, link, messages
-from jaxserve.engine.core_thread import MAX_DELTAS
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.engine.event_log import replay_log
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.structured_outputs import StructuredOutputsParams
+from jaxserve.assembly import client
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.core import link, messages
+from jaxserve.core.core_thread import MAX_DELTAS
+from jaxserve.core.event_log import replay_log
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
-from jaxserve.llm import LLM
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured_output.params import StructuredOutputsParams
+from jaxserve.offline.beam_search import BeamSearchParams
+from jaxserve.offline.llm import LLM
 from tests.e2e.sizes import SIZES
 from tests.server.conftest import running
 from tests.waiting import until

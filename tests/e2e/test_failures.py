@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.engine.outputs import RequestGroup
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.core.growing_outputs import RequestGroup
 from jaxserve.execution.runner import RunningStep
-from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.offline.llm import LLM
 from tests.e2e.sizes import ONE_ROW, SIZES
 from tests.e2e.workloads import generate, tokens
 from tests.parameters import mainly

@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.plan import StepShape
-from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.scheduling.step_plan import StepShape
 from tests.e2e.workloads import assert_same, generate, tokens
 from tests.soon_compiled import few_programs
 

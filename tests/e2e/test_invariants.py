@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from tests.e2e.workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, run_alone, tokens
 
 Start = Callable[..., DrivenEngine]

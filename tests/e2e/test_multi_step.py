@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine import step_chooser
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.llm import LLM
-from jaxserve.sampling import LogprobLayout
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.core import step_chooser
+from jaxserve.execution.sampling import LogprobLayout
+from jaxserve.offline.llm import LLM
 from jaxserve.scheduling.pacer import Pacer
 from jaxserve.scheduling.step_time import SEVERAL, SINGLE
 from tests.e2e.sizes import ONE_ROW, SIZES

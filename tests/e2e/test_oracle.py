@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import transformers
 from checkpoints import ROPES, reference_logits
+from jaxserve.pallas_kernels import native
 from scipy.special import log_softmax
 
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.outputs import Logprob, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError
-from jaxserve.outputs import Logprob, RequestOutput
-from jaxserve.pallas_kernels import native
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.plan import StepPlan, StepShape
-from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.scheduling.step_plan import StepPlan, StepShape
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import TOLERANCE, generate, tokens
 

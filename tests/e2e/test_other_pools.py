@@ -8,10 +8,10 @@ import checkpoints
 import pytest
 from hypothesis import given, settings
 
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.sizes import EOS, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, run_alone, tokens
 from tests.random_runs import examples

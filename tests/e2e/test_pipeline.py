@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import pytest
 
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.engine.outputs import RequestGroup
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.core.growing_outputs import RequestGroup
 from tests.e2e.workloads import tokens
 
 Start = Callable[..., DrivenEngine]

@@ -13,13 +13,13 @@ import transformers
 from numpy.typing import NDArray
 
 from jaxserve import LLM, weights
-from jaxserve.config import EngineConfig
-from jaxserve.engine.checkpoint import build_arch
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.pooling_params import Activation, PoolingKind, PoolingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.assembly.generation_defaults import build_arch
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import registry
-from jaxserve.pooling import Activation, PoolingKind, PoolingParams
-from jaxserve.sampling_params import SamplingParams
 from tests.checkpoints import FAMILIES, build_config, randomize, write_checkpoint
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.workloads import tokens

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.workloads import assert_same, busy_step, drain, generate, tokens
 

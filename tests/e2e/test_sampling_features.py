@@ -10,10 +10,10 @@ import transformers
 from checkpoints import reference_logits
 from scipy.special import log_softmax
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import EOS, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, generate, run, tokens
 from tests.oracles import torch

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.packer import StepUpload
 from jaxserve.execution.runner import Runner
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.plan import StepPlan, StepShape
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.scheduling.step_plan import StepPlan, StepShape
 from tests.e2e.workloads import Job, generate, run, tokens
 from tests.parameters import mainly
 from tests.soon_compiled import as_shipped

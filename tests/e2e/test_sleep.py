@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import pytest
 
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.program_store import compile_counter
-from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.offline.llm import LLM
 from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., DrivenEngine]

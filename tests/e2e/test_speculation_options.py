@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.checkpoint import build_arch
-from jaxserve.engine.drafts import load_draft
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.generation_defaults import build_arch
+from jaxserve.assembly.load_proposer import load_draft
 from jaxserve.errors import ConfigError
-from jaxserve.llm import LLM
-from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.offline.llm import LLM
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import SIZES
 

@@ -17,13 +17,13 @@ from scipy.special import softmax
 from scipy.stats import chisquare
 from test_oracle import Oracle
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.llm import LLM
-from jaxserve.metrics import Vector
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.plan import StepPlan
-from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import Vector
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.offline.llm import LLM
+from jaxserve.scheduling.step_plan import StepPlan
 from tests.e2e.proposers import GREEDY, TREE, few_in_ci, tokenizers_of
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens

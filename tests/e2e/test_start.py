@@ -12,14 +12,19 @@ from typing import Any
 import jax
 import pytest
 from hypothesis import given, settings
+from jaxserve.pallas_kernels import packed_linear
 
 from jaxserve import LLM
-from jaxserve.config import EngineConfig
-from jaxserve.engine import build, checkpoint, memory, parameters
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.quant import packed
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly import (
+    build,
+    generation_defaults,
+    memory,
+    parameters,
+)
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.layers.weight_formats import packed
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import ONE_ROW, SIZES
 from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, run_alone, tokens
@@ -65,7 +70,7 @@ def test_second_start_compiles_nothing(llama: Path, tmp_path: Path) -> None:
 )
 def test_dtype_of_weights_and_activations(llama: Path, asked: str, stored: str, on_cpu: bool, served: str) -> None:
     config = EngineConfig(str(llama), dtype=asked)
-    arch = replace(checkpoint.build_arch(config), dtype=stored)
+    arch = replace(generation_defaults.build_arch(config), dtype=stored)
     assert parameters.compute_dtype(config, arch, on_cpu=on_cpu).name == served
 
 
@@ -86,7 +91,7 @@ def test_a_cpu_keeps_16_bit_matrices(tmp_path: Path, stored: str, monkeypatch: p
             assert dtypes == {stored if dtype == "auto" else "float32"}
     assert found[0] == found[1]
     config = EngineConfig(str(tmp_path))
-    arch = checkpoint.build_arch(config)
+    arch = generation_defaults.build_arch(config)
     assert parameters.matrix_dtype(config, arch).name == stored
     monkeypatch.setattr(packed, "unsupported", lambda *_: "as without a compiler")
     assert parameters.matrix_dtype(config, arch).name == "float32"
@@ -98,7 +103,7 @@ def test_a_float32_checkpoint_on_an_accelerator(
 ) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = EngineConfig(str(llama), dtype=dtype)
-    params = parameters.build_params(config, checkpoint.build_arch(config))
+    params = parameters.build_params(config, generation_defaults.build_arch(config))
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
     assert ("bfloat16" in dtypes) == (dtype == "auto")
     messages = [record.getMessage() for record in caplog.records if "served in" in record.getMessage()]

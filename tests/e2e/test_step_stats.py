@@ -9,10 +9,10 @@ import jax
 import pytest
 from checkpoints import write_checkpoint
 
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.metrics import PeakRates
+from jaxserve.api.metrics import PeakRates
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.models import registry
-from jaxserve.sampling_params import SamplingParams
 from tests.e2e import workloads
 
 Start = Callable[..., DrivenEngine]

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.llm import LLM
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.offline.llm import LLM
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import few_but_rich, tokens, wait_until_idle
 from tests.soon_compiled import as_shipped

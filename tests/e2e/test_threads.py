@@ -14,11 +14,11 @@ import jax
 import pytest
 import tqdm
 
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.execution import programs as programs_module
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.runner import RunningStep
-from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.offline.llm import LLM
 from tests.e2e.sizes import ONE_ROW
 from tests.e2e.workloads import wait_until_idle
 from tests.waiting import until

@@ -13,13 +13,13 @@ import pytest
 import safetensors.numpy
 
 from jaxserve import weights
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.engine.parameters import build_params
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.assembly.parameters import build_params
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.llm import LLM
 from jaxserve.models import registry
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.offline.llm import LLM
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, busy_step, generate, run, tokens
 from tests.oracles import torch

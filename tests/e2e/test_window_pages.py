@@ -7,9 +7,9 @@ import checkpoints
 import pytest
 from test_oracle import Oracle, Start
 
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import RequestError
-from jaxserve.sampling_params import SamplingParams
 from tests.e2e.workloads import busy_step, drain, generate, tokens
 from tests.parameters import mainly
 

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.llm import LLM
-from jaxserve.outputs import Logprob, RequestOutput
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.outputs import Logprob, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.offline.llm import LLM
 from tests.random_runs import examples
 
 TOLERANCE = 1e-4

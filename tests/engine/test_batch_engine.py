@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.engine.outputs import RequestGroup
-from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.core.growing_outputs import RequestGroup
+from jaxserve.offline.llm import LLM
 from synthetic.null_device import null_engine
 from tests.waiting import until
 

@@ -14,12 +14,20 @@ from typing import Any
 
 import pytest
 
-from jaxserve import llm as llm_module
-from jaxserve.engine import core, core_thread, engine, frontend, host, replica, threads, wakes
-from jaxserve.engine.outputs import RequestGroup
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly import engine, host
+from jaxserve.core import (
+    callback_threads,
+    core,
+    core_thread,
+    frontend,
+    replica,
+    threads,
+)
+from jaxserve.core.growing_outputs import RequestGroup
 from jaxserve.errors import RequestError
-from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.offline import llm as llm_module
+from jaxserve.offline.llm import LLM
 from jaxserve.scheduling import balancer
 from synthetic.null_device import TOKEN, null_engine
 from tests.waiting import until
@@ -301,17 +309,20 @@ def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatc
     monkeypatch.setattr(wakes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     monkeypatch.setattr(wakes, "WAKE_S", 2**-8)  # sums of it are exact
     group = new_llm().engine.reader.read("a", [1, 2], PARAMS)
-    waking, many = wakes.Wakes(), [SimpleQueue[None]() for _ in range(wakes.MAX_AT_ONCE + 2)]
+    waking, many = callback_threads.Wakes(), [SimpleQueue[None]() for _ in range(callback_threads.MAX_AT_ONCE + 2)]
     assert waking.wake() is None, "nobody waits"
     listeners = [waking.listener(news) for news in many]
     for listener, news in zip(listeners, many, strict=True):
         listener(group)
         news.get_nowait()  # the first news come at once
         listener(group)
-    for num_woken, passed_s in ((wakes.MAX_AT_ONCE, 0.0), (wakes.MAX_AT_ONCE + 1, wakes.WAKE_S)):
+    for num_woken, passed_s in (
+        (callback_threads.MAX_AT_ONCE, 0.0),
+        (callback_threads.MAX_AT_ONCE + 1, callback_threads.WAKE_S),
+    ):
         now_s[0] += passed_s
         left_s = waking.wake()
-        assert left_s == pytest.approx(wakes.MAX_AT_ONCE * wakes.WAKE_S)
+        assert left_s == pytest.approx(callback_threads.MAX_AT_ONCE * callback_threads.WAKE_S)
         assert [news.qsize() for news in many] == [1] * num_woken + [0] * (len(many) - num_woken)
     now_s[0] += left_s
     assert waking.wake() is None

@@ -10,8 +10,14 @@ import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler
 from slow_tier import SlowTier
 
-from jaxserve.engine.event_log import EventLog, event_from_json, event_to_json, read_log, replay_log
-from jaxserve.engine.events import (
+from jaxserve.core.event_log import (
+    EventLog,
+    event_from_json,
+    event_to_json,
+    read_log,
+    replay_log,
+)
+from jaxserve.core.events import (
     Added,
     CacheReset,
     Record,
@@ -19,11 +25,11 @@ from jaxserve.engine.events import (
     Scheduled,
     replay,
 )
-from jaxserve.request import FinishReason, RequestStatus
-from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.choice import StepChoice
-from jaxserve.scheduling.plan import StepShape
+from jaxserve.scheduling.request import FinishReason, RequestStatus
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.step_plan import StepShape
 from tests.driven_core import DRAFTING, FAILURE, LARGER, SIZES, Driven
 from tests.parameters import mainly
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.outputs import CompletionOutput, GrowingText
+from jaxserve.api.outputs import CompletionOutput, GrowingText
 
 
 @given(first=st.text(), pieces=st.lists(st.tuples(st.text(), st.booleans())), data=st.data())

@@ -7,12 +7,12 @@ import checkpoints
 import jax
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine import memory
-from jaxserve.engine.build import naming_exhaustion
-from jaxserve.engine.engine import Engine
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly import memory
+from jaxserve.assembly.build import naming_exhaustion
+from jaxserve.assembly.engine import Engine
 from jaxserve.errors import ConfigError
-from jaxserve.llm import LLM
+from jaxserve.offline.llm import LLM
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import pytest
 from checkpoints import hf_dict
 from jax._src import xla_bridge
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine import memory
-from jaxserve.environment import gpu_memory_fraction
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly import memory
 from jaxserve.models import registry
+from jaxserve.system.environment import gpu_memory_fraction
 
 TOTAL = 80 * 2**30
 ENVIRONMENT = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")

@@ -12,11 +12,11 @@ import pytest
 import tiny_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from jaxserve.engine.outputs import RequestGroup
-from jaxserve.outputs import CompletionOutput, Logprob
-from jaxserve.request import Request
-from jaxserve.sampling import TokenLogprobs
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.outputs import CompletionOutput, Logprob
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.core.growing_outputs import RequestGroup
+from jaxserve.execution.sampling import TokenLogprobs
+from jaxserve.scheduling.request import Request
 from jaxserve.text.loading import load_tokenizer
 from jaxserve.text.token_texts import TokenTexts
 from jaxserve.text.tokenizer import Tokenizer

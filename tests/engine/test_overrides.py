@@ -11,14 +11,14 @@ import checkpoints
 import pytest
 import transformers
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.checkpoint import build_arch, build_sampling_params, output_limits
-from jaxserve.engine.engine import Engine
-from jaxserve.engine.lock_step import require_same_options
-from jaxserve.engine.overrides import fields_of, overridden
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.engine import Engine
+from jaxserve.assembly.generation_defaults import build_arch, build_sampling_params, output_limits
+from jaxserve.assembly.lock_step import require_same_options
+from jaxserve.assembly.overrides import fields_of, overridden
 from jaxserve.errors import ConfigError
 from jaxserve.models.hf_config import read_rope
-from jaxserve.sampling_params import SamplingParams
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

@@ -7,17 +7,15 @@ from random import Random
 
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.event_log import EventLog, read_log, replay_log
-from jaxserve.engine.events import (
-    Scheduled,
-)
-from jaxserve.engine.step_chooser import StepChooser
-from jaxserve.engine.step_stats import InFlight
-from jaxserve.execution.executor import Executor
-from jaxserve.request import Request
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.core.event_log import EventLog, read_log, replay_log
+from jaxserve.core.events import Scheduled
+from jaxserve.core.step_chooser import StepChooser
+from jaxserve.core.step_stats import InFlight
 from jaxserve.scheduling.choice import StepChoice, Timing
+from jaxserve.scheduling.executor import Executor
+from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.step_time import StepTime
 from tests.driven_core import DRAFTING, LARGER, SIZES, Driven

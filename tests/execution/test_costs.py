@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.execution.costs import attention_cost
+from jaxserve.scheduling.step_costs import attention_cost
 
 shares = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=5)
 windows = st.lists(st.sampled_from([None, 1, 2, 7, 30, 100]), min_size=1, max_size=4)

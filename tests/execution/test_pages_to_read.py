@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
+from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels.ragged_paged_attention import PagesToRead
 from jaxtyping import Array
 
 from jaxserve import weights
@@ -19,9 +21,7 @@ from jaxserve.execution.state import ServeState, new_state
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform
-from jaxserve.pallas_kernels import native
-from jaxserve.pallas_kernels.ragged_paged_attention import PagesToRead
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from tests import oracles
 from tests.checkpoints import write_checkpoint
 from tests.oracles import has_torch, torch

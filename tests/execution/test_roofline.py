@@ -6,9 +6,9 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
+from jaxserve.api.metrics import PeakRates
 from jaxserve.execution import roofline
 from jaxserve.execution.roofline import describe_device, device_peak_rates
-from jaxserve.metrics import PeakRates
 
 FLOAT32, BFLOAT16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 

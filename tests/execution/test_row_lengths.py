@@ -11,7 +11,7 @@ from jaxserve.execution.rows import Rows, ends_sequence
 from jaxserve.execution.state import ServeState, new_state
 from jaxserve.execution.step import make_admit
 from jaxserve.models import registry
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from tests.checkpoints import hf_dict
 
 R, STOP_ID = 6, 5

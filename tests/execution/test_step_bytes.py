@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxserve.pallas_kernels import native
 
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.lowering import known_options
@@ -11,9 +12,8 @@ from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import make_serve_step, step_options
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.pallas_kernels import native
-from jaxserve.planner.program import abstract_params
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.tools.planner.program import abstract_params
 from tests.checkpoints import hf_dict
 
 R = 8

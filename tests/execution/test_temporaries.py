@@ -14,20 +14,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jaxserve.pallas_kernels import native
 
+from jaxserve.api.pooling_params import Pooler
 from jaxserve.execution.lowering import Lower, Lowering
 from jaxserve.execution.proposer import Proposer
-from jaxserve.models import pooling, registry
+from jaxserve.layers.weight_formats import packed, weight_format
+from jaxserve.models import pooling_heads, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-from jaxserve.pallas_kernels import native
-from jaxserve.planner.program import abstract_params, temp_bytes
-from jaxserve.pooling import Pooler
-from jaxserve.quant import packed, weight_format
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_model import DraftModel
 from jaxserve.spec_decode.medusa import Medusa
 from jaxserve.spec_decode.ngram import NGram
+from jaxserve.tools.planner.program import abstract_params, temp_bytes
 from tests.checkpoints import hf_dict
 
 full = pytest.mark.full
@@ -191,6 +191,6 @@ def test_no_speculative_program_makes_a_copy_of_a_weight(new_proposer: NewPropos
 @pytest.mark.parametrize("linear", ["auto", "xla"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_no_pooling_program_makes_a_copy_of_a_weight(dtype: str, linear: str) -> None:
-    arch = pooling.pooling_arch(llama(tied=True), Pooler(num_labels=3))
+    arch = pooling_heads.pooling_arch(llama(tied=True), Pooler(num_labels=3))
     lowering = lowering_of(arch, dtype, linear=linear)
     check(lowering, programs(lowering)["pooling"])

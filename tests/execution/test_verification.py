@@ -9,25 +9,36 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.memory import activation_bytes
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.api.token_tree import TokenTree
+from jaxserve.assembly.memory import activation_bytes
 from jaxserve.execution.batch import BatchLayout
-from jaxserve.execution.executor import RoundCounts
 from jaxserve.execution.lowering import known_options
 from jaxserve.execution.proposer import Drafts
 from jaxserve.execution.round import Model, plain_round
 from jaxserve.execution.rows import Rows
+from jaxserve.execution.sampling import (
+    DRAFT,
+    DraftedTokens,
+    SamplingRows,
+    draw_by_weight,
+    pack_records,
+)
+from jaxserve.execution.sampling.random_bits import (
+    ACCEPT,
+    RESIDUAL,
+    TARGET,
+    uniform_noise,
+)
+from jaxserve.execution.sampling.sampler import accept_or_draw
 from jaxserve.execution.state import Lengths, abstract_state, new_state
 from jaxserve.execution.verification import _verify, make_speculative_step, round_words
 from jaxserve.models import decoder, registry
-from jaxserve.planner.program import abstract_params, temp_bytes
-from jaxserve.sampling import DRAFT, DraftedTokens, SamplingRows, draw_by_weight, pack_records
-from jaxserve.sampling.random_bits import ACCEPT, RESIDUAL, TARGET, uniform_noise
-from jaxserve.sampling.sampler import accept_or_draw
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.scheduling.executor import RoundCounts
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_model import DraftModel
-from jaxserve.speculation_config import SpeculationConfig
-from jaxserve.token_tree import TokenTree
+from jaxserve.tools.planner.program import abstract_params, temp_bytes
 from tests.checkpoints import hf_dict
 from tests.simulation import make_request
 from tests.soon_compiled import unoptimized

@@ -14,9 +14,9 @@ from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.programs import Programs
 from jaxserve.execution.state import ServeState
 from jaxserve.models import registry
-from jaxserve.planner.program import abstract_params
-from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.plan import StepShape
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.scheduling.step_plan import StepShape
+from jaxserve.tools.planner.program import abstract_params
 from tests.checkpoints import hf_dict
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
 from jaxserve.execution.xla_cache import programs_dir, scope_of
 
 SETTINGS = (

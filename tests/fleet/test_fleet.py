@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from killing import records_by_id
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.outputs import RequestFailure, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.fleet import fleet
 from jaxserve.fleet.fleet import (
@@ -25,10 +27,8 @@ from jaxserve.fleet.fleet import (
     Started,
 )
 from jaxserve.openai.batch_files import run_batch
-from jaxserve.outputs import RequestFailure, RequestOutput
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.router import Router
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.text.loading import load_tokenizer
 from jaxserve.text.tokenizer import Tokenizer
 from tests.random_runs import examples

@@ -20,12 +20,12 @@ from fake_engine import FakeEngine
 from killing import records_by_id
 
 from jaxserve import cli
-from jaxserve import environment as variables
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.fleet import MAX_LONE_DEATHS
 from jaxserve.fleet.ray_fleet import plan_actors, ray_fleet
 from jaxserve.openai.batch_files import run_batch
+from jaxserve.system import environment as variables
 from jaxserve.text.loading import load_tokenizer
 
 # Ray forks to start its processes, which execute others at once; jax, started by other tests here, warns of it.

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import checkpoints
 import pytest
 
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.invariance.axes import AXES, Axis, _run
-from jaxserve.invariance.check import Finding, check_invariance
-from jaxserve.invariance.comparison import compare
-from jaxserve.invariance.tables import counterexample, line, summary
-from jaxserve.invariance.workload import Job, Sizes, make_jobs
-from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.tools.invariance.axes import AXES, Axis, _run
+from jaxserve.tools.invariance.check import Finding, check_invariance
+from jaxserve.tools.invariance.comparison import compare
+from jaxserve.tools.invariance.tables import counterexample, line, summary
+from jaxserve.tools.invariance.workload import Job, Sizes, make_jobs
 
 SIZES = Sizes(num_requests=2, prompt_len=32, max_tokens=6)
 JOBS = make_jobs(SIZES, 100, frozenset({1, 2}))

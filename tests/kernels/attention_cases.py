@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int32
-
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     QUANTIZED,
     Pages,
     pool_dtype,
 )
+from jaxtyping import Array, Int32
+
 from tests.kernels import attention_reference
 
 STEPS = {

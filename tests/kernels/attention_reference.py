@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
-
 from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
@@ -23,6 +21,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     has_scales,
     pool_dtype,
 )
+from jaxtyping import Array, Float, Float32, Int32
 
 HostPages = np.ndarray | QuantizedPages  # arrays of NumPy
 _GROUP = 64  # elements of a group of int4 pools

@@ -3,7 +3,7 @@ import os
 import jaxtyping
 import pytest
 
-from jaxserve.environment import leave_tpus_alone
+from jaxserve.system.environment import leave_tpus_alone
 
 leave_tpus_alone()
 

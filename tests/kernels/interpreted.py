@@ -52,6 +52,7 @@ class Found:
 def run(case, name):
     """Run a case of attention."""
     from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, to_canonical
+
     from tests.kernels import attention_reference
 
     canonical = functools.partial(to_canonical, name, head_dim=case.head_dim)
@@ -61,6 +62,7 @@ def run(case, name):
 def run_latents(case, name):
     """Run a case of attention over latents."""
     from jaxserve.pallas_kernels.mla_attention import BACKENDS, to_canonical
+
     from tests.kernels import latent_reference
 
     canonical = functools.partial(to_canonical, name, width=case.rows.head_dim)
@@ -73,6 +75,7 @@ def run_latents(case, name):
 
 def _compared(case, name, kernels, reference, canonical, num_live, num_rotated=0):
     from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
+
     from tests.kernels.attention_cases import pool_error
 
     def attend(backend, inputs, kv_pages, layer):

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Int32
-
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
+from jaxtyping import Array, Int32
+
 from tests.kernels import attention_cases
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int32
-
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
+from jaxtyping import Array, Float, Int32
+
 from tests.kernels import attention_reference
 
 

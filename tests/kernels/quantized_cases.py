@@ -9,9 +9,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxtyping import Array, Float, Int32
-from numpy.typing import NDArray
-
 from jaxserve.pallas_kernels.quantized_matmul.interface import (
     FLOAT16_BITS,
     INT4_ZERO,
@@ -20,6 +17,8 @@ from jaxserve.pallas_kernels.quantized_matmul.interface import (
     Quantized,
     packed,
 )
+from jaxtyping import Array, Float, Int32
+from numpy.typing import NDArray
 
 E4M3, E2M1 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float4_e2m1fn)
 

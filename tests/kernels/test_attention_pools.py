@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
     AttentionInputs,
@@ -21,6 +20,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     to_canonical,
 )
+
 from tests.kernels.attention_cases import CASES, Case
 from tests.kernels.attention_runs import (
     SERVING,

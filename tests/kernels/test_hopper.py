@@ -2,7 +2,6 @@
 
 import hypothesis.strategies as st
 from hypothesis import assume, given
-
 from jaxserve.pallas_kernels import hopper
 
 

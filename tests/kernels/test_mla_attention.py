@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.mla_attention import (
     BACKENDS,
@@ -31,6 +30,7 @@ from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
+
 from tests.kernels import latent_reference
 from tests.kernels.attention_cases import pool_error
 from tests.kernels.attention_runs import OTHER_SETS, UNOPTIMIZED, in_one, on_backends, some_pages

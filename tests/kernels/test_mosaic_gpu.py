@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-
 from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.pallas_kernels.mla_attention import mosaic_gpu as latents_on_gpu
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
@@ -27,6 +26,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     SHARED_BYTES,
     Call,
 )
+
 from tests.kernels.attention_cases import GPU_CASES
 from tests.kernels.attention_runs import ReadInPart
 from tests.random_runs import examples

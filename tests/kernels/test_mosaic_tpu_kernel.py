@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jax.experimental.pallas import tpu as pltpu
-
 from jaxserve.pallas_kernels import tpu
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
@@ -36,6 +35,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as pl
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import storage
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
+
 from tests.kernels import attention_reference
 from tests.kernels.attention_cases import CASES, TPU_CASES
 from tests.kernels.attention_runs import ReadInPart

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 import pytest
-
 from jaxserve.pallas_kernels import native
 
 ROOT = Path(__file__).parents[2]
@@ -57,12 +56,10 @@ def test_a_build_without_a_compiler_leaves_a_note(is_editable, tmp_path, monkeyp
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("CC", "/nonexistent/cc")
     monkeypatch.chdir(tmp_path)
-    package = Path("jaxserve/pallas_kernels/native")
+    package = Path("pallas_kernels/native")
     package.mkdir(parents=True)
     (package / native._LIBRARY.name).write_text("built before")
-    extension = setuptools.Extension(
-        "jaxserve.pallas_kernels.native._kernels", ["jaxserve/pallas_kernels/native/ffi.cc"]
-    )
+    extension = setuptools.Extension("jaxserve.pallas_kernels.native._kernels", ["pallas_kernels/native/ffi.cc"])
     command = BuildKernels(setuptools.Distribution({"name": "x", "ext_modules": [extension]}))
     command.build_lib, command.build_temp, command.inplace = str(tmp_path / "lib"), str(tmp_path / "temp"), is_editable
     command.ensure_finalized()
@@ -78,9 +75,8 @@ def test_a_build_without_a_compiler_leaves_a_note(is_editable, tmp_path, monkeyp
 
 def test_an_instruction_set_that_the_compiler_does_not_know_is_left_out(monkeypatch):
     setuptools = pytest.importorskip("setuptools")
-    from setuptools.errors import CompileError
-
     from jaxserve.pallas_kernels.native import build
+    from setuptools.errors import CompileError
 
     compiled = []
 

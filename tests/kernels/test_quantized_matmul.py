@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import ptx
 import pytest
-
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES
 from jaxserve.pallas_kernels.op import UnsupportedBackendError, products_by
@@ -24,6 +23,7 @@ from jaxserve.pallas_kernels.quantized_matmul import (
 from jaxserve.pallas_kernels.quantized_matmul.interface import PACKED
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import LANES, block_bytes
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
+
 from tests.kernels.quantized_cases import BY_NAME, CASES
 
 needs_gpu_interpreter = pytest.mark.skipif(

@@ -5,10 +5,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS
 
 import jaxserve
 from jaxserve import pallas_kernels, weights
-from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS
 
 ATTENTION = "jaxserve.pallas_kernels.ragged_paged_attention"
 BACKENDS_AND_NATIVE = {"jaxserve.pallas_kernels.native", *(module.__name__ for module in BACKENDS.values())}

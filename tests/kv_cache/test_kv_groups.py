@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.models.arch import ArchConfig, RopeConfig
 from jaxserve.models.kv_places import MAX_KV_GROUPS
-from jaxserve.planner.models import read_model
+from jaxserve.scheduling.kv_cache.groups import KVGroups
+from jaxserve.tools.planner.models import read_model
 
 PAGE_SIZES = st.integers(1, 16)
 WINDOWS = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=4)

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.kv_cache import prefix_hashes
-from jaxserve.kv_cache.groups import KVGroups
-from jaxserve.kv_cache.page_store import PageStore
-from jaxserve.kv_cache.transfers import Transfers
-from jaxserve.request import Request
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.scheduling.kv_cache import prefix_hashes
+from jaxserve.scheduling.kv_cache.groups import KVGroups
+from jaxserve.scheduling.kv_cache.page_store import PageStore
+from jaxserve.scheduling.kv_cache.transfers import Transfers
+from jaxserve.scheduling.request import Request
 
 PAGE_SIZE = 4
 

@@ -2,7 +2,12 @@
 
 import pytest
 
-from jaxserve.kv_cache.pages import CACHED, COMPUTING, FREE, Pages
+from jaxserve.scheduling.kv_cache.pages import (
+    CACHED,
+    COMPUTING,
+    FREE,
+    Pages,
+)
 
 
 def test_every_page_is_taken_once_low_ids_first():

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Loop, make_request, make_scheduler
 
-from jaxserve.kv_cache.groups import KVGroups
-from jaxserve.kv_cache.page_store import PageStore
-from jaxserve.kv_cache.transfers import Transfers
+from jaxserve.scheduling.kv_cache.groups import KVGroups
+from jaxserve.scheduling.kv_cache.page_store import PageStore
+from jaxserve.scheduling.kv_cache.transfers import Transfers
 from tests.random_runs import examples
 
 TENANTS = ["a", "b", "c"]

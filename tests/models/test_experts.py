@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxserve.pallas_kernels.grouped_matmul import mosaic_tpu
 
 from jaxserve import weights
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts, ExpertWeights, SortedPairs, mixture, route
+from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform
-from jaxserve.pallas_kernels.grouped_matmul import mosaic_tpu
-from jaxserve.quant import weight_format
-from jaxserve.quantize.checkpoint import quantize_checkpoint
-from jaxserve.quantize.scheme import QuantizeOptions
+from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint
+from jaxserve.tools.quantizer.scheme import QuantizeOptions
 from tests.checkpoints import MIXTURES, write_checkpoint
 from tests.models.test_parity import TRANSFORMS, load_logits, whole_sequence
 from tests.parameters import some_by_default

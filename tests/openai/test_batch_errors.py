@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from killing import records_by_id
 
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import PeerLostError
 from jaxserve.openai import batch_files, batch_output
 from jaxserve.openai import format as openai_format
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.loading import load_tokenizer
 from tests.openai.batches import chat, completion, run
 from tests.random_runs import examples

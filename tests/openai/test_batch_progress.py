@@ -13,7 +13,7 @@ from jaxserve.openai import batch_progress
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.openai.batch_output import DoneLines
 from jaxserve.openai.batch_progress import BatchProgress
-from jaxserve.ticker import Ticker
+from jaxserve.system.ticker import Ticker
 
 
 def progress(num_lines: int, num_before: int) -> tuple[BatchProgress, list[float]]:

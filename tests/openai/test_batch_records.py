@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from fake_engine import FakeEngine
 
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
-from jaxserve.sampling_params import SamplingParams
 from tests.openai.batches import chat, completion, run
 
 # Requests and responses

@@ -7,13 +7,13 @@ import pytest
 import tiny_tokenizers
 from fake_engine import FakeEngine
 
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import RequestError
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body
 from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.pooling import parse_pooling
 from jaxserve.openai.responses import RESPONSES
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.loading import load_tokenizer
 from jaxserve.text.tokenizer import Tokenizer
 from tests.openai.batches import chat, run

@@ -12,13 +12,13 @@ from openai.lib.streaming._deltas import accumulate_delta
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from jaxserve.increments import OutputReader
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.stream_events import OutputReader
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
 from jaxserve.openai.interfaces import INTERFACES, AnyReply
 from jaxserve.openai.messages import MESSAGES
 from jaxserve.openai.responses import RESPONSES
-from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.sampling_params import SamplingParams
 from tests import random_runs
 from tests.openai.chat_samples import MARKS, Call, Message, written
 from tests.openai.test_tool_calls import FORMATS, TOKENIZERS, format_of

@@ -14,12 +14,12 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from jaxserve.increments import OutputReader
+from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.stream_events import OutputReader
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import CHAT, COMPLETIONS, ParsedRequest, parse_body
 from jaxserve.openai.replies import Reply
-from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.loading import load_tokenizer
 
 with tempfile.TemporaryDirectory() as directory:

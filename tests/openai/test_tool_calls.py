@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from openai.lib.streaming._deltas import accumulate_delta
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.stream_events import OutputReader
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.increments import OutputReader
 from jaxserve.openai.chat_formats import CALLS, THOUGHTS, ChatFormat, Marks, chat_format
 from jaxserve.openai.deltas import Delta, whole_message
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
@@ -24,8 +26,6 @@ from jaxserve.openai.replies import DONE, Reply
 from jaxserve.openai.responses import chat_of_response
 from jaxserve.openai.scanner import Scanner
 from jaxserve.openai.tools import read_tools
-from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.loading import load_tokenizer
 from jaxserve.text.tokenizer import Tokenizer

@@ -8,6 +8,8 @@ import jsonschema
 import numpy as np
 import pytest
 
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.deltas import whole_message
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
@@ -15,10 +17,8 @@ from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.messages import MESSAGES
 from jaxserve.openai.replies import Reply
 from jaxserve.openai.responses import RESPONSES
-from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured_output.grammar import GrammarCompiler, TokenConstraint
 from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.structured_output.grammar import GrammarCompiler, TokenConstraint
 from tests.openai.chat_samples import Call, Message, written
 from tests.openai.test_tool_calls import FORMATS, TOKENIZERS, format_of
 from tests.parameters import mainly

@@ -18,7 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
-from jaxserve.increments import Increment, OutputReader
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.stream_events import Increment, OutputReader
 from jaxserve.openai.chat_formats import chat_format
 from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.errors import BadRequestError
@@ -28,8 +30,6 @@ from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.partial_json import read_partial_json
 from jaxserve.openai.replies import Reply
 from jaxserve.openai.responses import RESPONSES
-from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.loading import load_tokenizer
 from tests.openai.chat_samples import TEMPLATES, Call, Message, written
 from tests.random_runs import examples

@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any
 
 from jaxserve import EngineConfig
-from jaxserve.planner.plan import Plan, make_plan
-from jaxserve.planner.targets import Target, parse_target
+from jaxserve.tools.planner.plan import Plan, make_plan
+from jaxserve.tools.planner.targets import Target, parse_target
 
 PARAMS = {  # millions of parameters, as published by the makers
     "llama-3.1-8b": 8030,

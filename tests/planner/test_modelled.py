@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxserve.execution.executor import Executor
+from jaxserve.scheduling.executor import Executor
 from simulate import modelled, serve
 
 

@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import jaxserve.planner
+import jaxserve.tools.planner
 from jaxserve import EngineConfig
-from jaxserve.engine.build import build_runners
-from jaxserve.engine.checkpoint import build_arch
+from jaxserve.assembly.build import build_runners
+from jaxserve.assembly.generation_defaults import build_arch
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs import Programs
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes
-from jaxserve.planner.models import read_model
-from jaxserve.planner.plan import Plan, make_plan
-from jaxserve.planner.program import StepCompiler, StepProgram
-from jaxserve.planner.report import build_report, capacity_curve, render
-from jaxserve.planner.sizes import Memory
-from jaxserve.planner.targets import Target, parse_target
+from jaxserve.tools.planner.models import read_model
+from jaxserve.tools.planner.plan import Plan, make_plan
+from jaxserve.tools.planner.program import StepCompiler, StepProgram
+from jaxserve.tools.planner.report import build_report, capacity_curve, render
+from jaxserve.tools.planner.sizes import Memory
+from jaxserve.tools.planner.targets import Target, parse_target
 from tests.parameters import mainly
 from tests.planner.plans import (
     DENSE_PARAMS,
@@ -372,7 +372,7 @@ def test_the_capacity_curve_ends_with_the_longest_request() -> None:
 
 
 def test_sliding_windows_save_the_pages_behind_them(tmp_path: Path) -> None:
-    config = json.loads((Path(jaxserve.planner.__file__).parent / "configs/mistral-7b-v0.3.json").read_text())
+    config = json.loads((Path(jaxserve.tools.planner.__file__).parent / "configs/mistral-7b-v0.3.json").read_text())
     requests = {}
     for window in (None, 4096):
         path = tmp_path / f"{window}.json"

@@ -6,11 +6,11 @@ import math
 import pytest
 
 from jaxserve import EngineConfig
-from jaxserve.planner.plan import make_plan
-from jaxserve.planner.program import Collective, collectives, layer_collectives
-from jaxserve.planner.report import build_report
-from jaxserve.planner.targets import Target, parse_target
-from jaxserve.schedule_config import MIN_FEW_TOKENS
+from jaxserve.scheduling.schedule_config import MIN_FEW_TOKENS
+from jaxserve.tools.planner.plan import make_plan
+from jaxserve.tools.planner.program import Collective, collectives, layer_collectives
+from jaxserve.tools.planner.report import build_report
+from jaxserve.tools.planner.targets import Target, parse_target
 from tests.planner.plans import SUM_BYTES, plan_of
 
 pytestmark = pytest.mark.usefixtures("no_compiler")

@@ -10,12 +10,22 @@ import pytest
 
 from jaxserve import EngineConfig, cli
 from jaxserve.errors import ConfigError
-from jaxserve.planner import command
-from jaxserve.planner.plan import Plan, Speed, make_plan
-from jaxserve.planner.report import build_report, build_sweep_report, render_sweep
-from jaxserve.planner.sizes import Memory
-from jaxserve.planner.sweep import Candidate, cheapest, read_prices, sweep
-from jaxserve.planner.targets import KINDS, SWEPT, Target, parse_target
+from jaxserve.tools.planner import command
+from jaxserve.tools.planner.plan import Plan, Speed, make_plan
+from jaxserve.tools.planner.report import build_report, build_sweep_report, render_sweep
+from jaxserve.tools.planner.sizes import Memory
+from jaxserve.tools.planner.sweep import (
+    Candidate,
+    cheapest,
+    read_prices,
+    sweep,
+)
+from jaxserve.tools.planner.targets import (
+    KINDS,
+    SWEPT,
+    Target,
+    parse_target,
+)
 
 EXAMPLE = Path(command.__file__).parent / "example_prices.toml"
 PRICES = {"h200": 4.0, "v6e": 2.5}
@@ -143,6 +153,6 @@ def test_a_sweep_that_computes_nothing_says_so_and_draws_nothing(
 
 
 def test_without_matplotlib_nothing_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("jaxserve.figures.plotting.find_spec", lambda _: None)
+    monkeypatch.setattr("jaxserve.tools.figures.plotting.find_spec", lambda _: None)
     monkeypatch.setattr(command, "make_plan", lambda *_, **__: pytest.fail("planned"))
     assert cli.main(["plan", "--target", "cpu", "--plot", str(tmp_path / "x.png")]) == 2

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import LLM
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.distributed import peers, processes
-from jaxserve.engine.driven import DrivenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.scheduler import Scheduler
-from jaxserve.whole_file import write_whole
+from jaxserve.system.whole_file import write_whole
 from tests.e2e.workloads import Job, run
 from tests.soon_compiled import few_programs, soon_compiled
 

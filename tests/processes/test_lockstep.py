@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import EngineStats
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.distributed.peers import EXIT_CODE
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.metrics import EngineStats
-from jaxserve.outputs import RequestOutput
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, jobs, run, tokens
 from tests.processes.spawning import join, start, wait_for

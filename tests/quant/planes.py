@@ -9,7 +9,7 @@ from flax import struct
 from jax import Array, lax
 
 from jaxserve.layers.linear import FloatMatrix, LinearContext, Matrix
-from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
+from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
 
 
 @no_type_check

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-
-from jaxserve import weights
-from jaxserve.models import registry
-from jaxserve.quant import activations
 from jaxserve.weights.quantized import Activation
 from jaxserve.weights.rows import leaf_at
+
+from jaxserve import weights
+from jaxserve.layers.weight_formats import activations
+from jaxserve.models import registry
 from tests.checkpoints import reference_logits
 from tests.models.test_parity import run
 from tests.oracles import torch

@@ -6,19 +6,19 @@ from typing import Any
 
 import jax
 import pytest
+from jaxserve.weights.quantized.config import METHODS
 
 from jaxserve import ConfigError, EngineConfig, cli, weights
-from jaxserve.config import CHECKPOINT_FORMATS
-from jaxserve.engine.build import build_runners
-from jaxserve.engine.checkpoint import build_arch, resolve_quantization
-from jaxserve.engine.parameters import storage_name
+from jaxserve.api.config import CHECKPOINT_FORMATS
+from jaxserve.assembly.build import build_runners
+from jaxserve.assembly.generation_defaults import build_arch, resolve_quantization
+from jaxserve.assembly.parameters import storage_name
 from jaxserve.execution.programs import Programs
+from jaxserve.layers.weight_formats.stored import StoredMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import Params
-from jaxserve.planner.plan import make_plan
-from jaxserve.planner.targets import parse_target
-from jaxserve.quant.stored import StoredMatrix
-from jaxserve.weights.quantized.config import METHODS
+from jaxserve.tools.planner.plan import make_plan
+from jaxserve.tools.planner.targets import parse_target
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import SIZES
 from tests.quant.loaded import ONE_LAYER

@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxserve.pallas_kernels import packed_linear
 
 from jaxserve import EngineConfig, weights
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.stored_rows import multiply_by_slabs, multiply_whole
+from jaxserve.layers.weight_formats import weight_format
+from jaxserve.layers.weight_formats.int4 import Int4Matrix, paired
+from jaxserve.layers.weight_formats.int8 import block_size, quantize
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes, matrix_transform
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.planner.plan import make_plan
-from jaxserve.planner.program import abstract_params
-from jaxserve.planner.targets import parse_target
-from jaxserve.quant import weight_format
-from jaxserve.quant.int4 import Int4Matrix, paired
-from jaxserve.quant.int8 import block_size, quantize
+from jaxserve.tools.planner.plan import make_plan
+from jaxserve.tools.planner.program import abstract_params
+from jaxserve.tools.planner.targets import parse_target
 from tests.checkpoints import write_checkpoint
 from tests.models.test_parity import run
 from tests.quant.loaded import UNOPTIMIZED

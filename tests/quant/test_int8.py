@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.stored_rows import multiply_by_slabs, multiply_whole
-from jaxserve.quant.int8 import QuantizedMatrix, block_size, quantize
+from jaxserve.layers.weight_formats.int8 import QuantizedMatrix, block_size, quantize
 from tests.parameters import mainly
 from tests.quant.loaded import UNOPTIMIZED
 

@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-
-from jaxserve.layers.linear import LinearContext, StackedMatrix, linear
-from jaxserve.models.params import ParamSpec
 from jaxserve.pallas_kernels.quantized_matmul import OP
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
-from jaxserve.quant import products, weight_format
 from jaxserve.weights.rows import leaf_at
+
+from jaxserve.layers.linear import LinearContext, StackedMatrix, linear
+from jaxserve.layers.weight_formats import products, weight_format
+from jaxserve.models.params import ParamSpec
 from tests.quant.loaded import ONE_LAYER, loaded
 from tests.quant.quantized_checkpoints import CASES, write_quantized
 

@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.weights.rows import leaf_at
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import swiglu
+from jaxserve.layers.weight_formats import packed, weight_format
+from jaxserve.layers.weight_formats.int8 import QuantizedMatrix
+from jaxserve.layers.weight_formats.packed import NativeMatrix
+from jaxserve.layers.weight_formats.stored import SchemeFormat, StoredMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes, matrix_transform
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.planner.plan import make_plan
-from jaxserve.planner.program import abstract_params
-from jaxserve.planner.targets import parse_target
-from jaxserve.quant import packed, weight_format
-from jaxserve.quant.int8 import QuantizedMatrix
-from jaxserve.quant.packed import NativeMatrix
-from jaxserve.quant.stored import SchemeFormat, StoredMatrix
-from jaxserve.weights.rows import leaf_at
+from jaxserve.tools.planner.plan import make_plan
+from jaxserve.tools.planner.program import abstract_params
+from jaxserve.tools.planner.targets import parse_target
 from tests.checkpoints import reference_logits
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run

@@ -13,19 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import transformers
-
-import jaxserve.planner
-from jaxserve import LLM, weights
-from jaxserve.models import registry
-from jaxserve.models.params import device_bytes
 from jaxserve.pallas_kernels import packed_linear
-from jaxserve.planner.program import abstract_params
-from jaxserve.quant import weight_format
-from jaxserve.quant.packed import NativeMatrix
-from jaxserve.quant.stored import StoredMatrix
 from jaxserve.weights.load import stored_tensors
 from jaxserve.weights.rows import leaf_at
 from jaxserve.weights.safetensors_file import write_file
+
+import jaxserve.tools.planner
+from jaxserve import LLM, weights
+from jaxserve.layers.weight_formats import weight_format
+from jaxserve.layers.weight_formats.packed import NativeMatrix
+from jaxserve.layers.weight_formats.stored import StoredMatrix
+from jaxserve.models import registry
+from jaxserve.models.params import device_bytes
+from jaxserve.tools.planner.program import abstract_params
 from tests.checkpoints import reference_logits
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run
@@ -59,7 +59,7 @@ FORMS = {
 PAIRS = [f"{family} {name}" for family in FAMILY_SIZES for name in FORMS]
 SOME = ("deepseek_v3 fp8-block",)
 NUM_TOKENS = 30
-CONFIGS = Path(jaxserve.planner.__file__).parent / "configs"
+CONFIGS = Path(jaxserve.tools.planner.__file__).parent / "configs"
 
 
 def write(path: Path, pair: str, seed: int = 0) -> tuple[transformers.PreTrainedModel, str]:

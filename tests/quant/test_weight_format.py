@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
-from jaxserve.config import WEIGHT_FORMATS
+from jaxserve.api.config import WEIGHT_FORMATS
+from jaxserve.layers.weight_formats import packed, weight_format
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes, matrix_transform, step_bytes
-from jaxserve.planner.plan import make_plan
-from jaxserve.planner.program import abstract_params
-from jaxserve.planner.targets import parse_target
-from jaxserve.quant import packed, weight_format
+from jaxserve.tools.planner.plan import make_plan
+from jaxserve.tools.planner.program import abstract_params
+from jaxserve.tools.planner.targets import parse_target
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import SIZES
 from tests.models.test_parity import run

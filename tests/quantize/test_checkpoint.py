@@ -12,16 +12,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 import transformers
+from jaxserve.weights.safetensors_store import open_tensors
 
 from jaxserve import cli, weights
-from jaxserve.config import DEFAULT_MODEL, embedded_model
+from jaxserve.api.config import DEFAULT_MODEL, embedded_model
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
-from jaxserve.quantize import checkpoint
-from jaxserve.quantize.calibration import calibration_sequences
-from jaxserve.quantize.checkpoint import quantize_checkpoint
-from jaxserve.quantize.scheme import SCHEMES, QuantizeOptions
-from jaxserve.weights.safetensors_store import open_tensors
+from jaxserve.tools.quantizer import checkpoint
+from jaxserve.tools.quantizer.calibration import calibration_sequences
+from jaxserve.tools.quantizer.checkpoint import quantize_checkpoint
+from jaxserve.tools.quantizer.scheme import SCHEMES, QuantizeOptions
 from quantization_quality import decode
 from tests.checkpoints import reference_logits, write_checkpoint
 from tests.oracles import torch

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 
-from jaxserve.sampling import SAMPLING_RECORD, SamplingRows, SlotTable
-from jaxserve.sampling.penalties import PROMPT
-from jaxserve.sampling.token_mask import pack_mask
+from jaxserve.execution.sampling import SAMPLING_RECORD, SamplingRows, SlotTable
+from jaxserve.execution.sampling.penalties import PROMPT
+from jaxserve.execution.sampling.token_mask import pack_mask
 
 CAPACITY = 200  # tokens per slot
 VOCAB_SIZE = 300  # default of all tests

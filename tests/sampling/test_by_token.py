@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sampling.by_token import (
+from jaxserve.execution.sampling.token_gather import (
     ARGMAX_BLOCK,
     ARGMAX_ROWS,
     add_at,

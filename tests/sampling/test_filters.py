@@ -6,7 +6,7 @@ import pytest
 from sampling_cases import make_rows
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from jaxserve.sampling.sampler import token_weights
+from jaxserve.execution.sampling.sampler import token_weights
 from tests.oracles import torch
 from tests.own_programs import UNOPTIMIZED
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.sampling import LogprobLayout, token_logprobs
-from jaxserve.sampling.by_token import top_one_by_one
+from jaxserve.execution.sampling import LogprobLayout, token_logprobs
+from jaxserve.execution.sampling.token_gather import top_one_by_one
 from tests.oracles import torch
 from tests.own_programs import UNOPTIMIZED
 

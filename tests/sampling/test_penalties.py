@@ -6,8 +6,8 @@ import pytest
 from sampling_cases import counts_of, make_rows, make_table
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from jaxserve.sampling import count_sampled, count_tokens
-from jaxserve.sampling.penalties import HISTORY_BLOCK, apply_penalties
+from jaxserve.execution.sampling import count_sampled, count_tokens
+from jaxserve.execution.sampling.penalties import HISTORY_BLOCK, apply_penalties
 from tests.oracles import torch
 from tests.own_programs import UNOPTIMIZED
 

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.request import Request
-from jaxserve.sampling import SAMPLING_RECORD, SamplingRows, pack_records
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.execution.sampling import SAMPLING_RECORD, SamplingRows, pack_records
+from jaxserve.scheduling.request import Request
 
 
 def request_of(rng: np.random.Generator) -> Request:

@@ -10,9 +10,9 @@ from sampling_cases import any_rows, any_table, make_rows, make_table, take_rows
 from scipy.stats import chisquare
 
 from jaxserve.execution.lowering import known_options
+from jaxserve.execution.sampling import sample, sampler
+from jaxserve.execution.sampling.sampler import token_weights
 from jaxserve.execution.step import step_options
-from jaxserve.sampling import sample, sampler
-from jaxserve.sampling.sampler import token_weights
 from tests.own_programs import UNOPTIMIZED
 from tests.parameters import mainly
 

@@ -5,8 +5,8 @@ import random
 import pytest
 from simulation import Loop, counter_of, generate_alone, make_request, make_scheduler
 
-from jaxserve.request import RequestStatus
 from jaxserve.scheduling.balancer import Balancer
+from jaxserve.scheduling.request import RequestStatus
 from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Start
 from tests.parameters import seeds
 

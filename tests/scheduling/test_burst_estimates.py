@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.backlog import Backlog
-from jaxserve.engine.core import EngineCore
-from jaxserve.engine.deltas import Delta
-from jaxserve.engine.events import Submitted
-from jaxserve.engine.replica import Replica
-from jaxserve.execution.costs import Costs
-from jaxserve.execution.executor import StepResult
-from jaxserve.metrics import EngineStats
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import EngineStats
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.core.core import EngineCore
+from jaxserve.core.deltas import Delta
+from jaxserve.core.events import Submitted
+from jaxserve.core.replica import Replica
+from jaxserve.core.starvation_guard import Backlog
 from jaxserve.models import registry
-from jaxserve.request import Request
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule_config import ScheduleConfig
-from jaxserve.scheduling.plan import StepPlan, StepShape
+from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.scheduling.step_costs import Costs
+from jaxserve.scheduling.step_plan import StepPlan, StepShape
 from jaxserve.scheduling.step_time import Rates
 from tests.checkpoints import hf_dict
 from tests.simulation import SimulatedExecutor

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Loop, generate_alone, make_request, make_scheduler, starts
 
-from jaxserve.request import RequestStatus
+from jaxserve.scheduling.request import RequestStatus
 from tests.random_runs import examples
 
 ARRIVALS = st.lists(

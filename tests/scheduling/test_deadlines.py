@@ -3,7 +3,7 @@
 import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler, starts
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.choice import StepChoice, Timing
 from service_suites import SUITES, TARGETS, Run

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxserve.scheduling.pacer import Acceptance, Pacer
-from jaxserve.scheduling.plan import StepShape
+from jaxserve.scheduling.step_plan import StepShape
 from jaxserve.scheduling.step_time import StepTime
 from tests.parameters import mainly
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import Loop, counter_of, generate_alone, make_request, make_scheduler
 
-from jaxserve.request import Request
+from jaxserve.scheduling.request import Request
 from service_suites import SUITES, Client, Run, bound
 from tests.random_runs import examples
 

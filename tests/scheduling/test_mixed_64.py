@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.request import Request
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
 
 WORKLOAD = Path(__file__).parents[2] / "scripts" / "workloads" / "mixed-64.json"

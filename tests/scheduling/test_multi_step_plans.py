@@ -3,9 +3,9 @@
 import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler, starts
 
-from jaxserve.request import FinishReason, RequestStatus
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.scheduling.choice import StepChoice
+from jaxserve.scheduling.request import FinishReason, RequestStatus
 
 
 def lengths(loop):

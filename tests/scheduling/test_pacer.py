@@ -6,11 +6,10 @@ from statistics import median
 
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import MAX_STEPS, EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.scheduling.choice import MAX_STEPS
 from jaxserve.scheduling.pacer import DISPATCH_S, PLAIN, PROBE_SHARE, Pacer
-from jaxserve.scheduling.plan import StepShape
+from jaxserve.scheduling.step_plan import StepShape
 from jaxserve.scheduling.step_time import SEVERAL, SINGLE, STRETCH, StepTime
 
 PROGRAM = StepShape(1, MAX_STEPS)

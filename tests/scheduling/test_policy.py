@@ -5,13 +5,13 @@ from itertools import count
 import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler, starts
 
-from jaxserve.config import EngineConfig
+from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.request import FinishReason, RequestStatus
-from jaxserve.schedule_config import resolve_schedule
-from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.request import FinishReason, RequestStatus
 from jaxserve.scheduling.router import Start
+from jaxserve.scheduling.schedule_config import resolve_schedule
+from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Steps:

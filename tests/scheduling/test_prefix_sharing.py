@@ -3,7 +3,7 @@
 import pytest
 from simulation import Loop, make_request, make_scheduler, num_computed, starts
 
-from jaxserve.request import FinishReason
+from jaxserve.scheduling.request import FinishReason
 
 
 @pytest.mark.parametrize("depth", [0, 1])

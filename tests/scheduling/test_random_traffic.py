@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, make_scheduler, rows_of
 
 from jaxserve.errors import RequestError
-from jaxserve.kv_cache.groups import RELEASED
-from jaxserve.request import FinishReason, RequestStatus
 from jaxserve.scheduling.decode import may_sample_late
+from jaxserve.scheduling.kv_cache.groups import RELEASED
 from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.request import FinishReason, RequestStatus
 from tests.parameters import seeds
 from tests.random_runs import examples
 

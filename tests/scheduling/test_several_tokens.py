@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from jaxserve.engine.outputs import RequestGroup
-from jaxserve.request import Request
-from jaxserve.sampling import TokenLogprobs
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.core.growing_outputs import RequestGroup
+from jaxserve.execution.sampling import TokenLogprobs
+from jaxserve.scheduling.request import Request
 
 NUM_STEPS, NUM_ROWS, ROW = 3, 4, 1
 TOKENS = [5, 6, 7]

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, num_computed, rows_of
 
-from jaxserve.request import FinishReason, Request, RequestStatus
-from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.choice import StepChoice, Timing
+from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
 from tests.random_runs import examples
 

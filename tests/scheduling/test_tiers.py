@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulation import VOCAB_SIZE, Device, Loop, generate_alone, make_request, make_scheduler, num_computed
 from slow_tier import SlowTier
 
-from jaxserve.engine.event_log import event_from_json, event_to_json
-from jaxserve.engine.events import (
+from jaxserve.core.event_log import event_from_json, event_to_json
+from jaxserve.core.events import (
     Added,
     CacheReset,
     Finished,
@@ -21,9 +21,9 @@ from jaxserve.engine.events import (
     Withdrawn,
     replay,
 )
-from jaxserve.request import FinishReason, RequestStatus
 from jaxserve.scheduling.choice import StepChoice
-from jaxserve.scheduling.plan import StepShape
+from jaxserve.scheduling.request import FinishReason, RequestStatus
+from jaxserve.scheduling.step_plan import StepShape
 from tests.random_runs import examples
 
 PROMPTS = st.builds(

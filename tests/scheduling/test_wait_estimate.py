@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.backlog import Backlog
-from jaxserve.engine.core import EngineCore
-from jaxserve.engine.deltas import Delta
-from jaxserve.engine.events import Submitted
-from jaxserve.engine.replica import Replica
-from jaxserve.execution.executor import StepResult
-from jaxserve.metrics import EngineStats
-from jaxserve.request import FinishReason, Request
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.schedule_config import ScheduleConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import EngineStats
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.core.core import EngineCore
+from jaxserve.core.deltas import Delta
+from jaxserve.core.events import Submitted
+from jaxserve.core.replica import Replica
+from jaxserve.core.starvation_guard import Backlog
+from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.request import FinishReason, Request
+from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.step_time import Rates, StepTime
 from jaxserve.scheduling.wait_estimate import OutputLengths, Sizes, Work, estimate_wait

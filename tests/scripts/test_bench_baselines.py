@@ -17,7 +17,7 @@ from baselines.cpu_times import CpuTimes
 from baselines.fixed_batches import generate_in_batches
 from baselines.process import RunFailedError, Worker, WorkerDiedError
 from baselines.registry import ENGINES, worker_environment
-from jaxserve.bench.workloads import Workload, WorkloadRequest, load_workload
+from jaxserve.tools.bench.workloads import Workload, WorkloadRequest, load_workload
 
 ROOT = Path(__file__).parents[2]
 FOUR = Workload("four", 0, tuple(WorkloadRequest(5, n) for n in (3, 4, 5, 6)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.token_tree import TokenTree
+from jaxserve.api.token_tree import TokenTree
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "speculative_report.py"
 sys.path.insert(0, str(SCRIPT.parent))  # the script imports its modules from its own folder

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jaxserve.pallas_kernels import tuning
 
 import tpu_report
 import tuned_sizes
@@ -17,7 +18,6 @@ from device_report.grid import FULL_TPU, TINY_TPU, grid_of
 from device_report.kernels import KERNELS
 from device_report.points import Latest
 from device_report.shapes import load_of
-from jaxserve.pallas_kernels import tuning
 
 SCRIPT = Path(tpu_report.__file__)
 MACHINE = {"device": "test", "platform": "tpu", "driver": None, "versions": {"python": "3"}}

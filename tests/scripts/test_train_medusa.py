@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxserve.weights import save
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
-from jaxserve.speculation_config import SpeculationConfig
-from jaxserve.weights import save
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import generate
 from tests.oracles import torch

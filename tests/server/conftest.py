@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
-from jaxserve.llm import LLM
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.engine import Engine
+from jaxserve.offline.llm import LLM
 from jaxserve.server.app import App
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.serve import new_server

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import tiny_tokenizers
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
-from jaxserve.execution.executor import StepResult
-from jaxserve.request import Request
-from jaxserve.sampling import TokenLogprobs
-from jaxserve.schedule_config import resolve_schedule
-from jaxserve.scheduling.plan import StepPlan, StepShape
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.engine import Engine
+from jaxserve.execution.sampling import TokenLogprobs
+from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.schedule_config import resolve_schedule
+from jaxserve.scheduling.step_plan import StepPlan, StepShape
 from synthetic.null_device import MODEL, NullExecutor
 
 VOCAB_SIZE = 320

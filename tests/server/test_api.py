@@ -11,8 +11,8 @@ import openai
 import pytest
 import transformers
 
-from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.offline.llm import LLM
 from tests.server.conftest import Running
 
 GREEDY: dict[str, Any] = {"temperature": 0, "seed": 1}

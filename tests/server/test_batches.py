@@ -14,10 +14,10 @@ import httpx
 import openai
 import pytest
 
-from jaxserve.engine.checkpoint import OutputLimits
-from jaxserve.engine.engine import Engine
+from jaxserve.assembly.engine import Engine
+from jaxserve.assembly.generation_defaults import OutputLimits
 from jaxserve.errors import ConfigError
-from jaxserve.llm import LLM
+from jaxserve.offline.llm import LLM
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.server.batches import api, jobs
 from jaxserve.server.batches.store import Store

@@ -6,9 +6,9 @@ from typing import Any
 import openai
 import pytest
 
-from jaxserve.engine.engine import Engine
-from jaxserve.llm import LLM
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.engine import Engine
+from jaxserve.offline.llm import LLM
 from tests.server.conftest import Running, running
 
 TEMPLATE = (

@@ -9,7 +9,7 @@ import anthropic
 import openai
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.assembly.engine import Engine
 from tests.e2e.sizes import SIZES
 from tests.server.conftest import Running, running
 from tests.server.hashed_engine import hashed_engine, write_model

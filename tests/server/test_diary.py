@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.assembly.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.server import diary
 from jaxserve.server.config import ServerConfig

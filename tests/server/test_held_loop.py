@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.assembly.engine import Engine
 from jaxserve.server.workers import MAX_PER_TENANT, Workers
 from tests.server.conftest import Running, check_drained, running
 from tests.server.hashed_engine import VOCAB_SIZE, hashed_engine, write_model

@@ -12,10 +12,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.server.admission import is_over_share
 from jaxserve.server.auth import Keys
-from jaxserve.server.classes import allowed_priority
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.degradation import BAND, DWELL_S, RUNGS, Ladder, threshold
 from jaxserve.server.rate_limits import Limits, RateLimits, TokenBucket
+from jaxserve.server.request_classes import allowed_priority
 from jaxserve.server.timeouts import read_timeouts
 from tests.random_runs import examples
 

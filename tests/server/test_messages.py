@@ -6,7 +6,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.assembly.engine import Engine
 from tests.server.conftest import Running, running
 
 ASKED: dict[str, Any] = {

@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from jaxserve.engine.engine import Engine
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.engine import Engine
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.replies import Reply
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.wait_estimate import Wait
 from jaxserve.server import serve
 from tests.server.conftest import Running, running

@@ -9,11 +9,11 @@ import tiny_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxserve.increments import OutputReader
+from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.stream_events import OutputReader
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
 from jaxserve.openai.replies import DONE, Reply
-from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
-from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.loading import load_tokenizer
 from tests.random_runs import examples
 

@@ -2,14 +2,14 @@
 
 import pytest
 
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import ConfigError
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import COMPLETIONS, EMBEDDINGS, parse_body
 from jaxserve.openai.messages import chat_of_message
 from jaxserve.openai.pooling import parse_pooling
 from jaxserve.openai.responses import chat_of_response
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.classes import in_class, read_objectives
+from jaxserve.server.request_classes import in_class, read_objectives
 
 OBJECTIVES = {"interactive": -1, "batch": 10}
 

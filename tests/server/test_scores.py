@@ -10,12 +10,12 @@ import tiny_tokenizers
 import torch
 import transformers
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.pooling_params import Pooler
+from jaxserve.assembly.engine import Engine
 from jaxserve.errors import RequestError
-from jaxserve.llm import LLM
+from jaxserve.offline.llm import LLM
 from jaxserve.openai.scoring import parse_scoring
-from jaxserve.pooling import Pooler
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.test_pooling import write_classifier
 from tests.server.conftest import Running, running

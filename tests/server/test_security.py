@@ -21,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxserve
-from jaxserve.engine.engine import Engine
+from jaxserve import pallas_kernels, weights
+from jaxserve.assembly.engine import Engine
 from jaxserve.errors import RequestError
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.server import connection, json_body
@@ -92,12 +93,12 @@ class Healthy:
 def test_the_package_runs_no_code_from_data() -> None:
     own_data = {
         Path("execution/program_store.py"),  # compiled programs in the cache of the user
-        Path("engine/messages.py"),  # an anonymous pipe between an engine and the process that it has started
+        Path("core/messages.py"),  # an anonymous pipe between an engine and the process that it has started
     }
     forbidden_modules = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
-    root = Path(jaxserve.__file__).parent
+    packages = [Path(package.__file__).parent for package in (jaxserve, pallas_kernels, weights)]
     suspicious = re.compile("|".join([*forbidden_modules, "eval", "exec", "__import__", "trust_remote_code"]))
-    for path in root.rglob("*.py"):
+    for root, path in ((folder, path) for folder in packages for path in folder.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)) if suspicious.search(text) else ():
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

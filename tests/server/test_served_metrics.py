@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.metrics import LayerCounts
+from jaxserve.api.metrics import LayerCounts
 from tests.server.conftest import Running, running
 from tests.server.hashed_engine import SIZES, hashed_engine, write_model
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from jaxserve.increments import Increment
-from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.outputs import CompletionOutput, RequestOutput
+from jaxserve.api.stream_events import Increment
 from jaxserve.server import streams
 from jaxserve.server.streams import BrokenStepError, Stream, Streams
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import CHAT, CLASSIFICATION, COMPLETIONS, EMBEDDINGS, POOLING, parse_body
 from jaxserve.openai.messages import chat_of_message
 from jaxserve.openai.pooling import parse_pooling
 from jaxserve.openai.responses import chat_of_response
-from jaxserve.sampling_params import SamplingParams
 
 # Values that ask for features of vLLM and OpenAI that there are not here.
 REFUSED = {

@@ -10,11 +10,11 @@ import numpy as np
 import openai
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine
-from jaxserve.llm import LLM
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.pooling_params import PoolingParams
+from jaxserve.assembly.engine import Engine
+from jaxserve.offline.llm import LLM
 from jaxserve.openai.batch_files import run_batch
-from jaxserve.pooling import PoolingParams
 from tests.e2e.sizes import SIZES
 from tests.e2e.test_pooling import write_classifier
 from tests.server.conftest import Running, running

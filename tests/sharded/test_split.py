@@ -9,14 +9,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.build import check_sizes
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.engine.memory import build_schedule
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.build import check_sizes
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.assembly.memory import build_schedule
 from jaxserve.errors import ConfigError
+from jaxserve.layers.sharding import held_heads, tensor_mesh
 from jaxserve.models import registry
-from jaxserve.schedule_config import resolve_schedule
-from jaxserve.sharding import held_heads, tensor_mesh
+from jaxserve.scheduling.schedule_config import resolve_schedule
 from tests.checkpoints import hf_dict
 
 

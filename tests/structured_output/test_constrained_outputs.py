@@ -15,10 +15,10 @@ import pytest
 from safetensors.flax import load_file, save_file
 
 from jaxserve import LLM, RequestError, SamplingParams, StructuredOutputsParams, weights
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.engine.event_log import replay_log
-from jaxserve.outputs import RequestOutput
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.core.event_log import replay_log
 from tests.soon_compiled import few_programs
 from tests.structured_output.forms import REGEXES, SCHEMAS, random_regex, random_schema
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.errors import RequestError
-from jaxserve.structured_output.exact_schema import has_inexact_numbers
-from jaxserve.structured_output.lark import WHITESPACE, form_rules, schema_rules
-from jaxserve.structured_output.params import StructuredOutputsParams
+from jaxserve.text.structured_output.exact_schema import has_inexact_numbers
+from jaxserve.text.structured_output.lark import WHITESPACE, form_rules, schema_rules
 from tests.openai.test_tool_calls import TOKENIZERS
 from tests.openai.test_tool_grammars import COMPILERS
 from tests.random_runs import examples

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from jaxserve.api import structured_outputs as module
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.errors import RequestError
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured_output import params as module
-from jaxserve.structured_output.grammar import GrammarCompiler
-from jaxserve.structured_output.params import StructuredOutputsParams
+from jaxserve.text.structured_output.grammar import GrammarCompiler
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import psutil
 import pytest
 import tiny_tokenizers
 
+from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.errors import RequestError
-from jaxserve.structured_output import trial
-from jaxserve.structured_output.grammar import GrammarCompiler
-from jaxserve.structured_output.params import StructuredOutputsParams
+from jaxserve.text.structured_output import trial
+from jaxserve.text.structured_output.grammar import GrammarCompiler
 
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{{1,{index + 3}}}b"} for index in range(60)]}
 GROWING = {"allOf": [{"type": "string", "pattern": f"[a-z]{{{i}}}{chr(97 + i % 26)}"} for i in range(60)]}

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import tiny_tokenizers
 
-from jaxserve.chat_options import ChatOptions
-from jaxserve.config import EngineConfig
+from jaxserve.api.chat_options import ChatOptions
+from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text.loading import load_tokenizer
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, pre_tokenizers
 
-from jaxserve.chat_options import ChatOptions
+from jaxserve.api.chat_options import ChatOptions
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.text import loading
 from jaxserve.text.loading import load_tokenizer

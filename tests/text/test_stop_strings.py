@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.api.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from jaxserve.errors import RequestError
-from jaxserve.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from jaxserve.text.stop_strings import StopStrings
 from tests.random_runs import examples
 

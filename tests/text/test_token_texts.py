@@ -10,13 +10,13 @@ import tiny_tokenizers
 import tokenizers
 import transformers
 
-from jaxserve.engine.outputs import RequestGroup
-from jaxserve.increments import OutputReader
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.stream_events import OutputReader
+from jaxserve.core.growing_outputs import RequestGroup
+from jaxserve.execution.sampling import TokenLogprobs
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
 from jaxserve.openai.replies import Reply
-from jaxserve.request import FinishReason, Request
-from jaxserve.sampling import TokenLogprobs
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.text.loading import load_hf_tokenizer, load_tokenizer
 from jaxserve.text.token_texts import text_offsets
 from jaxserve.text.tokenizer import Tokenizer

@@ -10,19 +10,19 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from jaxserve.engine.batch_engine import taken
+from jaxserve.api.outputs import RequestFailure, RequestOutput
+from jaxserve.core.batch_engine import taken
 from jaxserve.errors import EngineDiedError
 from jaxserve.openai.errors import BadRequestError
-from jaxserve.outputs import RequestFailure, RequestOutput
-from jaxserve.server.classes import tenant_salt
 from jaxserve.server.rate_limits import tokens_to_take, tokens_used
+from jaxserve.server.request_classes import tenant_salt
 
 if TYPE_CHECKING:
-    from jaxserve.engine.engine import Engine
-    from jaxserve.engine.outputs import RequestGroup
-    from jaxserve.pooling import PoolingParams
-    from jaxserve.request import TokenIds
-    from jaxserve.sampling_params import SamplingParams
+    from jaxserve.api.pooling_params import PoolingParams
+    from jaxserve.api.sampling_params import SamplingParams
+    from jaxserve.api.token_ids import TokenIds
+    from jaxserve.assembly.engine import Engine
+    from jaxserve.core.growing_outputs import RequestGroup
     from jaxserve.server.rate_limits import RateLimits
     from jaxserve.server.streams import Streams
     from jaxserve.text.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from threading import RLock
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.whole_file import write_whole
+from jaxserve.system.whole_file import write_whole
 
 Json = dict[str, Any]
 

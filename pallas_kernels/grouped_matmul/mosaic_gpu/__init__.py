@@ -14,12 +14,11 @@ and their matrices are not read.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
-
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.plan import MIN_ROWS, Call, Sizes, choose_tiles
 from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS, shape_class, unsupported
 from jaxserve.pallas_kernels.pallas_kernel import PallasKernel
+from jaxtyping import Array, Float, Int, Int32
 
 DTYPES = ("bfloat16", "float16")
 MIN_INPUTS, MIN_OUTPUTS = 32, 64  # elements in a line of shared memory, and rows of the smallest block

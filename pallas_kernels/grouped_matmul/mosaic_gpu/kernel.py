@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int, Int32
-
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.plan import MIN_ROWS, Call
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.warpgroups import divide
+from jaxtyping import Array, Float, Int, Int32
 
 MATRIX, BASE, BEGIN, END = range(4)  # columns of the visits
 LOADING_REGISTERS = 72  # registers of a loading thread where there are three warpgroups; two have enough anyway

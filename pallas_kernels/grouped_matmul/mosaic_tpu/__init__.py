@@ -14,12 +14,11 @@ A matrix is read once by all visits of its group to tiles that follow each other
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
-
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.plan import LANES, Call, Sizes, choose_tiles, sublanes
 from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS, shape_class, unsupported
 from jaxserve.pallas_kernels.pallas_kernel import PallasKernel
+from jaxtyping import Array, Float, Int, Int32
 
 DTYPES = ("bfloat16", "float32")
 

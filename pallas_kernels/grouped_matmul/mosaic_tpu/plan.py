@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-
 from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
 
 LANES = 128  # elements in a row of a memory tile

@@ -13,8 +13,6 @@ last tile with zeros, and its sums are cut off.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
-
 from jaxserve.pallas_kernels.pallas_kernel import PallasKernel
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized, scale_floats
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import (
@@ -26,6 +24,7 @@ from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import (
     choose_tiles,
 )
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS, shape_class, unsupported
+from jaxtyping import Array, Float, Int
 
 DTYPES = ("bfloat16", "float16")
 

@@ -18,10 +18,9 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
-from jaxtyping import Array, Shaped
-
 from jaxserve.pallas_kernels.quantized_matmul.interface import PACKED, e2m1_floats
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import UNIT
+from jaxtyping import Array, Shaped
 
 BIAS = {"bfloat16": 128, "float16": 1024}  # what codes of int4 are more by: their bits are the last of this number's
 LOADED, WANTED = plgpu.Layout.WGMMA_UPCAST_2X, plgpu.Layout.WGMMA

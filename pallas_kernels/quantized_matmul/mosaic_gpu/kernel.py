@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32, Int
-
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.quantized_matmul.interface import FLOAT16_BITS, INT4_ZERO, Quantized
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu import fragments
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.memory import Shared, shared_memory
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import UNIT, Call
 from jaxserve.pallas_kernels.warpgroups import divide
+from jaxtyping import Array, Float, Float32, Int
 
 LOADING_REGISTERS = {2: 40, 3: 56, 4: 32}  # registers of a loading thread, by the number of computing warpgroups
 _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import UNIT, Call
 

@@ -14,8 +14,6 @@ where its elements are.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
-
 from jaxserve.pallas_kernels.pallas_kernel import PallasKernel
 from jaxserve.pallas_kernels.quantized_matmul.interface import Problem, Quantized
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import (
@@ -27,6 +25,7 @@ from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import (
     most_columns,
 )
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS, shape_class, unsupported
+from jaxtyping import Array, Float, Int
 
 DTYPES = ("bfloat16",)
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
-
 from jaxserve.pallas_kernels.quantized_matmul.interface import INT4_ZERO, Quantized, e2m1_floats, scale_floats
 from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import GRID_ROWS, LANES, Call
+from jaxtyping import Array, Float, Int
 
 
 def multiply(

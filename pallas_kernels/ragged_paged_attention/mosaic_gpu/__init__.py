@@ -30,8 +30,6 @@ taller tiles for the other rows, bound by the products.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
-
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import TokenMajor
@@ -44,6 +42,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     Queries,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, encode, values_of
+from jaxtyping import Array, Float, Int32
 
 __all__ = ["LAYOUT", "SPLITS_PAGES", "WANTS_OWN_TABLE", "interpreted", "supports", "write_and_attend"]
 

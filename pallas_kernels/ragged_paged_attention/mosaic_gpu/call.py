@@ -7,8 +7,6 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, Shaped
-
 from jaxserve.pallas_kernels import hopper
 from jaxserve.pallas_kernels.pallas_kernel import Settings, import_failure
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
@@ -22,6 +20,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     plan,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, values_of
+from jaxtyping import Array, Float, Int32, Shaped
 
 SETTINGS = Settings()
 

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array
-
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BASE_TOKEN,
     FIRST_BLOCK,
@@ -25,6 +23,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     TABLE_ROW,
     TREE_START,
 )
+from jaxtyping import Array
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a row that has seen no key yet does not turn into NaN

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
-
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import merge
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.computing import ComputingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import LOG2E, Unmerged
@@ -28,6 +26,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, Pages, QuantizedPages, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 from jaxserve.pallas_kernels.warpgroups import divide
+from jaxtyping import Array, Float, Int32
 
 # Registers of a loading thread, by the number of warpgroups; with two each has enough anyway.
 LOADING_REGISTERS = {3: 72, 4: 64}

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
     EIGHTS,
     MASKED,

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
-
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
+from jaxtyping import Array, Float, Int32
 
 BLOCK_KV = 64  # upper bound of the tokens per block of keys
 MAX_STAGES = 4

@@ -30,8 +30,6 @@ serves `mla_attention` too. `call.py` runs it for either operation.
 
 from __future__ import annotations
 
-from jaxtyping import Array, Float, Int32
-
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import call, chip
@@ -41,6 +39,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import T
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Sizes
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import APART_HEAD_DIM, pair_columns
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, values_of
+from jaxtyping import Array, Float, Int32
 
 __all__ = [
     "LAYOUT",

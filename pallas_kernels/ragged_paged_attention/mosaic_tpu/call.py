@@ -7,8 +7,6 @@ from collections.abc import Callable
 from types import ModuleType
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
-
 from jaxserve.pallas_kernels.pallas_kernel import import_failure
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS, vmem_bytes
@@ -24,6 +22,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import Columns, slab_tokens, token_bytes
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, values_of
 from jaxserve.pallas_kernels.target import target_platform
+from jaxtyping import Array, Float32, Int32
 
 MANY_TOKENS, MANY_ROWS = 2048, 256  # a step that makes blocks as large as any
 

@@ -8,14 +8,13 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float32, Int32, Shaped
-
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.decode import DecodeSlots
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands, Refs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Blocks, Call, WorkPlan
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.tiles import Tiles
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.writes import Writer
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
+from jaxtyping import Array, Float32, Int32, Shaped
 
 
 def write_and_attend(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16
-
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims, check_pool_shape
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
     LANES,
@@ -17,6 +15,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
     scale_rows,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
+from jaxtyping import Array, BFloat16
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped
-
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scale_tiles
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
@@ -27,6 +25,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, quantize, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
+from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped
 
 
 class Tokens(NamedTuple):

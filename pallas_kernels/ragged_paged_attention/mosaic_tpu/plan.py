@@ -6,8 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
-
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
     ALIGNED_TOKENS,
@@ -23,6 +21,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, has_scales
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
+from jaxtyping import Array, Int32
 
 PAGE_IDS = 128  # page ids fetched at once, the least possible
 MAX_PAGE_TOKENS = 256

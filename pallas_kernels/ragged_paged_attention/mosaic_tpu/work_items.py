@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import PageBuffers, WorkItem, page_at
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import PAGE_IDS, Blocks, Call

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jaxserve.weights.rows import leaf_at
 
 from jaxserve import LLM, BeamSearchParams, weights
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.layers.sharding import named_sharding, tensor_mesh
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, split_array, unsplit
-from jaxserve.planner.program import collectives
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.plan import StepShape
-from jaxserve.sharding import named_sharding, tensor_mesh
-from jaxserve.weights.rows import leaf_at
+from jaxserve.scheduling.step_plan import StepShape
+from jaxserve.tools.planner.program import collectives
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
 from tests.parameters import mainly

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 
 from jaxserve import LLM, weights
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.state import abstract_state, new_state
+from jaxserve.layers.sharding import named_sharding, tensor_mesh
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, unsplit
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.plan import StepShape
-from jaxserve.sharding import named_sharding, tensor_mesh
+from jaxserve.scheduling.step_plan import StepShape
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
 from tests.parameters import mainly

@@ -8,14 +8,14 @@ import jax
 import pytest
 from hypothesis import given, settings
 
-from jaxserve.bench.load import TimedRequest, run_load
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering
-from jaxserve.sampling_params import SamplingParams
+from jaxserve.layers.sharding import replica_meshes
 from jaxserve.scheduling.router import Router
-from jaxserve.sharding import replica_meshes
+from jaxserve.tools.bench.load import TimedRequest, run_load
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, busy_step, few_but_rich, generate, jobs, run, tokens
 from tests.parameters import mainly

@@ -9,9 +9,23 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, mask_part, sample, token_logprobs
-from jaxserve.sampling.sampler import takes_most_likely
-from jaxserve.sharding import TENSOR, over_devices, replicated, tensor_mesh, tensor_size
+from jaxserve.execution.sampling import (
+    SamplingRows,
+    SlotTable,
+    TokenLogprobs,
+    VocabSplit,
+    mask_part,
+    sample,
+    token_logprobs,
+)
+from jaxserve.execution.sampling.sampler import takes_most_likely
+from jaxserve.layers.sharding import (
+    TENSOR,
+    over_devices,
+    replicated,
+    tensor_mesh,
+    tensor_size,
+)
 from tests.sampling.sampling_cases import any_rows, any_table, make_rows, make_table
 
 BASE_SEED = jnp.uint32(42)

@@ -15,12 +15,12 @@ import transformers
 from safetensors.numpy import save_file
 
 from jaxserve import weights
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
-from jaxserve.metrics import EngineStats
-from jaxserve.outputs import RequestOutput
-from jaxserve.sampling_params import SamplingParams
-from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import EngineStats
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.driven import DrivenEngine
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import assert_same, generate, tokens
 from tests.sharded.devices.sizes import SIZES

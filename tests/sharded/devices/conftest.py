@@ -8,8 +8,8 @@ from typing import Any
 import jaxtyping
 import pytest
 
-from jaxserve.config import EngineConfig
-from jaxserve.engine.driven import DrivenEngine
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.driven import DrivenEngine
 from tests.checkpoints import write_checkpoint
 from tests.sharded.devices.sizes import MIXTURE, MODEL, SHARD_SIZES, SIZES
 from tests.soon_compiled import few_programs

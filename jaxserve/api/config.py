@@ -1,0 +1,386 @@
+"""EngineConfig: all options of an engine, and their checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, no_type_check
+
+from jaxserve.api.chat_options import ChatOptions, read_template
+from jaxserve.api.option_values import read_object, read_targets, read_tenant_weights
+from jaxserve.api.pooling_params import CLASSIFY, EMBED, read_pooler_config
+from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
+from jaxserve.api.schema import (
+    PATH,
+    SWITCH,
+    FieldType,
+    Schema,
+    integer,
+    number,
+    one_of,
+    unknown_names,
+)
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.errors import ConfigError
+from jaxserve.system.environment import user_cache_dir
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Module of each weight format by its name in `quantization`; not imported here, as host files never import jax.
+WEIGHT_FORMATS: dict[str | None, str] = {
+    None: "jaxserve.layers.weight_formats.plain",
+    "int8": "jaxserve.layers.weight_formats.int8",
+    "int4": "jaxserve.layers.weight_formats.int4",
+    "fp8": "jaxserve.layers.weight_formats.fp8",
+}
+# Values of a checkpoint's quant_method, which `quantization` may name as it may in vLLM.
+CHECKPOINT_FORMATS = ("auto-round", "awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt", "mxfp4")
+KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn", "int4")
+_DTYPE_ALIASES = {"float": "float32", "half": "float16"}
+_KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+LARGEST_SELECTION = 1024  # log probabilities; a TPU selects them one by one, a whole vocabulary needs no selection
+DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
+DEFAULT_DRAFTS = {  # folder of weights/ with its draft, by the method of speculative_config
+    "draft_model": "default-draft",
+    "medusa": "default-medusa",
+    "eagle3": "default-eagle3",
+}
+MAX_FIXED_STEPS = 1024
+MAX_STEPS = 64  # maximum steps in one dispatch with multi_step="auto"
+DEFAULT_PARTIAL_PREFILLS = 2  # a long prompt, and the short prompt that is cut at the end of a step's budget
+DEFAULT_LONG_PREFILLS = 1
+
+
+@no_type_check  # tests pass wrong types, which __post_init__ must reject with a ConfigError
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of an engine. Names and meanings are vLLM's where it has the same option.
+
+    Attributes:
+        model: directory of a Hugging Face checkpoint, or a GGUF file; None loads the embedded default.
+        runner: "generate" serves text, "pooling" one vector per prompt: an embedding, or the outputs of a
+            classification head. "auto" pools where `convert` says so, with a ...ForSequenceClassification or a decoder
+            without a head, and where sentence-transformers has left its files.
+        convert: "embed" makes embeddings of any model, "classify" reads the head `score`; "auto" and "none" decide as
+            the checkpoint does.
+        pooler_config: pooling under vLLM's names, as a dict or as JSON: `pooling_type` LAST, MEAN or CLS, `normalize`,
+            `use_activation`. What it leaves out is as in the checkpoint, else LAST and True.
+        tokenizer: directory of the tokenizer, or a GGUF file; None takes the model's.
+        skip_tokenizer_init: work on token ids alone.
+        generation_config: source of the sampling parameters that requests do not give: "auto" is the model's
+            generation_config.json, "vllm" none, anything else a directory with such a file.
+        override_generation_config: parameters that count instead of those, as a dict or as JSON. A max_new_tokens here
+            is also the most that requests to a server get.
+        hf_overrides: fields of config.json to replace, as a dict or as JSON; an object in the place of a nested
+            configuration, such as text_config, replaces some of its fields. Or a function from transformers'
+            configuration of the model to the one that counts.
+        chat_template: template of all chats in place of the tokenizer's: a file, or the text of a Jinja template.
+        chat_template_content_format: form in which the template gets the contents of messages. "auto" keeps lists of
+            parts if the template reads lists, and joins their texts by newlines otherwise; "string" always joins them;
+            "openai" makes a list of every content.
+        special_tokens_as_text: encode special tokens in the messages of chats, such as `<|endoftext|>`, as text, so
+            that only the chat template writes special tokens; as a rule they become special tokens.
+        dtype: dtype of weights and activations; "auto" is the checkpoint's on accelerators, where a float32 checkpoint
+            is served in bfloat16. On CPU activations are then float32, and matrices stay as the checkpoint has them.
+        quantization: "int8" and "int4" round matrices to 8 or 4 bits with a float32 scale per group of about 64
+            elements, 0.27 and 0.14 of the float32 memory; "fp8" rounds matrices to e4m3 with a scale per row, and their
+            inputs with one per token. None stores them in `dtype`, those of a quantised checkpoint as it has them; so
+            does the checkpoint's own `quant_method`, such as "awq" or "fp8".
+        kv_cache_dtype: dtype of keys and values in the pool; "auto" is that of activations. "int8" and "fp8" (e4m3)
+            have a bfloat16 scale per token and head, "int4" 36 bytes for every 64 elements.
+        tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide
+            the heads and the width of the feed-forward layers.
+        expert_parallel_size: number of equal shares of a mixture's experts, which are on different devices. Of the
+            `tensor_parallel_size` devices equally many have each share and split its experts among them; all other
+            layers are split over all devices. It must divide `tensor_parallel_size` and the number of experts.
+        enable_dp_attention: make attention data parallel over these shares, as SGLang does under this name: the devices
+            of each share have rows of their own, and only the keys, values or latents of these. Where each device
+            would hold all latents, `expert_parallel_size` times as many tokens have room in a pool of so many bytes,
+            of which there are fewer: attention and MLPs, but not routed experts, are whole on each share. A request
+            goes to the share with the least work, preferably one that has its prefix cached. `max_num_seqs`,
+            `max_num_batched_tokens` and `num_pages` are those of each.
+        data_parallel_size: number of replicas of the model, each on its own `tensor_parallel_size` devices and with its
+            own pool; a request goes to a replica that has room for it, preferably one that has its prefix cached.
+        max_model_len: longest prompt plus output; None is the model's own.
+        max_num_seqs: most requests in one step of each replica; None is 64 on CPU, 256 elsewhere, or fewer so that
+            prompts keep their share of `max_num_batched_tokens`.
+        max_num_batched_tokens: token budget of one step of each replica; None is 512 on CPU, 2048 elsewhere, and at
+            least twice `max_num_seqs`. While there are prompts to compute, an eighth of it is reserved for them: with
+            fewer than 8/7 of `max_num_seqs`, rows in decode then take turns to skip a step.
+        max_num_partial_prefills: most prompts that are partly computed at a time. At the limit, a request starts only
+            if all its tokens fit the step.
+        max_long_partial_prefills: most long prompts among them, at most `max_num_partial_prefills`. Requests with
+            shorter prompts overtake a long one that has to wait.
+        long_prefill_token_threshold: a prompt with more tokens left to compute is long; while rows decode, a step
+            computes at most this many of its tokens. 0 or None: prompts with more than `max_num_batched_tokens` left
+            are long, and chunks are at most half of that. If no row decodes, a long prompt gets the rest of the step.
+        max_logprobs: most log probabilities per token that a request may ask for; -1 is the whole vocabulary. Steps
+            reserve memory for this number, from 1025 on for the whole vocabulary. That takes much memory, and while a
+            running request asks for any log probabilities, each dispatch is then a single step.
+        page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, more if a token has fewer bytes on a
+            device. Only full pages are shared.
+        num_pages: number of pages in the pool of each replica; None sizes it from free memory.
+        scheduling_policy: "fcfs" serves requests in the order in which they come. "priority" serves those of a lower
+            `priority` first, preempts running ones of a higher where slots or pages are full, and serves those of one
+            `priority` in the order in which they come. With both, tenants get equal service where requests name them.
+        tenant_weights: shares of tenants in what their class gets, by their names, as a dict or as JSON; 1 for others.
+            Not with `enable_dp_attention`, where tenants get equal service in each share by itself.
+        target_ttft_ms: time after a request's arrival at which its first token is due: a number, or numbers by
+            `priority`, as a dict or as JSON. It needs target_itl_ms, and counts as 0 where that alone is given.
+        target_itl_ms: time after that at which each further token is due, likewise. Steps compute no more tokens of
+            prompts than rows in decode can wait for, by the measured times of steps, but at least their share;
+            classes without a target have none to wait for. None sets no targets.
+        gpu_memory_utilization: share of each accelerator's total memory for weights, temporaries and the pool. On a
+            GPU, XLA allocates this share when jax starts; if jax is already running, or XLA_CLIENT_MEM_FRACTION is
+            less, the pool gets less, and a warning says so.
+        enable_prefix_caching: share pages between requests with a common prefix.
+        seed: seed of random weights, and of requests without a seed; None is 0.
+        attention_backend: "auto", or the name of one backend of ragged_paged_attention.
+        linear_backend: "auto", or "xla" to have XLA compute all products with matrices, instead of the Pallas kernels
+            of GPUs and TPUs (for quantised matrices and for experts) and the native kernels of CPUs.
+        step_ahead: plan and dispatch a step before the tokens of the previous step are read.
+        count_expert_tokens: count the tokens of each expert of a mixture, by layer, in the statistics of steps.
+        multi_step: most decode steps in one dispatch while no waiting request could join; 1 is off. "auto" measures
+            whether several are faster, and limits a dispatch to about 10 ms, of which a new request may have to wait
+            for two; it is off with compile_ahead="minimal".
+        compile_ahead: "all" compiles every bucket before the first request; "background" compiles the smallest and the
+            largest first and the others while serving, from 5 s on or as soon as 8 steps lacked one, so that a short
+            run compiles nothing else; "minimal" compiles only those two. A request uses the next larger bucket that
+            is ready and never waits for a compilation. On accelerators, where compilation is slow, buckets are few:
+            16, 64 and 256 tokens, then two per doubling.
+        forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
+        compilation_cache_dir: directory of cached executables; "auto" is jaxserve/compiled in the user's cache
+            directory, None is off. Executables take at most 1 GiB there, and each start trims XLA's own cache files to
+            1 GiB, except in a directory that the user gave. With many processes "auto" is off.
+        speculative_config: settings of speculative decoding: a SpeculationConfig, or its fields under vLLM's names, as
+            a dict or as JSON; None drafts no tokens. Outputs stay those of the model alone.
+        engine_process: run scheduler and model in a process of its own; this one keeps tokenizer, texts and HTTP. Steps
+            then do not wait for a Python program that is busy with other work, but each takes a message from one
+            process to the other. Not with several processes of one run.
+        event_log: file in which the scheduler's inputs are recorded, prompts included: at most 1 GiB of JSON lines,
+            with one further file per further replica. `python -m jaxserve.core.event_log FILE` replays the plans.
+            None records nothing.
+
+    Raises:
+        ConfigError: a value is out of range, or two values contradict each other.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    generation_config: str = "auto"
+    override_generation_config: str | Mapping[str, Any] | None = None
+    hf_overrides: str | Mapping[str, Any] | Callable[[Any], Any] | None = None
+    chat_template: str | None = None
+    chat_template_content_format: str = "auto"
+    special_tokens_as_text: bool = False
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: str | Mapping[str, Any] | None = None
+    dtype: str = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    enable_dp_attention: bool = False
+    data_parallel_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_num_partial_prefills: int = DEFAULT_PARTIAL_PREFILLS
+    max_long_partial_prefills: int = DEFAULT_LONG_PREFILLS
+    long_prefill_token_threshold: int = 0
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    page_size: int | None = None
+    num_pages: int | None = None
+    scheduling_policy: str = "fcfs"
+    tenant_weights: str | Mapping[str, float] | None = None
+    target_ttft_ms: str | float | Mapping[int, float] | None = None
+    target_itl_ms: str | float | Mapping[int, float] | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    attention_backend: str = "auto"
+    linear_backend: str = "auto"
+    step_ahead: bool = True
+    count_expert_tokens: bool = False
+    multi_step: str | int = "auto"
+    compile_ahead: str = "background"
+    forbid_compiles: bool = False
+    compilation_cache_dir: str | None = "auto"
+    speculative_config: str | Mapping[str, Any] | SpeculationConfig | None = None
+    engine_process: bool = False
+    event_log: str | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> EngineConfig:
+        """Raise ConfigError for unknown names, as for invalid values."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        if unknown := kwargs.keys() - names:
+            raise ConfigError(unknown_names("engine options", unknown, names))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _SCHEMA.check(self)
+        _ = self.chat_options, self.generation_overrides, self.config_overrides, self.pooler_options
+        read_tenant_weights(self.tenant_weights)
+        read_targets(self.target_ttft_ms, self.target_itl_ms)
+        vars(self)["speculative_config"] = SpeculationConfig.of(self.speculative_config)
+        _check_combinations(self)
+        _check_devices(self)
+
+    @property
+    def chat_options(self) -> ChatOptions:
+        """Options of chats, with the text of the template."""
+        template = None if self.chat_template is None else read_template(self.chat_template)
+        return ChatOptions(template, self.chat_template_content_format, self.special_tokens_as_text)
+
+    @property
+    def num_data_shards(self) -> int:
+        """Shares of a replica's devices that have rows, and pages, of their own."""
+        return self.expert_parallel_size if self.enable_dp_attention else 1
+
+    @property
+    def max_steps(self) -> int:
+        """Most decode steps in one dispatch; 1 is off."""
+        if self.multi_step == "auto":
+            return 1 if self.compile_ahead == "minimal" else MAX_STEPS
+        return int(self.multi_step)
+
+    @property
+    def pooler_options(self) -> dict[str, Any]:
+        """Options of `pooler_config` that are given."""
+        return read_pooler_config(read_object("pooler_config", self.pooler_config))
+
+    @property
+    def generation_overrides(self) -> dict[str, Any]:
+        """Content of `override_generation_config`."""
+        return read_object("override_generation_config", self.override_generation_config)
+
+    @property
+    def config_overrides(self) -> dict[str, Any] | Callable[[Any], Any]:
+        """Content of `hf_overrides`, or its function."""
+        return self.hf_overrides if callable(self.hf_overrides) else read_object("hf_overrides", self.hf_overrides)
+
+    @property
+    def selected_logprobs(self) -> int:
+        """Number of log probabilities that a step selects for each token; -1 if it returns the whole vocabulary."""
+        return self.max_logprobs if self.max_logprobs <= LARGEST_SELECTION else -1
+
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        """Settings of speculative decoding; None without it."""
+        return SpeculationConfig.of(self.speculative_config)
+
+    @property
+    def model_path(self) -> Path:
+        """Directory of the checkpoint."""
+        return Path(self.model) if self.model is not None else embedded_model(DEFAULT_MODEL)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Directory of the tokenizer."""
+        return Path(self.tokenizer) if self.tokenizer is not None else self.model_path
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """Directory of cached executables."""
+        if self.compilation_cache_dir == "auto":
+            return user_cache_dir() / "compiled"
+        return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
+
+
+def embedded_model(name: str) -> Path:
+    """Directory of a checkpoint shipped with the package."""
+    package = find_spec("jaxserve.weights")  # found, not imported: it loads jax
+    assert package is not None
+    assert package.submodule_search_locations
+    return Path(package.submodule_search_locations[0]) / name
+
+
+def _check_combinations(config: EngineConfig) -> None:
+    if config.runner == "generate" and config.convert in (EMBED, CLASSIFY):
+        raise ConfigError(f"convert={config.convert!r} needs runner='pooling', got runner='generate'; drop one")
+    if config.max_long_partial_prefills > config.max_num_partial_prefills:
+        raise ConfigError(
+            "max_long_partial_prefills must be at most max_num_partial_prefills, "
+            f"got {config.max_long_partial_prefills} and {config.max_num_partial_prefills}"
+        )
+
+
+def _check_devices(config: EngineConfig) -> None:
+    if config.tensor_parallel_size % config.expert_parallel_size:
+        raise ConfigError(
+            f"expert_parallel_size must divide tensor_parallel_size, the number of devices, got "
+            f"{config.expert_parallel_size} and {config.tensor_parallel_size}; set it to a divisor",
+            about=("expert_parallel_size", "tensor_parallel_size"),
+        )
+    if not config.enable_dp_attention:
+        return
+    if config.expert_parallel_size == 1:
+        raise ConfigError(
+            "enable_dp_attention needs an expert_parallel_size above 1, the number of shares of devices that have rows "
+            f"of their own, got 1 share of {config.tensor_parallel_size} devices; set expert_parallel_size to "
+            "tensor_parallel_size or another divisor of it above 1, or drop enable_dp_attention",
+            about=("expert_parallel_size", "tensor_parallel_size"),
+        )
+    for name, value, alone in (
+        ("data_parallel_size", config.data_parallel_size, 1),
+        ("tenant_weights", config.tenant_weights or None, None),
+        ("speculative_config", config.speculative_config, None),
+    ):
+        if value != alone:
+            raise ConfigError(
+                f"{name} must be {alone} with enable_dp_attention, got {value!r}: it is not supported; drop one"
+            )
+
+
+def _steps(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value  # strings from a command line
+
+
+_FIXED_STEPS = integer(1, MAX_FIXED_STEPS)
+_SIZE = integer(1)
+_PATHS = ("model", "tokenizer", "generation_config", "compilation_cache_dir", "event_log")
+_OPTIONAL_SIZES = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages")
+_SIZES = (
+    *("tensor_parallel_size", "expert_parallel_size", "data_parallel_size"),
+    *("max_num_partial_prefills", "max_long_partial_prefills"),
+)
+_SWITCHES = (
+    *("skip_tokenizer_init", "special_tokens_as_text", "enable_dp_attention", "enable_prefix_caching", "step_ahead"),
+    *("count_expert_tokens", "forbid_compiles", "engine_process"),
+)
+_SCHEMA = Schema(
+    ConfigError,
+    EngineConfig,
+    {
+        **dict.fromkeys(_PATHS, PATH.optional()),
+        **dict.fromkeys(_OPTIONAL_SIZES, _SIZE.optional()),
+        **dict.fromkeys(_SIZES, _SIZE),
+        **dict.fromkeys(_SWITCHES, SWITCH),
+        "chat_template": FieldType("a path or the text of a template", PATH.holds).optional(),
+        "runner": one_of(("auto", "generate", "pooling")),
+        "convert": one_of(("auto", "none", EMBED, CLASSIFY)),
+        "dtype": one_of(("auto", *DTYPES), _DTYPE_ALIASES),
+        "kv_cache_dtype": one_of(("auto", *KV_DTYPES), _KV_DTYPE_ALIASES),
+        "quantization": one_of(
+            (*WEIGHT_FORMATS, *CHECKPOINT_FORMATS),
+            words=f"one of {list(WEIGHT_FORMATS)}, or the format of a quantised checkpoint, of "
+            f"{', '.join(CHECKPOINT_FORMATS)}",
+        ),
+        "long_prefill_token_threshold": integer(0).optional(int),  # None is 0, as in vLLM
+        "max_logprobs": integer(-1, words="an integer of 0 or more, or -1 for the whole vocabulary"),
+        "scheduling_policy": one_of(("fcfs", "priority")),
+        "gpu_memory_utilization": number(0, 1, excludes_low=True),
+        "seed": integer(0, 2**32 - 1).optional(int),
+        "linear_backend": one_of(("auto", "xla")),
+        "multi_step": FieldType(
+            f"'auto' or {_FIXED_STEPS.words}",
+            lambda value: value == "auto" or _FIXED_STEPS.holds(_steps(value)),
+            _steps,
+        ),
+        "compile_ahead": one_of(("all", "background", "minimal")),
+    },
+)

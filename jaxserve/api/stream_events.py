@@ -1,0 +1,67 @@
+"""Increments of outputs: what each completion has got since a reader looked last."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.api.token_ids import TokenIds
+
+
+class Increment(NamedTuple):
+    """New part of a completion.
+
+    Attributes:
+        completion: the completion, as far as it is known; read it at once, as it grows.
+        text: new text; a token may add none before its characters are complete.
+        token_ids: new tokens.
+        logprobs: their log probabilities; None unless requested.
+        finish_reason: reason of the end; None before.
+    """
+
+    completion: CompletionOutput
+    text: str
+    token_ids: TokenIds
+    logprobs: Sequence[dict[int, Logprob]] | None
+    finish_reason: str | None
+
+
+class OutputReader:
+    """Reader of a request's outputs. Whatever the moments of its calls, its increments add up to the outputs.
+
+    Args:
+        output: output that grows; whoever reads must keep it from changing meanwhile.
+    """
+
+    def __init__(self, output: RequestOutput) -> None:
+        self._open = [_Place(completion) for completion in output.outputs]
+
+    def read(self) -> list[Increment]:
+        """Return the increments of the completions that have got tokens, text or their end since the last call."""
+        increments = []
+        has_ended = False
+        for place in self._open:
+            completion, start = place.completion, place.num_tokens
+            token_ids, reason = completion.token_ids, completion.finish_reason
+            num_tokens = len(token_ids)
+            if num_tokens == start and reason is None:
+                continue
+            text, logprobs = completion.text_since(place.num_chars), completion.logprobs_since(start, num_tokens)
+            place.num_chars += len(text)
+            place.num_tokens = num_tokens
+            has_ended |= reason is not None
+            increments.append(Increment(completion, text, token_ids[start:], logprobs, reason))
+        if has_ended:
+            self._open = [place for place in self._open if place.completion.finish_reason is None]
+        return increments
+
+
+@dataclass(slots=True)
+class _Place:
+    """Position up to which a completion has been read."""
+
+    completion: CompletionOutput
+    num_chars: int = 0
+    num_tokens: int = 0

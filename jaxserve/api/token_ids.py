@@ -1,0 +1,3 @@
+"""Type of token ids."""
+
+TokenIds = list[int]

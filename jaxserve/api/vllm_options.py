@@ -1,0 +1,267 @@
+"""Options and sampling parameters of vLLM that jaxserve accepts besides its own, for what it does anyway.
+
+`python -m jaxserve.api.vllm_options` prints the table as Markdown.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.api.schema import SWITCH, FieldType, is_one_of
+from jaxserve.api.vllm_names import (
+    ANY_VALUE,
+    OFF,
+    SERVER,
+    SWITCHES,
+    UNSUPPORTED,
+)
+from jaxserve.errors import ConfigError, RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOption:
+    """Option of vLLM that is not a field of EngineConfig.
+
+    Attributes:
+        name: vLLM's name.
+        behaviour: clause that describes what jaxserve does.
+        accepts: values that ask for this behaviour; None to accept every value, as none changes what is served.
+        field: field of EngineConfig that takes the value; `accepts` is then ignored.
+        switch: field of EngineConfig whose value `field` gets if the option is True; if it is False, `field` keeps its
+            default.
+    """
+
+    name: str
+    behaviour: str
+    accepts: Sequence[Any] | None = ()
+    field: str | None = None
+    switch: str | None = None
+
+    @property
+    def is_switch(self) -> bool:
+        """True if the option is a flag without a value on vLLM's command line, where its values do not show it."""
+        return self.name in SWITCHES or (self.name.startswith(("enable_", "disable_")) and self.field is None)
+
+    @property
+    def accepted(self) -> str:
+        """Accepted values as text for errors and documentation."""
+        if self.switch is not None:
+            return "False or True"
+        if self.field is not None:
+            return f"any value of {self.field}"
+        if self.accepts is None:
+            return "any"
+        if isinstance(self.accepts, range):
+            return f"{self.accepts.start} to {self.accepts.stop - 1}"
+        return " or ".join(map(repr, self.accepts))
+
+    @property
+    def accepted_type(self) -> FieldType:
+        """Type of the accepted values, with the behaviour as advice."""
+        accepts = self.accepts
+        holds = (lambda _: True) if accepts is None else (lambda value: is_one_of(value, accepts))
+        return FieldType(self.accepted, holds, advice=f": {self.behaviour}")
+
+
+_NONE_OR_EMPTY: tuple[Any, ...] = (None, {})
+_BOOLS = (False, True)
+VLLM_OPTIONS = (
+    # Other names
+    VllmOption("block_size", "is called page_size", field="page_size"),
+    VllmOption("num_gpu_blocks_override", "is called num_pages", field="num_pages"),
+    VllmOption("async_scheduling", "is called step_ahead, which is True by default", field="step_ahead"),
+    # Model and tokenizer
+    VllmOption("trust_remote_code", "no code of a checkpoint is run; a model that needs it is refused", _BOOLS),
+    VllmOption("revision", "models are local directories, which have no revisions", (None,)),
+    VllmOption("code_revision", "no code of a checkpoint is ever run", (None,)),
+    VllmOption("tokenizer_revision", "tokenizers are local directories, which have no revisions", (None,)),
+    VllmOption("download_dir", "nothing is downloaded", None),
+    VllmOption("hf_token", "nothing is downloaded", None),
+    VllmOption("tokenizer_mode", "tokenizer.json is read where there is one", ("auto", "hf")),
+    VllmOption("load_format", "safetensors, Orbax and GGUF are told apart by their files", ("auto", "safetensors")),
+    VllmOption("config_format", "config.json is read as Hugging Face writes it", ("auto", "hf")),
+    VllmOption("hf_config_path", "config.json is that of the model's directory", (None,)),
+    VllmOption("rope_scaling", "hf_overrides is the option for fields of config.json", _NONE_OR_EMPTY),
+    VllmOption("rope_theta", "hf_overrides is the option for fields of config.json", (None,)),
+    VllmOption("model_impl", "models have one implementation", ("auto",)),
+    VllmOption("model_loader_extra_config", "the loader has no options", _NONE_OR_EMPTY),
+    VllmOption("ignore_patterns", "nothing is downloaded", None),
+    VllmOption("use_tqdm_on_load", "a progress bar is shown where loading takes long", _BOOLS),
+    VllmOption("max_parallel_loading_workers", "loading needs no workers", (None,)),
+    VllmOption("served_model_name", "has no effect offline", None),
+    VllmOption("disable_sliding_window", "a model's sliding window is kept", (False,)),
+    VllmOption("mamba_cache_dtype", "states of layers are float32", ("auto", "float32")),
+    VllmOption("mamba_ssm_cache_dtype", "states of layers are float32", ("auto", "float32")),
+    VllmOption("calculate_kv_scales", "scales of a quantised KV cache are per token and head", (False,)),
+    # Tasks, adapters and other features
+    VllmOption("task", "runner and convert say what a model does", ("auto", "generate", None)),
+    VllmOption("enable_lora", "there are no LoRA adapters", (False,)),
+    VllmOption("enable_prompt_embeds", "prompts are text or token ids", (False,)),
+    VllmOption("limit_mm_per_prompt", "prompts are text or token ids", _NONE_OR_EMPTY),
+    VllmOption("mm_processor_kwargs", "prompts are text or token ids", _NONE_OR_EMPTY),
+    VllmOption("allowed_local_media_path", "prompts are text or token ids", ("",)),
+    VllmOption("logits_processors", "there are no logits processors", (None, [])),
+    VllmOption("logits_processor_pattern", "there are no logits processors", (None,)),
+    VllmOption("structured_outputs_config", "llguidance alone does structured outputs", _NONE_OR_EMPTY),
+    # Execution
+    VllmOption("device", "jax chooses the device; JAX_PLATFORMS tells it which", ("auto",)),
+    VllmOption(
+        "enforce_eager",
+        'everything is compiled, ahead of requests, to the same results; compile_ahead="minimal" starts soonest',
+        (*_BOOLS, None),
+    ),
+    VllmOption("compilation_config", "XLA compiles; compile_ahead says when", _NONE_OR_EMPTY),
+    VllmOption("max_seq_len_to_capture", "compiled programs serve every length", None),
+    VllmOption("enable_chunked_prefill", "long prompts are always computed in chunks", (True, None)),
+    VllmOption("num_scheduler_steps", "multi_step is the option for several steps in one dispatch", (1,)),
+    VllmOption("preemption_mode", "preempted requests are computed again", (None, "recompute")),
+    VllmOption("swap_space", "preempted requests are computed again, and nothing is swapped", None),
+    VllmOption("cpu_offload_gb", "all weights stay on the device", (0,)),
+    VllmOption("kv_cache_memory_bytes", "num_pages and gpu_memory_utilization size the KV cache", (None,)),
+    VllmOption("enable_sleep_mode", "every engine can sleep", _BOOLS),
+    VllmOption("kv_transfer_config", "the KV cache is not transferred", (None,)),
+    VllmOption("kv_events_config", "there are no KV cache events", (None,)),
+    # Several devices
+    VllmOption("pipeline_parallel_size", "models are split by tensor and expert parallelism alone", (1,)),
+    VllmOption("decode_context_parallel_size", "models are split by tensor and expert parallelism alone", (1,)),
+    VllmOption(
+        "enable_expert_parallel",
+        "stands for an expert_parallel_size of tensor_parallel_size; not with a data_parallel_size above 1",
+        field="expert_parallel_size",
+        switch="tensor_parallel_size",
+    ),
+    VllmOption("distributed_executor_backend", "one process drives all its devices", (None, "uni")),
+    VllmOption("disable_custom_all_reduce", "XLA's collectives are used", _BOOLS),
+    VllmOption("ray_workers_use_nsight", "there are no Ray workers", (False,)),
+    VllmOption("worker_cls", "there are no worker classes", ("auto",)),
+    # Logs
+    VllmOption("disable_log_stats", "llm.engine.stats has the statistics, which are never logged", _BOOLS),
+    VllmOption("disable_log_requests", "requests are not logged", (True,)),
+    VllmOption("enable_log_requests", "requests are not logged", (False,)),
+    VllmOption("otlp_traces_endpoint", "offline there are no traces", (None,)),
+    VllmOption("collect_detailed_traces", "there are no traces", (None,)),
+    *(VllmOption(name, behaviour, None) for behaviour, names in ANY_VALUE.items() for name in names),
+    *(VllmOption(name, behaviour, accepts) for behaviour, accepts, names in UNSUPPORTED for name in names),
+)
+_BY_NAME = {option.name: option for option in VLLM_OPTIONS}
+SERVER_OPTIONS = tuple(  # options of vLLM's server that are not fields of ServerConfig
+    VllmOption(name, behaviour, accepts) for behaviour, accepts, names in SERVER for name in names
+)
+
+
+GENERATE_ARGUMENTS = (
+    VllmOption("lora_request", "there are no LoRA adapters", (None,)),
+    VllmOption("tokenization_kwargs", "the tokenizer has no options", _NONE_OR_EMPTY),
+    VllmOption("mm_processor_kwargs", "prompts are text or token ids", _NONE_OR_EMPTY),
+)
+_UNSUPPORTED_SAMPLING: tuple[tuple[str, Sequence[Any], Sequence[str]], ...] = (
+    ("outputs have no watermark", (None, False), ("watermarking", "_watermarking_skipped")),
+    (
+        "log probabilities are of the most likely tokens; logprobs=-1 returns all",
+        (None,),
+        ("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids"),
+    ),
+    ("outputs are cumulative, and LLM.stream yields increments", (None, 0, 2), ("output_kind",)),
+    ("outputs are streamed as they come", (None, 1), ("stream_interval",)),
+    ("parameters are always copied", (False, True), ("skip_clone",)),
+    ("it is computed, not given", (None, 0, set()), ("output_text_buffer_length", "_all_stop_token_ids")),
+    ("it is computed, not given", (None,), ("_eos_token_id", "_bad_words_token_ids")),
+    ("LLM.reset_prefix_cache and cache_salt keep a prompt from cached pages", OFF, ("skip_reading_prefix_cache",)),
+    ("max_tokens bounds the whole output", (None,), ("thinking_token_budget",)),
+    ("frequency_penalty discourages repetition", (None,), ("repetition_detection",)),
+    ("routing is not returned", (None, 0), ("routed_experts_prompt_start",)),
+    ("tokens are sampled", (None,), ("trace_decode_token_ids",)),
+)
+SAMPLING_ARGUMENTS = (  # arguments of SamplingParams; best_of may also be `n`
+    VllmOption("guided_decoding", "structured_outputs is the argument for the form of outputs", (None,)),
+    VllmOption("logits_processors", "there are no logits processors", (None, [])),
+    VllmOption("extra_args", "there are no plug-ins to read them", _NONE_OR_EMPTY),
+    VllmOption("best_of", "as many completions are sampled as returned, n", (None,)),
+    VllmOption("flat_logprobs", "log probabilities are a dict per token", (False,)),
+    VllmOption("spaces_between_special_tokens", "the tokenizer's own spaces are kept", (True,)),
+    *(VllmOption(name, behaviour, accepts) for behaviour, accepts, names in _UNSUPPORTED_SAMPLING for name in names),
+)
+
+
+def check_arguments(given: Mapping[str, Any], accepted: Sequence[VllmOption]) -> None:
+    """Raise RequestError unless vLLM's arguments ask for what jaxserve does anyway."""
+    by_name = {option.name: option for option in accepted}
+    for name, value in given.items():
+        if name not in by_name:
+            raise RequestError(f"unsupported argument {name}; of vLLM's, these are accepted: {sorted(by_name)}")
+        by_name[name].accepted_type.read(name, value, RequestError)
+
+
+def _check_option(option: VllmOption, value: object) -> None:
+    if (problem := option.accepted_type.problem(option.name, value)) is not None:
+        raise ConfigError(f"{problem}; leave it out")
+
+
+def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of EngineConfig for a mixture of vLLM's and EngineConfig's options.
+
+    Raises:
+        ConfigError: an option of vLLM asks for what jaxserve does not do, or an option is given by both its names.
+    """
+    options = {
+        name: value for name, value in given.items() if name not in _BY_NAME and not (value is None and name in _SHARED)
+    }
+    for option in (_BY_NAME[name] for name in given if name in _BY_NAME):
+        value = given[option.name]
+        if option.field is None:
+            _check_option(option, value)
+        elif option.field in given:
+            raise ConfigError(f"{option.name} {option.behaviour}; pass one of them, got both")
+        elif option.switch is not None:
+            if FieldType(option.accepted, SWITCH.holds).read(option.name, value, ConfigError):
+                _check_lone_replica(option, given)
+                if option.switch in given:
+                    options[option.field] = given[option.switch]
+        elif value is not None:
+            options[option.field] = value
+    return options
+
+
+def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of ServerConfig for a mixture of vLLM's and its options.
+
+    Raises:
+        ConfigError: an option of vLLM asks for what jaxserve does not do.
+    """
+    others = {option.name: option for option in SERVER_OPTIONS}
+    for name in others.keys() & given.keys():
+        _check_option(others[name], given[name])
+    return {name: value for name, value in given.items() if name not in others}
+
+
+def _check_lone_replica(option: VllmOption, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for experts that vLLM would divide among the devices of several replicas."""
+    tensor, data = (given.get(name, 1) for name in ("tensor_parallel_size", "data_parallel_size"))
+    if not isinstance(data, int) or not isinstance(tensor, int) or data <= 1:
+        return
+    raise ConfigError(
+        f"{option.name} needs a data_parallel_size of 1, got {data}: vLLM divides the experts among the devices of all "
+        "replicas, here each replica has all of them. To hold experts once beside attention that is data parallel, "
+        f"give tensor_parallel_size={tensor * data}, expert_parallel_size={data} and enable_dp_attention; for replicas "
+        "that each divide their experts, give data_parallel_size and expert_parallel_size"
+    )
+
+
+def markdown_table() -> str:
+    """Return a Markdown table of vLLM's options and their treatment, for the documentation."""
+    rows = [(name, "what EngineConfig documents", "the same option") for name in _SHARED]
+    rows += [(option.name, option.accepted, option.behaviour) for option in VLLM_OPTIONS]
+    lines = ["| vLLM's option | accepted | jaxserve |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {accepted} | {behaviour} |" for name, accepted, behaviour in rows)])
+
+
+_SHARED = (  # fields of EngineConfig with vLLM's name and meaning, for which None is the default
+    *("model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size"),
+    *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"),
+    *("max_long_partial_prefills", "long_prefill_token_threshold", "gpu_memory_utilization", "enable_prefix_caching"),
+    *("seed", "runner", "convert", "pooler_config", "hf_overrides", "generation_config", "override_generation_config"),
+    *("max_logprobs", "scheduling_policy", "speculative_config", "attention_backend", "linear_backend"),
+)
+
+if __name__ == "__main__":
+    print(markdown_table())

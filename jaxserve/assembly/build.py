@@ -1,0 +1,175 @@
+"""Assembly of the runners of all replicas, from an EngineConfig."""
+
+import contextlib
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+
+import jax
+from jax.sharding import Mesh
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.load_proposer import build_proposer, load_draft
+from jaxserve.assembly.memory import (
+    build_schedule,
+    choose_page_size,
+    free_memory,
+    page_bytes,
+    pool_dtype,
+    require_room,
+    select_backend,
+    state_bytes,
+)
+from jaxserve.assembly.parameters import (
+    build_params,
+    compute_dtype,
+    copies,
+    meshes_of,
+    unpacked_formats,
+)
+from jaxserve.distributed.peers import Follower, Leader
+from jaxserve.errors import ConfigError
+from jaxserve.execution.lowering import Lowering
+from jaxserve.execution.programs import Programs
+from jaxserve.execution.runner import Runner, shapes_of
+from jaxserve.execution.xla_cache import programs_dir, scope_of
+from jaxserve.models.arch import ArchConfig
+from jaxserve.pallas_kernels import native
+from jaxserve.scheduling.schedule_config import resolve_schedule
+
+logger = logging.getLogger(__name__)
+
+
+def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
+    """ConfigError for sizes that cannot work, before anything large is loaded."""
+    resolve_schedule(
+        config,
+        max_position=arch.max_position,
+        platform=jax.default_backend(),
+        page_size=config.page_size or 1,
+        num_pages=config.num_pages or 1,
+        pools=arch.pooler is not None,
+    )
+    if arch.state is not None and config.speculation is not None:
+        raise ConfigError(
+            f"speculative_config needs a model with attention in all layers, as a state cannot go back behind drafts "
+            f"that are rejected, got {arch.architecture}; drop it"
+        )
+    if config.count_expert_tokens and arch.experts is None:
+        raise ConfigError(
+            f"count_expert_tokens must be False, as {arch.architecture} has no experts, got True; drop it"
+        )
+    devices = _devices(meshes_of(config))
+    local_arch = arch.local(config.tensor_parallel_size)
+    kv_dtype = pool_dtype(config, compute_dtype(config, arch))
+    backend = select_backend(config, local_arch, kv_dtype)
+    page_size = choose_page_size(config, local_arch, kv_dtype, backend)
+    require_room(config, local_arch, page_bytes(local_arch, page_size, kv_dtype, backend), devices)
+
+
+@contextlib.contextmanager
+def naming_exhaustion(config: EngineConfig) -> Iterator[None]:
+    """Make a ConfigError of one line of jax's error if a device runs out of memory while an engine starts."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        known = [f"{int(free):,}" for free in map(free_memory, _devices(meshes_of(config))) if free < math.inf]
+        raise ConfigError(
+            f"a device has run out of memory while the engine started, with {' and '.join(known) or 'few'} bytes free: "
+            f"{str(error).splitlines()[0]}; lower num_pages, max_num_seqs, max_num_batched_tokens or max_model_len, or "
+            "take another quantization or kv_cache_dtype"
+        ) from error
+
+
+def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follower | None = None) -> list[Runner]:
+    """Build a runner for each replica: load the weights, size the pools, allocate the states and compile.
+
+    Args:
+        config: options of the engine.
+        arch: sizes of the whole model.
+        peers: the other processes, which build the same.
+    """
+    warn_without_native_kernels()
+    _warn_of_slow_formats(config, arch)
+    params, meshes = build_params(config, arch), meshes_of(config)
+    draft = load_draft(config, arch)
+    replicas, draft_replicas = copies(params, meshes), draft.replicas(meshes)
+    dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
+    kv_dtype = pool_dtype(config, dtype)
+    backend = select_backend(config, local_arch, kv_dtype)
+    draft_page = partial(draft.page_bytes, kv_dtype)
+    schedule = build_schedule(config, local_arch, kv_dtype, backend, _devices(meshes), draft_page)
+    if peers is not None:
+        schedule = dataclasses.replace(schedule, num_pages=min(peers.exchange(schedule.num_pages)))
+    is_split = peers is None and not schedule.pools and may_constrain(config)
+    schedule = dataclasses.replace(schedule, has_split_steps=is_split)
+    logger.info("KV pool: %d pages of %d tokens", schedule.num_pages, schedule.page_size)
+    if schedule.num_snapshots is not None:
+        sizes = (schedule.max_num_seqs, schedule.num_snapshots, state_bytes(local_arch) / 1e6)
+        logger.info("states: %d of sequences and %d snapshots, %.1f MB each", *sizes)
+    directory = programs_dir(config)
+    scope = scope_of(config) if directory is None else contextlib.nullcontext
+    programs = [
+        Programs(
+            Lowering(
+                arch,
+                shapes_of(params),
+                schedule,
+                kv_dtype,
+                backend,
+                config.linear_backend,
+                max_steps=1 if schedule.pools else config.max_steps,
+                mesh=mesh,
+                proposer=build_proposer(config, arch, schedule, kv_dtype, draft),
+                draft_shapes=shapes_of(draft_params),
+            ),
+            directory=directory,
+            cache_scope=scope,
+        )
+        for params, draft_params, mesh in zip(replicas, draft_replicas, meshes, strict=True)
+    ]
+    parts = zip(programs, replicas, draft_replicas, strict=True)
+    runners = [Runner(*each, seed=config.seed) for each in parts]
+    for own, before in zip(programs, [None, *programs], strict=False):
+        own.warm_up(config.compile_ahead, before)
+    return runners
+
+
+def _warn_of_slow_formats(config: EngineConfig, arch: ArchConfig) -> None:
+    """Name what is faster on a CPU than a format that its kernels do not have; XLA may be the user's own choice."""
+    if jax.default_backend() != "cpu" or native.unavailable() is not None or config.linear_backend != "auto":
+        return
+    if counts := unpacked_formats(config, arch):
+        logger.warning(
+            "%d matrices (%s) have no kernel on a CPU: XLA dequantises them at every step, several times slower than "
+            'with quantization="int8" or "int4", which have kernels%s',
+            counts.total(),
+            ", ".join(counts),
+            "" if arch.schemes is None else " and quantise the matrices of a quantised checkpoint again",
+        )
+
+
+def may_constrain(config: EngineConfig) -> bool:
+    """Return whether outputs may have to follow forms, and steps overlap, so that split plans pay."""
+    return config.step_ahead and not config.skip_tokenizer_init and find_spec("llguidance") is not None
+
+
+def _devices(meshes: Sequence[Mesh | None]) -> list[jax.Device]:
+    """Return the devices of all replicas that this process can see."""
+    devices = [device for mesh in meshes for device in ([jax.devices()[0]] if mesh is None else mesh.devices.flat)]
+    return [device for device in devices if device.process_index == jax.process_index()]
+
+
+def warn_without_native_kernels() -> None:
+    """Say why a CPU will be slow, and what helps."""
+    if jax.default_backend() == "cpu" and (reason := native.unavailable()) is not None:
+        logger.warning(
+            "steps take about three times as long as they could on this CPU: %s; "
+            "with a C++ compiler (g++ or clang++) on the PATH, install jaxserve again",
+            reason,
+        )

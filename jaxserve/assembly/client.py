@@ -1,0 +1,245 @@
+"""CoreClient: a core in a process of its own, as `CoreHost` is one in this process.
+
+Frontend --> CoreClient --> Link --pipe--> CoreProcess --> CoreHost
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxserve import weights
+from jaxserve.api.metrics import Occupancy, PeakRates, StepStats
+from jaxserve.core.link import Link
+from jaxserve.core.messages import Reply, Start
+from jaxserve.core.starvation_guard import prefill_s
+from jaxserve.distributed import processes
+from jaxserve.errors import ConfigError, EngineDiedError
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.wait_estimate import OutputLengths, Wait
+
+if TYPE_CHECKING:
+    from jaxserve.api.config import EngineConfig
+    from jaxserve.assembly.parameters import Weights
+    from jaxserve.core.status import MemoryState
+    from jaxserve.execution.roofline import Device
+    from jaxserve.models.arch import ArchConfig
+    from jaxserve.models.params import Params
+
+CLOSE_S = 30.0  # time that the core has to end its requests before its process is ended anyway
+ESTIMATE_S = 0.5  # time that an estimate of a wait may take, for which the loop of a server stands still
+
+
+class CoreClient:
+    """A core in another process, which ends with this object at the latest. See `CoreHost`.
+
+    Args:
+        config: model and options.
+        arch: sizes of the model.
+        eos_ids: tokens that end an output.
+
+    Raises:
+        ConfigError: the engine cannot start there, or not in a process of its own.
+        EngineDiedError: the process has ended while it started.
+    """
+
+    peers = None
+
+    def __init__(self, config: EngineConfig, arch: ArchConfig, eos_ids: frozenset[int]) -> None:
+        if sys.platform == "win32":
+            raise ConfigError("engine_process must be False on Windows, got True")
+        if processes.is_joined():
+            raise ConfigError("engine_process must be False in a run of several processes, got True; drop it")
+        self.driver = link = Link()
+        self._end = weakref.finalize(self, link.end)
+        # The model is read here; whatever `hf_overrides` is need not be sent.
+        sent = dataclasses.replace(config, engine_process=False, hf_overrides=None)
+        level = logging.getLogger("jaxserve").getEffectiveLevel()
+        try:
+            link.launch(Start(sent, arch, eos_ids, _settings(), level))
+        except BaseException:
+            self._end()
+            raise
+        self.stats, self.outbox = link.stats, link.outbox
+        self._last_steps: list[StepStats] = []
+        self.schedule, self.send = link.started.schedule, link.send
+        self.check_fits = Scheduler(self.schedule).check_fits
+        self.backlog = ClientBacklog(link, self.schedule.of_shard.max_num_batched_tokens)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return self.driver.call(name, *args)
+
+    # Steps
+
+    def advance(self) -> None:
+        """Wait for a step."""
+        self._last_steps = []
+        while self.driver.has_work() and not self.outbox:
+            self.driver.wait(None)
+
+    def take_events(self) -> None:
+        """Have the core take its events."""
+        if self.problem is None:
+            self._call("take_events")
+
+    def follow(self) -> None:
+        """Go on: this process does not follow another one."""
+
+    # Weights and memory
+
+    @property
+    def params(self) -> Params:
+        """Raise ConfigError: arrays of devices stay in their process."""
+        raise ConfigError(
+            "params are arrays on devices of the engine's own process, which no other can have; give update_weights "
+            "other arrays or a directory, or start the engine with engine_process=False"
+        )
+
+    def prepare_weights(self, given: Weights) -> None:
+        """Prepare other weights for `replace_weights`; ConfigError if they do not fit the model."""
+        self.memory.check_open()
+        sent = os.fspath(given) if isinstance(given, os.PathLike) else given
+        self._call("prepare_weights", _on_host(sent) if isinstance(sent, Mapping) else sent)
+
+    def replace_weights(self) -> None:
+        """Serve with the weights that were prepared."""
+        self._call("replace_weights")
+
+    def sleep(self, level: int) -> None:
+        """Free the devices' memory until `wake_up`."""
+        self._call("sleep", level)
+
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        """Allocate that memory again."""
+        self.memory.check_open()
+        self._call("wake_up", tags)
+
+    def wait_until_warm(self) -> None:
+        """Block until every program is compiled."""
+        self._call("wait_until_warm")
+
+    def peak_rates(self) -> PeakRates:
+        """Return the peak rates of the device."""
+        rates: PeakRates = self._call("peak_rates")
+        return rates
+
+    def describe_device(self) -> Device:
+        """Return the kind and number of the devices."""
+        device: Device = self._call("describe_device")
+        return device
+
+    def close(self) -> None:
+        """Abort all requests, free everything and end the process."""
+        if not self.driver.status.memory.is_closed:
+            with contextlib.suppress(EngineDiedError, Empty):
+                self.driver.ask("close").get(timeout=CLOSE_S)  # a process that is stopped does not answer
+        self._end()
+
+    # What there is to see
+
+    @property
+    def memory(self) -> MemoryState:
+        """Memory of the devices."""
+        return self.driver.status.memory
+
+    def check_serve(self) -> None:
+        """Raise an error if no request can be served now: EngineDiedError if the process has ended by itself."""
+        if self.driver.error is not None and not self.memory.is_closed:
+            raise EngineDiedError(str(self.driver.error))
+        self.memory.check_serve()
+
+    @property
+    def is_warm(self) -> bool:
+        """True once every program is compiled."""
+        return self.driver.status.is_warm
+
+    @property
+    def problem(self) -> str | None:
+        """Reason why nothing can be served any more; None if there is none."""
+        if self.driver.status.memory.is_closed:
+            return "the engine has closed itself after a failure"
+        return None if self.driver.error is None else str(self.driver.error)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no pages and no slot, with events that were not taken."""
+        return self.occupancy.num_waiting + self.driver.num_untaken
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """Requests and pages of all replicas."""
+        return self.driver.status.occupancy
+
+    @property
+    def last_steps(self) -> Sequence[StepStats]:
+        """Statistics of steps that have come since the last call of `advance`, or were not asked for before it."""
+        steps = self.driver.steps
+        self._last_steps += [steps.popleft() for _ in range(len(steps))]
+        return self._last_steps
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a page, slot or request is lost or shared."""
+        self._call("check_integrity")
+
+
+class ClientBacklog:
+    """Estimates of a core in another process, as `Backlog` has them.
+
+    Args:
+        link: way to the process.
+        most_in_step: most tokens of a prompt in a step.
+
+    Attributes:
+        lengths: lengths of outputs that have ended.
+    """
+
+    def __init__(self, link: Link, most_in_step: int) -> None:
+        self._link, self._most_in_step = link, most_in_step
+        self._late: SimpleQueue[Reply] | None = None  # of the latest estimate, until it is there
+        self.lengths = OutputLengths()
+
+    def num_waiting_tokens(self) -> int:
+        """Return the tokens to compute of requests that wait."""
+        return self._link.status.num_waiting_tokens + self._link.num_untaken_tokens
+
+    def wait(self, num_tokens: int = 1, priority: int | None = None) -> Wait | None:
+        """Return how long a request that came now would wait; None if that is not known."""
+        if self._late is not None and self._late.empty():  # the process may be stopped, and a server asks often
+            return None
+        try:
+            self._late = reply = self._link.ask("estimate", num_tokens, priority, self.lengths)
+            wait: Wait | None = reply.get(timeout=ESTIMATE_S).value
+        except (EngineDiedError, Empty):
+            return None
+        self._late = None
+        return wait
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Return the time that a prompt takes beyond a step of one token."""
+        return prefill_s(num_tokens, self._link.status.rates, self._most_in_step)
+
+
+def _settings() -> dict[str, Any]:
+    """Return the settings of jax, which the process takes as far as its own differ."""
+    kinds = bool | int | float | str | None
+    return {name: value for name, value in jax.config.values.items() if isinstance(value, kinds)}
+
+
+def _on_host(given: Mapping[str, Any]) -> Any:
+    """Return weights as arrays of this process."""
+
+    def array(value: Any) -> Any:
+        found = weights.from_torch(value)
+        return np.asarray(found) if hasattr(found, "dtype") else found
+
+    return jax.tree.map(array, dict(given))

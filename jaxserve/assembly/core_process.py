@@ -1,0 +1,271 @@
+"""CoreProcess: the child process in which a core runs, started by a `CoreClient` and connected to it by a pipe.
+
+Its main thread reads the pipe; the core's thread writes each step's results. It ends when the pipe closes, however the
+client's process has ended. It ignores the signals that a terminal sends to both processes.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import jax
+
+from jaxserve.assembly.host import CoreHost
+from jaxserve.core import messages
+from jaxserve.core.core_thread import LOOK_S, CoreThread
+from jaxserve.core.deltas import Delta, Ended
+from jaxserve.core.events import Cancelled, Event, Submitted
+from jaxserve.core.grammars import Grammars
+from jaxserve.core.messages import (
+    Failed,
+    Formed,
+    FromCore,
+    Logged,
+    Reply,
+    Start,
+    Started,
+)
+from jaxserve.core.status import CoreStatus
+from jaxserve.scheduling.request import FinishReason, Request
+from jaxserve.text.loading import load_tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.api.metrics import StepStats
+    from jaxserve.scheduling.wait_estimate import OutputLengths, Wait
+
+logger = logging.getLogger("jaxserve.assembly.core_process")  # it runs as __main__
+
+SWITCH_INTERVAL_S = 5e-4  # time for which the core's thread may keep Python's lock from the one that reads the pipe
+WARM_LOOK_S = 0.1  # time between looks at whether all programs are compiled
+MOST_MAKERS = 4  # threads that make constraints
+_FROM_ANY_THREAD = {"wait_until_warm", "peak_rates", "describe_device", "estimate"}  # calls that no step waits for
+
+
+class CoreProcess:
+    """A core, for a client in another process.
+
+    Args:
+        connection: pipe to the client.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.RLock()  # guards the pipe and the counts of its messages
+        self._pausing = threading.Lock()  # held by the call that has the core for itself
+        self._making = threading.Lock()  # guards `_unmade`
+        self._unmade: set[int] = set()  # keys of requests whose constraints are being made
+        # Few threads, as each takes Python's lock from the core's.
+        self._makers = ThreadPoolExecutor(MOST_MAKERS, "jaxserve grammars")
+        self._num_sent = self._num_delivered = 0  # deltas
+        self._told: tuple[list[StepStats], int] = [], 0  # list of statistics seen last, and how many of it were sent
+        self._host: CoreHost
+        self._driver: CoreThread
+        self._grammars: Grammars
+
+    def run(self) -> NoReturn:
+        """Serve until the client has gone."""
+        try:
+            self._serve()
+        except (EOFError, OSError):
+            self._leave()
+        except BaseException:  # nobody would read the pipe any more
+            logger.exception("the engine's process ends: a message could not be taken")
+            self._leave(1)
+
+    def _serve(self) -> NoReturn:
+        start: Start = messages.receive(self._connection)
+        logging.getLogger().addHandler(_Sender(self))
+        logging.getLogger("jaxserve").setLevel(start.log_level)
+        threading.Thread(target=self._start, args=(start,), name="jaxserve start", daemon=True).start()
+        while True:
+            events, self._num_delivered, call = messages.receive(self._connection)
+            for keys, data in events:
+                self._take(keys, data)
+            if events:
+                self._driver.start()
+            if call is not None:
+                data = self._connection.recv_bytes()
+                threading.Thread(target=self._answer, args=(call, data), daemon=True).start()
+
+    def _start(self, start: Start) -> None:
+        """Build the core, on a thread of its own, as the main one has to see that the client goes."""
+        try:
+            host = self._new_host(start)
+        except BaseException as error:
+            self.send(Failed(messages.portable(error) or error))
+            return
+        gc.collect()
+        gc.freeze()  # a full collection would look through all of it, and no step is made meanwhile
+        self._host = host
+        self._driver = CoreThread(host.core, host.close, self._flush, lambda: self._num_sent - self._num_delivered)
+        self._flush()  # first, so that there is a status
+        self.send(Started(host.schedule))
+        while not host.is_warm:  # to wait for it would have all programs compiled, also of a short run
+            time.sleep(WARM_LOOK_S)
+        self._flush()
+
+    def _new_host(self, start: Start) -> CoreHost:
+        for name, value in start.settings.items():
+            if jax.config.values.get(name, value) != value:  # modules that only the client has may add some
+                jax.config.update(name, value)
+        config = start.config
+        self._grammars = Grammars(
+            lambda: load_tokenizer(config.tokenizer_path, config.chat_options), start.arch.vocab_size, start.eos_ids
+        )
+        return CoreHost(config, start.arch)
+
+    # Events
+
+    def _take(self, keys: list[int], data: bytes) -> None:
+        """Leave an event for the core; a request with a form follows once its constraint is made."""
+        try:
+            event: Event | Formed = messages.decoded(data)
+        except Exception as error:  # no log, as the pipe may be full both ways, and this thread has to read
+            self._abort(keys, error)
+            event = Submitted([])  # it is counted
+        if isinstance(event, Formed):
+            with self._making:
+                self._unmade.update(keys)
+            self._makers.submit(self._make, event.requests, event.tried_bytes)
+            return
+        if isinstance(event, Cancelled) and self._unmade:
+            with self._making:
+                self._unmade.difference_update(event.keys)
+        self._host.send(event)
+
+    def _make(self, requests: Sequence[Request], tried_bytes: int) -> None:
+        left = requests
+        try:
+            for request in requests:
+                request.constraint = self._grammars.constraint(
+                    request.params, request.stop_ids, request.tenant, tried_bytes
+                )
+        except Exception as error:
+            logger.exception("request %s is ended: its constraint could not be made again", requests[0].request_id)
+            self._abort([request.key for request in requests], error)
+            left = []
+        with self._making:
+            left = [request for request in left if request.key in self._unmade]
+            self._unmade.difference_update(request.key for request in requests)
+            self._host.send(Submitted(left))  # none if all were cancelled: it is counted
+        self._driver.start()
+
+    def _abort(self, keys: list[int], error: Exception) -> None:
+        """Tell the frontend that samples have ended; the core never had them."""
+        ended = [Ended(key, FinishReason.ABORT) for key in keys]
+        self._host.outbox.append(Delta(time.monotonic(), ended=ended, error=error))
+
+    # Calls
+
+    def _answer(self, number: int, data: bytes) -> None:
+        """Call a method of the host, between two steps unless it is for any thread."""
+        value, error = None, None
+        try:
+            name, args = messages.decoded(data)
+            method = self._estimate if name == "estimate" else getattr(self._host, name)
+            value = method(*args) if name in _FROM_ANY_THREAD else self._between_steps(method, args)
+        except BaseException as raised:
+            error = messages.portable(raised)
+        self._flush(Reply(number, value, error))
+
+    def _between_steps(self, method: Any, args: tuple[Any, ...]) -> Any:
+        with self._pausing:
+            self._driver.pause()
+            while self._driver.is_running:
+                time.sleep(LOOK_S)
+            try:
+                return method(*args)
+            finally:
+                self._driver.resume()
+                self._driver.start()
+
+    def _estimate(self, num_tokens: int, priority: int | None, lengths: OutputLengths) -> Wait | None:
+        self._host.backlog.lengths = lengths
+        return self._host.backlog.wait(num_tokens, priority)
+
+    # To the client
+
+    def _flush(self, reply: Reply | None = None) -> None:
+        """Send new deltas, in their order, and statistics. From any thread."""
+        with self._sending:
+            status = self._status()  # first: if it says that there is no work, all deltas are in the outbox
+            outbox, steps = self._host.outbox, self._host.core.last_steps
+            deltas = [messages.packed(outbox.popleft()) for _ in range(len(outbox))]
+            self._num_sent += len(deltas)
+            told, count = self._told
+            new = steps[count if told is steps else 0 :]
+            self._told = steps, len(steps)
+            values = messages.stats_values(self._host.stats), [messages.step_values(step) for step in new]
+            self._post(FromCore(deltas, status, *values, reply))
+
+    def _status(self) -> CoreStatus:
+        core, backlog = self._host.core, self._host.backlog
+        return CoreStatus(
+            core.num_taken,  # first: later events are counted by the next status
+            core.has_work(),
+            self._host.occupancy,
+            core.num_waiting_tokens,
+            backlog.rates(),
+            self._host.memory,
+            self._host.is_warm,
+        )
+
+    def send(self, message: object) -> None:
+        """Send a message; from any thread."""
+        with self._sending:
+            self._post(message)
+
+    def _post(self, message: object) -> None:
+        try:
+            messages.send(self._connection, message)
+        except OSError:  # the client has gone
+            self._leave()
+
+    def _leave(self, code: int = 0) -> NoReturn:
+        """End the process; Python's own end would stop threads inside XLA, which then aborts."""
+        try:
+            if hasattr(self, "_host"):
+                self._host.close_logs()
+            if sys.stderr is not None:  # None for a daemon that has closed it
+                sys.stderr.flush()
+        finally:  # whatever fails, nobody else would end it
+            os._exit(code)
+
+
+class _Sender(logging.Handler):
+    """Handler that sends records to the client, whose handlers write them."""
+
+    def __init__(self, process: CoreProcess) -> None:
+        super().__init__()
+        self._process = process
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info:
+            text += "\n" + logging.Formatter().formatException(record.exc_info)
+        plain = {"name": record.name, "levelno": record.levelno, "levelname": record.levelname, "msg": text}
+        self._process.send(Logged(plain))
+
+
+def main() -> NoReturn:
+    """Serve at the pipe whose number is the argument."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    handle = int(sys.argv[1])
+    os.set_inheritable(handle, False)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    CoreProcess(Connection(handle)).run()
+
+
+if __name__ == "__main__":
+    main()

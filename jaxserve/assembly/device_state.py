@@ -1,0 +1,99 @@
+"""Devices: the runners of all replicas, their weights and their memory."""
+
+from collections.abc import Callable, Sequence
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import PeakRates
+from jaxserve.assembly.parameters import (
+    Weights,
+    compute_dtype,
+    copies,
+    prepare_params,
+)
+from jaxserve.core.status import SLEEP_TAGS, MemoryState
+from jaxserve.errors import ConfigError
+from jaxserve.execution.roofline import device_peak_rates
+from jaxserve.execution.runner import Runner
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+
+
+class Devices:
+    """Runners of all replicas of an engine, which have the same weights and sleep together.
+
+    Args:
+        config: model and options.
+        arch: sizes of the model.
+        runners: runner of each replica; none where the engine has an executor of another kind.
+
+    Attributes:
+        memory: memory that they have.
+    """
+
+    def __init__(self, config: EngineConfig, arch: ArchConfig, runners: Sequence[Runner]) -> None:
+        self._config, self._arch, self._runners = config, arch, runners
+        self._peak_rates: PeakRates | None = None
+        self.memory = MemoryState()
+
+    @property
+    def params(self) -> Params:
+        """Weights in use, of the first replica, in the form that its programs take."""
+        self.memory.check_open()
+        return self._runners[0].params
+
+    def prepare(self, given: Weights) -> Callable[[], Params]:
+        """Return a function that makes other weights, for `replace`; ConfigError if they do not fit the model."""
+        if "weights" in self.memory.asleep:
+            raise ConfigError('the engine must be awake to take weights; call wake_up, or wake_up(tags=["weights"])')
+        return prepare_params(self._config, self._arch, given, self._runners[0].param_shapes)
+
+    def replace(self, make: Callable[[], Params]) -> None:
+        """Free the weights in use, make others and copy them to all replicas."""
+        self.memory = self.memory._replace(has_weights=False)
+        for runner in self._runners:
+            runner.params = {}  # there may not be room for both
+        replicas = copies(make(), [runner.mesh for runner in self._runners])
+        for runner, params in zip(self._runners, replicas, strict=True):
+            runner.params = params
+        self.memory = self.memory._replace(has_weights=True)
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Free weights and pools; the weights are kept in host memory, or dropped."""
+        keep_weights = keep_weights and self.memory.has_weights
+        for runner in self._runners:
+            runner.sleep(keep_weights=keep_weights)
+        self.memory = self.memory._replace(asleep=frozenset(SLEEP_TAGS), has_weights=keep_weights)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Allocate the memory again that `sleep` has freed; see `LLM.wake_up`."""
+        self.memory.check_open()
+        wanted = set(SLEEP_TAGS if tags is None else tags)
+        if isinstance(tags, str) or not wanted <= set(SLEEP_TAGS):
+            raise ConfigError(f"tags must be a list of some of {list(SLEEP_TAGS)}, got {tags!r}")
+        for runner in self._runners:
+            if "weights" in wanted & self.memory.asleep:
+                runner.wake_weights()
+            if "kv_cache" in wanted & self.memory.asleep:
+                runner.wake_state()
+        self.memory = self.memory._replace(asleep=self.memory.asleep - wanted)
+
+    @property
+    def is_warm(self) -> bool:
+        """True once every program is compiled."""
+        return all(runner.programs.is_warm for runner in self._runners)
+
+    def wait_until_warm(self) -> None:
+        """Block until every program is compiled (see EngineConfig.compile_ahead)."""
+        for runner in self._runners:
+            runner.programs.wait_until_warm()
+
+    def peak_rates(self) -> PeakRates:
+        """Return the peak rates of a device; see `Engine.peak_rates`."""
+        if self._peak_rates is None:
+            self.wait_until_warm()  # compiling beside it would make the device look slower
+            self._peak_rates = device_peak_rates(compute_dtype(self._config, self._arch))
+        return self._peak_rates
+
+    def close(self) -> None:
+        """Refuse further use; the executors free their memory themselves."""
+        self.memory = self.memory._replace(is_closed=True)

@@ -1,0 +1,198 @@
+"""Engine: frontend, core and devices put together. Threads drive it (`threads.py`), or its caller (`driven.py`)."""
+
+from collections.abc import Sequence
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import Occupancy, PeakRates, StepStats
+from jaxserve.assembly.client import CoreClient
+from jaxserve.assembly.device_state import Devices
+from jaxserve.assembly.generation_defaults import (
+    build_arch,
+    build_sampling_params,
+    output_limits,
+    resolve_quantization,
+)
+from jaxserve.assembly.host import CoreHost
+from jaxserve.assembly.parameters import Weights
+from jaxserve.core.core import EngineCore
+from jaxserve.core.events import CacheReset
+from jaxserve.core.frontend import Frontend
+from jaxserve.core.replica import Replica
+from jaxserve.core.request_reader import RequestReader
+from jaxserve.core.step_chooser import NewChooser, StepChooser
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.execution.batch import MAX_EOS_IDS
+from jaxserve.execution.roofline import Device
+from jaxserve.scheduling.executor import Executor
+from jaxserve.text.loading import load_tokenizer
+
+
+class Engine:
+    """One model, in one or several replicas. Only its frontend is thread-safe: one thread at a time does all else.
+
+    Args:
+        config: model and options.
+        executors: devices of the replicas; None for compiled programs, as `config` says.
+        new_chooser: makes the chooser of a replica's steps.
+
+    Attributes:
+        config: configuration of the engine.
+        arch: sizes of the model.
+        reader: way from what users ask for to requests, for any thread.
+        frontend: way from requests to events, and from deltas to outputs.
+        host: the core and its devices.
+        schedule: resolved sizes of steps and pool, of each replica.
+        stats: totals since start, of all steps but those that may have ended since the last dispatch.
+        tokenizer: None with `skip_tokenizer_init`.
+        default_sampling_params: parameters that the checkpoint recommends.
+        output_limits: limits of outputs on a server.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executors: Sequence[Executor] | None = None,
+        new_chooser: NewChooser = StepChooser,
+    ) -> None:
+        self.arch = build_arch(config)
+        self.config = config = resolve_quantization(config, self.arch)
+        self.tokenizer = (
+            None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path, config.chat_options)
+        )
+        self.default_sampling_params = build_sampling_params(config)
+        self.output_limits = output_limits(config)
+        eos_ids = self.arch.eos_ids | frozenset(self.tokenizer.eos_token_ids if self.tokenizer else ())
+        if len(eos_ids) > MAX_EOS_IDS:
+            raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(eos_ids)}")
+        self.host: CoreHost | CoreClient
+        if config.engine_process and (executors is not None or new_chooser is not StepChooser):
+            raise ConfigError("engine_process must be False with executors or a chooser, which are of this process")
+        if config.engine_process:
+            self.host = CoreClient(config, self.arch, eos_ids)
+        else:
+            self.host = CoreHost(config, self.arch, executors, new_chooser)
+        host = self.host
+        self.schedule, self.stats = host.schedule, host.stats
+        self.reader = RequestReader(
+            config,
+            self.schedule,
+            self.tokenizer,
+            vocab_size=self.arch.vocab_size,
+            max_position=self.arch.max_position,
+            hidden_size=self.arch.hidden_size,
+            eos_ids=eos_ids,
+            check_fits=host.check_fits,
+            pooler=self.arch.pooler,
+            is_lock_step=host.peers is not None,
+        )
+        self.frontend = Frontend(host.send, host.outbox, self.stats, self.arch.pooler)
+
+    # Requests
+
+    def advance(self) -> None:
+        """Take a step, of the first replica that can go on, and bring outputs up to date."""
+        self.host.advance()
+        self.settle()
+
+    def settle(self) -> None:
+        """Take events and bring outputs up to date, without a step; requests that stop strings end leave the core."""
+        self.host.take_events()
+        self.frontend.deliver()
+        self.host.take_events()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached pages."""
+        self.host.memory.check_open()
+        self.host.send(CacheReset())
+        self.host.take_events()
+
+    # Weights and memory
+
+    def update_weights(self, given: Weights, *, running: str = "finish") -> None:
+        """Serve with other weights from now on; see `LLM.update_weights`."""
+        if running not in ("finish", "restart"):
+            raise ConfigError(f"running must be 'finish' or 'restart', got {running!r}")
+        self.host.prepare_weights(given)
+        while running == "finish" and self.frontend.has_unfinished():
+            self.advance()
+        try:
+            self.host.replace_weights()
+        except BaseException:
+            self.settle()
+            raise
+        self.frontend.restart()
+
+    def wait_until_warm(self) -> None:
+        """Block until every program is compiled (see EngineConfig.compile_ahead)."""
+        self.host.wait_until_warm()
+
+    def close(self) -> None:
+        """Abort all requests, stop compiling, and free weights and pools. Nothing can be served any more."""
+        self.host.close()
+        self.settle()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the devices' memory until `wake_up`; see `LLM.sleep`."""
+        self.host.memory.check_open()
+        if level not in (1, 2):
+            raise ConfigError(f"level must be 1 or 2, got {level!r}")
+        if self.host.peers is not None:
+            raise ConfigError("an engine of several processes cannot sleep; close it")
+        if unfinished := self.frontend.num_unfinished:
+            raise RequestError(f"all requests must have ended before sleep, got {unfinished} unfinished")
+        self.host.sleep(level)
+
+    # What there is to see
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a page, slot or request is lost or shared; for tests and audits."""
+        self.host.check_integrity()
+        self.frontend.check_integrity()
+
+    def peak_rates(self) -> PeakRates:
+        """Return the peak rates of the device, by which `stats.split` and `last_step.split` account for wall time.
+
+        They are measured by the first call, unless the user's cache has them: after all compiling, in under a second.
+        """
+        return self.host.peak_rates()
+
+    def describe_device(self) -> Device:
+        """Return the kind and number of the devices."""
+        return self.host.describe_device()
+
+    @property
+    def last_steps(self) -> Sequence[StepStats]:
+        """Statistics of steps, of any replica; see `EngineCore`."""
+        return self.host.last_steps
+
+    @property
+    def occupancy(self) -> Occupancy:
+        """Requests and pages of all replicas now."""
+        return self.host.occupancy
+
+    # The parts of a core in this process
+
+    @property
+    def core(self) -> EngineCore:
+        """The replicas and their inputs."""
+        return self._local.core
+
+    @property
+    def devices(self) -> Devices:
+        """Weights and memory of all replicas."""
+        return self._local.devices
+
+    @property
+    def _local(self) -> CoreHost:
+        assert isinstance(self.host, CoreHost), "with engine_process, the core is in another process"
+        return self.host
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """The copies of the model."""
+        return self.core.replicas
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """Statistics of the step that ended last, of any replica."""
+        return max(self.replicas, key=lambda replica: replica.step_stats.last_end_s).step_stats.last_step

@@ -1,0 +1,257 @@
+"""Draft models, layers and heads: their weights, their pages and the proposer that runs them."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve import weights
+from jaxserve.api.config import DEFAULT_DRAFTS, EngineConfig, embedded_model
+from jaxserve.api.speculation_config import SpeculationConfig
+from jaxserve.assembly.generation_defaults import build_arch, resolve_quantization
+from jaxserve.assembly.memory import page_bytes, pool_dtype, select_backend
+from jaxserve.assembly.parameters import (
+    build_layer_params,
+    build_params,
+    compute_dtype,
+    copies,
+    not_packed,
+    on_every_device,
+)
+from jaxserve.errors import ConfigError
+from jaxserve.execution.proposer import Proposer
+from jaxserve.layers.kv_forms import MixedHeads
+from jaxserve.layers.weight_formats import weight_format
+from jaxserve.models import draft_head
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params, matrix_transform
+from jaxserve.scheduling.schedule_config import FREE_TOKENS, SPECULATIVE_ROWS, ScheduleConfig
+from jaxserve.spec_decode.draft_layer import DraftLayer, LayerHead
+from jaxserve.spec_decode.draft_model import DraftModel
+from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
+from jaxserve.spec_decode.medusa import Medusa
+from jaxserve.spec_decode.ngram import NGram
+from jaxserve.text.common_tokens import NONE, common_tokens
+from jaxserve.text.loading import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+MIN_COMMON_SHARE = 0.01  # share of a draft model's tokens that the model must have too
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """Weights and sizes of a proposer.
+
+    Attributes:
+        params: its weights, on one device or, if they are split, on those of the first replica; empty for look-ups.
+        arch: sizes of a draft model or layer; None for look-ups and Medusa heads.
+        backend: backend of its attention.
+        head: kind and sizes of a draft layer; None without one.
+        is_split: True if its weights are split over devices as those of the model are.
+    """
+
+    params: Params
+    arch: ArchConfig | None = None
+    backend: str = ""
+    head: LayerHead | None = None
+    is_split: bool = False
+
+    def replicas(self, meshes: Sequence[Mesh | None]) -> list[Params]:
+        """Return its weights on the devices of each replica."""
+        if self.is_split:
+            return copies(self.params, meshes)
+        return [on_every_device(self.params, mesh) for mesh in meshes]
+
+    def page_bytes(self, kv_dtype: jnp.dtype, page_size: int) -> int:
+        """Return the bytes of one page of its pool."""
+        return 0 if self.arch is None else page_bytes(self.arch, page_size, kv_dtype, self.backend)
+
+
+def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
+    """Load the weights of the proposer for the model `arch`; ConfigError if they do not fit the model."""
+    speculation = config.speculation
+    if speculation is None or speculation.method == "ngram":
+        return Draft({})
+    if speculation.method == "mtp" and arch.latent is not None:
+        return _load_following_layer(config, arch, Path(speculation.model or config.model_path))
+    directory = _draft_directory(config, speculation)
+    if speculation.method != "draft_model":
+        return _load_heads(config, speculation, arch, directory)
+    own = dataclasses.replace(
+        config,
+        model=str(directory),
+        quantization=speculation.quantization,
+        tensor_parallel_size=1,
+        expert_parallel_size=1,
+        data_parallel_size=1,
+        attention_backend="auto",
+        speculative_config=None,
+        hf_overrides=None,
+    )
+    draft_arch = build_arch(own)
+    own = resolve_quantization(own, draft_arch)
+    if draft_arch.state is not None:
+        raise ConfigError(
+            f"a draft model must have attention in all layers, as a state cannot go back behind drafts that are "
+            f"rejected, got {draft_arch.architecture} in {directory}; take another draft model"
+        )
+    if isinstance(draft_arch.kv, MixedHeads) and speculation.tree is not None:
+        raise ConfigError(
+            f"a draft model that drafts a tree must have KV heads of one size in all layers, got "
+            f"{draft_arch.architecture} in {directory}; drop speculative_token_tree"
+        )
+    common = _common_tokens(config, own, arch.vocab_size)
+    draft_arch = _within_pages(draft_arch, arch)
+    if draft_arch.latent is not None and any(draft_arch.windows):
+        raise ConfigError(
+            f"a draft model with attention over latents, which has no windows, needs a model with full attention in "
+            f"some layers, got a sliding window of {max(filter(None, draft_arch.windows))} tokens in all layers of "
+            f"{config.model}; take a draft model with keys and values of heads"
+        )
+    backend = select_backend(own, draft_arch, pool_dtype(config, compute_dtype(config, arch)))
+    return Draft(build_params(own, draft_arch) | common, draft_arch, backend)
+
+
+def _draft_directory(config: EngineConfig, speculation: SpeculationConfig) -> Path:
+    """Return the directory of what drafts; ConfigError if none is given and none is embedded."""
+    if speculation.model is not None:
+        return Path(speculation.model)
+    if config.model is not None or speculation.method not in DEFAULT_DRAFTS:
+        wanted = "draft model" if speculation.method == "draft_model" else f"{speculation.method} heads"
+        raise ConfigError(
+            f"the speculative_config of a model must name its {wanted}, got no model; set model in it to a directory"
+        )
+    return embedded_model(DEFAULT_DRAFTS[speculation.method])
+
+
+def _within_pages(draft: ArchConfig, arch: ArchConfig) -> ArchConfig:
+    """Return the sizes of a draft that sees no further back than the pages of the model's widest KV group go."""
+    group = arch.kv_windows[_widest_group(arch)]
+    windows = tuple(_narrower(window, group) for window in draft.windows)
+    return dataclasses.replace(draft, windows=windows, one_kv_group=True)
+
+
+def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: ArchConfig, directory: Path) -> Draft:
+    """Load heads; ConfigError if Medusa's are fewer than the tokens to draft."""
+    dtype = compute_dtype(config, arch)
+    if speculation.method != "medusa":
+        method: Literal["eagle3", "mtp"] = "eagle3" if speculation.method == "eagle3" else "mtp"
+        native = not_packed(config, weight_format(None), dtype) is None
+        params, head = load_draft_layer(directory, method, arch, dtype, partial(matrix_transform, native=native))
+        head = dataclasses.replace(head, arch=_within_pages(head.arch, arch))
+        plain = dataclasses.replace(config, attention_backend="auto")
+        return Draft(params, head.arch, select_backend(plain, head.arch, pool_dtype(config, dtype)), head)
+    params = load_medusa(directory, arch, dtype)
+    num_heads = len(params["blocks"])
+    if speculation.max_drafts > num_heads:
+        raise ConfigError(
+            f"num_speculative_tokens must be at most the number of heads in {directory}, got "
+            f"{speculation.max_drafts} and {num_heads}"
+        )
+    return Draft(params)
+
+
+def _load_following_layer(config: EngineConfig, arch: ArchConfig, directory: Path) -> Draft:
+    """Load the MTP layer behind the layers of a checkpoint; ConfigError if there is none, or it does not fit."""
+    try:
+        found = weights.draft_layers(directory)
+        schemes = weights.read_schemes(weights.read_config(directory))
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    if len(found) != 1:
+        raise ConfigError(
+            f'method "mtp" of speculative_config needs a checkpoint with one layer for multi-token prediction, whose '
+            f"eh_proj and norms follow the model's layers, got {list(found) or 'none'} in {directory}; set model in it "
+            f"to a directory with the layer, or take another method"
+        )
+    layer = dataclasses.replace(_within_pages(draft_head.following_arch(arch), arch), schemes=schemes)
+    params = build_layer_params(config, layer, draft_head.following_specs(layer, found[0]), directory, found[0])
+    local = layer.local(config.tensor_parallel_size)
+    plain = dataclasses.replace(config, attention_backend="auto")
+    backend = select_backend(plain, local, pool_dtype(config, compute_dtype(config, arch)))
+    return Draft(params, local, backend, LayerHead("mtp", local), is_split=True)
+
+
+def _narrower(window: int | None, other: int | None) -> int | None:
+    return min((each for each in (window, other) if each is not None), default=None)
+
+
+def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -> Params:
+    """Return the tokens of a draft model by those of the model, as arrays; nothing if both have the same tokenizer.
+
+    Padding of the vocabulary does not count. ConfigError if too few tokens are the same.
+    """
+    if config.skip_tokenizer_init:
+        return {}
+    paths = config.tokenizer_path, draft.model_path
+    model, other = map(load_tokenizer, paths)
+    if model.vocabulary() == other.vocabulary():
+        return {}
+    found = common_tokens(model, other)
+    logger.info(
+        "the draft model has another tokenizer: %d tokens of %d are in both", found.num_common, model.vocab_size
+    )
+    if found.num_common < MIN_COMMON_SHARE * other.vocab_size:
+        raise ConfigError(
+            f"a draft model must have at least {MIN_COMMON_SHARE:.0%} of its tokens in common with the model, got "
+            f"{found.num_common} of {other.vocab_size} in {draft.model_path}; take another draft model"
+        )
+    padding = max(vocab_size - model.vocab_size, 0)
+    columns = {"inputs": found.inputs + [0] * padding, "outputs": found.outputs + [NONE] * padding}
+    return {name: jnp.array(ids[:vocab_size], jnp.int32) for name, ids in columns.items()}
+
+
+def _widest_group(arch: ArchConfig) -> int:
+    """Return the KV group whose pages go back the furthest."""
+    windows = [math.inf if window is None else window for window in arch.kv_windows]
+    return windows.index(max(windows))
+
+
+def build_proposer(
+    config: EngineConfig, arch: ArchConfig, schedule: ScheduleConfig, kv_dtype: jnp.dtype, draft: Draft
+) -> Proposer | None:
+    """Return the proposer of speculative decoding; None without it."""
+    speculation = config.speculation
+    if speculation is None:
+        return None
+    num_tokens = speculation.max_drafts
+    if speculation.method == "ngram":
+        most, fewest = speculation.prompt_lookup_max, speculation.prompt_lookup_min
+        assert most is not None is not fewest, "the configuration has resolved both"
+        return NGram(num_tokens, most, fewest)
+    if speculation.method == "medusa":
+        local, dtype = arch.local(config.tensor_parallel_size), compute_dtype(config, arch).name
+        return Medusa(num_tokens, local, arch.vocab_size, schedule.max_num_seqs, dtype, speculation.tree)
+    assert draft.arch is not None, "there is a draft model or a layer"
+    sizes = schedule.of_programs  # the proposer is in the key of stored programs
+    if draft.head is not None:
+        return DraftLayer(
+            num_tokens,
+            draft.head,
+            arch.local(config.tensor_parallel_size),
+            arch.vocab_size,
+            sizes,
+            compute_dtype(config, arch).name,
+            kv_dtype.name,
+            draft.backend,
+            kv_group=_widest_group(arch),
+        )
+    return DraftModel(
+        num_tokens,
+        draft.arch,
+        arch.vocab_size,
+        sizes,
+        kv_dtype.name,
+        draft.backend,
+        kv_group=_widest_group(arch),
+        chunk=max(FREE_TOKENS if schedule.few_programs else 64, SPECULATIVE_ROWS),
+        tree=speculation.tree,
+        is_mapped="outputs" in draft.params,
+    )

@@ -1,0 +1,59 @@
+"""Lock-step of several processes: the first one plans, and each of the others replays its events on its own devices."""
+
+import dataclasses
+import traceback
+from importlib.metadata import version
+from types import FunctionType
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.assembly.device_state import Devices
+from jaxserve.core.event_log import event_from_json
+from jaxserve.core.events import replay
+from jaxserve.distributed.peers import Follower, Leader
+from jaxserve.errors import ConfigError
+from jaxserve.execution.program_store import source_digest
+from jaxserve.scheduling.executor import Executor
+from jaxserve.scheduling.scheduler import Scheduler
+
+_OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that each process may have of its own
+
+
+def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None:
+    """Raise ConfigError, in all processes, unless they have the same options and versions."""
+    own = {f.name: _described(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in _OWN}
+    own["versions of jaxserve and jax"] = f"{version('jaxserve')}, {version('jax')}"
+    own["files of jaxserve"] = source_digest("py", "json")
+    first, *others = peers.exchange(own)
+    for index, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise ConfigError(
+                    f"all processes must have the same {name}, got {value} in process 0 and {other[name]} in "
+                    f"another ({index} of those that came)"
+                )
+
+
+def _described(value: object) -> str:
+    """Return a text that is the same in every process: the address of a function, as `hf_overrides` may be, is not."""
+    return f"function {value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
+
+
+def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: Devices) -> None:
+    """Replay the leading process's events until it ends. End this process if that cannot go on."""
+
+    try:
+        replay(
+            map(event_from_json, peers.events()),
+            scheduler,
+            executor.launch,
+            lambda path: devices.replace(devices.prepare(path)),
+        )
+    except Exception as error:
+        traceback.print_exc()
+        peers.fail(repr(error))
+
+
+def fail_others(peers: Leader | Follower | None, error: BaseException) -> None:
+    """End the other processes, which have gone on where this one failed; PeerLostError if one is lost."""
+    if isinstance(peers, Leader):
+        peers.fail(repr(error))

@@ -1,0 +1,282 @@
+"""Memory of a device: layout and size of the KV pool, and what must stay free beside it."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import psutil
+from jax._src import xla_bridge  # jax does not say elsewhere whether its backend runs
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.execution.sampling import LogprobLayout
+from jaxserve.execution.state import new_pool, new_slots, new_states
+from jaxserve.models import registry
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.family import widest_output
+from jaxserve.pallas_kernels.op import UnsupportedBackendError
+from jaxserve.scheduling.kv_cache.groups import KVGroups
+from jaxserve.scheduling.schedule_config import (
+    MAX_STEP_TOKENS,
+    MULTI_STEP_ROWS,
+    SPECULATIVE_ROWS,
+    ScheduleConfig,
+    default_batch,
+    default_snapshots,
+    resolve_schedule,
+)
+from jaxserve.system.environment import DEFAULT_GPU_MEMORY_FRACTION, claiming_gpu_memory, gpu_memory_fraction
+
+logger = logging.getLogger(__name__)
+
+SCRATCH_BYTES = (
+    64_000_000  # temporaries of a step that do not grow with the model: partial results of attention above all
+)
+CPU_POOL_SHARE = 1 / 16  # share of the machine's memory; never more than max_num_seqs requests of full length need
+_claimed: dict[str, float] = {}  # share of each device's memory that XLA took when an engine started jax, by platform
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """A device, as far as it tells of its memory."""
+
+    def memory_stats(self) -> Mapping[str, int] | None:
+        """Bytes in use and their limit, among others; None where it does not tell."""
+
+
+def claim_memory(config: EngineConfig) -> None:
+    """Start jax's backend, if it does not run yet, and have XLA take `gpu_memory_utilization` of each GPU."""
+    if not xla_bridge.backends_are_initialized():
+        with claiming_gpu_memory(config.gpu_memory_utilization) as fraction:
+            jax.default_backend()
+        _claimed["gpu"] = fraction
+
+
+def pool_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of keys and values in the pool, where the model computes in `dtype`."""
+    return dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
+
+
+def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, *, platform: str | None = None) -> str:
+    """Return the backend that serves one device's part of a model; ConfigError if the requested one cannot.
+
+    Args:
+        config: options of the engine.
+        arch: sizes of one device's part of the model.
+        kv_dtype: dtype of the pool.
+        platform: platform as in `ragged_paged_attention.select_backend`.
+    """
+    try:
+        return arch.kv.select_backend(
+            config.attention_backend,
+            num_query_heads=arch.num_heads,
+            page_size=config.page_size,
+            kv_dtype=kv_dtype,
+            platform=platform,
+        )
+    except UnsupportedBackendError as error:
+        raise ConfigError(str(error)) from error
+
+
+def choose_page_size(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:
+    """Return the tokens per page of a device's pool in the layout of `backend`; `arch` is its part of the model."""
+    if config.page_size is not None:
+        return config.page_size
+    return arch.kv.default_page_size(backend, kv_dtype)
+
+
+def build_schedule(
+    config: EngineConfig,
+    arch: ArchConfig,
+    kv_dtype: jnp.dtype,
+    backend: str,
+    devices: Sequence[Memory],
+    draft_page: Callable[[int], int] = lambda page_size: 0,
+) -> ScheduleConfig:
+    """Return the resolved sizes; the pool's come from `num_pages`, or else from free memory.
+
+    Args:
+        config: options of the engine.
+        arch: sizes of one device's part of the model.
+        kv_dtype: dtype of the pool.
+        backend: backend of attention, whose layout the pool has.
+        devices: devices of all replicas; the one with the least free memory decides.
+        draft_page: bytes of a page of a draft model's pool, by tokens per page.
+    """
+    page_size = choose_page_size(config, arch, kv_dtype, backend)
+    num_bytes = page_bytes(arch, page_size, kv_dtype, backend) + draft_page(page_size)
+    require_room(config, arch, num_bytes, devices)
+    num_pages = config.num_pages or _num_pages_that_fit(config, arch, page_size, num_bytes, devices)
+    return resolve_schedule(
+        config,
+        max_position=arch.max_position,
+        platform=jax.default_backend(),
+        page_size=page_size,
+        num_pages=num_pages,
+        windows=arch.kv_windows,
+        has_states=arch.state is not None,
+        pools=arch.pooler is not None,
+    )
+
+
+def require_room(config: EngineConfig, arch: ArchConfig, page_bytes: int, devices: Sequence[Memory]) -> None:
+    """Raise ConfigError if what the options allocate on a device exceeds its free memory.
+
+    Args:
+        config: options of the engine.
+        arch: sizes of one device's part of the model.
+        page_bytes: bytes of a page of the pool.
+        devices: devices of all replicas; the one with the least free memory decides.
+    """
+    free_bytes = min(map(free_memory, devices), default=math.inf)
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu:  # all devices share it
+        free_bytes /= config.tensor_parallel_size * config.data_parallel_size
+    seqs, tokens = default_batch(config, on_cpu=on_cpu)
+    logits = 0 if arch.pooler is not None else 4 * seqs * arch.vocab_size
+    needed = {
+        f"num_pages={config.num_pages}": (config.num_pages or 1) * page_bytes,
+        f"max_num_seqs={seqs} and max_model_len={config.max_model_len or arch.max_position}": logits
+        + slot_bytes(config, arch, on_cpu=on_cpu),
+        f"max_num_batched_tokens={tokens}": 8 * tokens * arch.hidden_size,  # residual stream, before and after a layer
+    }
+    total_bytes = sum(needed.values())
+    if total_bytes > free_bytes:
+        name = max(needed, key=needed.__getitem__)
+        raise ConfigError(
+            f"the device must have {total_bytes:,} bytes free for the KV cache and the state of requests, of which "
+            f"{name} needs {needed[name]:,}, got {int(free_bytes):,} bytes free; lower {' or '.join(_names(name))}"
+        )
+
+
+def _names(assignments: str) -> list[str]:
+    return [each.partition("=")[0] for each in assignments.split(" and ")]
+
+
+def free_memory(device: Memory) -> float:
+    """Return the bytes of memory that a device can still allocate; infinity if it does not report them."""
+    if jax.default_backend() == "cpu":
+        return float(psutil.virtual_memory().available)
+    stats = device.memory_stats()
+    if stats is None or "bytes_limit" not in stats:
+        return math.inf
+    return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+
+
+def page_bytes(arch: ArchConfig, page_size: int, kv_dtype: jnp.dtype, backend: str) -> int:
+    """Return the bytes of a page in the pool of a device, which has `arch` of the model."""
+    page = jax.eval_shape(partial(new_pool, arch, 1, page_size, kv_dtype=kv_dtype, backend=backend))
+    return tree_bytes(page)
+
+
+def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
+    """Return the bytes of the tables by slot, and of states, on a device that has `arch` of the model."""
+    seqs, _ = default_batch(config, on_cpu=on_cpu)
+    num_bytes = tree_bytes(jax.eval_shape(partial(new_states, arch, seqs + default_snapshots(config, seqs))))
+    if arch.pooler is not None:
+        return num_bytes + 4 * seqs * arch.hidden_size
+    return num_bytes + tree_bytes(
+        jax.eval_shape(partial(new_slots, arch, seqs, config.max_model_len or arch.max_position))
+    )
+
+
+def state_bytes(arch: ArchConfig) -> int:
+    """Return the bytes of a sequence's states on a device that has `arch` of the model."""
+    return tree_bytes(jax.eval_shape(partial(new_states, arch, 1)))
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of arrays, by their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _num_pages_that_fit(
+    config: EngineConfig, arch: ArchConfig, page_size: int, page_bytes: int, devices: Sequence[Memory]
+) -> int:
+    if jax.default_backend() == "cpu":
+        budget = cpu_pool_bytes(config, arch, page_size, page_bytes)
+    else:
+        budget = min(_free_bytes(config, arch, device.memory_stats()) for device in devices)
+    if budget < page_bytes:
+        raise ConfigError(
+            f"the KV pool must hold at least one page of {page_bytes} bytes, got {max(0, int(budget))} bytes free "
+            "beside the state of requests and the temporaries of a step; lower max_num_seqs, max_model_len or "
+            "max_num_batched_tokens, raise gpu_memory_utilization, or set num_pages"
+        )
+    return int(budget // page_bytes)
+
+
+def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_bytes: int) -> float:
+    """Return the bytes of a pool on a CPU: a share of the memory, no more than the requests of a step can use."""
+    row_pages = KVGroups(page_size, arch.kv_windows).num_pages(config.max_model_len or arch.max_position)
+    max_num_seqs = default_batch(config, on_cpu=True)[0] // config.num_data_shards
+    share = machine_bytes() * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
+    return float(min(share - slot_bytes(config, arch, on_cpu=True), max_num_seqs * row_pages * page_bytes))
+
+
+def machine_bytes() -> int:
+    """Return the bytes of this machine's memory, in use or not."""
+    return int(psutil.virtual_memory().total)
+
+
+def _free_bytes(config: EngineConfig, arch: ArchConfig, stats: Mapping[str, int] | None) -> float:
+    if stats is None or "bytes_limit" not in stats:
+        raise ConfigError("this device does not report its memory; set num_pages")
+    limit_bytes = stats["bytes_limit"]
+    total_bytes = limit_bytes
+    if jax.default_backend() == "gpu":
+        fraction = _claimed.get("gpu") or gpu_memory_fraction() or DEFAULT_GPU_MEMORY_FRACTION
+        total_bytes = int(limit_bytes / fraction)
+        if fraction < config.gpu_memory_utilization:
+            logger.warning(
+                "gpu_memory_utilization=%s of %.1f GiB would be %.1f GiB, but XLA took %.1f GiB (%s) when jax started; "
+                "start jaxserve before anything else uses jax, or set XLA_CLIENT_MEM_FRACTION=%s",
+                config.gpu_memory_utilization,
+                total_bytes / 2**30,
+                total_bytes * config.gpu_memory_utilization / 2**30,
+                limit_bytes / 2**30,
+                fraction,
+                config.gpu_memory_utilization,
+            )
+    sizes = {"total_bytes": total_bytes, "limit_bytes": limit_bytes, "used_bytes": stats["bytes_in_use"]}
+    return accelerator_pool_bytes(config, arch, **sizes)
+
+
+def accelerator_pool_bytes(
+    config: EngineConfig, arch: ArchConfig, *, total_bytes: int, limit_bytes: int, used_bytes: int
+) -> float:
+    """Return the bytes that the pool may take on an accelerator; negative where nothing is left for it.
+
+    Args:
+        config: options, the share of memory to use among them.
+        arch: sizes of one device's part of the model.
+        total_bytes: memory that the device has.
+        limit_bytes: memory that XLA takes.
+        used_bytes: memory in use, by the weights above all.
+    """
+    share = min(total_bytes * config.gpu_memory_utilization, limit_bytes)
+    kept = activation_bytes(config, arch) + slot_bytes(config, arch, on_cpu=False)
+    return float(share - used_bytes - kept)
+
+
+def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
+    """A generous bound on a step's temporaries: logits in float32 a few times over, activations of one layer."""
+    seqs, tokens = default_batch(config, on_cpu=False)
+    token_size = widest_output(registry.param_specs(arch)) + 4 * arch.hidden_size
+    num_logits = 4 * seqs
+    if config.speculation is not None:  # logits of all drafted tokens, with the weights of draft and model
+        nodes = 1 + config.speculation.max_drafts + config.speculation.num_spare_drafts
+        num_logits = max(num_logits, 8 * min(seqs, SPECULATIVE_ROWS) * nodes)
+    computed = 4 * (num_logits * arch.vocab_size + 2 * tokens * token_size)
+    return SCRATCH_BYTES + computed + _logprob_bytes(config, arch, seqs + tokens)
+
+
+def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:
+    """Return the bytes that log probabilities of so many positions take, computed and as an output."""
+    layout = LogprobLayout.of(config.selected_logprobs, arch.vocab_size * config.tensor_parallel_size)
+    num_positions += min(config.max_steps * MULTI_STEP_ROWS, MAX_STEP_TOKENS) if config.selected_logprobs >= 0 else 1
+    return 4 * 2 * num_positions * layout.num_words

@@ -1,0 +1,264 @@
+"""Weights in the dtype and form that programs take, on the devices of all replicas."""
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxserve import weights
+from jaxserve.api.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.execution.xla_cache import scope_of
+from jaxserve.layers.sharding import named_sharding, replica_meshes, replicated
+from jaxserve.layers.weight_formats import packed, plain, weight_format
+from jaxserve.layers.weight_formats.stored import StoredFormat
+from jaxserve.layers.weight_formats.weight_format import FormatChoice
+from jaxserve.models import decoder, registry
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
+from jaxserve.weights.rows import Shardings
+
+logger = logging.getLogger(__name__)
+
+Weights = Mapping[str, Any] | str | os.PathLike[str]  # forms of weights that a running engine takes
+
+
+def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
+    """Load the weights of the first replica in the serving dtype.
+
+    Split over its devices, quantised, packed for a CPU, stacked for a scan.
+    """
+    dtype = compute_dtype(config, arch).name
+    if config.dtype == "auto" and arch.dtype == "float32" != dtype:
+        logger.warning('the float32 checkpoint is served in %s; pass dtype="float32" to keep its precision', dtype)
+    if arch.schemes is not None:
+        logger.info(_description(config, arch, arch.schemes))
+    return _make_params(config, arch, partial(weights.load, config.model_path, use_tqdm=True))
+
+
+def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Schemes) -> str:
+    """Return what a quantised checkpoint holds, and what multiplies it."""
+    form = StoredFormat(schemes)
+    matrices = [spec for spec in registry.param_specs(arch) if spec.is_matrix]
+    formats = [own for spec in matrices if (own := form.at(spec)) is not None]
+    counts, plain = Counter(str(own.scheme) for own in formats), len(matrices) - len(formats)
+    found = "; ".join(f"{count} matrices {scheme}" for scheme, count in counts.items()) or "no quantised matrices"
+    dtype = matrix_dtype(config, arch)
+    num_native = sum(not_packed(config, own, dtype) is None for own in formats)
+    num_dequantised = sum(map(form.is_dequantised, matrices))
+    others = f"{plain} matrices are not quantised"
+    if num_dequantised:
+        others = f"{num_dequantised} matrices are dequantised as they are read, {plain - num_dequantised} not quantised"
+    has_kernels = jax.default_backend() != "cpu" and config.linear_backend == "auto"
+    path = f"dequantised in products by {'a Pallas kernel or ' * has_kernels}XLA"
+    if num_native == len(formats):
+        path = "multiplied by the native kernels"
+    elif num_native:
+        path = f"{num_native} are multiplied by the native kernels, the others {path}"
+    if config.quantization is not None:
+        path = f"quantised again to {config.quantization}"
+    parts = [found, others, *([path] if formats or config.quantization else ())]
+    if schemes.kv_cache:
+        parts.append("its scales of keys and values are not used, as the pool has a scale for every token and head")
+    return f"{schemes.method} checkpoint: {'; '.join(parts)}"
+
+
+def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, current: Params) -> Callable[[], Params]:
+    """Return a function that gives other weights for the first replica, in the form that `current` has.
+
+    Arrays have that form when this returns. A directory is checked now, but read only by the function.
+
+    Args:
+        config: options of the engine.
+        arch: sizes of the model.
+        given: argument of `LLM.update_weights`.
+        current: shapes, dtypes and places of the weights of the first replica.
+
+    Raises:
+        ConfigError: it is not of this model.
+    """
+    if isinstance(given, str | os.PathLike):
+        try:
+            if weights.has_config(given):
+                _check_schemes(weights.read_schemes(weights.read_config(given)), arch.schemes)
+            weights.check(given, registry.param_specs(arch), arch.schemes)
+        except weights.CheckpointError as error:
+            raise ConfigError(str(error)) from error
+        return partial(_make_params, config, arch, partial(weights.load, given))
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"weights must be a path, or arrays in a tree or by name, got {type(given).__name__}")
+    arrays: dict[str, Any] = jax.tree.map_with_path(_array_at, dict(given))
+    same_form = bool(jax.tree.structure(arrays) == jax.tree.structure(current))  # type: ignore[operator]  # a gap of jax's stubs
+    new = _placed_as(arrays, current) if same_form else _make_params(config, arch, partial(weights.assemble, arrays))
+    return lambda: new
+
+
+def _array_at(path: jax.tree_util.KeyPath, value: Any) -> Any:
+    """Return a leaf of given weights as an array of numpy or jax; ConfigError names one that is no array."""
+    array = weights.from_torch(value)
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        name = jax.tree_util.keystr(path)
+        raise ConfigError(f"weights must be arrays of numpy, jax or torch, got {type(array).__name__} at {name}")
+    return array
+
+
+def _check_schemes(found: weights.Schemes | None, current: weights.Schemes | None) -> None:
+    """Raise ConfigError unless tensors of the same names and shapes stand for the same matrices."""
+    if found != current:
+        raise ConfigError(
+            "weights must be quantised as those in use, got another quantization_config; make an engine for them"
+        )
+
+
+def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
+    """No array is copied that lies where it has to."""
+    wrong = [
+        f"{jax.tree_util.keystr(path)} {new.dtype}{list(new.shape)} instead of {old.dtype}{list(old.shape)}"
+        for (path, new), old in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(current), strict=True)
+        if (new.shape, new.dtype) != (old.shape, old.dtype)
+    ]
+    if wrong:
+        raise ConfigError(f"weights must have the shapes and dtypes of those in use, got {', '.join(wrong[:8])}")
+    placed: Params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), given, current)
+    return placed
+
+
+def build_layer_params(
+    config: EngineConfig, arch: ArchConfig, specs: Sequence[ParamSpec], directory: str | os.PathLike[str], prefix: str
+) -> Params:
+    """Load the weights of a further layer of the model for the first replica, in the form of the other layers.
+
+    Args:
+        config: options of the engine.
+        arch: sizes of a model with this layer alone.
+        specs: rows of the layer's tensors.
+        directory: checkpoint that has the layer among others.
+        prefix: beginning of the names of its tensors.
+    """
+    return _make_params(config, arch, partial(weights.load, directory, prefix=prefix), specs)
+
+
+def _make_params(
+    config: EngineConfig, arch: ArchConfig, make: Callable[..., Params], specs: Sequence[ParamSpec] | None = None
+) -> Params:
+    specs, dtype = registry.param_specs(arch) if specs is None else specs, compute_dtype(config, arch)
+    form, matrices = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
+    if (reason := not_packed(config, form, matrices)) is not None:
+        logger.info("the native kernels do not multiply matrices: %s", reason)
+    transform = matrix_transform(specs, form, native=reason is None, matrix_dtype=matrices)
+    try:
+        with scope_of(config)():  # quantising is compiled too
+            params = make(specs, dtype, _shardings(meshes_of(config)[0], specs), transform, schemes=arch.schemes)
+            return stacked_if_scanned(params, arch)
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
+def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
+    """The layers as programs take them here: on TPUs stacked, where they can be scanned; elsewhere as they are."""
+    scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
+    return stack_layers(params, arch.period, num_first=arch.num_first_layers) if scan else params
+
+
+def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | None:
+    if mesh is None:
+        return None
+    return {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
+
+
+def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
+    """Return the dtype of activations, and of all weights but those of `matrix_dtype`.
+
+    The dtype is the one asked for, else float32 on a CPU and the checkpoint's on accelerators. There a float32 one
+    is served in bfloat16, as by vLLM: it would take twice the memory and a fraction of the speed.
+
+    Args:
+        config: options of the engine.
+        arch: the model.
+        on_cpu: True for a model that runs on a CPU; by default as in this process.
+    """
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
+    return jnp.dtype("float32" if on_cpu else "bfloat16" if arch.dtype == "float32" else arch.dtype)
+
+
+def matrix_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
+    """Return the dtype of matrices that are not quantised.
+
+    It is that of activations, but by default a CPU keeps the checkpoint's 16-bit matrices, which its native kernels
+    convert as they stream: the same values in half the bytes.
+
+    Args:
+        config: options of the engine.
+        arch: the model.
+        on_cpu: the same as in `compute_dtype`.
+    """
+    dtype = compute_dtype(config, arch, on_cpu=on_cpu)
+    on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
+    if config.dtype != "auto" or not on_cpu:
+        return dtype
+    reason = not_packed(config, weight_format(config.quantization), arch.dtype, "cpu")
+    return jnp.dtype(arch.dtype) if reason is None else dtype  # XLA would convert whole matrices at every step
+
+
+def not_packed(
+    config: EngineConfig, form: FormatChoice, dtype: jax.typing.DTypeLike, platform: str | None = None
+) -> str | None:
+    """Return the reason why matrices are not packed for the native kernels, or None; see `packed.unsupported`."""
+    if config.linear_backend != "auto":
+        return f"linear_backend={config.linear_backend!r} leaves them to XLA"
+    return packed.unsupported(form, dtype, platform)
+
+
+def unpacked_formats(config: EngineConfig, arch: ArchConfig) -> Counter[str]:
+    """Return how many quantised matrices are not packed for the native kernels, by the name of their format."""
+    form, dtype = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
+    formats = [form.at(spec) or plain.FORMAT for spec in registry.param_specs(arch) if spec.is_matrix]
+    return Counter(own.name for own in formats if own is not plain.FORMAT and not_packed(config, own, dtype))
+
+
+def storage_name(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> str:
+    """Return the name of the form that matrices have on devices: a format, with a checkpoint's elements, or a dtype.
+
+    Args:
+        config: options of the engine.
+        arch: sizes of the model.
+        on_cpu: the same as in `compute_dtype`.
+    """
+    if config.quantization is not None or arch.schemes is None:
+        return config.quantization or matrix_dtype(config, arch, on_cpu=on_cpu).name
+    form = StoredFormat(arch.schemes)
+    formats = [own for spec in registry.param_specs(arch) if (own := form.at(spec)) is not None]
+    elements = sorted({own.scheme.elements for own in formats})
+    return (
+        f"{arch.schemes.method} ({', '.join(elements)})" if elements else matrix_dtype(config, arch, on_cpu=on_cpu).name
+    )
+
+
+def meshes_of(config: EngineConfig) -> list[Mesh | None]:
+    """Return the mesh of each replica; None for a replica on one device."""
+    sizes = config.tensor_parallel_size, config.data_parallel_size, config.expert_parallel_size
+    return replica_meshes(*sizes, config.num_data_shards)
+
+
+def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:
+    """The weights of the first of some replicas, and the same on the devices of the others."""
+
+    def copy(mesh: Mesh) -> Params:
+        copied: Params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), params)
+        return copied
+
+    return [params, *(copy(mesh) for mesh in meshes[1:] if mesh is not None)]
+
+
+def on_every_device(params: Params, mesh: Mesh | None) -> Params:
+    """Return parameters that each device of a mesh has whole."""
+    placed: Params = params if mesh is None else jax.device_put(params, replicated(mesh))
+    return placed

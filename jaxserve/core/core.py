@@ -1,0 +1,239 @@
+"""EngineCore: events in, deltas out. One thread at a time drives it; everybody else leaves events in its inbox.
+
+    Frontend (any thread) --inbox: events--> EngineCore (one thread) --outbox: deltas--> Frontend (one thread)
+
+Nothing here reads a clock: each call of `step` brings the time, and executors say when their steps ended. A replica's
+events, in order, decide all of its plans (`events.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from jaxserve.core.deltas import (
+    Admitted,
+    Delta,
+    Ended,
+    StepDelta,
+)
+from jaxserve.core.events import (
+    CacheReset,
+    Cancelled,
+    DraftsAllowed,
+    Event,
+    Submitted,
+    Transferred,
+)
+from jaxserve.core.replica import Replica
+from jaxserve.errors import PeerLostError
+from jaxserve.scheduling.balancer import Balancer
+from jaxserve.scheduling.request import FinishReason, Request, RequestStatus
+
+if TYPE_CHECKING:
+    from jaxserve.api.metrics import StepStats
+    from jaxserve.scheduling.step_plan import StepPlan
+
+
+class EngineCore:
+    """Replicas, and the queue before them.
+
+    Args:
+        replicas: copies of the model.
+        step_ahead: leave a step in flight while the tokens of the one before are read.
+        on_failure: called with what broke a step off; PeerLostError from it is why.
+
+    Attributes:
+        replicas: replicas of the engine.
+        inbox: events that any thread appends; `step` takes them.
+        outbox: deltas in order, which `Frontend.deliver` takes; an exception stands for the loss of all requests.
+        num_taken: events that were taken from the inbox.
+        last_steps: statistics of steps, of any replica, written since the call of `step` before the last that went on.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Replica], *, step_ahead: bool, on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self.replicas = replicas
+        self.inbox: deque[Event] = deque()
+        self.outbox: deque[Delta | BaseException] = deque()
+        self.num_taken = 0
+        self.last_steps: list[StepStats] = []
+        self._step_ahead, self._on_failure = step_ahead, on_failure
+        self._is_shared = len(replicas) > 1  # no replica may keep this thread from the others
+        self._balancer = Balancer(replicas, dict(replicas[0].scheduler.policy.weights))
+        self._requests: dict[int, Request] = {}  # unfinished, by key
+        self._has_worked = False  # the last call of `step` went on
+        self._now_s = 0.0
+
+    def has_work(self) -> bool:
+        """Return whether a call of `step` has anything to do."""
+        return bool(self._requests or self.inbox)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended, as far as events were taken."""
+        return len(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no pages and no slot, new or preempted."""
+        return self._balancer.num_queued + sum(replica.scheduler.num_waiting for replica in self.replicas)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens to compute of these requests, as far as is known; on any thread."""
+        placed = (replica.scheduler.num_waiting_tokens for replica in self.replicas)
+        return self._balancer.num_queued_tokens + sum(placed)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were launched and not read."""
+        return sum(len(replica.in_flight) for replica in self.replicas)
+
+    @property
+    def queued(self) -> list[Request]:
+        """Requests in no replica, in their order."""
+        return self._balancer.queued
+
+    def step(self, now_s: float) -> bool:
+        """Take events; of each replica that can go on, launch the next step, and read one that has ended.
+
+        Returns whether any replica went on. It waits for the device of a lone replica; of several, none may be able to
+        go on yet, and whoever drives the core waits a moment.
+        """
+        self._now_s = now_s
+        if self._has_worked:  # calls that could not go on may have written some, too
+            self.last_steps = []
+        self.take_events()
+        self._balancer.place()
+        self._has_worked = False
+        for replica in self.replicas:
+            try:
+                if not replica.has_work() or (self._is_shared and not replica.is_ready()):
+                    continue
+                plan = replica.launch(self._now_s)
+                self._emit_admitted(replica, plan)
+                self.last_steps += replica.step_stats.write(self.num_waiting)  # the device runs this plan meanwhile
+                num_kept = max(plan is not None and self._step_ahead, self._is_shared and replica.num_running_steps)
+                if len(replica.in_flight) > num_kept:
+                    self._read(replica)
+                    if plan is None and not replica.in_flight:  # rows waited for these tokens: callers hear meanwhile
+                        self._emit_admitted(replica, replica.launch(self._now_s))
+            except Exception as error:
+                self._fail(replica, error)
+            self._settle(replica)
+        return self._has_worked
+
+    def take_events(self) -> None:
+        """Do what the inbox says, without a step."""
+        while self.inbox:
+            try:
+                self._take(self.inbox.popleft())
+            finally:
+                self.num_taken += 1  # last, as `has_work` does not know of it before
+        for replica in self.replicas:
+            self._settle(replica)
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Submitted(requests):
+                self._requests.update({request.key: request for request in requests})
+                self._balancer.add(requests)
+            case Cancelled(keys, reason):
+                self._finish(keys, reason)
+            case CacheReset():
+                for replica in self.replicas:
+                    replica.reset_prefix_cache()
+            case Transferred():
+                self.replicas[event.replica].transferred(event)
+            case DraftsAllowed(is_allowed):
+                for replica in self.replicas:
+                    replica.chooser.may_draft = is_allowed
+
+    def abort_all(self, error: BaseException | None = None) -> None:
+        """End all requests."""
+        self.take_events()
+        self._finish(list(self._requests), FinishReason.ABORT, error)
+
+    def recover(self, error: BaseException) -> None:
+        """End all requests after an error at any point, and go on without them."""
+        for replica in self.replicas:
+            replica.forget_all()
+        self._balancer.restart()
+        self.abort_all(error)
+        for replica in self.replicas:
+            replica.recover()
+
+    def lose_all(self, error: BaseException) -> None:
+        """Forget all requests and events, where an error has left no way to end requests."""
+        self._requests.clear()
+        while self.inbox:
+            self.inbox.popleft()
+            self.num_taken += 1
+        self.outbox.append(error)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a page, slot or request is lost or shared."""
+        for replica in self.replicas:
+            replica.scheduler.check_integrity()
+        self._balancer.check_integrity(request.request_id for request in self._requests.values())
+
+    def _read(self, replica: Replica) -> None:
+        """Read the oldest step in flight of a replica, and emit its tokens; the requests that they ended are gone."""
+        result = replica.read()
+        step = replica.update(result)
+        self._has_worked = True
+        self._now_s = max(self._now_s, result.ended_s)
+        self.outbox.append(Delta(result.ended_s, step=StepDelta.from_plan(*step)))
+        for request in step.ended:
+            del self._requests[request.key]
+            self._balancer.finish(request)
+
+    def _settle(self, replica: Replica) -> None:
+        """Drop the steps in flight of a replica without requests, and write what is left of the statistics."""
+        if not replica.scheduler.has_unfinished():
+            replica.drop_in_flight()
+        if not replica.in_flight:
+            self.last_steps += replica.step_stats.write(self.num_waiting)
+
+    def _emit_admitted(self, replica: Replica, plan: StepPlan | None) -> None:
+        """Emit which requests start with a plan that was launched."""
+        if plan is None:
+            return
+        self._has_worked = True
+        self._now_s = max(self._now_s, replica.in_flight[-1].handle.launched_s)
+        if plan.admitted:
+            admitted = [Admitted(r.key, r.num_cached_tokens, r.num_preemptions) for r in plan.admitted]
+            self.outbox.append(Delta(self._now_s, admitted=admitted))
+
+    def _fail(self, replica: Replica, error: BaseException) -> None:
+        """End a replica's requests after a failed step: plans, pages and device disagree about what was computed."""
+        self._has_worked = True
+        ids = set(self._balancer.lose(self.replicas.index(replica)))
+        # Requests that a token has ended may not have been reported yet.
+        keys = [r.key for r in self._requests.values() if r.request_id in ids or r.status is RequestStatus.FINISHED]
+        try:
+            self._on_failure(error)
+        except PeerLostError as lost:
+            error = lost
+        replica.forget_all()  # first, as its scheduler may be half-changed and need not end them
+        self._finish(keys, FinishReason.ABORT, error)
+        replica.recover()
+
+    def _finish(self, keys: Sequence[int], reason: FinishReason, error: BaseException | None = None) -> None:
+        """End requests, and tell of each, also of one that has ended or never came.
+
+        They are told of first: after an error, those that are known are ended again.
+        """
+        known = [self._requests.get(key) for key in keys]
+        ended = [
+            Ended(key, reason, 0 if request is None else request.num_preemptions)
+            for key, request in zip(keys, known, strict=True)
+        ]
+        self.outbox.append(Delta(self._now_s, ended=ended, error=error))
+        for request in known:
+            if request is not None:
+                self._balancer.finish(request, reason)
+                del self._requests[request.key]

@@ -1,0 +1,116 @@
+"""CoreThread: the thread that drives a core, for as long as the core has work."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jaxserve.core.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+MAX_DELTAS = 8  # maximum of deltas in the outbox before the core waits
+LOOK_S = 1e-3  # time between looks at whether they have been taken, or at the inbox
+POLL_S = 5e-5  # time between two looks at the devices of several replicas
+
+
+class CoreThread:
+    """Plans, launches and reads steps on a thread of its own, which ends when there are no more.
+
+    Args:
+        core: core that nobody else drives, but while this is paused.
+        free: called if the core cannot go on.
+        tell: called on the thread after each step, and when it ends; None to wake `wait`.
+        num_untaken: returns the number of deltas that were not taken yet; None counts the outbox.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        free: Callable[[], None],
+        tell: Callable[[], None] | None = None,
+        num_untaken: Callable[[], int] | None = None,
+    ) -> None:
+        self._core, self._free = core, free
+        self._news: SimpleQueue[None] = SimpleQueue()
+        self._tell = tell or partial(self._news.put, None)  # no cycle: nobody collects a core that is left
+        self._num_untaken = num_untaken or (lambda: len(core.outbox))
+        self._lock = threading.Lock()  # guards the two below
+        self._is_running = self._is_paused = False
+
+    def start(self) -> None:
+        """Have the thread, if there is work for it.
+
+        Raises:
+            RuntimeError: the system has no more threads.
+        """
+        with self._lock:
+            if self._is_running or self._is_paused or not self._core.has_work():
+                return
+            self._is_running = True
+        try:
+            threading.Thread(target=self._run, name="jaxserve core", daemon=True).start()
+        except BaseException:
+            self._is_running = False
+            raise
+
+    def wait(self, most_s: float | None) -> None:
+        """Wait for deltas or for the end of the thread, for at most some seconds."""
+        with contextlib.suppress(Empty):
+            self._news.get(timeout=most_s)
+
+    def has_work(self) -> bool:
+        """Return whether there is work for the thread."""
+        return self._core.has_work()
+
+    @property
+    def is_running(self) -> bool:
+        """True while there is the thread."""
+        return self._is_running
+
+    def pause(self) -> None:
+        """Have the thread end after the step at hand, until `resume`."""
+        with self._lock:
+            self._is_paused = True
+
+    def resume(self) -> None:
+        """Let the thread be started again."""
+        self._is_paused = False
+
+    def _run(self) -> None:
+        core, runs = self._core, True
+        while runs:
+            try:
+                while core.has_work() and not self._is_paused:
+                    if self._num_untaken() > MAX_DELTAS:  # so that stop strings are found in time
+                        time.sleep(LOOK_S)
+                        continue
+                    if core.step(time.monotonic()) or core.outbox:
+                        self._tell()  # of each step, as the next one has other statistics
+                    else:  # requests wait for an event if no step is in flight
+                        time.sleep(POLL_S if core.num_in_flight else LOOK_S)
+            except BaseException as error:  # a defect: errors of steps go to those whose requests they ended
+                logger.exception("all requests are ended: the engine's core has failed")
+                self._recover(error)
+            with self._lock:
+                runs = core.has_work() and not self._is_paused
+                self._is_running = runs
+            self._tell()
+
+    def _recover(self, error: BaseException) -> None:
+        """End all requests, whatever the core knows of them; where that does not help, nobody is served any more."""
+        try:
+            self._core.recover(error)
+        except BaseException:
+            logger.exception("the engine is closed: it cannot go on")
+            with contextlib.suppress(BaseException):
+                self._free()
+            self._core.lose_all(error)

@@ -1,0 +1,149 @@
+"""Event logs: the events of a replica in a file of JSON lines, from which its plans can be made again.
+
+The first line has the sizes of the schedule, each other one an event: its name and its fields. Prompts are in
+it; constraints are not, but the tokens that they append are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, get_args
+
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.core.events import (
+    Added,
+    Finished,
+    ReplicaEvent,
+    Scheduled,
+    replay,
+)
+from jaxserve.errors import ConfigError
+from jaxserve.scheduling.choice import StepChoice, Timing
+from jaxserve.scheduling.request import LOGGED_FIELDS, FinishReason, Request
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.step_plan import StepShape
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 2**30
+_KINDS = {kind.__name__: kind for kind in get_args(ReplicaEvent)}
+
+
+class EventLog:
+    """A file that events are appended to, until it is full; from then on it stays as it is.
+
+    Args:
+        path: file to write; an existing one is replaced.
+        schedule: sizes that plans depend on.
+        max_bytes: size of a full file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, schedule: ScheduleConfig, max_bytes: int = MAX_BYTES) -> None:
+        try:
+            self._file: IO[str] | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - as long as the engine
+        except OSError as error:
+            raise ConfigError(f"event_log must be a file that can be written, got {path}: {error}") from error
+        self._path, self._left = path, max_bytes
+        self._write(dataclasses.asdict(schedule))
+
+    def record(self, event: ReplicaEvent) -> None:
+        """Append an event."""
+        self._write(event_to_json(event))
+
+    def close(self) -> None:
+        """Write what is left to write; nothing is recorded any more."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _write(self, content: Any) -> None:
+        if self._file is None:
+            return
+        line = json.dumps(content, separators=(",", ":")) + "\n"
+        self._left -= len(line)
+        if self._left < 0:
+            logger.warning("the event log %s is full: nothing more is recorded", self._path)
+            self.close()
+            return
+        try:
+            self._file.write(line)
+        except OSError as error:  # a full disk must not stop what is recorded
+            logger.warning("the event log %s ends here: %s", self._path, error)
+            self._file = None
+
+
+def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
+    """Return the sizes and the events of a log; one torn line at its end is left out."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    sizes = json.loads(lines[0])
+    for name in ("windows", "tenant_weights", "targets"):
+        sizes[name] = tuple(tuple(each) if isinstance(each, list) else each for each in sizes[name])
+    schedule = ScheduleConfig(**sizes)
+    return schedule, (event_from_json(json.loads(line)) for line in lines[1:] if line.endswith("\n"))
+
+
+def replay_log(path: str | Path) -> int:
+    """Make the plans of a log again, and return their number; RuntimeError where one is another."""
+    schedule, events = read_log(path)
+    return replay(events, Scheduler(schedule))
+
+
+def event_to_json(event: ReplicaEvent) -> list[Any]:
+    """Return an event as a value of JSON."""
+    return [type(event).__name__, *map(_to_json, event)]
+
+
+def event_from_json(content: list[Any]) -> ReplicaEvent:
+    """Return the event of a value from `event_to_json`."""
+    return _from_json(*content)
+
+
+def _to_json(field: Any) -> Any:
+    if not isinstance(field, Request):
+        return field
+    content = {name: getattr(field, name) for name in LOGGED_FIELDS}
+    params = dataclasses.asdict(field.params)
+    return content | {"params": params, "stop_ids": sorted(field.stop_ids), "salt": field.salt.hex()}
+
+
+def _from_json(kind: str, *fields: Any) -> ReplicaEvent:
+    if kind == "Added":
+        return Added(_read_request(*fields))
+    if kind == "Finished":
+        return Finished(fields[0], FinishReason(fields[1]))
+    if kind == "Scheduled":
+        return _read_scheduled(*fields)
+    return _KINDS[kind](*fields)
+
+
+def _read_scheduled(choice: Any, program: Any, digest: int, *others: Any) -> Scheduled:
+    if isinstance(choice, int):  # an older log has the fields of the choice beside each other
+        choice = [choice, *others]
+    max_steps, num_drafts, timing, may_split = StepChoice(*choice)
+    if isinstance(program, int):  # and before that, a program's tokens alone
+        program = [program]
+    choice = StepChoice(max_steps, num_drafts, Timing(*timing) if timing else None, may_split)
+    return Scheduled(choice, None if program is None else StepShape(*program), digest)
+
+
+def _read_request(content: dict[str, Any]) -> Request:
+    params = content.pop("params")
+    if params["logit_bias"]:
+        params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
+    content["bad_sequences"] = tuple(map(tuple, content["bad_sequences"]))
+    content |= {"stop_ids": frozenset(content["stop_ids"]), "salt": bytes.fromhex(content["salt"])}
+    return Request(params=SamplingParams(**params), **content)
+
+
+if __name__ == "__main__":
+    for file in sys.argv[1:]:
+        print(f"{file}: {replay_log(file)} plans are the same")

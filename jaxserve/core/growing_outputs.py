@@ -1,0 +1,272 @@
+"""Outputs: from sampled tokens to text, log probabilities and times. One group per user request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.token_ids import TokenIds
+from jaxserve.errors import EngineDiedError, PeerLostError
+from jaxserve.scheduling.request import FinishReason, Request
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.logprobs import LogprobList, largest
+from jaxserve.text.token_texts import TokenTexts, hidden_ids
+from jaxserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from jaxserve.api.pooling_params import PoolingParams
+    from jaxserve.execution.sampling import TokenLogprobs
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class _Completion:
+    request: Request
+    output: CompletionOutput
+    detokenizer: Detokenizer
+    logprobs: LogprobList[dict[int, Logprob]] | None  # log probabilities of `output`
+
+
+class RequestGroup:
+    """The `n` samples of one user request and the RequestOutput that they fill.
+
+    Attributes:
+        request_id: name of the request.
+        params: sampling parameters.
+        output: output that the user sees.
+        listener: function called when outputs have grown or ended.
+        error: exception that ended the request before its time.
+        pooling: parameters of a request to an engine that pools; None elsewhere.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer | None,
+        clock: Clock,
+        pooling: PoolingParams | None = None,
+    ) -> None:
+        self.request_id, self.pooling = request_id, pooling
+        self.params: SamplingParams = requests[0].params
+        self.listener: Callable[[RequestGroup], None] | None = None
+        self.error: BaseException | None = None
+        self._tokenizer = tokenizer
+        self._clock = clock
+        hidden = hidden_ids(tokenizer, self.params) if tokenizer is not None else frozenset[int]()
+        self._texts = TokenTexts(tokenizer, hidden) if tokenizer is not None and self.params.detokenize else None
+        self._completions = [self._new_completion(i, r) for i, r in enumerate(requests)]
+        outputs = [c.output for c in self._completions]
+        # A copy: the caller may change what it gets, and the prefix cache remembers the prompt.
+        self.output = RequestOutput(request_id, prompt, list(requests[0].prompt_token_ids), outputs)
+        self._prompt_logprobs = self._new_prompt_logprobs()
+        self.output.follow(self._prompt_logprobs)
+
+    def _new_completion(self, index: int, request: Request) -> _Completion:
+        detokenizer = Detokenizer(self._tokenizer, self.params, request.prompt_token_ids)
+        output = CompletionOutput(index)
+        output.metrics.arrival_s = self._clock()
+        logprobs: LogprobList[dict[int, Logprob]] | None = None
+        if self.params.logprobs is not None:
+            logprobs = LogprobList(self._texts, request.prompt_token_ids)
+        output.follow(detokenizer.visible, logprobs)
+        output.cumulative_logprob = None if logprobs is None else 0.0
+        return _Completion(request, output, detokenizer, logprobs)
+
+    def _new_prompt_logprobs(self) -> LogprobList[dict[int, Logprob] | None] | None:
+        if self.params.prompt_logprobs is None:
+            return None
+        return LogprobList(self._texts, first=self.output.prompt_token_ids[:1], entries=[None])
+
+    @property
+    def requests(self) -> list[Request]:
+        """The samples as the scheduler knows them."""
+        return [c.request for c in self._completions]
+
+    def num_prompt_tokens_computed(self, index: int) -> int:
+        """Return how many prompt tokens of a sample were computed for its first token; 0 once it has that."""
+        completion = self._completions[index]
+        metrics = completion.output.metrics
+        return 0 if metrics.num_output_tokens else completion.request.num_prompt_tokens - metrics.num_cached_tokens
+
+    def restart(self) -> list[Request]:
+        """Begin all samples again, as new requests; their outputs are emptied, where they are."""
+        requests = [request.again() for request in self.requests]
+        for index, request in enumerate(requests):
+            output = self._completions[index].output
+            again = self._new_completion(index, request)
+            again.output.metrics.arrival_s = output.metrics.arrival_s
+            again.output.metrics.num_restarts = output.metrics.num_restarts + 1
+            vars(output).update(vars(again.output))
+            self._completions[index] = _Completion(request, output, again.detokenizer, again.logprobs)
+        self._prompt_logprobs = self._new_prompt_logprobs()
+        self.output.follow(self._prompt_logprobs)
+        self.output.pooled = None
+        return requests
+
+    def admitted(self, index: int, num_cached_tokens: int, num_preemptions: int, now_s: float) -> None:
+        """Note that a sample got a slot, with so many tokens of its prompt in the cache, after so many preemptions."""
+        self.preempted(index, num_preemptions)
+        metrics = self._completions[index].output.metrics
+        if metrics.scheduled_s is None:
+            metrics.scheduled_s = now_s
+            metrics.num_cached_tokens = num_cached_tokens
+
+    def preempted(self, index: int, count: int) -> None:
+        """Note how often a sample has lost its slot."""
+        self._completions[index].output.metrics.num_preemptions = count
+
+    def append(
+        self,
+        index: int,
+        token_ids: TokenIds,
+        reason: FinishReason | None,
+        now_s: float,
+        logprobs: TokenLogprobs | None = None,
+        first_row: int = 0,
+    ) -> tuple[int, str | None]:
+        """Take the next tokens of a sample; returns how many were kept, and the stop string that they completed.
+
+        Tokens that follow a stop string are dropped: the output ends where it would have, had they come one by one.
+
+        Args:
+            index: index of the sample.
+            token_ids: its new tokens.
+            reason: reason why the last of them ended the sample, if it did.
+            now_s: the time at which they came.
+            logprobs: their log probabilities, among others.
+            first_row: the position of the first new token's in `logprobs`; the others follow it.
+        """
+        completion = self._completions[index]
+        output, metrics = completion.output, completion.output.metrics
+        num_kept, stop_string = self._extend_text(completion, token_ids, reason)
+        if num_kept < len(token_ids):
+            token_ids = token_ids[:num_kept]
+        metrics.num_output_tokens += num_kept
+        output.token_ids += token_ids
+        metrics.first_token_s = metrics.first_token_s or now_s
+        metrics.last_token_s = now_s
+        if completion.logprobs is not None and logprobs is not None:
+            for row, token_id in enumerate(token_ids, start=first_row):
+                logprob = _append_logprobs(completion.logprobs, logprobs, row, token_id, self.params.logprobs or 0)
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
+        return num_kept, stop_string
+
+    def pool(self, index: int, vector: NDArray[np.float32], now_s: float) -> None:
+        """Take the vector of the prompt, which came at `now_s`."""
+        metrics = self._completions[index].output.metrics
+        metrics.first_token_s = metrics.last_token_s = now_s
+        self.output.pooled = vector
+
+    def count_drafts(self, index: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count the tokens that were drafted and accepted for a sample in each of some rounds."""
+        metrics = self._completions[index].output.metrics
+        for num_drafted, num_accepted in zip(drafted, accepted, strict=True):
+            if not num_drafted:
+                continue
+            metrics.num_draft_rounds += 1
+            metrics.num_drafted_tokens += num_drafted
+            metrics.num_accepted_tokens += num_accepted
+            counts = metrics.num_accepted_per_position
+            counts += [0] * (num_drafted - len(counts))
+            for position in range(num_accepted):
+                counts[position] += 1
+
+    def _extend_text(
+        self, completion: _Completion, token_ids: TokenIds, reason: FinishReason | None
+    ) -> tuple[int, str | None]:
+        """Take the text of new tokens, up to the end of a stop string; returns their number and that string."""
+        if self._tokenizer is None:
+            return len(token_ids), None
+        is_hidden = reason is FinishReason.STOP and self._hides_stop(completion.request, token_ids[-1])
+        visible = token_ids[:-1] if is_hidden else token_ids
+        if not self.params.stop:
+            completion.detokenizer.push(visible)
+            return len(token_ids), None
+        for num_tokens, token_id in enumerate(visible, start=1):
+            if (stop_string := completion.detokenizer.push([token_id])) is not None:
+                return num_tokens, stop_string
+        return len(token_ids), None
+
+    def append_prompt_logprobs(self, start: int, count: int, logprobs: TokenLogprobs, row: int) -> None:
+        """Take the logprobs of so many prompt tokens, the first at position `start`; skips those it has."""
+        entries = self._prompt_logprobs
+        assert entries is not None, "no one asked for prompt logprobs"
+        token_ids = self._completions[0].request.prompt_token_ids[start : start + count]
+        for offset, token_id in enumerate(token_ids):
+            if start + offset == len(entries):
+                _append_logprobs(entries, logprobs, row + offset, token_id, self.params.prompt_logprobs or 0)
+
+    def finish(self, index: int, reason: FinishReason, now_s: float, stop_string: str | None = None) -> bool:
+        """Close a sample that has ended; returns whether that ended the whole group."""
+        completion = self._completions[index]
+        output, metrics = completion.output, completion.output.metrics
+        stop_string = completion.detokenizer.finish() or stop_string
+        if completion.logprobs is not None and stop_string is None:
+            completion.logprobs.end()
+        output.finish_reason = str(reason)
+        if stop_string is not None:
+            output.finish_reason, output.stop_reason = str(FinishReason.STOP), stop_string
+        elif (
+            reason is FinishReason.STOP
+            and output.token_ids[-1:]
+            and output.token_ids[-1] in (self.params.stop_token_ids or ())
+        ):
+            output.stop_reason = output.token_ids[-1]
+        metrics.finished_s = now_s
+        self.output.finished = all(c.output.finish_reason for c in self._completions)
+        return self.output.finished
+
+    def check_served(self) -> None:
+        """Raise the error that ended the request early, if any: of a lost process, or RuntimeError of another."""
+        if isinstance(self.error, PeerLostError | EngineDiedError):
+            raise self.error
+        if self.error is not None:
+            raise RuntimeError(f"the step that served this request broke off: {self.error!r}") from self.error
+
+    def release_logprobs(self) -> None:
+        """Drop the log probabilities, on a thread that has time, once the request has ended and its reply is sent."""
+        for entries in (self._prompt_logprobs, *(c.logprobs for c in self._completions)):
+            if entries is not None:
+                entries.release()
+
+    def abandon(self, error: BaseException) -> None:
+        """Close all samples as they are, because of an error that left nobody to go on with them."""
+        if not self.output.finished:
+            self.error = error
+        for completion in self._completions:
+            output = completion.output
+            output.finish_reason = output.finish_reason or str(FinishReason.ABORT)
+        self.output.finished = True
+
+    def _hides_stop(self, request: Request, token_id: int) -> bool:
+        """Return whether an id that ended the output leaves no text: stops are not to be kept."""
+        return token_id in request.stop_ids and not self.params.include_stop_str_in_output
+
+
+def _append_logprobs(entries: LogprobList[Any], logprobs: TokenLogprobs, row: int, token_id: int, top: int) -> float:
+    """Take what the device found at `row` for `token_id` and the `top` most likely; returns its log probability.
+
+    A `top` of -1 takes all tokens, which the device has sent in the order of their ids.
+    """
+    logprob = float(logprobs.logprob[row])
+    values = np.asarray(logprobs.top_logprobs[row], np.float32)
+    if logprobs.top_ids.shape[1]:
+        token_ids = np.asarray(logprobs.top_ids[row, :top], np.int32)
+        values = values[:top]
+    elif 0 <= top < len(values):
+        token_ids = largest(values, top)
+        values = values[token_ids]
+    else:
+        token_ids = np.zeros(0, np.int32)
+    entries.append(token_id, logprob, int(logprobs.rank[row]), token_ids.tobytes(), values.tobytes())
+    return logprob

@@ -1,0 +1,332 @@
+"""Link: the process of a core, the pipe to it and the thread that serves the pipe.
+
+That thread alone, which no interrupt of a caller reaches, reads and writes the pipe: everybody else leaves events and
+calls for it, and wakes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.api.metrics import EngineStats, Occupancy, StepStats
+from jaxserve.core import messages
+from jaxserve.core.core_thread import MAX_DELTAS
+from jaxserve.core.deltas import Delta
+from jaxserve.core.events import Event, Submitted
+from jaxserve.core.messages import (
+    Call,
+    Failed,
+    FromCore,
+    Logged,
+    Reply,
+    Sent,
+    Start,
+    Started,
+    ToCore,
+)
+from jaxserve.core.status import CoreStatus, MemoryState
+from jaxserve.errors import ConfigError, EngineDiedError, RequestError
+from jaxserve.system.environment import child_variables
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+END_S = 10.0  # time that the process has to end once its pipe is closed
+MOST_STEPS = 256  # statistics of steps that are kept for who drives the engine
+
+
+class Link:
+    """The process, the pipe to it and the thread that serves the pipe; a driver of a core as `CoreThread` is.
+
+    Attributes:
+        outbox: deltas that have come.
+        stats: totals, as of the core's last message.
+        steps: statistics of the latest steps, which whoever drives the engine takes.
+        status: status of the core with the last message.
+        started: first message of the core.
+        error: reason why the process has ended; None as long as it runs.
+        num_untaken_tokens: tokens of the prompts of events that the core has not taken, as far as is known.
+    """
+
+    status = CoreStatus(0, False, Occupancy(0, 0, 0, 0), 0, None, MemoryState(), False)
+    started: Started
+
+    def __init__(self) -> None:
+        self.outbox: deque[Delta | BaseException] = deque()
+        self.stats = EngineStats()
+        self.steps: deque[StepStats] = deque(maxlen=MOST_STEPS)
+        self.error: BaseException | None = None
+        self.num_untaken_tokens = 0
+        self._untaken: deque[int] = deque()  # tokens of the prompts of each of these events
+        self._events: deque[tuple[int, Sent]] = deque()  # to be sent, with tokens of prompts; as are these calls
+        self._calls: deque[tuple[int, bytes]] = deque()
+        self._replies: dict[int, SimpleQueue[Reply]] = {}
+        self._numbers = itertools.count()
+        self._news: SimpleQueue[None] = SimpleQueue()
+        self._ready: SimpleQueue[None] = SimpleQueue()  # told once the core has started, or cannot
+        self._num_received = self._num_acknowledged = 0  # deltas
+        self._is_paused = self._is_ending = False
+        self._is_over = False  # True once the outbox has the process's end, for whoever waits for deltas
+        self._waker, self._wakes = socket.socketpair()
+        self._waker.setblocking(False)
+        self._process: subprocess.Popen[bytes]
+        self._connection: Connection
+        _links.add(self)
+
+    def launch(self, start: Start) -> None:
+        """Start process and thread, and wait for the core; raise whatever has kept it from starting."""
+        try:
+            data = messages.encoded(start)
+        except RequestError as error:
+            raise ConfigError(f"engine_process must be False with these options: {error}") from error
+        self._connection, theirs = multiprocessing.Pipe()
+        path = os.pathsep.join(each or os.getcwd() for each in sys.path)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "jaxserve.assembly.core_process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                env=child_variables(PYTHONPATH=path),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a terminal's interrupt is for this process
+            )
+        threading.Thread(target=self._run, args=(data,), name="jaxserve pipe", daemon=True).start()
+        self._ready.get()
+        if self.error is not None:
+            raise self.error
+
+    def end(self) -> None:
+        """End the process, by closing the pipe or else by force. From any thread, the pipe's too."""
+        self._is_ending = True
+        self._wake()
+        process = getattr(self, "_process", None)
+        if process is None:
+            self._close()
+            return
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as pipe:
+            pipe.shutdown(socket.SHUT_RDWR)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def forget(self) -> None:
+        """Leave the process alone, which is not this one's: this is a fork of the process that has started it."""
+        if not hasattr(self, "_process"):
+            return
+        self._is_ending = self._is_over = True
+        self.error = EngineDiedError(
+            "an engine with engine_process serves the process that has started it, got a fork of that; start one here"
+        )
+        del self._process
+        self._close()  # else the engine's process would not see that its own client has gone
+
+    # From any thread, which an interrupt may stop anywhere
+
+    def send(self, event: Event) -> None:
+        """Leave an event for the core; RequestError if it cannot be sent."""
+        num_tokens = 0
+        if isinstance(event, Submitted):
+            num_tokens = sum(request.num_prompt_tokens for request in event.requests)
+        self._events.append((num_tokens, messages.sent(event)))
+        self._wake()
+        if self.error is not None and isinstance(event, Submitted):  # nobody else tells of its end
+            self.outbox.append(self.error)
+
+    def call(self, name: str, *args: Any) -> Any:
+        """Call a method of the host and return its result, or raise its exception."""
+        value, error = self.ask(name, *args).get()[1:]
+        if error is not None:
+            raise error
+        return value
+
+    def ask(self, name: str, *args: Any) -> SimpleQueue[Reply]:
+        """Call a method of the host, and return where its reply will be; RequestError if it cannot be sent."""
+        data = messages.encoded(Call(name, args))
+        number, reply = next(self._numbers), SimpleQueue[Reply]()
+        self._replies[number] = reply
+        self._calls.append((number, data))
+        self._wake()
+        if self.error is not None:  # the thread may have ended before
+            self._replies.pop(number, None)
+            raise EngineDiedError(str(self.error))
+        return reply
+
+    def _wake(self) -> None:
+        """Have the thread send new events and calls."""
+        with contextlib.suppress(OSError):  # full, which wakes it as well; or closed
+            self._waker.send(b"x")
+
+    # As `CoreThread`
+
+    def start(self) -> None:
+        """Do nothing: the process drives its core by itself."""
+
+    def has_work(self) -> bool:
+        """Return whether deltas may come."""
+        return not self._is_over and (self.num_untaken > 0 or self.status.has_work)
+
+    @property
+    def num_untaken(self) -> int:
+        """Events that the core has not taken, as far as is known."""
+        return 0 if self._is_over else len(self._untaken) + len(self._events)
+
+    @property
+    def is_running(self) -> bool:
+        """True if deltas may come that somebody waits for."""
+        return self.has_work() and not self._is_paused
+
+    def wait(self, most_s: float | None) -> None:
+        """Wait for a message, for at most some seconds."""
+        if self._num_received - len(self.outbox) - self._num_acknowledged >= MAX_DELTAS // 2:
+            self._wake()
+        with contextlib.suppress(Empty):
+            self._news.get(timeout=most_s)
+
+    def pause(self) -> None:
+        """Have nobody wait for deltas until `resume`; the core goes on as far as it may."""
+        self._is_paused = True
+        self._tell()
+
+    def resume(self) -> None:
+        """Let deltas be waited for."""
+        self._is_paused = False
+
+    def _tell(self) -> None:
+        """Wake `wait`, now or the next time: replies come while nobody waits for deltas, any number of them."""
+        if self._news.empty():
+            self._news.put(None)
+
+    # The thread of the pipe
+
+    def _run(self, start: bytes) -> None:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        poll.register(self._wakes, select.POLLIN)
+        wakes = self._wakes.fileno()
+        try:
+            self._connection.send_bytes(start)
+            while not self._is_ending:
+                for handle, _ in poll.poll():
+                    if handle == wakes:
+                        self._wakes.recv(4096)
+                        self._send()
+                    else:
+                        self._take(messages.receive(self._connection))
+        except (EOFError, OSError):
+            pass
+        except BaseException as error:
+            logging.getLogger(__name__).exception("the engine's process is given up: a message could not be taken")
+            self._process.kill()
+            self.error = EngineDiedError(f"the engine's process was ended, as a message could not be taken: {error}")
+        self._end_all(self.error or self._death())
+
+    def _send(self) -> None:
+        if not hasattr(self, "started"):
+            return
+        num_delivered = self._num_received - len(self.outbox)
+        events = []
+        while self._events:
+            num_tokens, event = self._events[0]
+            self._untaken.append(num_tokens)  # first, as `has_work` does not know of it before
+            self.num_untaken_tokens += num_tokens
+            events.append(event)
+            self._events.popleft()
+        number, call = self._calls.popleft() if self._calls else (None, b"")
+        if events or number is not None or num_delivered - self._num_acknowledged >= MAX_DELTAS // 2:
+            self._num_acknowledged = num_delivered
+            messages.send(self._connection, ToCore(events, num_delivered, number))
+            if number is not None:
+                self._connection.send_bytes(call)
+        if self._calls:
+            self._wake()
+
+    def _reply(self, reply: Reply) -> None:
+        if (waiting := self._replies.pop(reply.number, None)) is not None:
+            waiting.put(reply)
+
+    def _take(self, message: FromCore | Started | Failed | Logged) -> None:
+        match message:
+            case FromCore(deltas, status, stats, steps, reply):
+                messages.take_stats(self.stats, stats)
+                self.steps.extend(StepStats(*step) for step in steps)
+                self.outbox.extend(messages.unpacked(delta) for delta in deltas if delta is not None)
+                self._num_received += len(deltas)
+                num_taken = status.num_taken - self.status.num_taken
+                self.status = status  # first: of events that it has not taken, `has_work` knows until then
+                for _ in range(num_taken):
+                    self.num_untaken_tokens -= self._untaken.popleft()
+                if reply is not None:
+                    self._reply(reply)
+                self._tell()
+            case Started():
+                self.started = message
+                self._ready.put(None)
+                self._wake()
+            case Failed(error):
+                self.error = error
+                self._is_ending = True
+            case Logged(record):
+                made = logging.makeLogRecord(record)
+                if (logger := logging.getLogger(made.name)).isEnabledFor(made.levelno):
+                    logger.handle(made)
+
+    def _death(self) -> EngineDiedError:
+        """Return the error of a process that has ended, or that ends."""
+        if self._is_ending:
+            return EngineDiedError("the engine's process was ended; start another engine")
+        try:
+            code = self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        how = f"with exit code {code}"
+        if code < 0:
+            how = f"by {signal.Signals(-code).name}" + (", as if memory were short" if code == -signal.SIGKILL else "")
+        message = f"the engine's process has ended {how}: no requests are served; start another engine"
+        logging.getLogger(__name__).error("%s", message)
+        return EngineDiedError(message)
+
+    def _end_all(self, error: BaseException) -> None:
+        """Tell everybody who waits that nothing comes any more."""
+        self.error = error
+        self.outbox.append(error)  # as does `send` from now on
+        self._is_over = True
+        empty = Occupancy(0, 0, 0, self.status.occupancy.num_pages)  # else a server might find its queue full
+        self.status = self.status._replace(has_work=False, occupancy=empty, num_waiting_tokens=0)
+        self.num_untaken_tokens = 0
+        self._ready.put(None)
+        for number, waiting in list(self._replies.items()):
+            waiting.put(Reply(number, None, EngineDiedError(str(error))))
+        self._tell()
+        self._close()
+
+    def _close(self) -> None:
+        for end in (getattr(self, "_connection", self._wakes), self._wakes, self._waker):
+            end.close()
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for link in list(_links):
+        link.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,133 @@
+"""Prompts: the forms that users may give, and the token ids they stand for."""
+
+from collections.abc import Collection, Mapping, Sequence
+from numbers import Integral
+
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.token_ids import TokenIds
+from jaxserve.errors import PromptTooLongError, RequestError
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, object]
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+def read_prompt(
+    prompt: Prompt,
+    cache_salt: str | None,
+    tokenizer: Tokenizer | None,
+    max_tokens: int | None = None,
+    *,
+    keeps_first: bool = False,
+) -> tuple[str | None, TokenIds, str | None]:
+    """Return the text if there is one, the token ids and the cache salt.
+
+    Args:
+        prompt: prompt as the user gave it.
+        cache_salt: salt of a prompt that brings none.
+        tokenizer: None where prompts must be token ids.
+        max_tokens: limit of tokens, of which the last ones are kept.
+        keeps_first: True to keep the first ones instead.
+
+    Raises:
+        RequestError: it is none of what a prompt can be.
+    """
+    if isinstance(prompt, Mapping):
+        if unknown := sorted(map(str, prompt.keys() - _PROMPT_KEYS)):
+            raise RequestError(f"a prompt takes the keys {sorted(_PROMPT_KEYS)}, got also {unknown}")
+        if not prompt.keys() & {"prompt", "prompt_token_ids"}:
+            raise RequestError("a prompt needs prompt or prompt_token_ids, got neither")
+        salt = prompt.get("cache_salt", cache_salt)
+        content = prompt.get("prompt_token_ids", prompt.get("prompt"))  # ids win: the text then is their source
+        text = prompt.get("prompt")
+    else:
+        content, salt, text = prompt, cache_salt, None
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"prompt must be a string, got {type(text).__name__}")
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be a string, got {salt!r}")
+    if isinstance(content, str):
+        if tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer; pass token ids, or drop skip_tokenizer_init")
+        return content, tokenizer.encode(content, max_tokens=max_tokens, keeps_first=keeps_first), salt
+    token_ids = _read_token_ids(content)
+    if max_tokens is not None:
+        token_ids = token_ids[:max_tokens] if keeps_first else token_ids[-max_tokens:]
+    return text, token_ids, salt
+
+
+def check_bound(text: str, tokenizer: Tokenizer, schedule: ScheduleConfig, advice: str = "") -> None:
+    """Raise PromptTooLongError for a text that has too many tokens, if that shows without encoding it."""
+    num_tokens = tokenizer.bound.num_tokens(text)
+    if num_tokens >= schedule.max_total_tokens:
+        raise prompt_too_long(schedule, num_tokens, is_bound=True, advice=advice)
+
+
+def prompt_too_long(
+    schedule: ScheduleConfig, num_tokens: int, *, is_bound: bool = False, advice: str = ""
+) -> PromptTooLongError:
+    """Return the error in the words that clients look for, to shorten their prompts or to choose another model.
+
+    Args:
+        schedule: sizes of the engine.
+        num_tokens: tokens of the prompt.
+        is_bound: True if it has at least this number.
+        advice: what to change besides the prompt.
+    """
+    most = schedule.max_total_tokens - 1  # of a prompt: the scheduler counts a token of output always
+    room = "" if schedule.pools else " and leave room for at least 1 output token"
+    return PromptTooLongError(
+        f"This model's maximum context length is {schedule.max_model_len} tokens. However, your prompt is too long: "
+        f"it has {'at least ' if is_bound else ''}{num_tokens} input tokens, and must have at most {most}{room}. "
+        f"Please reduce the length of the input prompt{advice}.",
+        num_tokens,
+        most,
+    )
+
+
+def _read_token_ids(content: object) -> TokenIds:
+    if callable(to_list := getattr(content, "tolist", None)):  # arrays of numpy, torch, jax and Python's own
+        content = to_list()
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise RequestError(f"a prompt must be a string or a list of token ids, got {type(content).__name__}")
+    if set(map(type, content)) <= {int}:  # the usual case, ten times faster than looking at each
+        return list(content)
+    for position, token_id in enumerate(content):
+        if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+            raise RequestError(f"token ids must be integers, got {token_id!r} at index {position}")
+    return [int(token_id) for token_id in content]
+
+
+def outside_vocabulary(name: str, ids: Collection[int], vocab_size: int) -> str:
+    """Return the message for ids of which some are outside the vocabulary: the first one and its index."""
+    outside = [(index, token_id) for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size]
+    index, token_id = outside[0]
+    place = f" at index {index}" if isinstance(ids, Sequence) else ""
+    others = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
+    return (
+        f"token ids in {name} must be in [0, {vocab_size}), got {token_id}{place}{others}; "
+        "that is out of vocabulary: take ids from this model's tokenizer"  # clients look for these three words
+    )
+
+
+def prompt_limit(params: SamplingParams, max_model_len: int, max_total_tokens: int) -> int | None:
+    """Return how many tokens to keep of a prompt, by `truncate_prompt_tokens`; None is all.
+
+    Args:
+        params: parameters of the request.
+        max_model_len: most tokens of a prompt and its output, for the model.
+        max_total_tokens: the same for the scheduler, which counts an output even where the model pools.
+
+    Raises:
+        RequestError: the model has no room for so many.
+    """
+    wanted = params.truncate_prompt_tokens
+    if wanted == -1:
+        return max(1, max_total_tokens - (params.max_tokens or 1))
+    if wanted is not None and wanted > max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens must be at most max_model_len {max_model_len}, got {wanted}; -1 keeps what fits"
+        )
+    return wanted

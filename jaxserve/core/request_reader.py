@@ -1,0 +1,266 @@
+"""RequestReader: from what users ask for to requests of the scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.pooling_params import Pooler, PoolingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.token_ids import TokenIds
+from jaxserve.core.grammars import Grammars
+from jaxserve.core.growing_outputs import RequestGroup
+from jaxserve.core.prompt import (
+    Prompt,
+    check_bound,
+    outside_vocabulary,
+    prompt_limit,
+    prompt_too_long,
+    read_prompt,
+)
+from jaxserve.errors import RequestError, brief
+from jaxserve.scheduling.request import Request
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.text.bad_words import encode_bad_words
+from jaxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+LARGEST_PRIORITY = 2**31 - 1
+
+
+class RequestReader:
+    """Checks of requests, and their prompts, seeds and constraints. May be used from any thread.
+
+    Args:
+        config: model and options.
+        schedule: resolved sizes of steps and pool.
+        tokenizer: None where prompts must be token ids.
+        vocab_size: tokens of the model.
+        max_position: tokens that the model was made for.
+        hidden_size: elements of a hidden state.
+        eos_ids: tokens that end an output.
+        check_fits: function that raises RequestError for a request that could not run to its end even alone.
+        pooler: pooling of a model that pools; None if it generates.
+        is_lock_step: True if other processes run the same steps.
+
+    Attributes:
+        eos_ids: tokens that end an output.
+        grammars: constraints of outputs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        schedule: ScheduleConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_position: int,
+        hidden_size: int,
+        eos_ids: frozenset[int],
+        check_fits: Callable[[Request], None],
+        pooler: Pooler | None = None,
+        is_lock_step: bool = False,
+    ) -> None:
+        self._config, self._schedule, self._tokenizer = config, schedule, tokenizer
+        self._vocab_size, self._max_position, self._hidden_size = vocab_size, max_position, hidden_size
+        self.eos_ids, self._check_fits, self._pooler = eos_ids, check_fits, pooler
+        self.grammars = Grammars(lambda: tokenizer, vocab_size, eos_ids, is_lock_step=is_lock_step)
+        self._seeds = random.Random(config.seed)
+        self._arrivals = itertools.count()
+        self._has_told_of_cut = False
+
+    def read(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        cache_salt: str | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        *,
+        shares_last_page: bool = False,
+    ) -> RequestGroup:
+        """Return a request whose parameters are checked and whose prompt is read; nothing is queued.
+
+        Args:
+            request_id: name of the request.
+            prompt: prompt of the request.
+            params: parameters of the request, of the kind that the model needs.
+            cache_salt: only requests with the same salt share cached pages.
+            tenant: name of whom it is for; tenants get equal service.
+            priority: class; requests of a lower number go first.
+            shares_last_page: see `Request`.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        params, pooling = self._read_params(params)
+        limit = prompt_limit(params, self._schedule.max_model_len, self._schedule.max_total_tokens)
+        if limit is None:
+            self.check_text(prompt.get("prompt") if isinstance(prompt, Mapping) else prompt)
+        keeps_first = params.truncation_side == "right"
+        text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit, keeps_first=keeps_first)
+        self._check(token_ids, params)
+        self._check_priority(priority)
+        requests = self._expand(request_id, token_ids, params, salt, tenant, priority)
+        for request in requests:
+            request.shares_last_page = shares_last_page
+        _check_some_allowed(requests[0])
+        self._check_fits(requests[0])  # its siblings then fit as well, and any replica has room
+        return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)
+
+    def _read_params(self, params: SamplingParams | PoolingParams) -> tuple[SamplingParams, PoolingParams | None]:
+        """Return the parameters of the scheduler's request, checked anew as the caller may have changed them.
+
+        Those of a request to a model that pools come with it.
+        """
+        if isinstance(params, PoolingParams):
+            if self._pooler is None:
+                raise RequestError(
+                    "this engine generates text, and a vector was asked for; "
+                    "start one with runner='pooling', which makes embeddings of any model"
+                )
+            params = dataclasses.replace(params)
+            self._pooler.check(params, self._hidden_size)
+            return params.sampling_params(), params
+        if self._pooler is not None:
+            raise RequestError(
+                f"this engine pools ({self._pooler.task}), and text was asked for; use its {self._pooler.task}, "
+                "or start one with runner='generate' for a model with a matrix of logits"
+            )
+        return params.clone(), None
+
+    def _check(self, token_ids: TokenIds, params: SamplingParams) -> None:
+        longest, vocab = self._schedule.max_total_tokens, self._vocab_size
+        if not token_ids:
+            raise RequestError("a prompt must have at least 1 token, got 0; begin it with any text or token")
+        if len(token_ids) >= longest:
+            raise prompt_too_long(self._schedule, len(token_ids), advice=self._advice_on_length())
+        named = {
+            "prompt": token_ids,
+            "stop_token_ids": params.stop_token_ids or (),
+            "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
+        for name, ids in named.items():
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                raise RequestError(outside_vocabulary(name, ids, vocab))
+        self._check_logprobs(params)
+        if params.bad_words and self._tokenizer is None:
+            raise RequestError("bad_words need a tokenizer; use logit_bias, or drop skip_tokenizer_init")
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids, or drop skip_tokenizer_init")
+
+    def check_text(self, prompt: object) -> None:
+        """Raise RequestError for a text that has too many tokens for a prompt, if that shows without encoding it."""
+        if self._tokenizer is not None and isinstance(prompt, str):
+            check_bound(prompt, self._tokenizer, self._schedule, self._advice_on_length())
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most, vocab = self._config.max_logprobs, self._vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name) or 0
+            if (vocab if asked == -1 else asked) > (vocab if most == -1 else most):
+                raise RequestError(
+                    f"{name} must be at most max_logprobs of the engine, or the size of the vocabulary, got {asked} "
+                    f"with max_logprobs {most} and {vocab} tokens; start the engine with max_logprobs={asked}"
+                )
+
+    def _check_priority(self, priority: object) -> None:
+        if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > LARGEST_PRIORITY:
+            raise RequestError(
+                f"priority must be an integer of at most {LARGEST_PRIORITY} either way, got {priority!r}"
+            )
+        if priority and self._config.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority needs an engine with scheduling_policy='priority', got {priority} with "
+                f"{self._config.scheduling_policy!r}; start it with that, or drop priority"
+            )
+
+    def _advice_on_length(self) -> str:
+        most = self._max_position
+        return f" or raise max_model_len, {most} at most" if self._schedule.max_model_len < most else ""
+
+    def _expand(
+        self,
+        request_id: str,
+        token_ids: TokenIds,
+        params: SamplingParams,
+        salt: str | None,
+        tenant: str,
+        priority: int,
+    ) -> list[Request]:
+        """Return the `n` requests of the scheduler; siblings find their prompt's pages in the prefix cache."""
+        seed, arrival = params.seed if params.seed is not None else self._seeds.getrandbits(63), next(self._arrivals)
+        limit = self._schedule.max_total_tokens
+        if params.max_tokens is not None:
+            wanted = len(token_ids) + params.max_tokens
+            if wanted > limit and self._pooler is None:
+                self._tell_of_cut(len(token_ids), params.max_tokens)
+            limit = min(limit, wanted)
+        else:  # all that there is room for; the last token is never computed, and so needs none
+            most = self._schedule.kv_groups.most_tokens(self._schedule.num_shard_pages)
+            limit = limit if most is None else min(limit, most + 1)
+        form = params.structured_outputs
+        eos = frozenset() if params.ignore_eos and form is None else self.eos_ids
+        stop_ids = eos | frozenset(params.stop_token_ids or ())
+        bad_sequences: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words and self._tokenizer:
+            encode = partial(self._tokenizer.encode, add_special_tokens=False)
+            bad_sequences = encode_bad_words(params.bad_words, encode, self._tokenizer.bound)
+        reads_cache = self._pooler is None or self._pooler.reads_prefix_cache
+        namespace = f"user:{salt or ''}" if self._config.enable_prefix_caching else f"private:{arrival}"
+        return [
+            Request(
+                request_id=f"{request_id}#{index}",
+                prompt_token_ids=token_ids,
+                params=params,
+                seed=seed + index,
+                max_total_tokens=limit,
+                stop_ids=stop_ids,
+                bad_sequences=bad_sequences,
+                salt=namespace.encode(errors="surrogatepass"),
+                tenant=tenant,
+                priority=priority,
+                arrival_s=time.monotonic(),
+                read_prefix_cache=reads_cache and (index > 0 or params.prompt_logprobs is None),
+                waits_for_tokens=form is not None,
+                may_be_extended=form is not None and form.append_forced_tokens,
+                constraint=self.grammars.constraint(params, stop_ids, tenant),
+                arrival=arrival,
+            )
+            for index in range(params.n)
+        ]
+
+    def _tell_of_cut(self, prompt_len: int, max_tokens: int) -> None:
+        """Log that an output may end at the model's length: as a warning the first time, as requests may be many."""
+        limit, is_first = self._schedule.max_model_len, not self._has_told_of_cut
+        self._has_told_of_cut = True
+        logger.log(
+            logging.WARNING if is_first else logging.INFO,
+            "a prompt of %d tokens and max_tokens=%d exceed max_model_len=%d: the output ends after %d tokens at most, "
+            "with finish_reason 'length'%s",
+            *(prompt_len, max_tokens, limit, limit - prompt_len),
+            f"; lower max_tokens{self._advice_on_length()}. Further requests are not warned of" if is_first else "",
+        )
+
+
+def _check_some_allowed(request: Request) -> None:
+    """RequestError where every token may be forbidden, so that there would be none to sample."""
+    p = request.params
+    if p.allowed_token_ids is None:
+        return
+    forbidden = {sequence[-1] for sequence in request.bad_sequences} | (request.stop_ids if p.min_tokens else set())
+    if forbidden.issuperset(p.allowed_token_ids):
+        raise RequestError(
+            "allowed_token_ids must have an id that neither ends the output, where min_tokens forbids that, nor a bad "
+            f"word, got {brief(p.allowed_token_ids)}; allow more"
+        )

@@ -1,0 +1,191 @@
+"""Step statistics, written while the device runs a later step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.api.metrics import (
+    Counts,
+    EngineStats,
+    LayerCounts,
+    StepStats,
+)
+from jaxserve.scheduling.executor import Executor, RoundCounts, StepHandle
+from jaxserve.scheduling.step_costs import attention_cost
+from jaxserve.scheduling.step_plan import StepPlan
+from jaxserve.scheduling.step_time import StepTime
+
+if TYPE_CHECKING:
+    from jaxserve.models.arch import ArchConfig
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step from its dispatch on."""
+
+    plan: StepPlan
+    handle: StepHandle
+    bucket: int
+    planned_s: float  # start of its planning
+    is_scout: bool = False  # few of its rows draft, to show how much is accepted
+
+    @property
+    def host_s(self) -> float:
+        """Seconds for planning, packing and dispatch."""
+        return self.handle.launched_s - self.planned_s
+
+
+class _Ended(NamedTuple):
+    step: InFlight
+    num_sampled: NDArray[np.int64]  # [R]: tokens
+    device_s: float
+    wall_s: float
+    end_s: float
+    rounds: RoundCounts | None
+    expert_tokens: NDArray[np.int32] | None
+
+
+class StepStatsWriter:
+    """Totals and statistics of each step: `ended` takes the time, `write` does the sums when there is time for it.
+
+    Args:
+        arch: sizes of one device's part of the model.
+        executor: executor of the steps.
+        stats: totals since start, to which others may add too.
+
+    Attributes:
+        stats: totals since start.
+        last_step: statistics written last.
+        last_end_s: end of the last step, by the executor's clock.
+        step_time: how long steps take.
+    """
+
+    def __init__(self, arch: ArchConfig, executor: Executor, stats: EngineStats) -> None:
+        self.stats = stats
+        self.last_step: StepStats | None = None
+        self.last_end_s = 0.0
+        flops = executor.costs.flops
+        self.step_time = StepTime(row_factor=flops(1, 1, 0) / flops(1, 0, 0))
+        self._arch, self._executor = arch, executor
+        self._device_free_s = 0.0
+        self._unwritten: list[_Ended] = []
+
+    def ended(
+        self,
+        step: InFlight,
+        num_sampled: NDArray[Any],
+        now_s: float,
+        rounds: RoundCounts | None = None,
+        expert_tokens: NDArray[np.int32] | None = None,
+    ) -> None:
+        """Note that the result of a step is there, and the number of tokens that each row sampled.
+
+        Device time is from dispatch, or from the end of the step before, to result.
+        """
+        free_s, self._device_free_s = self._device_free_s, max(now_s, self._device_free_s)
+        device_s = max(now_s - max(step.handle.launched_s, free_s), 0.0)
+        wall_s = max(now_s - max(step.planned_s, free_s), 0.0)
+        self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s, rounds, expert_tokens))
+
+    def write(self, num_waiting: int) -> list[StepStats]:
+        """Add all steps that have ended to the totals; return their statistics."""
+        ended, self._unwritten = self._unwritten, []
+        written = []
+        for step in ended:
+            statistics = self._statistics(step, num_waiting)
+            self.stats.add(statistics)
+            self.step_time.ended(
+                step.wall_s,
+                num_prefill_tokens=statistics.num_prefill_tokens,
+                num_rows=step.step.plan.num_decode_tokens,
+                num_steps=statistics.num_steps,
+                num_sampled=None if statistics.num_prefill_tokens else int(step.num_sampled.sum()),
+                num_cached_tokens=statistics.num_cached_tokens,
+            )
+            self.last_step, self.last_end_s = statistics, step.end_s
+            written.append(statistics)
+        return written
+
+    def _statistics(self, ended: _Ended, num_waiting: int) -> StepStats:
+        step, num_sampled, device_s, wall_s, _, rounds, expert_tokens = ended
+        plan, bucket, arch, costs = step.plan, step.bucket, self._arch, self._executor.costs
+        page_size, num_axis_tokens = self._executor.schedule.page_size, bucket
+        if rounds is None:
+            work = _work(plan, num_sampled, page_size)
+        else:
+            work = _speculative_work(plan, rounds, page_size)
+            num_axis_tokens *= self._executor.schedule.max_nodes + 1
+        attention = attention_cost(work.start, work.num_tokens, arch.attended_windows)
+        num_rows, num_steps = self._executor.schedule.num_rows(bucket), work.num_steps
+        num_tokens, num_shares = int(work.num_tokens.sum()), len(arch.attended_windows) * arch.num_data_shards
+        return StepStats(
+            step_id=plan.step_id,
+            num_steps=num_steps,
+            num_rows=plan.num_rows,
+            num_tokens=num_tokens,
+            num_padding_tokens=num_axis_tokens * num_steps - num_tokens,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_decode_tokens=num_tokens - plan.num_prefill_tokens,
+            num_cached_tokens=plan.num_cached_tokens,
+            num_preemptions=len(plan.preempted),
+            num_pages_used=plan.num_pages_used,
+            num_slack_tokens=work.num_slack_tokens * self._executor.schedule.kv_groups.size,
+            num_waiting=num_waiting,
+            host_ms=step.host_s * 1e3,
+            device_ms=device_s * 1e3,
+            wall_ms=wall_s * 1e3,
+            weight_bytes=costs.weight_bytes(num_axis_tokens, -(-num_tokens // num_steps)) * num_steps,
+            kv_bytes=attention.num_kv_tokens * costs.kv_token_bytes // num_shares,
+            flops=costs.flops(num_axis_tokens * num_steps, num_rows * num_steps, attention.num_scores),
+            num_drafted_tokens=0 if rounds is None else int(rounds.drafted.sum()),
+            num_accepted_tokens=0 if rounds is None else int(rounds.accepted.sum()),
+            num_draft_rounds=0 if rounds is None else int((rounds.drafted > 0).sum()),
+            accepted_per_position=Counts() if rounds is None else _by_position(rounds.accepted),
+            expert_tokens=LayerCounts() if expert_tokens is None else LayerCounts.of(expert_tokens.tolist()),
+        )
+
+
+def _by_position(accepted: NDArray[np.int32]) -> Counts:
+    """Return the number of rounds that accepted the drafted token at each position."""
+    most = int(accepted.max(initial=0))
+    return Counts(tuple(int((accepted > position).sum()) for position in range(most)))
+
+
+class _Work(NamedTuple):
+    """Work of a step."""
+
+    start: NDArray[np.int64]  # per row, and per row and round beyond the first: tokens before those computed
+    num_tokens: NDArray[np.int64]  # computed
+    num_steps: int  # rounds
+    num_slack_tokens: int  # positions of all rows' last pages that nothing is in afterwards
+
+
+def _speculative_work(plan: StepPlan, rounds: RoundCounts, page_size: int) -> _Work:
+    """Work of the model in rounds with drafts; that of the proposer does not count."""
+    num_rows = plan.num_rows
+    drafted, sampled = rounds.drafted[:num_rows], rounds.sampled[:num_rows]
+    before = np.cumsum(sampled, axis=1) - sampled
+    takes_part = sampled > 0
+    starts = np.array(plan.starts, np.int64)[:, None] + before  # an upper bound, as the plan's is
+    end = np.array(plan.starts, np.int64) + sampled.sum(axis=1)
+    slack = int((-end % page_size).sum())
+    num_rounds = max(int(takes_part.any(axis=0).sum()), 1)
+    return _Work(starts[takes_part], (drafted + 1)[takes_part].astype(np.int64), num_rounds, slack)
+
+
+def _work(plan: StepPlan, num_sampled: NDArray[Any], page_size: int) -> _Work:
+    start, count = np.array(plan.starts, np.int64), np.array(plan.counts, np.int64)
+    # A row that had stopped before has computed nothing.
+    count = np.where((num_sampled == 0) & (np.array(plan.max_new) > 0), 0, count)
+    end, num_steps = start + count, max(int(num_sampled.max()), 1)
+    slack = int((-(end + np.maximum(num_sampled, 1) - 1) % page_size).sum())
+    if num_steps > 1:
+        rounds = np.arange(1, num_steps)[:, None]
+        later = rounds < num_sampled  # [rounds, R]
+        start = np.concatenate([start, (start + rounds)[later]])
+        count = np.concatenate([count, np.ones(len(start) - len(count), np.int64)])
+    return _Work(start, count, num_steps, slack)

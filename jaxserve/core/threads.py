@@ -1,0 +1,184 @@
+"""EngineThreads: the core and its frontend, each in a thread of its own, for as long as there is something to do.
+
+The core's thread plans, launches and reads. The other one brings outputs up to date, finds stop strings and calls
+listeners, while the device works. Callers on any thread submit, wait and cancel.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from jaxserve.core.callback_threads import Wakes
+from jaxserve.core.core_thread import LOOK_S
+
+if TYPE_CHECKING:
+    from jaxserve.assembly.engine import Engine
+    from jaxserve.core.events import Event
+    from jaxserve.core.frontend import Listener
+    from jaxserve.core.growing_outputs import RequestGroup
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 30.0  # time that the end of the process waits for the threads
+
+
+class EngineThreads:
+    """Drives an engine while requests are unfinished, for callers on any threads.
+
+    A caller may be interrupted anywhere, these threads are not: what a caller shares with others changes by single
+    calls of queues and dicts, and its locks are those that CPython releases whenever an interrupt comes. So callers
+    start the frontend's thread alone, which has the core driven.
+
+    Args:
+        engine: engine that nobody else steps while requests of these callers are unfinished.
+
+    Attributes:
+        wakes: turns of the threads that stream.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._driver = engine, engine.host.driver
+        self._thread = 0  # the frontend's thread; 0 if there is none
+        self._lock = threading.Lock()  # guards `_thread`, and the start of a pause
+        self._pause = threading.Lock()  # held by whoever has the engine for itself
+        self._pauser = 0  # thread that did so last
+        self.wakes = Wakes()
+        self._is_paused = self._is_stopped = False
+        self._is_wanted = False  # True if requests of these callers are unfinished
+        _stop_at_exit(self)
+
+    def submit(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
+        """Queue requests from `RequestReader.read`; `listener` is called on another thread, and may submit more.
+
+        Raises:
+            RequestError: the engine sleeps or has no weights.
+            RuntimeError: the engine is closed.
+        """
+        is_own = self._is_own_thread()  # a pause waits for this very thread, or is its own
+        if self._is_stopped and not is_own:
+            raise RuntimeError("the process is ending: no requests are served any more")
+        with contextlib.nullcontext() if is_own else self._pause:
+            if not is_own:
+                self._is_paused, self._pauser = self._is_stopped, 0  # an interrupt may have come at the end of a pause
+                self._driver.resume()
+            self._engine.host.check_serve()
+            try:
+                for group in groups:
+                    self._engine.frontend.start(group, listener)
+            finally:  # requests queued ahead of an interrupt are there to be cancelled
+                self._is_wanted = True
+                self._start()
+
+    def send(self, event: Event) -> None:
+        """Leave an event for the core. From any thread."""
+        self._engine.host.send(event)
+        self._is_wanted = True
+        self._start()
+
+    @contextmanager
+    def paused(self, *, settles: bool = True) -> Iterator[Engine]:
+        """Have the engine for the caller's thread alone, between two steps. Requests that come meanwhile wait.
+
+        Args:
+            settles: take events and bring outputs up to date first, for which the core has to answer.
+        """
+        if self._is_own_thread():
+            raise RuntimeError("a listener must not wait for the engine's threads, as it runs on one; use another one")
+        with self._pause:
+            try:
+                self._pauser = threading.get_ident()
+                self._stop_threads()
+                if settles:
+                    self._engine.settle()
+                yield self._engine
+            finally:
+                self._pauser = 0
+                self._is_paused = self._is_stopped
+                self._driver.resume()
+                self._start()
+
+    def _is_own_thread(self) -> bool:
+        own = threading.get_ident()
+        return own == self._thread or (own == self._pauser and self._pause.locked())
+
+    def stop(self) -> None:
+        """End the threads after the step at hand, for good."""
+        self._is_stopped = True
+        self._stop_threads(PATIENCE_S)
+        self._driver.resume()  # others may use it
+
+    def _stop_threads(self, most_s: float = math.inf) -> None:
+        with self._lock:
+            self._is_paused = True
+        self._driver.pause()
+        until_s = time.monotonic() + most_s
+        while (self._thread or self._driver.is_running) and time.monotonic() < until_s:
+            time.sleep(LOOK_S)
+
+    def _start(self) -> None:
+        """Have a frontend's thread, unless there is one; one too many ends at once."""
+        if self._is_wanted and not self._is_paused and not self._thread:
+            threading.Thread(target=self._run, name="jaxserve frontend", daemon=True).start()
+
+    def _run(self) -> None:
+        with self._lock:
+            if self._is_paused or self._thread:
+                return
+            self._thread = threading.get_ident()
+        driver, frontend, outbox = self._driver, self._engine.frontend, self._engine.host.outbox
+        wait_s: float | None = None
+        runs = True
+        while runs:
+            is_alone = False  # True if nobody can drive the core
+            try:
+                is_alone = not self._drive()
+                if driver.is_running:
+                    driver.wait(wait_s)
+                frontend.deliver()
+            except BaseException:
+                logger.exception("requests are ended: their outputs could not be assembled")
+            with self._lock:
+                has_work = frontend.has_unfinished() if is_alone else driver.has_work()
+                runs = driver.is_running or bool(outbox) or (has_work and not self._is_paused)
+                wait_s = self.wakes.wake(is_last=not runs)
+                if not runs:
+                    self._is_wanted, self._thread = has_work, 0
+        if driver.has_work() if not is_alone else frontend.has_unfinished():  # callers have seen this thread
+            self._is_wanted = True
+            self._start()
+
+    def _drive(self) -> bool:
+        """Have the core driven; False if that cannot be, and all requests are ended."""
+        try:
+            self._driver.start()
+        except RuntimeError as error:
+            self._engine.frontend.abandon_all(error)
+            return False
+        return True
+
+
+_threads: weakref.WeakSet[EngineThreads] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_threads.clear)  # a fork has no threads to wait for
+
+
+def _stop_at_exit(threads: EngineThreads) -> None:
+    """Stop threads ahead of runners, which are closed at exit, and of jax's clean-up."""
+    atexit.unregister(_stop_all)
+    atexit.register(_stop_all)
+    _threads.add(threads)
+
+
+def _stop_all() -> None:
+    for threads in list(_threads):
+        threads.stop()

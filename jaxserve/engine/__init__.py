@@ -1,1 +1,0 @@
-"""The engine, in the order a request meets it: scheduler, page pool and prefix cache, batch, runner, step."""

@@ -1,0 +1,87 @@
+"""Step of a model that pools: chunks of prompts in, vectors out. Nothing is sampled, and no row comes to decode.
+
+A request has room for one token beyond its prompt. The step that computes the last of the prompt gives a vector in the
+place of that token, which ends the request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxserve.api.pooling_params import PoolingKind
+from jaxserve.execution.round import Model, StepOutput, begin, run_model, with_counts
+from jaxserve.execution.rows import Rows, Tokens, place_tokens, planned_rows, state_rows
+from jaxserve.execution.state import CLIPPED, ServeState
+from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.models.pooling_heads import HEAD
+
+if TYPE_CHECKING:
+    from jaxserve.execution.batch import BatchLayout
+    from jaxserve.execution.step import Program
+    from jaxserve.models.params import Params
+
+
+def make_pooling_step(model: Model, layout: BatchLayout) -> Program:
+    """Return the step of one bucket; see `make_serve_step`."""
+    assert model.arch.pooler is not None, "a model that pools has a pooler"
+    kind, has_head = model.arch.pooler.kind, model.arch.pooler.num_labels > 0
+
+    def pooling_step(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
+        state, batch = begin(state, layout, blob)
+        sequences = state.sequences
+        rows = planned_rows(sequences, batch, jnp.int32(0))
+        row, _, before, live = place_tokens(rows, layout.num_tokens)
+        planned = jnp.arange(layout.num_tokens, dtype=jnp.int32)  # no row has stopped
+        token_ids = jnp.maximum(batch.token_ids, 0)
+        tokens = Tokens(row, before.history, before.position, live, planned, token_ids)
+        hidden, _, state = run_model(
+            params, state, rows, tokens, batch.num_rows, model, state_rows=state_rows(batch, rows, tokens)
+        )
+        with jax.named_scope("pool"):
+            pooled, kept = pool(hidden, rows, tokens, state.pooled, kind)
+            if has_head:
+                pooled = linear(pooled.astype(hidden.dtype), params[HEAD], LinearContext(dtype=jnp.float32))
+        S = sequences.length.shape[0]  # out of range, dropped
+        length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.end.history, mode="drop")
+        sequences = dataclasses.replace(sequences, length=length)
+        state = dataclasses.replace(state, sequences=sequences, pooled=kept)
+        counted = jnp.stack([rows.samples.astype(jnp.int32), jnp.zeros_like(rows.slot)], axis=1)
+        empty = jnp.zeros((0, 0), jnp.int32)
+        return with_counts(state, StepOutput(counted, empty[:, None], empty, pooled))
+
+    return pooling_step
+
+
+def pool(
+    hidden: Float[Array, "T D"], rows: Rows, tokens: Tokens, kept: Float[Array, "S D"] | None, kind: PoolingKind
+) -> tuple[Float[Array, "R D"], Float[Array, "S D"] | None]:
+    """Return the vectors of the rows, and what is kept by slot for the later chunks of prompts.
+
+    Args:
+        hidden: hidden states of the step's tokens.
+        rows: rows of the step.
+        tokens: tokens of the step.
+        kept: results of earlier chunks: sums for the mean, the first hidden state for CLS; None for LAST.
+        kind: tokens that count.
+    """
+    if kept is None:
+        return hidden.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED).astype(jnp.float32), None
+    first, earlier = rows.start.history == 0, kept.at[rows.slot].get(**CLIPPED)
+    if kind is PoolingKind.CLS:
+        own = hidden.at[rows.cu_q_lens[:-1]].get(**CLIPPED).astype(jnp.float32)
+        total = jnp.where(first[:, None], own, earlier)
+    else:
+        R = rows.slot.shape[0]
+        is_of_row = (jnp.arange(R)[:, None] == tokens.row[None, :]) & tokens.live[None, :]
+        # A product and not a scatter, whose order of additions varies on a GPU.
+        own = jnp.dot(is_of_row.astype(jnp.float32), hidden.astype(jnp.float32), precision=lax.Precision.HIGHEST)
+        total = own + jnp.where(first[:, None], 0.0, earlier)
+    place = jnp.where(rows.q_lens > 0, rows.slot, kept.shape[0])
+    kept = kept.at[place].set(total, mode="drop")
+    return total if kind is PoolingKind.CLS else total / jnp.maximum(rows.end.history, 1)[:, None], kept

@@ -1,0 +1,189 @@
+"""Inputs of sampling besides the logits: one entry per row of the step, and one table by slot that outlives steps."""
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, no_type_check, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+from numpy.typing import DTypeLike, NDArray
+
+from jaxserve.scheduling.request import Request
+
+GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in vLLM
+
+
+class RowParameter:
+    """Parameter of each row of SamplingRows: a column of its records, which the host packs from requests.
+
+    Args:
+        dtype: dtype of one entry; whole words of 4 bytes.
+        source: attribute of Request that has the entry; by default the sampling parameter of the same name.
+    """
+
+    def __init__(self, dtype: DTypeLike, source: str = "") -> None:
+        self.dtype, self.source = np.dtype(dtype), source
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name, self.source = name, self.source or f"params.{name}"
+
+    @overload
+    def __get__(self, rows: None, owner: type) -> "RowParameter": ...
+    @overload
+    def __get__(self, rows: "SamplingRows", owner: type) -> Array: ...
+    def __get__(self, rows: "SamplingRows | None", owner: type) -> "Array | RowParameter":
+        """Return the entries of all rows, [R] or [R, n], floats by their bits; of the class, return the parameter."""
+        if rows is None:
+            return self
+        assert SAMPLING_RECORD.fields is not None, "a record has fields"
+        first = SAMPLING_RECORD.fields[self.name][1] // 4
+        words = rows.records[:, first : first + self.dtype.itemsize // 4]
+        column = words if self.dtype.base == np.int32 else lax.bitcast_convert_type(words, self.dtype.base)
+        return column if self.dtype.shape else column[:, 0]
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@struct.dataclass
+class SamplingRows:
+    """Rows of one step as sampling sees them, R entries each. Rows that are not `live` may hold garbage.
+
+    Parameters are columns of the records, read where they are used. As separate arrays each would be an operand of a
+    branch, for which XLA compiles and runs a kernel even if the branch is not taken.
+
+    Attributes:
+        records: words of SAMPLING_RECORD, possibly followed by others.
+        history_len: tokens before the one to sample, which is its index in the token history.
+        live: False for padding and for rows whose sample is not used.
+    """
+
+    records: Int[Array, "R words"]
+    history_len: Int[Array, " R"]
+    live: Bool[Array, " R"]
+
+    slot = RowParameter(np.int32, "slot")  # slot of the row in `SlotTable`
+    top_k = RowParameter(np.int32)  # number of largest logits to keep; 0 or less keeps all
+    min_history_len = RowParameter(np.int32, "min_position")  # fewest tokens after which stop ids are not masked
+    # 1 for rows to which the bias, the bad words and the allowed tokens of their slot apply, 2 if only the last do
+    use_bias = RowParameter(np.int32, "bias_kind")
+    seed = RowParameter((np.uint32, 2), "seed_words")  # low and high word of the request's 64-bit seed
+    temperature = RowParameter(np.float32)  # divisor of the logits; below 1e-5 the row is greedy
+    top_p = RowParameter(np.float32)  # probability mass that the kept most likely tokens must reach; 1 keeps all
+    min_p = RowParameter(np.float32)  # least probability to keep, as a share of the most likely token's; 0 keeps all
+    presence_penalty = RowParameter(np.float32)  # number subtracted once from the logits of tokens in the output
+    frequency_penalty = RowParameter(np.float32)  # number subtracted for every occurrence in the output
+    # divisor of positive and factor of negative logits of tokens in prompt or output
+    repetition_penalty = RowParameter(np.float32)
+
+    @property
+    def is_sampled(self) -> Bool[Array, " R"]:
+        """Mask of live rows that are not greedy."""
+        return self.live & (self.temperature >= GREEDY_TEMPERATURE)
+
+    @property
+    def is_biased(self) -> Bool[Array, " R"]:
+        """Mask of live rows with a logit bias, allowed tokens or bad words."""
+        return self.live & (self.use_bias > 0)
+
+    @property
+    def has_biased_ids(self) -> Bool[Array, " R"]:
+        """Mask of live rows with a logit bias or bad words."""
+        return self.live & (self.use_bias == 1)
+
+    @property
+    def is_masked(self) -> Bool[Array, " R"]:
+        """Mask of live rows that may not stop yet."""
+        return self.live & (self.history_len < self.min_history_len)
+
+    @property
+    def is_penalised(self) -> Bool[Array, " R"]:
+        """Mask of live rows that ask for any penalty."""
+        asked = (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
+        return self.live & asked
+
+
+_PARAMETERS = [value for value in vars(SamplingRows).values() if isinstance(value, RowParameter)]
+SAMPLING_RECORD = np.dtype([(parameter.name, parameter.dtype) for parameter in _PARAMETERS])
+RECORD_WORDS = SAMPLING_RECORD.itemsize // 4
+_read_record = attrgetter(*(parameter.source for parameter in _PARAMETERS))
+
+
+def pack_records(requests: Sequence[Request]) -> NDArray[np.int32]:
+    """Return the words of SAMPLING_RECORD of each request, [R, words]."""
+    records = np.array(list(map(_read_record, requests)), SAMPLING_RECORD)
+    return records.view(np.int32).reshape(len(requests), RECORD_WORDS)
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@struct.dataclass
+class SlotTable:
+    """Per-request device state, S slots; a request keeps its slot while it runs.
+
+    Attributes:
+        token_history: tokens of the request, C at most; entries from the row's `history_len` on are stale.
+        token_counts: counts in the form of `penalties.count_tokens` for each token of the vocabulary, or of one
+        device's part of it, and possibly of some beyond; stale for requests without penalties.
+        prompt_len: tokens of the prompt, after which the output begins.
+        allowed: bits of the tokens that may be sampled, see `token_mask.pack_mask`; of one device's part too.
+        bad_words: token ids of each bad word, padded in front with -1.
+        bias_ids: token ids with a logit bias, each at most once; padded with -1.
+        bias_values: biases of those tokens' logits.
+        stop_ids: ids that end the output, masked before `min_history_len`; padded with -1.
+    """
+
+    token_history: Int[Array, "S C"]
+    token_counts: Int[Array, "S V"]
+    prompt_len: Int[Array, " S"]
+    allowed: UInt32[Array, "S W"]
+    bad_words: Int[Array, "S N L"]
+    bias_ids: Int[Array, "S B"]
+    bias_values: Float[Array, "S B"]
+    stop_ids: Int[Array, "S E"]
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@struct.dataclass
+class SlotRow:
+    """A request as the host writes it to its slot of the table.
+
+    Attributes:
+        token_ids: all known tokens, the prompt first; padded with -1.
+        prompt_len: tokens of the prompt.
+        allowed: bits of the allowed tokens of the whole vocabulary.
+        bad_words: see `SlotTable`, as for the following fields.
+    """
+
+    token_ids: Int[Array, " C"]
+    prompt_len: Int[Array, ""]
+    allowed: UInt32[Array, " W"]
+    bad_words: Int[Array, "N L"]
+    bias_ids: Int[Array, " B"]
+    bias_values: Float[Array, " B"]
+    stop_ids: Int[Array, " E"]
+
+
+def by_blocks(compute: Callable[[Any], Any], rows: Any, block: int) -> Any:
+    """Return `compute(rows)`, computed for `block` rows at a time to bound its temporary memory.
+
+    Args:
+        compute: function from arrays with entries per row to arrays with entries per row; rows must be independent.
+        rows: pytree of such arrays.
+        block: rows at a time, if there are more.
+    """
+    num_rows = jax.tree.leaves(rows)[0].shape[0]
+    if num_rows <= block:
+        return compute(rows)
+
+    def one(start: Array) -> Any:
+        return compute(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, block), rows))
+
+    def body(index: Array, out: Any) -> Any:
+        start = jnp.minimum(index * block, num_rows - block)
+        return jax.tree.map(lambda to, x: lax.dynamic_update_slice_in_dim(to, x, start, 0), out, one(start))
+
+    shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
+    empty = jax.tree.map(lambda s: jnp.zeros((num_rows, *s.shape[1:]), s.dtype), shapes)
+    return lax.fori_loop(0, -(-num_rows // block), body, empty)

@@ -1,0 +1,21 @@
+"""Weight formats: the storage of matrices on devices, by the name that `quantization` takes."""
+
+from importlib import import_module
+
+from jaxserve.api.config import WEIGHT_FORMATS
+from jaxserve.layers.weight_formats.stored import StoredFormat
+from jaxserve.layers.weight_formats.weight_format import FormatChoice
+from jaxserve.weights.quantized import Schemes
+
+
+def weight_format(name: str | None, schemes: Schemes | None = None) -> FormatChoice:
+    """Return the format that `quantization` calls `name`; without a name, that of a quantised checkpoint.
+
+    Args:
+        name: value of `quantization`; with a name, a quantised checkpoint is dequantised and quantised again.
+        schemes: schemes of a quantised checkpoint.
+    """
+    if name is None and schemes is not None:
+        return StoredFormat(schemes)
+    found: FormatChoice = import_module(WEIGHT_FORMATS[name]).FORMAT
+    return found

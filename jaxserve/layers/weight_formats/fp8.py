@@ -1,0 +1,84 @@
+"""Matrices in float8 (e4m3) with a float32 scale per row, max|w| / 448; activations are rounded too, token by token.
+
+Matrices of layers are as `jaxserve quantize --scheme fp8` writes them; embedding and head are quantised too. A matrix
+takes a quarter of its float32 bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.layers.weight_formats.activations import E4M3_MAX
+from jaxserve.layers.weight_formats.stored import SchemeFormat, StoredMatrix
+from jaxserve.layers.weight_formats.weight_format import (
+    Leaf,
+    Row,
+    WeightFormat,
+    slab_rows,
+)
+from jaxserve.weights import Activation, Scheme, StoredTensor, host_buffer
+
+_SCHEME = Scheme(
+    "fp8",
+    "e4m3",
+    "plain",
+    (("elements", "weight"), ("scale", "weight_scale")),
+    activation=Activation("e4m3", None, dynamic=True),
+)
+
+
+class Float8Rows(WeightFormat):
+    """`StoredMatrix` of e4m3 elements for every matrix."""
+
+    name = "fp8"
+    _stored = SchemeFormat(_SCHEME)
+
+    def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
+        """Return elements and scales; devices with other columns of the same rows have the same scales."""
+        return self._stored.leaves(row, shape, dtype)
+
+    def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
+        """Round whole rows."""
+        scale = scales(rows)
+        return rounded(rows, scale), scale[:, None]
+
+    def weight(self, *leaves: Any) -> StoredMatrix:
+        """Return the pytree of elements and scales."""
+        return self._stored.weight(*leaves)
+
+    def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
+        """Read whole rows for their scales, then a device's part of them for its elements."""
+        elements, grid = self.leaves(row, tensor.shape, tensor.dtype)
+        buffers = host_buffer(elements.shape, elements.dtype), host_buffer(grid.shape, grid.dtype)
+        scale = buffers[1][0]
+
+        def add_scales(start: int, rows: NDArray[Any]) -> None:
+            scale[start : start + len(rows)] = scales(rows)
+
+        def add_elements(start: int, rows: NDArray[Any]) -> None:
+            some = slice(start, start + len(rows))
+            buffers[0][some] = rounded(rows, scale[some])
+
+        whole = tensor.whole_rows()
+        whole.each_slab(slab_rows(whole.shape[1]), add_scales)
+        tensor.each_slab(slab_rows(tensor.shape[1]), add_elements)
+        return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
+
+
+FORMAT = Float8Rows()
+
+
+def scales(rows: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the scale of each row."""
+    return np.abs(rows.astype(np.float32, copy=False)).max(axis=1) / np.float32(E4M3_MAX)
+
+
+@np.errstate(invalid="ignore")  # rows with weights that are not finite have no finite scale either
+def rounded(rows: NDArray[Any], scale: NDArray[np.float32]) -> NDArray[Any]:
+    """Return the nearest elements, half to even, of rows or of some of their columns; zeros stay zero."""
+    multiples = rows.astype(np.float32, copy=False) / np.where(scale == 0, 1, scale)[:, None]
+    return np.clip(multiples, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)

@@ -1,0 +1,42 @@
+"""Plain weights: arrays of floats, in the dtype of the activations."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+from numpy.typing import NDArray
+
+from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
+from jaxserve.weights import StoredTensor
+
+
+class Plain(WeightFormat):
+    """Tensors as the checkpoint has them, vectors included."""
+
+    name = "plain"
+
+    def native_dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """Return `dtype`."""
+        return dtype
+
+    def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
+        """Return the tensor alone."""
+        return (Leaf(shape, dtype, row.axes),)
+
+    def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
+        """Return the rows as they are."""
+        return (rows,)
+
+    def weight(self, *leaves: Any) -> Any:
+        """Return the bare array."""
+        (array,) = leaves
+        return array
+
+    def convert(self, row: Row, tensor: StoredTensor) -> Array:
+        """Place the tensor without a copy."""
+        return tensor.place()
+
+
+FORMAT = Plain()

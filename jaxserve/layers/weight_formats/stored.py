@@ -1,0 +1,434 @@
+"""Matrices as a quantised checkpoint has them: elements, scales by rows and groups of columns, zero points.
+
+All schemes have this form on devices. Scales of tensors and of blocks are repeated for each row, so that devices take
+any rows; where groups do not divide a device's columns, those are in smaller groups that do.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Shaped
+from numpy.typing import NDArray
+
+from jaxserve.layers.linear import LinearContext
+from jaxserve.layers.stored_rows import StoredRows
+from jaxserve.layers.weight_formats import activations
+from jaxserve.layers.weight_formats.products import ScaledMatrix
+from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
+from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
+from jaxserve.pallas_kernels.quantized_matmul import (
+    FLOAT16_BITS,
+    INT4_ZERO,
+    Quantized,
+    e2m1_floats,
+    packed,
+    scale_floats,
+    unpacked,
+)
+from jaxserve.weights import CheckpointError, QuantizedPart, Scheme, Schemes, StoredTensor, host_buffer
+from jaxserve.weights.quantized.packing import nibbles
+from jaxserve.weights.quantized.scheme import Role
+
+_SLAB_SIZE = 1 << 20  # elements that each thread reads at once: GPTQ's files have a row in as many pages as columns
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@struct.dataclass
+class StoredMatrix(ScaledMatrix):
+    """A matrix [out, in] of any scheme, or a stack of them.
+
+    Attributes:
+        elements: elements of one byte, or pairs of elements of four bits, as `quantized_matmul` has them.
+        scale: scales of each row's groups of columns; bits of those in float16.
+        row_scale: further scale of each row, of schemes with a scale of the whole tensor.
+        zero: zero points of the groups.
+        minimum: minima of the groups, subtracted from elements times scales, where there are no zero points.
+        order: input of each column, where groups of the checkpoint are not consecutive columns: those of the whole
+            matrix are sorted by group, and each device has its share of them, whose inputs other devices have.
+        input_factor: factor of each input.
+        input_scale: scale of activations.
+        input_zero: zero point of activations.
+        scheme: scheme of the checkpoint.
+    """
+
+    elements: Shaped[Array, "*stack out in_bytes"]
+    scale: Shaped[Array, "*stack groups out"]
+    row_scale: Float32[Array, "*stack out 1"] | None
+    zero: Shaped[Array, "*stack groups out"] | None
+    minimum: Float32[Array, "*stack groups out"] | None
+    order: Int[Array, "*stack in"] | None
+    input_factor: Float32[Array, "*stack in"] | None
+    input_scale: Float32[Array, "*stack"] | None
+    input_zero: Float32[Array, "*stack"] | None
+    scheme: Scheme = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        *outer, in_bytes = self.elements.shape
+        return (*outer, in_bytes * (2 if self.scheme.is_packed else 1))
+
+    def quantized(self) -> Quantized:
+        """Return what kernels multiply, if this holds the matrices of all layers."""
+        return Quantized(self.elements, self.scale, self.zero, self.scheme.elements, self.minimum)
+
+    def row_factor(self) -> Float32[Array, " out"] | None:
+        """Return the further scales of rows."""
+        if self.row_scale is None:
+            return None
+        return (1 / self.row_scale if self.scheme.divides else self.row_scale)[:, 0]
+
+    def multiply_groups(
+        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
+    ) -> Float32[Array, "M out"]:
+        """Multiply with the dequantised matrix of each group, with x quantised if the scheme says so."""
+        x, factor = self.quantize_inputs(x, context)
+        y = super().multiply_groups(x, group_sizes, context)
+        return y if factor is None else y * factor
+
+    def quantize_inputs(
+        self, x: Float[Array, "T in"], context: LinearContext
+    ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
+        """Return x as columns take it, and no factor; or that quantised as the scheme says."""
+        if self.order is not None:
+            x = x if context.axis is None else lax.all_gather(x, context.axis, axis=1, tiled=True)
+            x = x.at[:, self.order].get(mode="promise_in_bounds", unique_indices=True)
+        if self.input_factor is not None:
+            x = (x * self.input_factor[None]).astype(x.dtype)
+        if self.scheme.activation is None:
+            return x, None
+        stored = activations.Scales(self.input_scale, self.input_zero)
+        return activations.quantize(x, self.scheme.activation, stored, context.axis)
+
+    def rows_arrays(self) -> tuple[StoredRows, ...]:
+        """Return elements, scales, and what else there is of each row."""
+        row_scale = () if self.row_scale is None else (StoredRows(self.row_scale),)
+        grids = (StoredRows(grid, axis=1) for grid in (self.zero, self.minimum) if grid is not None)
+        return StoredRows(self.elements), StoredRows(self.scale, axis=1), *row_scale, *grids
+
+    def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
+        """Return rows of the matrix that multiplies what `quantize_inputs` returns."""
+        return _dequantize(self.scheme, *arrays)
+
+    def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
+        """Return the rows `ids`, clipped to valid ones, of a matrix that is not split by columns."""
+        rows = super().rows(ids)
+        if self.order is not None:
+            rows = jnp.zeros_like(rows).at[:, self.order].set(rows)
+        return rows if self.input_factor is None else rows * self.input_factor[None]
+
+
+class StoredFormat:
+    """Choice of the format of each tensor of a quantised checkpoint: that of its scheme.
+
+    Native kernels multiply the matrices that are plain, and those whose own format says so.
+
+    Attributes:
+        name: name in messages.
+        schemes: schemes of the checkpoint.
+    """
+
+    name = "checkpoint"
+
+    def __init__(self, schemes: Schemes) -> None:
+        self.schemes = schemes
+
+    def at(self, row: Row) -> "SchemeFormat | None":
+        """Return the format of a tensor; None if it is plain.
+
+        A tensor whose parts are not of one scheme is plain too, and an array that a block computes with: parts that are
+        quantised are dequantised as they are read.
+        """
+        found = self._schemes(row)
+        (scheme,) = found if len(found) == 1 and not row.is_array else (None,)
+        return None if scheme is None else SchemeFormat(scheme)
+
+    def is_dequantised(self, row: Row) -> bool:
+        """Return whether a tensor is plain although the checkpoint has it quantised."""
+        return self.at(row) is None and self._schemes(row) != {None}
+
+    def _schemes(self, row: Row) -> set[Scheme | None]:
+        return {self.schemes.for_tensor(name) for name in dict.fromkeys(row.hf_names)} if row.is_matrix else {None}
+
+    def native_dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """Return the dtype of the matrices that are not quantised; others have their own, see `SchemeFormat`."""
+        return dtype
+
+
+class _Grids(NamedTuple):
+    """Scales, zero points and minima, [rows, groups]."""
+
+    scale: NDArray[Any]
+    zero: NDArray[Any] | None
+    minimum: NDArray[Any] | None
+
+
+class SchemeFormat(WeightFormat):
+    """`StoredMatrix` of one scheme.
+
+    Attributes:
+        scheme: scheme of the matrices.
+    """
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme, self.name = scheme, scheme.name
+
+    def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
+        """Return that of integers in groups of consecutive columns, if activations stay as they are.
+
+        Kernels have zero points for 4 bits alone, which also carry minima.
+        """
+        native = {
+            ("int4", False): jnp.int4,
+            ("int4", True): jnp.uint4,
+            ("int8", False): jnp.int8,
+        }
+        others = set(self.scheme.suffixes) - {"elements", "scale", "zero", "minimum"}
+        if self.scheme.activation is not None or others:
+            return None
+        return native.get((self.scheme.elements, self.scheme.has("zero") or self.scheme.has("minimum")))
+
+    def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
+        """Return the arrays of `StoredMatrix` that the scheme has."""
+        scheme, (num_rows, in_size), (out_axis, in_axis) = self.scheme, shape, row.axes
+        if scheme.is_packed and in_size % 2:
+            raise CheckpointError(
+                f"each device must have an even number of columns of {row.hf_names[0]} ({scheme.name}), got {in_size} "
+                f"of {row.shape[1]}; choose another tensor_parallel_size"
+            )
+        num_groups = len(_first_columns(scheme, row.shape[1], in_size))
+        size = (num_rows, num_groups)
+        # A device with one group may still have another one than its neighbour.
+        is_shared = (scheme.group or row.shape[1]) >= row.shape[1]
+        group_axis = None if is_shared else in_axis
+        elements, scales = _ELEMENT_DTYPES[scheme.elements], np.dtype(scheme.scale_dtype)
+        leaves = [
+            Leaf((num_rows, in_size // 2 if scheme.is_packed else in_size), elements, row.axes),
+            Leaf.grid(*size, FLOAT16_BITS if scales == np.float16 else scales, (out_axis, group_axis)),
+        ]
+        if scheme.has("global_scale"):
+            leaves.append(Leaf((num_rows, 1), np.dtype(np.float32), (out_axis, None)))
+        if scheme.has("zero"):
+            leaves.append(Leaf.grid(*size, elements, (out_axis, group_axis)))
+        if scheme.has("minimum"):
+            leaves.append(Leaf.grid(*size, np.dtype(np.float32), (out_axis, group_axis)))
+        if scheme.has("order"):
+            leaves.append(Leaf((in_size,), np.dtype(np.int32), (in_axis,)))
+        if scheme.has("input_factor"):
+            leaves.append(Leaf((in_size,), np.dtype(np.float32), (in_axis,)))
+        of_tokens: tuple[Role, ...] = ("input_scale", "input_zero")
+        leaves += [Leaf((), np.dtype(np.float32), ()) for role in of_tokens if scheme.has(role)]
+        return tuple(leaves)
+
+    def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
+        """Refuse floats: these matrices are read as a tool has quantised them."""
+        raise CheckpointError(f"weights must be quantised as the checkpoint's are ({self.scheme}), got floats")
+
+    def weight(self, *leaves: Any) -> StoredMatrix:
+        """Return the pytree of the leaves."""
+        rest = iter(leaves)
+        has = self.scheme.has
+        return StoredMatrix(
+            next(rest),
+            next(rest),
+            next(rest) if has("global_scale") else None,
+            next(rest) if has("zero") else None,
+            next(rest) if has("minimum") else None,
+            next(rest) if has("order") else None,
+            next(rest) if has("input_factor") else None,
+            next(rest) if has("input_scale") else None,
+            next(rest) if has("input_zero") else None,
+            self.scheme,
+        )
+
+    def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
+        """Read a device's part as it is stored, some rows of each of its tensors at a time."""
+        parts, whole = self._parts(row, tensor), tensor.whole_rows()
+        columns = parts[0].columns
+        leaves = self.leaves(row, tensor.shape, tensor.dtype)
+        buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves]
+        matrix = self.weight(*buffers)
+        if matrix.order is not None:
+            matrix.order[:] = _sorted_columns(row, self._parts(row, whole), self.scheme)[slice(*columns)]
+        if matrix.input_factor is not None:
+            matrix.input_factor[:] = _common(row, [part.input_factor() for part in parts], "pre_quant_scale")
+
+        def add(start: int, part: Any) -> None:
+            rows, elements = slice(start, start + len(part)), part.elements()
+            elements = nibbles(elements) if self.scheme.is_packed else elements
+            elements = elements if matrix.order is None else elements[:, matrix.order]
+            matrix.elements[rows] = packed(elements) if self.scheme.is_packed else elements
+            grids = self._grids(row, part, columns)
+            matrix.scale.view(np.dtype(self.scheme.scale_dtype))[:, rows] = grids.scale.T
+            if matrix.zero is not None and grids.zero is not None:
+                matrix.zero[:, rows] = grids.zero.T
+            if matrix.minimum is not None and grids.minimum is not None:
+                matrix.minimum[:, rows] = grids.minimum.T
+            if matrix.row_scale is not None:
+                matrix.row_scale[rows] = part.global_scale()
+
+        read = tensor if matrix.order is None else whole
+        read.each_slice(_slab_rows(read.shape[1]), add)
+        if matrix.input_scale is not None:
+            matrix.input_scale[...], zero = self._input_scales(parts)
+            if matrix.input_zero is not None:
+                matrix.input_zero[...] = zero
+        return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
+
+    def each_slab(self, row: Row, tensor: StoredTensor, leaves: Sequence[Leaf], use: Callable[..., None]) -> None:
+        """Read integers of the file: signed ones, or those from 0 to 15 that have zero points."""
+        self._parts(row, tensor)
+
+        def add(start: int, part: Any) -> None:
+            elements, (scale, zero, minimum) = part.elements(), self._grids(row, part, part.columns)
+            if self.scheme.is_packed:
+                elements = nibbles(elements)
+                is_signed = zero is None and minimum is None
+                elements = elements.view(np.int8) - np.int8(INT4_ZERO) if is_signed else elements
+            if minimum is not None:
+                elements, scale, zero = _with_zeros(elements, scale, minimum)
+            use(start, elements, scale, zero)
+
+        tensor.each_slice(_slab_rows(tensor.shape[1]), add)
+
+    def _parts(self, row: Row, tensor: StoredTensor) -> list[QuantizedPart]:
+        parts = [part for part in tensor.parts if isinstance(part, QuantizedPart)]
+        if len(parts) < len(tensor.parts):
+            raise CheckpointError(
+                f"{row.hf_names[0]} must be quantised as the checkpoint's is ({self.scheme}), got floats; "
+                f"give tensors by their names in such a checkpoint"
+            )
+        return parts
+
+    def _grids(self, row: Row, part: QuantizedPart, columns: tuple[int, int]) -> _Grids:
+        """Return what a part's rows have for each of a device's groups, those of consecutive columns."""
+        start, stop = columns
+        firsts = start + _first_columns(self.scheme, row.shape[1], stop - start)
+        groups = firsts // (self.scheme.group or row.shape[1])
+        zero = _columns(part.zero(), groups) if self.scheme.has("zero") else None
+        minimum = _columns(part.minimum(), groups) if self.scheme.has("minimum") else None
+        return _Grids(_columns(part.scale(), groups), zero, minimum)
+
+    def _input_scales(self, parts: Sequence[QuantizedPart]) -> tuple[np.float32, np.float32]:
+        """Return scale and zero point of activations for all parts: those that hold all their values, as in vLLM."""
+        scales = [part.input_scale() for part in parts]
+        is_e2m1 = self.scheme.activation is not None and self.scheme.activation.elements == "e2m1"
+        if is_e2m1 and not self.scheme.divides:  # a scale of scales, whose reciprocal multiplies
+            return np.float32(1) / max(scales), np.float32(0)
+        if not self.scheme.has("input_zero"):
+            return min(scales) if is_e2m1 else max(scales), np.float32(0)
+        zeros = [part.input_zero() for part in parts]
+        if len({*zip(scales, zeros, strict=True)}) == 1:
+            return scales[0], zeros[0]
+        low = min(scale * (-128 - zero) for scale, zero in zip(scales, zeros, strict=True))
+        high = max(scale * (127 - zero) for scale, zero in zip(scales, zeros, strict=True))
+        scale = (high - low) / np.float32(255)
+        return scale, np.round(-128 - low / scale)
+
+
+_ELEMENT_DTYPES = {
+    "int4": np.dtype(np.uint8),
+    "e2m1": np.dtype(np.uint8),
+    "int8": np.dtype(np.int8),
+    "e4m3": np.dtype(jnp.float8_e4m3fn),
+}
+
+
+def _group_size(scheme: Scheme, whole_size: int, in_size: int) -> int:
+    """Return the number of consecutive columns of a device that share a scale, which divides the device's columns."""
+    group = scheme.group or whole_size
+    return in_size if group >= whole_size else math.gcd(in_size, group)
+
+
+def _slab_rows(in_size: int) -> int:
+    return max(PANEL_ROWS, _SLAB_SIZE // in_size // PANEL_ROWS * PANEL_ROWS)
+
+
+def _first_columns(scheme: Scheme, whole_size: int, in_size: int) -> NDArray[np.int64]:
+    """Return the first column of each of a device's groups."""
+    return np.arange(0, in_size, _group_size(scheme, whole_size, in_size))
+
+
+def _columns(array: NDArray[Any], groups: NDArray[np.int64]) -> NDArray[Any]:
+    return array if array.shape[1] == 1 else array[:, groups]
+
+
+def _with_zeros(
+    elements: NDArray[np.uint8], scale: NDArray[np.float32], minimum: NDArray[np.float32]
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
+    """Return elements, scales and zero points, not all whole, for elements, scales and minima.
+
+    A group with the scale 0 has one value; it gets elements of 0, and its minimum as the scale of a zero point of 1.
+    """
+    is_flat = scale == 0
+    zero = np.divide(minimum, scale, out=np.ones_like(scale), where=~is_flat)
+    if is_flat.any():
+        elements = elements * ~np.repeat(is_flat, elements.shape[1] // scale.shape[1], axis=1)
+    return elements, np.where(is_flat, minimum, scale), zero
+
+
+def _common(row: Row, arrays: Sequence[NDArray[Any]], what: str) -> NDArray[Any]:
+    """Return the array that all parts of a tensor have, of a value for each column."""
+    if any(not np.array_equal(array, arrays[0]) for array in arrays):
+        raise CheckpointError(
+            f"{', '.join(dict.fromkeys(row.hf_names))} must have the same {what}, as they are one product, got "
+            f"different ones; quantise the model without it"
+        )
+    return arrays[0]
+
+
+def _sorted_columns(row: Row, parts: Sequence[QuantizedPart], scheme: Scheme) -> NDArray[np.int32]:
+    """Return the columns of each group of a whole matrix after those of the group before."""
+    group_of = _common(row, [part.column_groups() for part in parts], "order of columns (g_idx)")
+    size, order = scheme.group or row.shape[1], np.argsort(group_of, kind="stable").astype(np.int32)
+    if (group_of[order] != np.arange(len(order)) // size).any():
+        groups, counts = np.unique(group_of, return_counts=True)
+        raise CheckpointError(
+            f"g_idx of {row.hf_names[0]} must name each group for {size} of {len(order)} columns, the last one for the "
+            f"rest, got {groups[0]} to {groups[-1]} for {counts.min()} to {counts.max()} each"
+        )
+    return order
+
+
+def _dequantize(
+    scheme: Scheme,
+    elements: Shaped[Array, "rows in_bytes"],
+    scale: Shaped[Array, "rows groups"],
+    *optional: Shaped[Array, "rows _"],
+) -> Float32[Array, "rows in"]:
+    """Return rows in float32."""
+    q, rest = _floats(scheme, elements), iter(optional)
+    has_minimum = scheme.has("minimum")
+    wide = scale_floats(scale)
+    if scheme.has("global_scale"):
+        further = next(rest)
+        wide = activations.divide(wide, further) if scheme.divides else wide * further
+    spread = partial(_spread, q.shape[-1])
+    if scheme.has("zero"):
+        q = q - spread(next(rest).astype(jnp.float32))
+    elif scheme.elements == "int4" and not has_minimum:
+        q = q - INT4_ZERO
+    w = q * spread(wide)
+    return w - spread(next(rest)) if has_minimum else w
+
+
+def _floats(scheme: Scheme, elements: Shaped[Array, "rows in_bytes"]) -> Float32[Array, "rows in"]:
+    """Return the elements as floats, integers of four bits from 0 to 15."""
+    if not scheme.is_packed:
+        return elements.astype(jnp.float32)
+    codes = unpacked(elements)
+    return e2m1_floats(codes.astype(jnp.int32)) if scheme.elements == "e2m1" else codes.astype(jnp.float32)
+
+
+def _spread(in_size: int, grid: Float32[Array, "rows groups"]) -> Float32[Array, "rows _"]:
+    """Return the value of each column's group; a single group is broadcast."""
+    num_groups = grid.shape[-1]
+    return grid if num_groups == 1 else jnp.repeat(grid, in_size // num_groups, axis=-1)

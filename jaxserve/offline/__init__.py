@@ -1,0 +1,1 @@
+"""LLM and its methods: generation, chat, beam search, scores and embeddings from Python."""

@@ -1,0 +1,249 @@
+"""Beam search, with vLLM's names and the beams of transformers.
+
+Each step serves every beam as a request for one token with the log probabilities of the most likely ones. A beam's
+request finds all tokens of its parent in the pool: whole pages are shared, and the last, partly filled one is copied
+when the request starts (`Request.shares_last_page`). So a step computes one token for each beam.
+
+The beams are those of transformers' `generate(num_beams=beam_width, do_sample=False, early_stopping=False)`. Of all
+continuations of the running beams the best (1 + number of end-of-sequence ids) * beam_width are looked at, and twice
+beam_width at least. Those among the first beam_width that end are finished, with the score
+
+    sum of log probabilities / generated tokens ** length_penalty
+
+where the end-of-sequence token counts; the best that do not end run on. The search ends after `max_tokens`, with
+which all end, or when beam_width have finished and the best running beam, scored as if it ended now, does not exceed
+the worst of them. vLLM itself finishes all that end, scores the prompt's tokens as well, and always goes on to
+`max_tokens`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, no_type_check
+
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.errors import RequestError, brief
+from jaxserve.offline.offline_calls import progress_bar
+
+if TYPE_CHECKING:
+    from jaxserve.api.outputs import Logprob, RequestOutput
+    from jaxserve.api.token_ids import TokenIds
+    from jaxserve.assembly.engine import Engine
+    from jaxserve.core.prompt import Prompt
+    from jaxserve.offline.offline_calls import Calls, ProgressBar
+
+MAX_BEAM_WIDTH = 256
+MAX_LENGTH_PENALTY = 32  # the power of any length is a finite float
+
+
+@no_type_check  # tests pass wrong types, which __post_init__ must reject with a RequestError
+@dataclass
+class BeamSearchParams:
+    """Parameters of a beam search. Names are vLLM's.
+
+    Attributes:
+        beam_width: number of beams, and of sequences returned.
+        max_tokens: most tokens to generate.
+        ignore_eos: go on after the end-of-sequence token.
+        temperature: 0: beams are never sampled.
+        length_penalty: exponent of the length by which scores are divided, from -32 to 32; more than 0 prefers longer
+            sequences.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, most in (("beam_width", MAX_BEAM_WIDTH), ("max_tokens", 2**31 - 1)):
+            value = getattr(self, name)
+            if not _is_positive_int(value) or value > most:
+                raise RequestError(f"{name} must be an integer in [1, {most}], got {brief(value)}")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be a bool, got {brief(self.ignore_eos)}")
+        if self.temperature != 0:
+            raise RequestError(f"temperature must be 0, as beams are not sampled, got {brief(self.temperature)}")
+        value, most = self.length_penalty, MAX_LENGTH_PENALTY
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -most <= value <= most:
+            raise RequestError(f"length_penalty must be a number in [-{most}, {most}], got {brief(value)}")
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam.
+
+    Attributes:
+        orig_prompt: the prompt.
+        tokens: token ids of the prompt and of what was generated.
+        logprobs: log probabilities of the tokens looked at, for each generated token.
+        cum_logprob: sum of the log probabilities of the generated tokens.
+        text: text of all tokens; None without a tokenizer, and before the end.
+        finish_reason: "stop" or "length" once it has ended.
+        stop_reason: end-of-sequence token that ended it.
+    """
+
+    orig_prompt: Prompt
+    tokens: TokenIds
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """Result of a beam search.
+
+    Attributes:
+        sequences: the best beams, `beam_width` of them, the best first.
+    """
+
+    sequences: list[BeamSearchSequence]
+
+
+class _Search:
+    """Search for the continuations of one prompt.
+
+    Args:
+        prompt: the prompt.
+        token_ids: its tokens.
+        params: parameters of the search.
+        eos_ids: tokens that end a beam.
+        max_steps: most tokens that there is room for.
+
+    Attributes:
+        running: beams that go on, the best first; empty once the search has ended.
+        finished: scores and beams that have ended, the best first.
+        cache_salt: salt of the prompt.
+    """
+
+    def __init__(
+        self, prompt: Prompt, token_ids: TokenIds, params: BeamSearchParams, eos_ids: frozenset[int], max_steps: int
+    ) -> None:
+        self.running = [BeamSearchSequence(prompt, token_ids)]
+        self.cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        self.finished: list[tuple[float, BeamSearchSequence]] = []
+        self._width, self._length_penalty = params.beam_width, params.length_penalty
+        self._eos_ids, self._max_steps = eos_ids, min(params.max_tokens, max_steps)
+        self._num_steps = 0
+
+    def advance(self, tables: Sequence[dict[int, Logprob]]) -> None:
+        """Take the log probabilities of the tokens that may follow each running beam."""
+        self._num_steps += 1
+        is_last = self._num_steps == self._max_steps
+        candidates = [
+            (beam.cum_logprob + entry.logprob, index, token_id)
+            for index, (beam, table) in enumerate(zip(self.running, tables, strict=True))
+            for token_id, entry in table.items()
+        ]
+        candidates.sort(key=lambda candidate: -candidate[0])
+        going_on: list[BeamSearchSequence] = []
+        for rank, (cum_logprob, index, token_id) in enumerate(candidates[: num_candidates(self._width, self._eos_ids)]):
+            parent, has_stopped = self.running[index], token_id in self._eos_ids
+            if has_stopped or is_last:
+                if rank >= self._width:
+                    continue
+            elif len(going_on) == self._width:
+                continue
+            beam = BeamSearchSequence(
+                parent.orig_prompt, [*parent.tokens, token_id], [*parent.logprobs, tables[index]], cum_logprob
+            )
+            if has_stopped or is_last:
+                beam.finish_reason = "stop" if has_stopped else "length"
+                beam.stop_reason = token_id if has_stopped else None
+                self.finished.append((self._score(beam), beam))
+            else:
+                going_on.append(beam)
+        self.finished.sort(key=lambda scored: -scored[0])
+        del self.finished[self._width :]
+        is_full = len(self.finished) == self._width
+        is_over = is_last or not going_on or (is_full and self._score(going_on[0]) <= self.finished[-1][0])
+        self.running = [] if is_over else going_on
+
+    def _score(self, beam: BeamSearchSequence) -> float:
+        score: float = beam.cum_logprob / self._num_steps**self._length_penalty
+        return score
+
+
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def num_candidates(beam_width: int, eos_ids: frozenset[int]) -> int:
+    """Return how many continuations a step looks at: enough that `beam_width` of them do not end."""
+    return max(2, 1 + len(eos_ids)) * beam_width
+
+
+def search(
+    engine: Engine,
+    calls: Calls,
+    prompts: Sequence[Prompt],
+    params: BeamSearchParams,
+    concurrency_limit: int | None = None,
+    use_tqdm: bool | ProgressBar = False,
+) -> list[BeamSearchOutput]:
+    """Return the best continuations of prompts; the arguments are those of `LLM.beam_search`.
+
+    Raises:
+        RequestError: a prompt or the parameters cannot be served; no prompt is started.
+    """
+    if not isinstance(params, BeamSearchParams):
+        raise RequestError(f"params must be BeamSearchParams(...), got {brief(params)}")
+    if concurrency_limit is not None and not _is_positive_int(concurrency_limit):
+        raise RequestError(f"concurrency_limit must be a positive integer or None, got {brief(concurrency_limit)}")
+    params = dataclasses.replace(params)  # checked anew, as the caller may have changed them
+    eos_ids = frozenset[int]() if params.ignore_eos else engine.reader.eos_ids
+    num_logprobs, most = num_candidates(params.beam_width, eos_ids), engine.config.max_logprobs
+    if 0 <= most < num_logprobs:
+        raise RequestError(
+            f"beam_width {params.beam_width} needs {num_logprobs} log probabilities per token, with "
+            f"{len(eos_ids)} end-of-sequence ids, got max_logprobs {most}; start the engine with "
+            f"max_logprobs={num_logprobs}, or lower beam_width"
+        )
+    num_logprobs = min(num_logprobs, engine.arch.vocab_size)
+    one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=num_logprobs, detokenize=False)
+    whole = dataclasses.replace(one_token, max_tokens=params.max_tokens)  # a beam needs the room of such a request
+    groups = calls.prepare(prompts, [whole] * len(prompts), [0] * len(prompts))  # read, and checked
+    searches = [
+        _Search(prompt, request.prompt_token_ids, params, eos_ids, request.max_total_tokens - request.num_prompt_tokens)
+        for prompt, request in zip(prompts, [group.requests[0] for group in groups], strict=True)
+    ]
+    some = concurrency_limit or max(len(searches), 1)
+    with progress_bar(use_tqdm, total=len(searches), desc="Beam search", unit="prompt") as bar:
+        for first in range(0, len(searches), some):
+            _run(calls, searches[first : first + some], one_token, bar.update)
+    return [BeamSearchOutput([_with_text(engine, beam) for _, beam in each.finished]) for each in searches]
+
+
+def _run(calls: Calls, searches: Sequence[_Search], one_token: SamplingParams, ended: Callable[[int], Any]) -> None:
+    """Run searches to their ends, all at once; `ended` takes the number of those that a step has ended."""
+    while running := [each for each in searches if each.running]:
+        beams: list[Prompt] = [
+            {"prompt_token_ids": beam.tokens, "cache_salt": each.cache_salt}
+            for each in running
+            for beam in each.running
+        ]
+        outputs = iter(calls.run(beams, [one_token] * len(beams), use_tqdm=False, shares_last_page=True))
+        for each in running:
+            each.advance([_table(next(outputs)) for _ in each.running])
+        ended(sum(not each.running for each in running))
+
+
+def _table(output: RequestOutput) -> dict[int, Logprob]:
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None, "a beam asks for log probabilities"
+    return logprobs[0]
+
+
+def _with_text(engine: Engine, beam: BeamSearchSequence) -> BeamSearchSequence:
+    if engine.tokenizer is not None:
+        beam.text = engine.tokenizer.decode(beam.tokens)
+    return beam

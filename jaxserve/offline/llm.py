@@ -1,0 +1,444 @@
+"""LLM: offline interface with vLLM's calls `generate` and `chat` over lists, and `stream` for one prompt."""
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import Metric, vllm_metrics
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.pooling_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    pooling_output,
+)
+from jaxserve.api.pooling_params import CLASSIFY, EMBED, PoolingParams
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.stream_events import Increment, OutputReader
+from jaxserve.api.vllm_options import GENERATE_ARGUMENTS, check_arguments, engine_options
+from jaxserve.assembly.engine import Engine
+from jaxserve.assembly.parameters import Weights
+from jaxserve.core.batch_engine import OfflineEngine
+from jaxserve.core.prompt import Prompt
+from jaxserve.core.threads import EngineThreads
+from jaxserve.errors import ConfigError, RequestError, brief
+from jaxserve.models.params import Params
+from jaxserve.offline import scoring
+from jaxserve.offline.beam_search import BeamSearchOutput, BeamSearchParams, search
+from jaxserve.offline.offline_calls import (
+    Calls,
+    ProgressBar,
+    as_list,
+    listed,
+    per_prompt,
+    priorities,
+)
+from jaxserve.text.loading import load_hf_tokenizer
+from jaxserve.text.messages import Message
+from jaxserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class LLM:
+    """Model that is ready to generate.
+
+    In a run over many processes (`jaxserve.distributed.initialize`) only the first one gets an LLM. In the others the
+    constructor serves the first process until that ends, and then ends its own process.
+
+    Args:
+        model: directory of a Hugging Face checkpoint; None loads the embedded default.
+        tokenizer: directory of the tokenizer; None takes the model's.
+        skip_tokenizer_init: work on token ids alone.
+        options: further fields of EngineConfig, and options of vLLM whose values ask for what jaxserve does anyway (see
+            `vllm_options.VLLM_OPTIONS`).
+
+    Raises:
+        ConfigError: the checkpoint or an option is not supported.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        tokenizer: str | None = None,
+        skip_tokenizer_init: bool = False,
+        **options: Any,
+    ) -> None:
+        self._drive(Engine(EngineConfig(model, tokenizer, skip_tokenizer_init, **engine_options(options))))
+
+    @classmethod
+    def over(cls, engine: Engine) -> "LLM":
+        """Return an LLM over an engine that nothing else steps."""
+        llm = cls.__new__(cls)
+        llm._drive(engine)
+        return llm
+
+    def _drive(self, engine: Engine) -> None:
+        self.engine = engine
+        engine.host.follow()
+        self._threads = EngineThreads(engine)
+        self._calls = Calls(engine, self._threads)
+        self._hf_tokenizer: PreTrainedTokenizerBase | None = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory of weights and KV pool and stop compiling; unfinished calls of other threads fail.
+
+        The same happens when the last reference to an LLM is dropped. Calls of a closed LLM raise RuntimeError.
+        """
+        with self._threads.paused(settles=False) as engine:
+            engine.close()
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Return the Hugging Face tokenizer, with `transformers`' own class, interface and defaults.
+
+        It is loaded on first use, from the directory of the engine's tokenizer, and gives the same ids. Changes to it
+        do not affect the engine.
+
+        Raises:
+            ConfigError: there is no tokenizer, because of `skip_tokenizer_init`.
+        """
+        _tokenizer_of(self.engine)
+        if self._hf_tokenizer is None:
+            self._hf_tokenizer = load_hf_tokenizer(self.engine.config.tokenizer_path)
+        return self._hf_tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached pages; return True, as vLLM does on success."""
+        with self._threads.paused() as engine:
+            engine.reset_prefix_cache()
+        return True
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return SamplingParams with the defaults of the checkpoint's generation_config.json."""
+        return self.engine.default_sampling_params.clone()
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        *,
+        priority: int | Iterable[int] | None = None,
+        **vllm_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Complete all prompts and return their outputs in the same order.
+
+        Args:
+            prompts: one or many: text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}. Many come as a list
+                or any other ordered iterable, such as a generator or a column of pandas or datasets.
+            sampling_params: one for all, or one per prompt; default `get_default_sampling_params()`.
+            use_tqdm: True to show a progress bar with tokens per second, or a callable with the arguments of `tqdm`.
+            priority: class of all prompts or of each, with `scheduling_policy="priority"`; those of a lower number go
+                first.
+            vllm_arguments: further arguments of vLLM whose values ask for what jaxserve does anyway, such as
+                lora_request=None.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served; the message names it, and no prompt is started.
+        """
+        check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
+        many = as_list(prompts)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        all_params = per_prompt(params, SamplingParams, "sampling_params", len(many))
+        return self._calls.run(many, all_params, use_tqdm, priorities(priority, len(many)))
+
+    def chat(
+        self,
+        messages: Iterable[Message] | Iterable[Iterable[Message]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        chat_template_content_format: str | None = None,
+        continue_final_message: bool = False,
+        priority: int | Iterable[int] | None = None,
+        **vllm_arguments: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list, rendered with a chat template.
+
+        Args:
+            messages: one conversation or many; contents are strings or lists of text parts.
+            sampling_params: see `generate`.
+            use_tqdm: see `generate`.
+            chat_template: Jinja source, or the name of one of the tokenizer's templates; None is the engine's.
+            add_generation_prompt: True to end the prompt with the header of an answer.
+            tools: JSON schemas of functions that the model may call.
+            chat_template_kwargs: further variables of the template.
+            chat_template_content_format: "auto", "string" or "openai", as the engine's option, which None takes.
+            continue_final_message: True to have the last message continued, with add_generation_prompt=False.
+            priority: see `generate`.
+            vllm_arguments: see `generate`.
+
+        Raises:
+            RequestError: a conversation or its parameters cannot be served, and none is started.
+        """
+        check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
+        tokenizer = _tokenizer_of(self.engine)
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
+        variables = {"add_generation_prompt": add_generation_prompt} | ({"tools": tools} if tools else {})
+        variables |= chat_template_kwargs or {}
+        render = partial(
+            tokenizer.render_chat,
+            variables=variables,
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            continue_final_message=continue_final_message,
+        )
+        chats = [render(chat) for chat in _as_conversations(messages)]
+        prompts = [{"prompt": chat.text, "prompt_token_ids": tokenizer.encode_chat(chat)} for chat in chats]
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | ProgressBar = False,
+        concurrency_limit: int | None = None,
+        **vllm_arguments: Any,
+    ) -> list[BeamSearchOutput]:
+        """Return the best continuations of each prompt, as transformers' beam search finds them: see `beam_search`.
+
+        Args:
+            prompts: see `generate`.
+            params: parameters of all searches.
+            use_tqdm: see `generate`; the bar counts prompts.
+            concurrency_limit: most prompts to search for at once; None is all.
+            vllm_arguments: see `generate`.
+
+        Raises:
+            RequestError: a prompt or the parameters cannot be served; the message names it, and no prompt is started.
+        """
+        check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
+        return search(self.engine, self._calls, as_list(prompts), params, concurrency_limit, use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        pooling_params: PoolingParams | Iterable[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        pooling_task: str | None = None,
+        **vllm_arguments: Any,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return a vector of each prompt, in their order: what `embed` or `classify` return, as an array.
+
+        Args:
+            prompts: see `generate`.
+            pooling_params: one for all, or one per prompt.
+            truncate_prompt_tokens: tokens to keep of each prompt, as in PoolingParams, whose own must not differ.
+            use_tqdm: see `generate`.
+            pooling_task: "embed" or "classify", that of PoolingParams; None is the model's own.
+            vllm_arguments: see `generate`.
+
+        Raises:
+            RequestError: the engine generates text, or a prompt or its parameters cannot be served.
+        """
+        check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
+        many = as_list(prompts)
+        given = PoolingParams() if pooling_params is None else pooling_params
+        params = per_prompt(given, PoolingParams, "pooling_params", len(many))
+        common: dict[str, Any] = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
+        common = {name: value for name, value in common.items() if value is not None}
+        for name, value in common.items():
+            if others := [own for p in params if (own := getattr(p, name)) not in (None, value)]:
+                raise RequestError(f"{name} of pooling_params must be None or the call's, {value!r}, got {others[0]!r}")
+        outputs = self._calls.run(many, [dataclasses.replace(p, **common) for p in params], use_tqdm)
+        return [pooling_output(output) for output in outputs]
+
+    def embed(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt; `options` are those of `encode`."""
+        return [
+            output.converted(EmbeddingRequestOutput, EmbeddingOutput(output.outputs.data.tolist()))
+            for output in self.encode(prompts, pooling_task=EMBED, **options)
+        ]
+
+    def classify(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of each prompt's labels; `options` are those of `encode`."""
+        return [
+            output.converted(ClassificationRequestOutput, ClassificationOutput(output.outputs.data.tolist()))
+            for output in self.encode(prompts, pooling_task=CLASSIFY, **options)
+        ]
+
+    def reward(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what the head `score` says of each prompt's last token, without an activation.
+
+        `options` are those of `encode`, without `pooling_params`. Heads that reward every token are not supported.
+        """
+        params = PoolingParams(use_activation=False)
+        return self.encode(prompts, params, pooling_task=CLASSIFY, **options)
+
+    def score(
+        self, data_1: Prompt | Iterable[Prompt], data_2: Prompt | Iterable[Prompt], **options: Any
+    ) -> list[ScoringRequestOutput]:
+        """Return the likeness of the two prompts of each pair.
+
+        That is the cosine of their embeddings; with a classification head of one label, what it says of both as one
+        prompt, joined as the tokenizer joins a pair of texts.
+
+        Args:
+            data_1: one prompt for all, or as many as there are in `data_2`.
+            data_2: the other prompts.
+            options: options of `encode`.
+
+        Raises:
+            RequestError: the numbers do not match, or the engine cannot score.
+        """
+        pairs = scoring.pairs(as_list(data_1), as_list(data_2))
+        pooler = self.engine.arch.pooler
+        if pooler is not None and pooler.num_labels:
+            prompts = scoring.joined(pairs, pooler, _tokenizer_of(self.engine))
+            return scoring.scores_of_head(self.encode(prompts, pooling_task=CLASSIFY, **options))
+        both = self.encode([prompt for pair in pairs for prompt in pair], pooling_task=EMBED, **options)
+        return scoring.scores_of_embeddings(both)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding increments: each output's text and ids hold only what is new.
+
+        The request is queued when the first increment is requested; closing the iterator early aborts it.
+
+        Raises:
+            RequestError: the prompt or its parameters cannot be served; raised with the first increment.
+        """
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        (group,) = self._calls.prepare([prompt], per_prompt(params, SamplingParams, "sampling_params", 1), [0])
+        output, reader = group.output, OutputReader(group.output)
+        news: SimpleQueue[None] = SimpleQueue()
+        try:
+            self._threads.submit([group], self._threads.wakes.listener(news))
+            finished = False
+            while not finished:
+                news.get()
+                with self.engine.frontend.lock:  # excludes concurrent updates of the outputs
+                    group.check_served()
+                    if output.metrics.num_restarts:
+                        raise RequestError("the request was restarted with other weights: what was streamed is void")
+                    finished = output.finished
+                    increments = reader.read()
+                    increment = _with_increments(output, increments) if finished or increments else None
+                if increment is not None:
+                    yield increment
+        finally:
+            self._calls.cancel([group])
+
+    def batch_engine(self) -> OfflineEngine:
+        """Return the engine as `run_batch` uses it, which also takes the LLM itself; other calls may run beside it."""
+        return OfflineEngine(self.engine, self._threads)
+
+    def get_metrics(self) -> list[Metric]:
+        """Return counters and gauges under vLLM's names, those of speculative decoding among them."""
+        return vllm_metrics(self.engine.stats, self.engine.occupancy)
+
+    @property
+    def params(self) -> Params:
+        """Weights in use, in the form that programs take, which `update_weights` need not copy."""
+        return self.engine.host.params
+
+    def update_weights(self, weights: Weights, *, running: str = "finish") -> None:
+        """Replace the weights by others of the same model. Compiles nothing; the prefix cache is emptied.
+
+        What drafts tokens keeps its weights, a layer of the model's checkpoint too: fewer drafts may be accepted.
+
+        Args:
+            weights: one of three forms. A tree of the form of `params`: arrays with the same shardings are used without
+                a copy, and must not be donated afterwards. Arrays of numpy, jax or torch by their names in a
+                checkpoint, or the tree that `weights.load` returns: they are converted as a checkpoint is, while the
+                old weights still take memory, and stay the caller's. Or a directory: the old weights are freed before
+                it is read, so that both are never in memory at once.
+            running: treatment of unfinished requests. "finish" completes them with the old weights first; "restart"
+                restarts them from their prompts with the new weights, and their `stream`s end with an error.
+
+        Raises:
+            ConfigError: the weights are not of this model, and nothing has changed; or, in a run over many processes,
+                `weights` is not a directory.
+        """
+        with self._threads.paused() as engine:
+            engine.update_weights(weights, running=running)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and KV pool until `wake_up`, for example for a trainer on the same devices.
+
+        Nothing is recompiled afterwards; the prefix cache is emptied.
+
+        Args:
+            level: 1 keeps the weights in host memory; 2 drops them, and `update_weights` must follow `wake_up`.
+
+        Raises:
+            RequestError: there are unfinished requests.
+            ConfigError: the run has several processes, or there is no such level.
+        """
+        with self._threads.paused() as engine:
+            engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Resume serving after `sleep`.
+
+        Args:
+            tags: parts to restore: "weights", to update them before the pool takes memory, or "kv_cache". None is both.
+        """
+        with self._threads.paused() as engine:
+            engine.host.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True if weights or KV pool are asleep, so that requests are refused."""
+        return self.engine.host.memory.is_sleeping
+
+
+def _as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]]) -> list[list[Message]]:
+    """Return the conversations as a list; the argument may be a single one."""
+    many = listed(messages)
+    if many is None:
+        raise RequestError(f"messages must be a list of dicts, or a list of such lists, got {brief(messages)}")
+    are_messages = [isinstance(entry, Mapping) for entry in many]
+    if all(are_messages) and many:
+        return [many]
+    conversations = [listed(entry) for entry in many]
+    if any(are_messages) or None in conversations:
+        raise RequestError(f"messages must be a list of dicts, or a list of such lists, got both in {brief(messages)}")
+    return [conversation for conversation in conversations if conversation is not None]
+
+
+def _with_increments(output: RequestOutput, increments: Sequence[Increment]) -> RequestOutput:
+    """Return `output` with what is new of each completion in place of the whole."""
+    new = [
+        dataclasses.replace(completion, text="", token_ids=[], logprobs=None, metrics=copy.copy(completion.metrics))
+        for completion in output.outputs
+    ]
+    for each in increments:
+        part = new[each.completion.index]
+        part.text, part.token_ids = each.text, each.token_ids
+        part.logprobs = None if each.logprobs is None else list(each.logprobs)
+    for part, completion in zip(new, output.outputs, strict=True):
+        if part.logprobs is None and completion.logprobs_since(0, 0) is not None:
+            part.logprobs = []
+    return dataclasses.replace(output, outputs=new)
+
+
+def _tokenizer_of(engine: Engine) -> Tokenizer:
+    if engine.tokenizer is None:
+        raise ConfigError("there is no tokenizer; drop skip_tokenizer_init")
+    return engine.tokenizer

@@ -1,0 +1,140 @@
+"""Preemption for requests of a higher class, before a plan has any rows.
+
+A waiting request whose class is above that of running ones does not wait for them: where slots or pages are full, the
+last admitted of the lowest class gives way, then the next, until the request can start in the plan that is being made.
+A victim loses no tokens. It goes to the head of its tenant's queue, its full pages stay in the prefix cache as long as
+nobody needs them, and it is computed again from there. Nobody gives way in vain: where all rows of lower classes have
+too few pages, or the request would have to wait for prompts of its own class, nothing changes.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from jaxserve.scheduling.ledger import Ledger, in_prefill, num_remaining
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.request import Request, RequestStatus
+from jaxserve.scheduling.step_plan import StepPlan
+
+
+def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
+    """Preempt running requests of lower classes until those of higher classes can go on, or start, in this plan."""
+    running = ledger.running
+    if len(ledger.num_running_of) > 1:
+        for request in list(running.values()):
+            if request.priority < ledger.lowest_priority and in_prefill(request):
+                _let_go_on(request, ledger, policy, plan)
+    if not ledger.waiting or not running or ledger.waiting.first_priority >= ledger.lowest_priority:
+        return
+    num_rows = len(running) - sum(map(in_prefill, running.values()))
+    budget_left = max(ledger.max_num_batched_tokens - num_rows, policy.prefill_share)
+    num_starts = num_pages = 0
+    rows: _Rows | None = None  # rows as a class sees them
+    ledger.waiting.settle()
+    with closing(ledger.waiting.in_order()) as order:
+        for request in order:
+            if not running or request.priority >= ledger.lowest_priority or request.num_pending_tokens:
+                return
+            if request.status is RequestStatus.LOADING:
+                continue
+            if rows is None or rows.priority != request.priority:
+                rows = _Rows(request.priority, ledger, policy)
+            most_left = budget_left - rows.num_prompt_tokens
+            if most_left <= 0 or rows.has_to_wait(request, most_left):
+                return
+            num_starts += 1
+            num_pages += ledger.num_pages_taken(request) + ledger.groups.size  # and a block to grow
+            if not rows.yield_to(num_starts, num_pages, plan):
+                return
+            budget_left -= policy.first_share(request.num_tokens, most_left)
+
+
+class _Rows:
+    """Running rows, as waiting requests of a class see them: rows of lower classes give way. Counted once for all.
+
+    Args:
+        priority: the class.
+        ledger: all requests.
+        policy: policy that chooses who gives way.
+
+    Attributes:
+        priority: the class.
+        num_prompt_tokens: tokens left of the unfinished prompts of the class and those above.
+    """
+
+    def __init__(self, priority: int, ledger: Ledger, policy: Policy) -> None:
+        self.priority, self._ledger, self._policy = priority, ledger, policy
+        left = list(map(num_remaining, _prompts_before(priority, ledger)))
+        self.num_prompt_tokens = sum(left)
+        self._num_unfinished, self._num_long = len(left), sum(map(policy.is_long, left))
+        self._num_short = ledger.num_pages_short(1)
+        self._num_kept = _num_kept(priority, ledger)
+        self._num_lower, self._num_freed = _lower(priority, ledger)
+
+    def has_to_wait(self, request: Request, budget_left: int) -> bool:
+        """Return whether a request must wait for unfinished prompts of its class or above, whatever is free."""
+        return request.num_tokens > self._policy.most_left_to_start(budget_left, self._num_unfinished, self._num_long)
+
+    def yield_to(self, num_starts: int, num_pages: int, plan: StepPlan) -> bool:
+        """Preempt rows of lower classes until there are so many slots and pages; False, and no change, if in vain."""
+        ledger = self._ledger
+        if len(ledger.free_slots) + self._num_lower < num_starts or self._num_free + self._num_freed < num_pages:
+            return False
+        while len(ledger.free_slots) < num_starts or self._num_free < num_pages:
+            if not ledger.running or ledger.lowest_priority <= self.priority:
+                return False
+            victim = self._policy.victim(ledger.running)
+            self._num_lower -= 1
+            self._num_freed -= _num_freed(victim, ledger)
+            self._num_short -= ledger.num_pages_short(1, [victim])
+            ledger.preempt(victim, plan)
+        return True
+
+    @property
+    def _num_free(self) -> int:
+        """Pages left of those that are free when running rows have got what they need, and what is kept for them."""
+        ledger = self._ledger
+        return ledger.num_available - self._num_short - ledger.num_pages_to_grow - self._num_kept
+
+
+def _prompts_before(priority: int, ledger: Ledger) -> list[Request]:
+    """Unfinished prompts of a class or above."""
+    return [other for other in ledger.running.values() if other.priority <= priority and in_prefill(other)]
+
+
+def _let_go_on(request: Request, ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
+    """Preempt rows of classes below that of an unfinished prompt until it has the pages of its next share."""
+    num_tokens = policy.first_share(num_remaining(request), ledger.max_num_batched_tokens)
+    num_wanted = ledger.groups.num_blocks(request.num_computed_tokens + num_tokens) * ledger.groups.size
+    num_wanted -= len(request.pages)
+    while num_wanted > _num_free_pages(ledger) and ledger.lowest_priority > request.priority:
+        ledger.preempt(policy.victim(ledger.running), plan)
+
+
+def would_yield(priority: int, num_starts: int, num_pages: int, ledger: Ledger) -> bool:
+    """Return whether so many slots and pages are free when all rows of classes below one have given way."""
+    num_lower, num_freed = _lower(priority, ledger)
+    num_free = _num_free_pages(ledger) - _num_kept(priority, ledger) + num_freed
+    return len(ledger.free_slots) + num_lower >= num_starts and num_free >= num_pages
+
+
+def _lower(priority: int, ledger: Ledger) -> tuple[int, int]:
+    """Return the number of rows of classes below one, and the pages that they free if all give way."""
+    lower = [other for other in ledger.running.values() if other.priority > priority]
+    return len(lower), sum(_num_freed(other, ledger) for other in lower)
+
+
+def _num_freed(request: Request, ledger: Ledger) -> int:
+    """Pages that a row frees if it gives way, those at most that it would have needed and that were kept for it."""
+    return len(request.pages) + 2 * ledger.groups.size
+
+
+def _num_kept(priority: int, ledger: Ledger) -> int:
+    """Pages that the rest of unfinished prompts of a class, or above, takes beyond what is kept for them to grow."""
+    prompts, size = _prompts_before(priority, ledger), ledger.groups.size
+    return sum(ledger.num_pages_kept(other) - size * ledger.can_grow(other) for other in prompts)
+
+
+def _num_free_pages(ledger: Ledger) -> int:
+    """Pages left when running rows have got what they need in this plan, and what is kept for them to grow."""
+    return ledger.num_available - ledger.num_pages_short(1) - ledger.num_pages_to_grow

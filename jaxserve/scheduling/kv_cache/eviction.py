@@ -1,0 +1,116 @@
+"""EvictionOrder: which cached page without owners goes next, so that tenants have equal shares of the cache."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from heapq import heapify, heappop, heappush
+
+from jaxserve.scheduling.kv_cache.pages import Content
+
+_SPARE_ENTRIES = 256  # outdated entries of a heap beyond which it is made anew
+
+
+class EvictionOrder:
+    """Cached pages without owners, by tenant.
+
+    The tenant with the most cached pages, in use or not, gives up the one released first. So whoever fills the cache
+    evicts pages of others only as long as these have more than an equal share; with a single tenant, the order is the
+    order of release.
+
+    Attributes:
+        num_evictable: number of these pages.
+    """
+
+    def __init__(self) -> None:
+        self._evictable: dict[str, OrderedDict[int, None]] = {}  # pages by tenant, the page released first in front
+        self.num_evictable = 0
+        # Heap of evictable tenants by their cached pages, with outdated entries; None until an eviction needs it.
+        self._by_size: list[tuple[int, str]] | None = None
+        self._num_cached: Counter[str] = Counter()  # pages with content by tenant, in use or not
+
+    def cached(self, tenant: str) -> None:
+        """Note that a page of a tenant has become cached."""
+        self._num_cached[tenant] += 1
+        if self._by_size is not None:
+            self._note_size(tenant)
+
+    def add(self, page: int, tenant: str) -> None:
+        """Note that a cached page of a tenant has lost its last owner."""
+        pages = self._evictable.get(tenant)
+        if pages is None:
+            pages = self._evictable[tenant] = OrderedDict()
+            self._note_size(tenant)
+        pages[page] = None
+        self.num_evictable += 1
+
+    def remove(self, page: int, tenant: str) -> None:
+        """Note that an evictable page of a tenant is owned again, or evicted."""
+        pages = self._evictable[tenant]
+        del pages[page]
+        if not pages:
+            del self._evictable[tenant]
+        self.num_evictable -= 1
+
+    def pop(self, tenant: str) -> int:
+        """Return the page to evict for a tenant, which goes first among those with equally many cached pages."""
+        if len(self._evictable) == 1:
+            (largest,) = self._evictable
+            self._by_size = None
+        else:
+            largest = self._largest_tenant()
+            if tenant in self._evictable and self._num_cached[tenant] == self._num_cached[largest]:
+                largest = tenant
+        pages = self._evictable[largest]
+        page, _ = pages.popitem(last=False)
+        if not pages:
+            del self._evictable[largest]
+        self.num_evictable -= 1
+        self._num_cached[largest] -= 1
+        if not self._num_cached[largest]:
+            del self._num_cached[largest]
+        if self._by_size is not None:
+            self._note_size(largest)
+        return page
+
+    def clear(self) -> list[int]:
+        """Forget all pages; return the evictable ones."""
+        pages = [page for pages in self._evictable.values() for page in pages]
+        self._evictable.clear()
+        self.num_evictable = 0
+        self._num_cached.clear()
+        self._by_size = None
+        return pages
+
+    def check_integrity(self, content: dict[int, Content], idle: set[int]) -> None:
+        """Assert that pages are where their content says; `idle` are the cached pages without owners."""
+        evictable = {page: tenant for tenant, pages in self._evictable.items() for page in pages}
+        assert evictable.keys() == idle, f"evictable and cached without owner differ: {evictable.keys() ^ idle}"
+        assert all(content[page][-1] == tenant for page, tenant in evictable.items()), "a page changed hands"
+        assert self.num_evictable == len(evictable) == sum(map(len, self._evictable.values()))
+        assert all(self._evictable.values()), "a tenant without evictable pages is remembered"
+        assert all(self._num_cached.values()), "a tenant without cached pages is remembered"
+        assert self._num_cached == Counter(tenant for *_, tenant in content.values())
+
+    def _largest_tenant(self) -> str:
+        """Return the tenant with evictable pages that has the most cached ones; of equal ones the first by name."""
+        heap = self._by_size
+        if heap is None:
+            heap = self._by_size = [(-self._num_cached[name], name) for name in self._evictable]
+            heapify(heap)
+        while True:
+            count, name = heap[0]
+            if name in self._evictable and -count == self._num_cached[name]:
+                return name
+            heappop(heap)  # out of date: whenever a count changes, an entry is added
+
+    def _note_size(self, tenant: str) -> None:
+        """Add an entry for a tenant to the heap, if it is needed.
+
+        Pages may come and go for as long as no page is evicted, which alone drops what is outdated.
+        """
+        if self._by_size is None or tenant not in self._evictable:
+            return
+        if len(self._by_size) > 2 * len(self._evictable) + _SPARE_ENTRIES:
+            self._by_size = None
+        else:
+            heappush(self._by_size, (-self._num_cached[tenant], tenant))

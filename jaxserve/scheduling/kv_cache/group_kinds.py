@@ -1,0 +1,203 @@
+"""Kinds of KV groups: which pages of earlier tokens the next one sees, and thus what is a hit and what is released."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterator, Sequence
+from itertools import cycle
+from typing import Protocol, runtime_checkable
+
+from jaxserve.scheduling.kv_cache.groups import RELEASED, KVGroups
+from jaxserve.scheduling.kv_cache.pages import CACHED, Pages
+from jaxserve.scheduling.request import Request
+
+Cached = Sequence[Container[bytes]]  # hashes of the pages that are cached, by group; those of states come last
+
+
+@runtime_checkable
+class GroupKind(Protocol):
+    """All groups of one kind.
+
+    Attributes:
+        groups: groups whose pages lie in the KV pool.
+    """
+
+    groups: tuple[int, ...]
+
+    def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
+        """Return the blocks of the longest prefix after which a token finds all that it sees.
+
+        Args:
+            hashes: hashes of the prefix's blocks.
+            cached: hashes of cached pages, by group.
+        """
+
+    def seen(self, num_blocks: int) -> range:
+        """Return the blocks that the token after the first `num_blocks` sees."""
+
+    def release_unseen(self, request: Request) -> list[int]:
+        """Take from a running request the pages that no later token sees; return them, the first one last."""
+        return []
+
+
+class FullAttention(GroupKind):
+    """Groups in which every token sees all before it; those of latent attention are among them."""
+
+    def __init__(self, groups: KVGroups) -> None:
+        self.groups = groups.full
+
+    def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
+        """Return the length of the longest run of cached blocks from the first."""
+        return min((_num_leading(cached[group], hashes) for group in self.groups), default=len(hashes))
+
+    def seen(self, num_blocks: int) -> range:
+        """Return all blocks."""
+        return range(num_blocks)
+
+
+class SlidingWindow(GroupKind):
+    """Groups in which a token sees the last ones. If windows differ, all keep what the largest reaches."""
+
+    def __init__(self, groups: KVGroups) -> None:
+        self.groups = groups.sliding
+        self._sizes = groups
+
+    def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
+        """Return the end of the last run of blocks that is as long as a window reaches, or begins at the first."""
+        needed, num_last = self._sizes.num_window_blocks, 0  # blocks cached without a gap
+        tables = [cached[group] for group in self.groups]
+        for block in range(len(hashes) - 1, -1, -1):
+            if num_last == needed:
+                return block + 1 + num_last
+            num_last = num_last + 1 if all(hashes[block] in table for table in tables) else 0
+        return num_last
+
+    def seen(self, num_blocks: int) -> range:
+        """Return the last blocks."""
+        return range(max(num_blocks - self._sizes.num_window_blocks, 0), num_blocks)
+
+    def release_unseen(self, request: Request) -> list[int]:
+        """Take the pages of blocks before the window of the next token.
+
+        All known tokens but the last are computed for certain, by steps in flight at the latest.
+        """
+        certain = min(request.num_computed_tokens, request.num_known_tokens - 1)
+        released, first = request.num_released_blocks, self._sizes.first_block(certain)
+        if first <= released:
+            return []
+        size, pages = self._sizes.size, request.pages
+        unseen = [block * size + group for block in range(released, first) for group in self.groups]
+        taken = [pages[index] for index in reversed(unseen)]
+        for index in unseen:
+            pages[index] = RELEASED
+        request.num_released_blocks = first
+        return taken
+
+
+class RecurrentState(GroupKind):
+    """The group of layers without attention, whose pages are snapshots of a sequence's state after a block.
+
+    They lie in a pool of their own. A plan owns those that it reads and those that it takes: these are written while
+    its step runs, so that only later plans find them, and no page that it reads is written by it. The least recently
+    used one is given up first.
+
+    Args:
+        num_pages: number of snapshots.
+
+    Attributes:
+        cached: pages by hash, the least recently used one in front.
+    """
+
+    groups: tuple[int, ...] = ()
+
+    def __init__(self, num_pages: int) -> None:
+        self._num_pages = num_pages
+        self.cached: OrderedDict[bytes, int] = OrderedDict()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all content."""
+        self._pages = Pages(self._num_pages)
+        self.cached.clear()
+        self._taken: dict[bytes, int] = {}  # snapshots that the last plan takes
+        self._read: list[int] = []  # pages that the last plan reads, once for each row
+
+    def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
+        """Return the blocks up to the last snapshot."""
+        return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in cached[-1]), 0)
+
+    def seen(self, num_blocks: int) -> range:
+        """Return the last block."""
+        return range(max(num_blocks - 1, 0), num_blocks)
+
+    def begin_plan(self) -> None:
+        """Note that a new plan begins, whose step runs after those of all plans before."""
+        pages = self._pages
+        for page_hash, page in self._taken.items():
+            pages.states[page], pages.content[page] = CACHED, (0, page_hash, "")
+            self.cached[page_hash] = page
+        for page in (*self._taken.values(), *self._read):
+            pages.num_owners[page] -= 1
+        self._taken.clear()
+        self._read.clear()
+
+    def read(self, page_hash: bytes) -> int:
+        """Return the page that a row of the plan continues from."""
+        page = self.cached[page_hash]
+        self.cached.move_to_end(page_hash)
+        self._pages.num_owners[page] += 1
+        self._read.append(page)
+        return page
+
+    def take(self, page_hash: bytes) -> int | None:
+        """Return the page for a snapshot that a row of the plan takes; None if there is one, or no page is free."""
+        if page_hash in self._taken:
+            return None
+        if page_hash in self.cached:
+            self.cached.move_to_end(page_hash)
+            return None
+        pages = self._pages
+        if not pages.free_pages:
+            oldest = next((key for key, page in self.cached.items() if not pages.num_owners[page]), None)
+            if oldest is None:
+                return None
+            page = self.cached.pop(oldest)
+            del pages.content[page]
+            pages.free(page)
+        (page,) = pages.take(1)
+        self._taken[page_hash] = page
+        return page
+
+    def check_integrity(self) -> None:
+        """Assert that every page is in one place."""
+        owned = [*self._taken.values(), *self._read]
+        self._pages.check_integrity({page: owned.count(page) for page in owned})
+        assert {page: page_hash for page, (_, page_hash, _) in self._pages.content.items()} == {
+            page: page_hash for page_hash, page in self.cached.items()
+        }
+        assert not self._taken.keys() & self.cached.keys(), "a snapshot is taken twice"
+
+
+def longest_hit(kinds: Sequence[GroupKind], hashes: Sequence[bytes], cached: Cached) -> int:
+    """Return the blocks of the longest prefix that is a hit for all kinds; they shorten it in turn until none does."""
+    num_blocks, num_agreed = len(hashes), 0
+    for kind in cycle(kinds):
+        num_hit = kind.longest_hit(hashes[:num_blocks], cached)
+        num_agreed = num_agreed + 1 if num_hit == num_blocks else 1
+        num_blocks = num_hit
+        if num_agreed == len(kinds):
+            break
+    return num_blocks
+
+
+def pages_seen(kinds: Sequence[GroupKind], num_blocks: int) -> Iterator[tuple[int, int]]:
+    """Yield block and group of each page of the pool that the token after the first `num_blocks` sees."""
+    for kind in kinds:
+        for block in kind.seen(num_blocks):
+            for group in kind.groups:
+                yield block, group
+
+
+def _num_leading(cached: Container[bytes], hashes: Sequence[bytes]) -> int:
+    """Return the length of the longest run of cached hashes from the first."""
+    return next((index for index, page_hash in enumerate(hashes) if page_hash not in cached), len(hashes))

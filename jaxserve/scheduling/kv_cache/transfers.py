@@ -1,0 +1,179 @@
+"""Transfers: moves of pages between the device and the tiers below it, and the requests that wait for them.
+
+The scheduler decides what moves, and names it by values; a connector moves the bytes, and leaves an event `Transferred`
+when moves have ended. What is asked for while a plan is made moves after the step of that plan, which may copy from a
+page that is to be loaded, and before those of later plans. Until a move has ended nobody else gets its page: while it
+loads, because it is written, and while it is stored, because it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxserve.scheduling.kv_cache.pages import Content
+from jaxserve.scheduling.request import Request
+
+
+class Move(NamedTuple):
+    """A copy of a page's content from a lower tier, or to it.
+
+    Attributes:
+        key: number of the move; none has it again.
+        is_load: True if the page is written, False if it is read.
+        page: page of the device.
+        group: its KV group.
+        page_hash: hash of the content.
+    """
+
+    key: int
+    is_load: bool
+    page: int
+    group: int
+    page_hash: bytes
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """A tier below device memory, as the scheduler sees it. Its answers follow from the calls before, in their order.
+
+    So whoever replays the events of a scheduler makes the same plans, with a tier of the same sizes. A move is known by
+    its key: other moves may have the same content, before and after `clear`.
+    """
+
+    def has(self, group: int, page_hash: bytes) -> bool:
+        """Return whether a page can be loaded."""
+
+    def load(self, move: Move) -> None:
+        """Begin to write a page."""
+
+    def store(self, move: Move) -> None:
+        """Begin to read a page."""
+
+    def transferred(self, move: Move, *, ok: bool) -> None:
+        """Note the end of a move: a page that was stored can be loaded, one whose load failed cannot."""
+
+    def clear(self) -> None:
+        """Forget all content, as after a change of weights; moves go on, and their ends are of no use."""
+
+    def restart(self) -> None:
+        """Forget all content and all moves: none of them reads or writes a page any more once this returns."""
+
+
+@dataclass
+class Transfer:
+    """A move that has not ended.
+
+    Attributes:
+        move: the move.
+        tier: tier that makes it.
+        content: content of the page when it has ended.
+        waiting: requests that wait for its end.
+        is_of_use: False if it has failed, or if its content is forgotten.
+    """
+
+    move: Move
+    tier: Tier
+    content: Content
+    waiting: list[Request] = field(default_factory=list)
+    is_of_use: bool = True
+
+
+class Transfers:
+    """Moves that have not ended.
+
+    Args:
+        tiers: tiers below device memory, the next one first.
+        keys: numbers of moves; other ones after a restart.
+
+    Attributes:
+        tiers: tiers below device memory.
+        loading: pages that are being loaded, by group and hash.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], keys: Iterator[int]) -> None:
+        self.tiers = tiers
+        self.loading: dict[tuple[int, bytes], int] = {}
+        self._keys = keys
+        self._by_key: dict[int, Transfer] = {}
+        self._by_page: dict[int, Transfer] = {}
+
+    def reaches(self, group: int, page_hash: Any) -> bool:
+        """Return whether a page can be loaded, or is being."""
+        return (group, page_hash) in self.loading or any(tier.has(group, page_hash) for tier in self.tiers)
+
+    def wants(self, content: Content) -> bool:
+        """Return whether a page that nobody owns is to be stored before it is evicted."""
+        return bool(self.tiers) and not self.reaches(*content[:2])
+
+    def load(self, page: int, content: Content) -> None:
+        """Begin to load a page from the first tier that has its content."""
+        tier = next(tier for tier in self.tiers if tier.has(*content[:2]))
+        self.loading[content[:2]] = page
+        tier.load(self._begin(page, content, tier, is_load=True))
+
+    def store(self, page: int, content: Content) -> None:
+        """Begin to store a page in the next tier."""
+        self.tiers[0].store(self._begin(page, content, self.tiers[0], is_load=False))
+
+    def _begin(self, page: int, content: Content, tier: Tier, *, is_load: bool) -> Move:
+        move = Move(next(self._keys), is_load, page, *content[:2])
+        self._by_key[move.key] = self._by_page[page] = Transfer(move, tier, content)
+        return move
+
+    def wait(self, request: Request) -> None:
+        """Have a request wait for those of its pages that are being loaded."""
+        for page in request.pages:
+            if (transfer := self._by_page.get(page)) is not None and transfer.move.is_load:
+                transfer.waiting.append(request)
+                request.num_transfers += 1
+
+    def end(self, key: int, *, ok: bool) -> Transfer | None:
+        """Return a transfer that has ended; None if it began before a restart."""
+        transfer = self._by_key.pop(key, None)
+        if transfer is None:
+            return None
+        move = transfer.move
+        del self._by_page[move.page]
+        transfer.is_of_use &= ok
+        if move.is_load and self.loading.get((move.group, move.page_hash)) == move.page:
+            del self.loading[move.group, move.page_hash]
+        transfer.tier.transferred(move, ok=transfer.is_of_use)
+        for request in transfer.waiting:
+            request.num_transfers -= 1
+        return transfer
+
+    def abandon(self, request: Request) -> None:
+        """Have a request wait no more; the pages that it waited for are loaded nevertheless."""
+        for page in request.pages:
+            if (transfer := self._by_page.get(page)) is not None and request in transfer.waiting:
+                transfer.waiting.remove(request)
+        request.num_transfers = 0
+
+    def clear(self) -> None:
+        """Forget the content of all tiers, and of pages that move."""
+        for transfer in self._by_key.values():
+            transfer.is_of_use = False
+        self.loading.clear()
+        for tier in self.tiers:
+            tier.clear()
+
+    def check_integrity(self, loading: Collection[int], storing: Collection[int], waiting: Sequence[Request]) -> None:
+        """Assert that pages and requests are as the moves say.
+
+        Args:
+            loading: pages in this state.
+            storing: pages in this state.
+            waiting: requests in the state LOADING.
+        """
+        assert self._by_page == {transfer.move.page: transfer for transfer in self._by_key.values()}
+        moves = [transfer.move for transfer in self._by_key.values()]
+        assert sorted(move.page for move in moves if move.is_load) == sorted(loading), "a page loads by no or two moves"
+        assert sorted(move.page for move in moves if not move.is_load) == sorted(storing), "a page is not being stored"
+        assert set(self.loading.values()) <= set(loading)
+        for request in waiting:
+            own = [t.move.page for t in self._by_key.values() if request in t.waiting]
+            assert len(own) == len(set(own)) == request.num_transfers > 0, f"{request.request_id} waits for nothing"
+            assert set(own) == set(request.pages) & set(loading), f"{request.request_id} waits for others' pages"
+        assert all(request in waiting for t in self._by_key.values() for request in t.waiting), "it waits no more"

@@ -1,0 +1,330 @@
+"""JSON schemas with numbers that llguidance would change, as it computes with doubles, as rules with exact numbers.
+
+Only what is around such numbers is written here: all other parts of a schema are llguidance's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from decimal import Decimal
+from typing import Any
+
+from jaxserve.errors import RequestError, brief
+from jaxserve.text.structured_output.number_regex import bounded
+
+Json = dict[str, Any]
+MAX_EXACT = 2**53  # up to it, llguidance reads integers and the digits of other numbers as they are written
+_MAX_EXPONENT = 22
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+_NUMBERS = (*_BOUNDS, "multipleOf")
+_IMPLIED = {  # types of schemas that do not say them, of those that they allow
+    **dict.fromkeys(("properties", "required", "additionalProperties"), "object"),
+    "items": "array",
+    **dict.fromkeys(_NUMBERS, "number"),
+}
+_WITH_SCHEMA = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains")
+_WITH_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+_WITH_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_DEFINITIONS = ("$defs", "definitions")
+_DEFINED = re.compile(r"#/(\$defs|definitions)/")
+_MAX_CHARS, _MAX_PLACES = 2**20, 100
+_UNSATISFIED = "JSON schemas must be such that some value obeys them"
+_REFERENCE = re.compile(r'"\$ref": ("(?:[^"\\]|\\.)*")')
+_NOTES = {
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "format", "$schema", "$id"),
+    *("$comment", "$defs", "definitions", "$anchor", "id", "nullable"),
+}
+
+
+def dumps(value: Any) -> str:
+    """Return the JSON of a value, in which decimals that no keyword compares are like other numbers."""
+    return json.dumps(value, default=float)
+
+
+def has_inexact_numbers(schema: Any) -> bool:
+    """Return whether a schema has numbers that llguidance would change."""
+    if not isinstance(schema, dict):
+        return False
+    if any(not _is_exact(schema[key]) for key in _NUMBERS if key in schema):
+        return True
+    if any(_has_inexact(schema[key]) for key in ("const", "enum") if key in schema):
+        return True
+    return any(map(has_inexact_numbers, _parts_of(schema)))
+
+
+def _parts_of(schema: Json) -> Iterable[Any]:
+    yield from (schema[key] for key in _WITH_SCHEMA if isinstance(schema.get(key), dict))
+    for key in _WITH_SCHEMAS:
+        yield from schema[key] if isinstance(schema.get(key), list) else ()
+    for key in _WITH_NAMES:
+        yield from schema[key].values() if isinstance(schema.get(key), dict) else ()
+
+
+def _has_inexact(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_inexact, value.values()))
+    return any(map(_has_inexact, value)) if isinstance(value, list) else not _is_exact(value)
+
+
+def _is_exact(value: Any) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= MAX_EXACT
+    if not isinstance(value, float):
+        return not isinstance(value, Decimal)
+    decimal = Decimal(repr(value))
+    if not decimal.is_finite():
+        return False
+    _, digits, exponent = decimal.as_tuple()
+    is_read = int("".join(map(str, digits))) <= MAX_EXACT and abs(int(exponent)) <= _MAX_EXPONENT
+    return is_read and abs(value) <= MAX_EXACT
+
+
+class ExactSchema:
+    """Rules of a schema with exact numbers.
+
+    Args:
+        name: name of the first rule, with which the names of the others begin.
+        schema: the schema.
+        options: llguidance's options for white space.
+
+    Attributes:
+        rules: the rules.
+
+    Raises:
+        RequestError: a schema with such numbers has keywords that are not known here; it names the keyword.
+    """
+
+    def __init__(self, name: str, schema: Json, options: Json) -> None:
+        self._name, self._root, self._options = name, schema, options
+        self._definitions = {key: schema[key] for key in _DEFINITIONS if key in schema}
+        self._num_rules, self._num_chars, self._defined = 0, 0, dict[str, str]()
+        self._within = _references({"": self._definitions})  # references in definitions
+        self._inexact = self._find_inexact()
+        self.rules: list[str] = []
+        pattern = options.get("whitespace_pattern", "")
+        self._space = f"{name.upper()}_SPACE" if pattern else ""
+        start = self._any(schema)
+        self.rules.insert(0, f"{name}: {start}")
+        if pattern:
+            self.rules.append(f"{self._space}: /({pattern})?/")
+
+    def _any(self, schema: Any) -> str:
+        """Return the expression of a schema."""
+        if not self._is_inexact(schema):
+            return self._as_it_is(schema)
+        kinds = [key for key in ("$ref", "anyOf", "allOf", "const", "enum") if key in schema]
+        if kinds:
+            kind = kinds[0]
+            self._check(schema, {kind, *(("type",) if kind in ("const", "enum") else ())})
+            return getattr(self, {"$ref": "_reference", "anyOf": "_choice", "allOf": "_same"}.get(kind, "_literals"))(
+                schema
+            )
+        types = schema.get("type") or next((name for key, name in _IMPLIED.items() if key in schema), None)
+        if isinstance(types, list):
+            return self._choice({"anyOf": [schema | {"type": each} for each in types]})
+        if types == "object":
+            return self._object(schema)
+        if types == "array":
+            return self._array(schema)
+        if types in ("integer", "number"):
+            return self._number(schema, is_integer=types == "integer")
+        if types in ("string", "boolean", "null"):
+            return self._as_it_is({"type": types} | {k: v for k, v in schema.items() if k not in _NUMBERS})
+        raise _refusal(f"a type beside {sorted(schema.keys() - _NOTES)}, got {brief(types)}")
+
+    def _is_inexact(self, schema: Any) -> bool:
+        """Return whether a schema, or one that it refers to, has numbers that llguidance would change."""
+        if not isinstance(schema, dict):
+            return False
+        return has_inexact_numbers(_without_definitions(schema)) or bool(_references(schema) & self._inexact)
+
+    def _find_inexact(self) -> frozenset[str]:
+        """Return the references to schemas with such numbers, or to schemas that refer to them."""
+        parts = {each: self._resolved(each) for each in _references(self._root) | self._within}
+        found = {each for each, part in parts.items() if has_inexact_numbers(part)}
+        referring = {each: _references(part) for each, part in parts.items()}
+        while more := {each for each, others in referring.items() if each not in found and others & found}:
+            found |= more
+        return frozenset(found)
+
+    def _as_it_is(self, schema: Any) -> str:
+        """Return the expression of a schema that llguidance reads exactly."""
+        if schema is False:
+            raise RequestError(f"{_UNSATISFIED}, got false where a value is needed")
+        whole = {} if schema is True else schema
+        if references := _references(whole):
+            whole = self._definitions | whole
+            if others := [each for each in references | self._within if not _DEFINED.match(each)]:
+                raise _refusal(f"references to definitions only, got {brief(sorted(others))}")
+        text = f"%json {dumps(whole | {'x-guidance': self._options})}"
+        if text not in self._defined:
+            self._defined[text] = self._rule(text)
+        return self._defined[text]
+
+    def _rule(self, expression: str, *, terminal: bool = False) -> str:
+        self._num_rules += 1
+        self._num_chars += len(expression)
+        if self._num_chars > _MAX_CHARS:
+            raise _refusal(f"grammars of at most {_MAX_CHARS} characters; leave out properties or definitions")
+        name = f"{self._name}_{self._num_rules}"
+        name = name.upper() if terminal else name
+        self.rules.append(f"{name}: {expression}")
+        return name
+
+    def _check(self, schema: Json, known: set[str]) -> None:
+        if unknown := sorted(schema.keys() - known - _NOTES):
+            raise _refusal(f"none of {unknown} beside {sorted(known & schema.keys())}")
+
+    def _resolved(self, reference: str) -> Any:
+        found: Any = self._root
+        if not reference.startswith("#"):
+            raise _refusal(f"references within themselves, got {brief(reference)}")
+        for part in reference[1:].split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            try:
+                found = found[int(key) if isinstance(found, list) else key]
+            except (LookupError, ValueError, TypeError):
+                raise _refusal(f"references to what is there, got {brief(reference)}") from None
+        return found
+
+    def _reference(self, schema: Json) -> str:
+        reference = schema["$ref"]
+        if reference not in self._defined:
+            self._num_rules += 1
+            self._defined[reference] = f"{self._name}_{self._num_rules}"
+            self.rules.append(f"{self._defined[reference]}: {self._any(self._resolved(reference))}")
+        return self._defined[reference]
+
+    def _choice(self, schema: Json) -> str:
+        options = [self._any(each) for each in schema["anyOf"] if each is not False]
+        if not options:
+            raise RequestError(f"{_UNSATISFIED}, got {brief(schema)}")
+        return self._rule(" | ".join(options))
+
+    def _same(self, schema: Json) -> str:
+        if len(schema["allOf"]) != 1:
+            raise _refusal(f"one schema in allOf, got {len(schema['allOf'])}")
+        return self._any(schema["allOf"][0])
+
+    def _literals(self, schema: Json) -> str:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        types = schema.get("type", [])
+        types = [types] if isinstance(types, str) else types
+        values = [value for value in values if not types or any(_is_of(value, each) for each in types)]
+        if not values:
+            raise RequestError(f"{_UNSATISFIED}, got {brief(schema)}")
+        return self._rule(" | ".join(map(self._literal, values)))
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, dict):
+            members = [f"{_quoted(json.dumps(key))} {self._colon} {self._literal(each)}" for key, each in value.items()]
+            return self._bracketed("{", members, "}")
+        if isinstance(value, list):
+            return self._bracketed("[", list(map(self._literal, value)), "]")
+        if isinstance(value, float | Decimal):
+            plain = format(_decimal("const", value), "f")
+            return _quoted(plain.rstrip("0").rstrip(".") if "." in plain else plain)
+        return _quoted(json.dumps(value, ensure_ascii=False))
+
+    def _bracketed(self, opening: str, parts: list[str], closing: str) -> str:
+        return f'"{opening}" {self._space} {f" {self._comma} ".join(parts)} {self._space} "{closing}"'
+
+    @property
+    def _comma(self) -> str:
+        return f'{self._space} "," {self._space}'
+
+    @property
+    def _colon(self) -> str:
+        return f'{self._space} ":" {self._space}'
+
+    def _number(self, schema: Json, *, is_integer: bool) -> str:
+        if "multipleOf" in schema:
+            value = schema["multipleOf"]
+            raise _refusal(f"multipleOf and the bounds beside it within {MAX_EXACT} and 15 digits, got {brief(value)}")
+        self._check(schema, {"type", *_BOUNDS})
+        expressions = []
+        for key in _BOUNDS:
+            if key not in schema:
+                continue
+            exact = _decimal(key, schema[key])
+            expressions.append("|".join(bounded(key, exact, is_integer=is_integer)))
+        if any(not each for each in expressions):
+            raise RequestError(f"{_UNSATISFIED}, got {brief(schema)}")
+        return self._rule(" & ".join(f"/{each}/" for each in expressions), terminal=True)
+
+    def _array(self, schema: Json) -> str:
+        self._check(schema, {"type", "items", "minItems", "maxItems"})
+        least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if most == 0:
+            return f'"[" {self._space} "]"'
+        item = self._any(schema["items"])
+        further = f"{{{max(0, least - 1)},{'' if most is None else most - 1}}}"
+        items = f"{item} ({self._comma} {item}){further}"
+        return self._rule(f'"[" {self._space} {items if least else f"({items})?"} {self._space} "]"')
+
+    def _object(self, schema: Json) -> str:
+        """Return the expression of an object, with its properties in their order and no others."""
+        self._check(schema, {"type", "properties", "required", "additionalProperties"})
+        required, properties = schema.get("required", []), dict(schema.get("properties", {}))
+        if self._is_inexact(schema.get("additionalProperties")):
+            raise _refusal("additionalProperties without such numbers; name the properties")
+        properties |= {name: schema.get("additionalProperties", True) for name in required if name not in properties}
+        rest, first = "", ""  # expressions of what may follow a member, and of what may be the first
+        for name, value in reversed(properties.items()):
+            if value is False and name not in required:
+                continue
+            member = f"{_quoted(json.dumps(name))} {self._colon} {self._any(value)}"
+            if name in required:
+                first = self._rule(f"{member} {rest}")
+                rest = self._rule(f"{self._comma} {member} {rest}")
+            else:
+                first = self._rule(f"{member} {rest}" + (f" | {first}" if first else ' | ""'))
+                rest = self._rule(f"({self._comma} {member})? {rest}")
+        return self._rule(f'"{{" {self._space} {first} {self._space} "}}"')
+
+
+def _without_definitions(schema: Json) -> Json:
+    return {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+
+
+def _references(schema: Json) -> frozenset[str]:
+    """Return the references in a schema, but for those in its definitions."""
+    if not isinstance(schema, dict):
+        return frozenset()
+    return frozenset(json.loads(each) for each in _REFERENCE.findall(dumps(_without_definitions(schema))))
+
+
+def _is_of(value: Any, type_name: str) -> bool:
+    if isinstance(value, bool) or value is None:
+        return type_name == ("null" if value is None else "boolean")
+    if isinstance(value, int | float | Decimal):
+        return type_name == "number" or (type_name == "integer" and Decimal(value).to_integral_value() == value)
+    names: dict[type, str] = {str: "string", list: "array", dict: "object"}
+    return type_name == names.get(type(value))
+
+
+def _decimal(keyword: str, value: Any) -> Decimal:
+    """Return a number as it is written."""
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        raise _refusal(f"numbers as {keyword}, got {brief(value)}")
+    exact = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+    if (
+        not exact.is_finite()
+        or abs(exact.adjusted()) > _MAX_PLACES
+        or int(exact.as_tuple().exponent) < -2 * _MAX_PLACES
+    ):
+        raise _refusal(f"numbers of at most {_MAX_PLACES} places as {keyword}, got {brief(value)}")
+    return exact
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
+
+
+def _refusal(wanted: str) -> RequestError:
+    return RequestError(
+        f"JSON schemas with numbers beyond {MAX_EXACT} or of more than 15 digits must have {wanted}; "
+        "write such numbers as strings, or give them other bounds"
+    )

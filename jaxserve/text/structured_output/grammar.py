@@ -1,0 +1,288 @@
+"""Grammars by llguidance: compiled once per text, and copied for each sample that must follow one."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.api.structured_outputs import StructuredOutputsParams
+from jaxserve.errors import RequestError, install_extra
+from jaxserve.text.structured_output.exact_schema import dumps, has_inexact_numbers
+from jaxserve.text.structured_output.lark import schema_rules, whitespace_options
+from jaxserve.text.structured_output.trial import Trials, refused
+
+MAX_COMPILED = 64  # grammars that are kept compiled
+MAX_COMPILED_BYTES = 2**31  # memory that they took when they were compiled
+_WORD_BITS = 32
+_LIMITS: dict[str, Any] = {  # of llguidance: what compiling a grammar and each step of an output may take
+    "max_grammar_size": 500_000,
+    "max_items_in_row": 2_000,
+    "step_max_items": 50_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "max_lexer_states": 50_000,
+}
+
+
+class _Compiled(NamedTuple):
+    """Compiled grammar: its matcher before the first token, that one's mask, and the memory that both have taken."""
+
+    matcher: Any
+    words: NDArray[np.int32]
+    num_bytes: int
+
+
+class TokenConstraint:
+    """Tokens that one output may go on with. What it says depends on the output alone.
+
+    Args:
+        matcher: llguidance's matcher before the first token, which this one owns.
+        first_words: its mask.
+        allowed: mask of the tokens that are allowed anyway; None allows all.
+        stop_ids: ids that end the output.
+        min_tokens: tokens before which none of them can be sampled.
+        takes_forced: True to go on at once by tokens that alone are possible.
+        num_bytes: memory that the grammar has taken where it was compiled.
+
+    Attributes:
+        num_bytes: that memory.
+        forced: tokens by which the last call of `advance` has gone on beyond the output; they belong to it.
+        error: reason why the output cannot go on, although it is unfinished; empty unless that is so.
+        has_ended: True if no further token may follow.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        first_words: NDArray[np.int32],
+        *,
+        allowed: NDArray[np.int32] | None,
+        stop_ids: frozenset[int],
+        min_tokens: int,
+        takes_forced: bool = False,
+        num_bytes: int = 0,
+    ) -> None:
+        self.num_bytes = num_bytes
+        self._first, self._matcher = matcher, matcher.deep_copy()
+        self._first_words, self._words = first_words, first_words
+        self._allowed, self._stop_ids, self._min_tokens = allowed, sorted(stop_ids), min_tokens
+        self._takes_forced, self._num_accepted = takes_forced, 0
+        self.forced: list[int] = []
+        self.error = ""
+        self.has_ended = False
+        self._restrict()
+
+    def again(self) -> TokenConstraint:
+        """Return the constraint before the first token."""
+        return TokenConstraint(
+            self._first,
+            self._first_words,
+            allowed=self._allowed,
+            stop_ids=frozenset(self._stop_ids),
+            min_tokens=self._min_tokens,
+            takes_forced=self._takes_forced,
+            num_bytes=self.num_bytes,
+        )
+
+    @property
+    def words(self) -> NDArray[np.int32]:
+        """Mask of the tokens that may come next, a bit for each; not to be changed."""
+        return self._words
+
+    def advance(self, output_token_ids: Sequence[int]) -> None:
+        """Take the tokens of the output that are new to it."""
+        new, self.forced = output_token_ids[self._num_accepted :], []
+        if not new or self.has_ended:
+            return
+        self._num_accepted += len(new)
+        if self._matcher.consume_tokens(new):
+            if self._takes_forced:
+                self._force()
+            self._words = mask_of(self._matcher, len(self._first_words))
+        if self._matcher.is_error():
+            self.error, self.has_ended = self._matcher.get_error(), True
+        else:
+            self._restrict()
+
+    def _force(self) -> None:
+        """Go on by tokens that alone are possible, up to one that may not be sampled or ends the output."""
+        for token_id in self._matcher.compute_ff_tokens():
+            is_allowed = self._allowed is None or self._allowed[token_id // _WORD_BITS] >> token_id % _WORD_BITS & 1
+            if not is_allowed or token_id in self._stop_ids or not self._matcher.consume_tokens([token_id]):
+                break
+            self.forced.append(token_id)
+        self._num_accepted += len(self.forced)
+
+    def _restrict(self) -> None:
+        """Leave out what sampling forbids; where that is all, the output ends."""
+        if self._allowed is not None:
+            self._words = self._words & self._allowed
+        rest = self._words
+        if self._num_accepted < self._min_tokens:
+            rest = rest.copy()
+            for token_id in self._stop_ids:
+                rest[token_id // _WORD_BITS] &= ~np.uint32(1 << token_id % _WORD_BITS).view(np.int32)
+        if not rest.any():
+            self.has_ended = True
+            if not self._matcher.is_accepting():
+                self.error = "the grammar, allowed_token_ids and min_tokens together allow no token"
+
+
+def mask_of(matcher: Any, num_words: int) -> NDArray[np.int32]:
+    """Return the mask of a matcher."""
+    words = np.zeros(num_words, np.int32)
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    return words
+
+
+class GrammarCompiler:
+    """Compiler of grammars for the tokens of one tokenizer. May be used from any thread.
+
+    Args:
+        tokenizer_json: text of `tokenizer.json`.
+        vocab_size: tokens of the model.
+        eos_ids: tokens that end an output.
+
+    Raises:
+        RequestError: llguidance is not installed, or cannot use the tokenizer.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        try:
+            import llguidance  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            message = f"structured_outputs need llguidance, but: {error}; {install_extra('structured')}"
+            raise RequestError(message) from error
+        self._llguidance = llguidance
+        num_words = -(-vocab_size // _WORD_BITS)
+        self._eos_ids, self._vocab_size = eos_ids, vocab_size
+        try:
+            self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_ids))
+        except Exception as error:
+            raise RequestError(f"structured_outputs need a tokenizer that llguidance can use, got: {error}") from None
+        self._num_words = num_words
+        self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._trials = Trials(tokenizer_json, vocab_size, sorted(eos_ids), _LIMITS)
+        self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
+        self._turns: dict[tuple[str, str], threading.Lock] = {}  # of the tenants' forms that are being compiled
+        self._num_waiting: Counter[tuple[str, str]] = Counter()
+        self._lock = threading.Lock()  # guards the tables and the copying of compiled grammars
+
+    def constraint(
+        self,
+        form: StructuredOutputsParams,
+        *,
+        allowed_token_ids: Sequence[int] | None,
+        stop_ids: frozenset[int],
+        min_tokens: int,
+        tenant: str = "",
+        tried_bytes: int | None = None,
+    ) -> TokenConstraint:
+        """Return the constraint of an output; RequestError where llguidance refuses its form.
+
+        Args:
+            form: form of the output.
+            allowed_token_ids: tokens that are allowed; None allows all.
+            stop_ids: ids that end the output.
+            min_tokens: tokens before which none of them can be sampled.
+            tenant: name of whoever has sent the form; tenants share the processes that compile.
+            tried_bytes: memory that the grammar takes, if it is known to stay within the limits.
+        """
+        found = self._find(form)
+        if found is None:
+            with self._one_at_a_time((tenant, form.key)):  # others of the tenant may have it compiled meanwhile
+                found = self._find(form) or self._keep(form, self._compile(form, tenant, tried_bytes))
+        allowed = None
+        if allowed_token_ids is not None:
+            bits = np.zeros(self._num_words * _WORD_BITS, bool)
+            bits[list(allowed_token_ids)] = True
+            allowed = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+        with self._lock:
+            constraint = TokenConstraint(
+                found.matcher,
+                found.words,
+                allowed=allowed,
+                stop_ids=stop_ids,
+                min_tokens=min_tokens,
+                takes_forced=form.append_forced_tokens,
+                num_bytes=found.num_bytes,
+            )
+        if constraint.has_ended:
+            raise RequestError(
+                f"structured_outputs must allow a first token: {constraint.error or 'the grammar is empty'}"
+            )
+        return constraint
+
+    def _find(self, form: StructuredOutputsParams) -> _Compiled | None:
+        with self._lock:
+            found = self._compiled.get(form.key)
+            if found is not None:
+                self._compiled.move_to_end(form.key)
+            return found
+
+    def _keep(self, form: StructuredOutputsParams, new: _Compiled) -> _Compiled:
+        """Return a compiled grammar, which is kept for further outputs."""
+        with self._lock:
+            self._compiled[form.key] = new
+            while len(self._compiled) > MAX_COMPILED or (
+                len(self._compiled) > 1 and sum(c.num_bytes for c in self._compiled.values()) > MAX_COMPILED_BYTES
+            ):
+                self._compiled.popitem(last=False)
+        return new
+
+    @contextmanager
+    def _one_at_a_time(self, key: tuple[str, str]) -> Iterator[None]:
+        """Hold other threads with the same key."""
+        with self._lock:
+            turn = self._turns.setdefault(key, threading.Lock())
+            self._num_waiting[key] += 1
+        try:
+            with turn:
+                yield
+        finally:
+            with self._lock:
+                self._num_waiting[key] -= 1
+                if not self._num_waiting[key]:
+                    del self._turns[key], self._num_waiting[key]
+
+    def _compile(self, form: StructuredOutputsParams, tenant: str, tried_bytes: int | None) -> _Compiled:
+        """Compile; RequestError if llguidance refuses the form, or if a trial exceeds its limits."""
+        try:
+            grammar = self._grammar(form)
+        except RequestError:
+            raise
+        except Exception as error:
+            raise refused(str(error) or repr(error)) from None
+        num_bytes = self._trials.run(grammar, tenant).num_bytes if tried_bytes is None else tried_bytes
+        matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        words = mask_of(matcher, self._num_words)
+        if matcher.is_error():
+            raise refused(matcher.get_error())
+        return _Compiled(matcher, words, max(num_bytes, len(grammar)))
+
+    def _grammar(self, form: StructuredOutputsParams) -> str:
+        make: Any = self._llguidance.LLMatcher
+        if form.regex is not None:
+            return make.grammar_from_regex(form.regex)
+        if form.grammar is not None:
+            return make.grammar_from_lark(form.grammar)
+        if form.choice is not None:
+            return make.grammar_from_regex("|".join(f"({_escaped(text)})" for text in form.choice))
+        options = whitespace_options(form)
+        if has_inexact_numbers(form.schema):
+            return make.grammar_from_lark(
+                "\n".join(["%llguidance {}", *schema_rules("start", form.schema, options), ""])
+            )
+        return make.grammar_from_json_schema(dumps(form.schema), None, options)
+
+
+def _escaped(text: str) -> str:
+    """Return a regular expression of a text, in the syntax of Rust's regex-syntax."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text)

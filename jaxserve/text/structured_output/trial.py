@@ -1,0 +1,254 @@
+"""Trial: a first compilation of each grammar in a process of its own, which limits of time and memory really end.
+
+llguidance cannot be interrupted, and a short schema may make it compute for hours and take all memory. So a child
+process compiles a grammar first, and only a grammar that has stayed within the limits is compiled here again: matchers
+cannot be sent between processes, and the second compilation takes the time and memory of the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict, defaultdict
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jaxserve.errors import RequestError
+from jaxserve.system.environment import child_variables
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+COMPILE_S = 5.0  # processor time that a grammar may take: that of a schema grows with the square of its properties
+PATIENCE = 4  # times as much that may pass by the clock, as the processors have other work too
+COMPILE_BYTES = 2**30  # memory that it may take
+NUM_CHILDREN = 3  # processes, and so grammars that are compiled at a time
+MAX_KEPT_BYTES = 2**28  # memory that a process may keep for further grammars; with more it is ended
+START_S = 120.0  # time that a child may take to read the tokenizer
+MAX_REFUSED = 1024  # grammars whose refusal is remembered
+REFUSED_S = 60.0  # time for which it is remembered, if another attempt may go better
+NICENESS = 5
+
+_UNKNOWN, _UNSATISFIABLE = re.compile(r"Unimplemented keys: (\[[^\n]*\])"), "Unsatisfiable schema"
+_SCRIPT = Path(__file__).with_name("child.py")
+
+
+class Cost(NamedTuple):
+    """Processor time and memory that a grammar has taken."""
+
+    cpu_s: float
+    num_bytes: int
+
+
+class TooLongError(RequestError):
+    """Error of a grammar that takes more time or memory than it may."""
+
+
+class BusyError(RequestError):
+    """Error of a grammar whose turn has not come in time, or that no process could be started for."""
+
+
+def refused(reason: str) -> RequestError:
+    """Return the error of a grammar that llguidance refuses."""
+    if unknown := _UNKNOWN.search(reason):
+        return RequestError(f"JSON schemas in structured_outputs must do without the keywords {unknown[1][:500]}")
+    if _UNSATISFIABLE in reason:
+        _, _, why = reason.partition(_UNSATISFIABLE)
+        return RequestError(
+            "JSON schemas in structured_outputs must be such that some value obeys them, but this is not so: "
+            f"{why.strip(': ').partition(chr(10))[0][:500]}"
+        )
+    return RequestError(f"structured_outputs must be what llguidance accepts, but it said: {reason[:2000]}")
+
+
+class Child:
+    """Process that compiles one grammar at a time, from the first one on.
+
+    Args:
+        start: first line for the process.
+    """
+
+    def __init__(self, start: bytes) -> None:
+        self._start = start
+        self._process: subprocess.Popen[bytes] | None = None
+        self._at_end: weakref.finalize[..., Any] | None = None  # ends the process with this object, or with Python
+
+    def compile(self, grammar: str) -> Cost:
+        """Return the cost of a grammar; RequestError if it is refused or exceeds a limit."""
+        line = json.dumps(grammar).encode() + b"\n"
+        if self._process is None or self._process.poll() is not None:
+            self.end()  # closes the pipes of one that has ended by itself
+            self._process = _new_process()
+            self._at_end = weakref.finalize(self, _end, self._process)
+            self._write(self._start)
+            if self._read(START_S) is None:
+                self.end()
+                logger.warning("%s has not started in %g s, or has ended; run it to see its error", _SCRIPT, START_S)
+                raise BusyError(
+                    "structured_outputs must be compiled by a process of their own, which does not start; try again, "
+                    "and see the log if it fails again"
+                )
+        self._write(line)
+        answer = self._read(PATIENCE * COMPILE_S)
+        if answer is None:
+            is_late = self._process.poll() in (None, -signal.SIGXCPU)
+            self.end()
+            limit = f"in {COMPILE_S:g} s" if is_late else f"within {COMPILE_BYTES >> 20} MiB of memory"
+            raise TooLongError(
+                f"structured_outputs must compile {limit}, this takes more; leave out optional properties, patterns or "
+                "alternatives"
+            )
+        if answer["kept_bytes"] > MAX_KEPT_BYTES:
+            self.end()
+        if answer["reason"]:
+            raise refused(answer["reason"])
+        return Cost(answer["cpu_s"], answer["num_bytes"])
+
+    def end(self) -> None:
+        """Kill the process, whatever it computes."""
+        self._process = None
+        if self._at_end is not None:
+            self._at_end()
+
+    def _write(self, line: bytes) -> None:
+        assert self._process is not None, "it was started"
+        assert self._process.stdin is not None, "it has pipes"
+        with suppress(OSError):  # its end shows when the answer is read
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+    def _read(self, timeout_s: int | float) -> dict[str, Any] | None:
+        """Return the next answer; None if it does not come in time, or if the process has ended."""
+        assert self._process is not None, "it was started"
+        assert self._process.stdout is not None, "it has pipes"
+        output, data = self._process.stdout, b""
+        until_s = time.monotonic() + timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(output, selectors.EVENT_READ)
+            while not data.endswith(b"\n"):
+                if not selector.select(until_s - time.monotonic()):
+                    return None
+                part = os.read(output.fileno(), 65536)
+                if not part:
+                    self._process.wait()
+                    return None
+                data += part
+        answer: dict[str, Any] = json.loads(data)
+        return answer
+
+
+class Trials:
+    """Children that all tenants share: one tenant never has all of them. May be used from any thread.
+
+    Args:
+        tokenizer_json: text of `tokenizer.json`.
+        vocab_size: tokens of the model.
+        eos_ids: tokens that end an output.
+        limits: limits of llguidance's parser.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: list[int], limits: dict[str, Any]) -> None:
+        start = {"tokenizer": tokenizer_json, "vocab_size": vocab_size, "eos_ids": eos_ids, "limits": limits}
+        start |= {"max_bytes": COMPILE_BYTES, "max_s": COMPILE_S, "niceness": NICENESS}
+        line = json.dumps(start).encode() + b"\n"
+        self._free = [Child(line) for _ in range(NUM_CHILDREN)]
+        self._changed = threading.Condition()
+        self._waiting: Counter[str] = Counter()
+        self._num_running: Counter[str] = Counter()
+        self._used_s: defaultdict[str, float] = defaultdict(float)
+        self._refused: OrderedDict[bytes, tuple[float, RequestError]] = OrderedDict()  # keys are hashes
+
+    def run(self, grammar: str, tenant: str) -> Cost:
+        """Return the cost of a grammar; RequestError if it is refused, exceeds a limit, or waits for too long."""
+        key = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
+        with self._changed:
+            until_s, error = self._refused.get(key, (0.0, None))
+            if error is not None and time.monotonic() < until_s:
+                raise RequestError(*error.args)
+        try:
+            with self._child(tenant) as child:
+                return child.compile(grammar)
+        except RequestError as error:
+            for_s = REFUSED_S if isinstance(error, TooLongError) else float("inf")
+            if not isinstance(error, BusyError):
+                with self._changed:
+                    self._refused[key] = time.monotonic() + for_s, error
+                    while len(self._refused) > MAX_REFUSED:
+                        self._refused.popitem(last=False)
+            raise
+
+    @contextmanager
+    def _child(self, tenant: str) -> Iterator[Child]:
+        """Give a tenant a child in its turn."""
+        until_s = time.monotonic() + PATIENCE * COMPILE_S
+        with self._changed:
+            self._waiting[tenant] += 1
+            try:
+                while not self._is_next(tenant):
+                    if not self._changed.wait(until_s - time.monotonic()):
+                        raise BusyError("structured_outputs of others are being compiled; try again")
+                child = self._free.pop()
+                self._num_running[tenant] += 1
+            finally:
+                self._waiting[tenant] -= 1
+                self._waiting += Counter()  # drops zeros
+                self._changed.notify_all()
+        began_s = time.monotonic()
+        try:
+            yield child
+        finally:
+            with self._changed:
+                self._free.append(child)
+                self._num_running[tenant] -= 1
+                self._num_running += Counter()
+                self._used_s[tenant] += time.monotonic() - began_s
+                if len(self._used_s) > MAX_REFUSED:
+                    self._used_s.clear()
+                self._changed.notify_all()
+
+    def _is_next(self, tenant: str) -> bool:
+        """Return whether a child is free for a tenant: the last one is kept for whoever has none."""
+        if not self._free or (len(self._free) == 1 and self._num_running[tenant]):
+            return False
+
+        def rank(name: str) -> tuple[int, float]:
+            return self._num_running[name], self._used_s[name]
+
+        return all(rank(tenant) <= rank(other) for other in self._waiting if other != tenant)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(OSError):
+                pipe.close()
+
+
+def _new_process() -> subprocess.Popen[bytes]:
+    # Not from the directory of the script, whose modules are no others' business; the packages are where they are here.
+    path = os.pathsep.join(filter(None, sys.path))
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-P", str(_SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=child_variables(PYTHONPATH=path, RAYON_NUM_THREADS="1"),
+        )
+    except OSError as error:
+        raise BusyError(f"structured_outputs need a process of their own to compile, but: {error}") from error

@@ -1,0 +1,248 @@
+"""Open-loop load: requests arrive when they are due, whether or not earlier ones have been answered.
+
+Latencies count from the moment a request is due, and so include the time before the engine queues it. Otherwise a slow
+engine would reduce its own load (coordinated omission). With limited concurrency, latencies count from the moment the
+limit admits the request: the limit stands for a client or proxy that holds requests back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import EngineStats, StepStats
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.token_ids import TokenIds
+from jaxserve.core.status_line import WatchedEngine
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+
+if TYPE_CHECKING:
+    from jaxserve.models.arch import ArchConfig
+
+
+@runtime_checkable
+class MeasuredEngine(WatchedEngine, Protocol):
+    """Engine that its caller drives step by step, as `DrivenEngine` is.
+
+    Attributes:
+        config: options of the engine.
+        schedule: resolved sizes of steps and pool.
+    """
+
+    config: EngineConfig
+    schedule: ScheduleConfig
+
+    @property
+    def arch(self) -> ArchConfig:
+        """Sizes of the model."""
+
+    def add_request(self, request_id: str, prompt: TokenIds, params: SamplingParams) -> object:
+        """Queue a request; RequestError if it cannot be served."""
+
+    def abort(self, request_id: str) -> object:
+        """End a request if it is unfinished."""
+
+    def has_unfinished(self) -> bool:
+        """Return whether any request has not ended."""
+
+    def step(self) -> Sequence[RequestOutput]:
+        """Take a step and return the requests that progressed."""
+
+    @property
+    def last_steps(self) -> Sequence[StepStats]:
+        """Statistics of the steps whose results the last call of `step` read."""
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached pages."""
+
+
+class Clock:
+    """Clock of the machine; a simulated clock overrides both methods."""
+
+    def now_s(self) -> float:
+        """Return the seconds since a fixed moment."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Wait for `seconds`."""
+        time.sleep(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """Prompt, number of tokens to generate, and arrival time in seconds after the start."""
+
+    prompt: list[int]
+    output_len: int
+    arrival_s: float = 0.0
+
+
+@dataclass(slots=True)
+class RequestTrace:
+    """Arrival time of a request and of each of its tokens, in seconds after the start."""
+
+    arrival_s: float  # due time, or later if concurrency is limited
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+    token_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        """Time from arrival to first token."""
+        return self.token_s[0] - self.arrival_s
+
+    @property
+    def e2e_s(self) -> float:
+        """Time from arrival to last token."""
+        return self.token_s[-1] - self.arrival_s
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Inter-token latencies; tokens that arrive together count as one arrival."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_s) if later > earlier]
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None if there is only one."""
+        num_later = len(self.token_s) - 1
+        return (self.token_s[-1] - self.token_s[0]) / num_later if num_later else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """Sample of a replica at the end of a step, or of an idle engine at the end of a wait."""
+
+    time_s: float
+    num_rows: int = 0
+    num_tokens: int = 0
+    num_pages_used: int = 0
+    num_waiting: int = 0  # requests that have arrived but hold no slot: new or preempted
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTrace:
+    """Steps and statistics of an engine during one run."""
+
+    steps: list[StepSample]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTrace:
+    """Trace of one run of a load.
+
+    Attributes:
+        requests: requests that were served, in the order in which they were given.
+        elapsed_s: time from start to last token.
+        engine: work of the engine; None for a server, which only its replies are known of.
+        failures: reasons why other requests were not served.
+    """
+
+    requests: list[RequestTrace]
+    elapsed_s: float
+    engine: EngineTrace | None = None
+    failures: Sequence[str] = ()
+
+
+def run_load(
+    engine: MeasuredEngine,
+    requests: Sequence[TimedRequest],
+    clock: Clock | None = None,
+    *,
+    max_concurrency: int | None = None,
+) -> LoadTrace:
+    """Serve each request from its due time to its last token, with greedy sampling and end of sequence ignored.
+
+    Args:
+        engine: engine without requests; has none afterwards either, even if a request fails.
+        requests: requests to serve; requests due at the same time are queued in this order.
+        clock: clock to use; by default the machine's.
+        max_concurrency: limit of unfinished requests; a further request arrives when one of them has ended.
+
+    Raises:
+        RequestError: a request cannot be served.
+    """
+    return _OpenLoop(engine, requests, clock or Clock(), max_concurrency or len(requests)).run()
+
+
+class _OpenLoop:
+    """One run: queue the requests that are due, step the engine, record when tokens arrive."""
+
+    def __init__(
+        self, engine: MeasuredEngine, requests: Sequence[TimedRequest], clock: Clock, max_concurrency: int
+    ) -> None:
+        self._engine, self._requests, self._clock = engine, requests, clock
+        self._due = deque(sorted(range(len(requests)), key=lambda index: requests[index].arrival_s))
+        self._free_since_s = deque([0.0] * max_concurrency)  # times at which the free places became free
+        self._traces = [RequestTrace(r.arrival_s, len(r.prompt)) for r in requests]
+        self._steps: list[StepSample] = []
+        self._start_s = 0.0
+
+    def run(self) -> LoadTrace:
+        before = dataclasses.replace(self._engine.stats)
+        self._start_s = self._clock.now_s()
+        try:
+            while self._due or self._engine.has_unfinished():
+                self._queue_due()
+                self._step_or_wait()
+        except BaseException:
+            for index in range(len(self._requests)):
+                self._engine.abort(_request_id(index))
+            raise
+        elapsed_s = max(trace.token_s[-1] for trace in self._traces)
+        return LoadTrace(self._traces, elapsed_s, EngineTrace(self._steps, self._engine.stats.since(before)))
+
+    def _now_s(self) -> float:
+        return self._clock.now_s() - self._start_s
+
+    def _queue_due(self) -> None:
+        now_s = self._now_s()
+        for _ in range(self._num_due(now_s)):
+            index = self._due.popleft()
+            request = self._requests[index]
+            self._traces[index].arrival_s = max(request.arrival_s, self._free_since_s.popleft())
+            params = SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True)
+            self._engine.add_request(_request_id(index), request.prompt, params)
+
+    def _step_or_wait(self) -> None:
+        if self._engine.has_unfinished():
+            outputs = self._engine.step()
+            now_s = self._now_s()
+            self._sample(now_s)
+            for output in outputs:
+                self._note_tokens(output, now_s)
+        elif self._due:
+            self._clock.sleep(max(0.0, self._requests[self._due[0]].arrival_s - self._now_s()))
+            self._steps.append(StepSample(self._now_s()))  # idle
+
+    def _note_tokens(self, output: RequestOutput, now_s: float) -> None:
+        trace = self._traces[int(output.request_id.removeprefix(_PREFIX))]
+        num_new = len(output.outputs[0].token_ids) - len(trace.token_s)
+        trace.token_s += [now_s] * num_new
+        if output.finished:
+            trace.num_cached_tokens = output.num_cached_tokens
+            self._free_since_s.append(now_s)
+
+    def _sample(self, now_s: float) -> None:
+        for step in self._engine.last_steps:
+            num_waiting = step.num_waiting + self._num_due(now_s)
+            self._steps.append(StepSample(now_s, step.num_rows, step.num_tokens, step.num_pages_used, num_waiting))
+
+    def _num_due(self, now_s: float) -> int:
+        """Return the number of requests that have arrived and are not queued yet."""
+        due = itertools.takewhile(lambda index: self._requests[index].arrival_s <= now_s, self._due)
+        return sum(1 for _ in itertools.islice(due, len(self._free_since_s)))
+
+
+_PREFIX = "bench-"
+
+
+def _request_id(index: int) -> str:
+    return f"{_PREFIX}{index}"

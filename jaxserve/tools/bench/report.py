@@ -1,0 +1,91 @@
+"""JSON report of a benchmark: setup, environment and figures. Names of keys end in their units."""
+
+import dataclasses
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Protocol, runtime_checkable
+
+from jaxserve import __version__
+from jaxserve.assembly.memory import pool_dtype
+from jaxserve.assembly.parameters import compute_dtype, storage_name
+from jaxserve.execution.roofline import Device
+from jaxserve.models import registry
+from jaxserve.tools.bench.load import MeasuredEngine
+from jaxserve.tools.bench.remote import Server
+from jaxserve.tools.bench.summary import Json
+from jaxserve.tools.bench.workloads import Workload
+
+FORMAT = "jaxserve-bench-2"
+
+
+@runtime_checkable
+class DescribedEngine(MeasuredEngine, Protocol):
+    """Engine that knows its device, which may be another process's."""
+
+    def describe_device(self) -> Device:
+        """Return the kind and number of the devices."""
+
+
+def build_report(engine: DescribedEngine, kind: str, workload: Workload, load: Json) -> Json:
+    """Return the report that `--json` writes, with no runs yet; `load` describes how the requests arrive."""
+    device = engine.describe_device()
+    dtype = compute_dtype(engine.config, engine.arch, on_cpu=device.platform == "cpu")
+    return _head(kind) | {
+        "device": dataclasses.asdict(device),
+        "peak_rates": dataclasses.asdict(engine.peak_rates()),
+        "model": {
+            "path": str(engine.config.model_path),
+            "architecture": engine.arch.architecture,
+            "num_params": registry.num_params(engine.arch),
+            "dtype": dtype.name,
+            "stored": storage_name(engine.config, engine.arch, on_cpu=device.platform == "cpu"),
+            "kv_dtype": pool_dtype(engine.config, dtype).name,
+        },
+        "config": dataclasses.asdict(engine.config),
+        "schedule": dataclasses.asdict(engine.schedule),
+        "workload": _described(workload) | load,
+        "runs": [],
+    }
+
+
+def build_remote_report(server: Server, kind: str, workload: Workload, load: Json) -> Json:
+    """Return the report of a load on a server, of which its replies alone are known."""
+    own = {"url": server.url, "model": server.model}
+    return _head(kind) | {"server": own, "workload": _described(workload) | load, "runs": []}
+
+
+def _head(kind: str) -> Json:
+    return {
+        "format": FORMAT,
+        "kind": kind,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {
+            "jaxserve": __version__,
+            "jax": version("jax"),
+            "jaxlib": version("jaxlib"),
+            "numpy": version("numpy"),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _described(workload: Workload) -> Json:
+    return {
+        "name": workload.name,
+        "seed": workload.seed,
+        "num_requests": len(workload.requests),
+        "num_prompt_tokens": workload.num_prompt_tokens,
+        "num_output_tokens": workload.num_output_tokens,
+    }
+
+
+def offered_rate(run: Json) -> float | None:
+    """Return the requests per second, None for the workload's own arrivals; infinity is a string, as JSON has none."""
+    return None if run["rate_per_s"] is None else float(run["rate_per_s"])
+
+
+def median_run(runs: Sequence[Json]) -> Json:
+    """Return the run of median output rate; of an even number of runs, the slower of the middle two."""
+    return sorted(runs, key=lambda run: run["output_tok_per_s"])[(len(runs) - 1) // 2]

@@ -1,0 +1,173 @@
+"""Figures of a run from its trace: percentiles, rates, goodput, cost. Names end in their units."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.api.metrics import PeakRates
+from jaxserve.tools.bench.load import EngineTrace, LoadTrace, RequestTrace
+
+PERCENTILES = (50, 90, 99)
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Service-level objective: limits of time to first token and of time per output token after it; None is no limit.
+
+    A request of a single token always meets the second limit.
+    """
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def is_met_by(self, request: RequestTrace) -> bool:
+        """Return whether the request met both limits."""
+        in_time = self.ttft_ms is None or request.ttft_s * 1e3 <= self.ttft_ms
+        return in_time and (self.tpot_ms is None or (request.tpot_s or 0.0) * 1e3 <= self.tpot_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """Sizes and rates of an engine that the figures of its steps depend on."""
+
+    page_size: int
+    num_pages: int
+    peak_rates: PeakRates
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Context of a run that its figures depend on; `engine` is None for a server."""
+
+    slo: Slo = Slo()
+    price_per_hour: float | None = None
+    engine: EngineSizes | None = None
+
+
+def summarize(trace: LoadTrace, setting: Setting) -> Json:
+    """Return the figures of one run as a JSON object; those of steps only where the engine's are known."""
+    figures = _requests(trace, setting)
+    if trace.engine is not None and setting.engine is not None:
+        figures |= _steps(trace.engine, setting.engine) | {"timeline": _timeline(trace.engine)}
+    return figures
+
+
+def _requests(trace: LoadTrace, setting: Setting) -> Json:
+    return {
+        **_throughput(trace),
+        "ttft_ms": percentiles([r.ttft_s * 1e3 for r in trace.requests]),
+        "tpot_ms": percentiles([r.tpot_s * 1e3 for r in trace.requests if r.tpot_s is not None]),
+        "itl_ms": percentiles([gap * 1e3 for r in trace.requests for gap in r.itls_s]),
+        "e2e_ms": percentiles([r.e2e_s * 1e3 for r in trace.requests]),
+        "goodput": _goodput(trace, setting.slo),
+        "cost": _cost(trace, setting.price_per_hour),
+        "requests": [_request(r) for r in trace.requests],
+    }
+
+
+def percentiles(values: Sequence[float]) -> Json:
+    """Return mean, p50, p90, p99 (linearly interpolated) and maximum; nulls if there are no values."""
+    names = ["mean", *(f"p{q}" for q in PERCENTILES), "max"]
+    if not values:
+        return dict.fromkeys(names)
+    array = np.asarray(values, np.float64)
+    numbers = [array.mean(), *np.percentile(array, PERCENTILES), array.max()]
+    return dict(zip(names, map(float, numbers), strict=True))
+
+
+def _throughput(trace: LoadTrace) -> Json:
+    num_prompt = sum(r.num_prompt_tokens for r in trace.requests)
+    num_output = sum(len(r.token_s) for r in trace.requests)
+    num_cached = sum(r.num_cached_tokens for r in trace.requests)
+    return {
+        "elapsed_s": trace.elapsed_s,
+        "num_requests": len(trace.requests),
+        "num_failed": len(trace.failures),
+        "num_prompt_tokens": num_prompt,
+        "num_output_tokens": num_output,
+        "requests_per_s": len(trace.requests) / trace.elapsed_s,
+        "output_tok_per_s": num_output / trace.elapsed_s,
+        "total_tok_per_s": (num_prompt + num_output) / trace.elapsed_s,
+        "cached_prompt_share": num_cached / num_prompt,
+    }
+
+
+def _steps(trace: EngineTrace, sizes: EngineSizes) -> Json:
+    stats, steps = trace.stats, max(1, trace.stats.num_steps)
+    split = stats.split(sizes.peak_rates)
+    busy = [s for s in trace.steps if s.num_rows]
+    return {
+        "num_steps": stats.num_steps,
+        "wall_ms_per_step": stats.wall_ms / steps,
+        "host_ms_per_step": stats.host_ms / steps,
+        "padding_share": stats.padding_share,
+        "page_slack_share": stats.page_slack_share(sizes.page_size),
+        "page_occupancy": _mean_and_max([s.num_pages_used / sizes.num_pages for s in busy]),
+        "batch_rows": _mean_and_max([s.num_rows for s in busy]),
+        "queue_depth": _mean_and_max([s.num_waiting for s in busy]),
+        "num_preemptions": stats.num_preemptions,
+        "num_wasted_tokens": stats.num_wasted_tokens,
+        "num_compiles": stats.num_compiles,
+        "time_split_ms": asdict(split),
+        "efficiency": split.efficiency,
+        "roofline_share": split.roofline_share,
+    }
+
+
+def _mean_and_max(values: Sequence[float] | Sequence[int]) -> Json:
+    """Return mean and maximum; zeros if there are no values."""
+    return {"mean": float(np.mean(values)), "max": float(max(values))} if values else {"mean": 0.0, "max": 0.0}
+
+
+def _goodput(trace: LoadTrace, slo: Slo) -> Json | None:
+    """Return the requests per second that met every limit (DistServe, Zhong et al., 2024); None without limits."""
+    if slo == Slo():
+        return None
+    num_met = sum(slo.is_met_by(r) for r in trace.requests)
+    return {
+        "slo_ttft_ms": slo.ttft_ms,
+        "slo_tpot_ms": slo.tpot_ms,
+        "share": num_met / (len(trace.requests) + len(trace.failures)),
+        "requests_per_s": num_met / trace.elapsed_s,
+    }
+
+
+def _cost(trace: LoadTrace, price_per_hour: float | None) -> Json | None:
+    """Return the cost of tokens in the currency of the price, at the throughput of this run; None without a price."""
+    if price_per_hour is None:
+        return None
+    rates = _throughput(trace)
+    price_per_s = price_per_hour / 3600
+    return {
+        "price_per_hour": price_per_hour,
+        "per_million_output_tokens": price_per_s / rates["output_tok_per_s"] * 1e6,
+        "per_million_tokens": price_per_s / rates["total_tok_per_s"] * 1e6,
+    }
+
+
+def _timeline(trace: EngineTrace) -> Json:
+    """Return one list per quantity, with an entry at the end of each step of any replica and of each idle wait."""
+    return {
+        "time_s": [round(s.time_s, 6) for s in trace.steps],
+        "num_rows": [s.num_rows for s in trace.steps],
+        "num_tokens": [s.num_tokens for s in trace.steps],
+        "num_pages_used": [s.num_pages_used for s in trace.steps],
+        "num_waiting": [s.num_waiting for s in trace.steps],
+    }
+
+
+def _request(request: RequestTrace) -> Json:
+    return {
+        "arrival_s": request.arrival_s,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_cached_tokens": request.num_cached_tokens,
+        "num_output_tokens": len(request.token_s),
+        "ttft_ms": request.ttft_s * 1e3,
+        "tpot_ms": None if request.tpot_s is None else request.tpot_s * 1e3,
+        "e2e_ms": request.e2e_s * 1e3,
+        "itls_ms": [round(gap * 1e3, 4) for gap in request.itls_s],
+    }

@@ -1,0 +1,148 @@
+"""Tables of a report as text."""
+
+from collections.abc import Sequence
+
+from jaxserve.tools.bench.report import median_run, offered_rate
+from jaxserve.tools.bench.summary import Json
+from jaxserve.tools.figures.tables import Row, align, number
+
+_LATENCIES = (
+    ("TTFT (ms)", "ttft_ms"),
+    ("TPOT (ms)", "tpot_ms"),
+    ("ITL (ms)", "itl_ms"),
+    ("end to end (ms)", "e2e_ms"),
+)
+_STATISTICS = ("mean", "p50", "p90", "p99", "max")
+
+
+def render(report: Json) -> str:
+    """Return header and tables of a report as text."""
+    runs = report["runs"]
+    blocks = [_header(report)]
+    if report["kind"] == "offline" and len(runs) > 1:
+        blocks.append(_rounds(runs))
+    if report["kind"] == "serve" and len(runs) > 1:
+        blocks.append(align(_sweep(runs), header=True))
+    else:
+        run = median_run(runs)
+        blocks += [align(_facts(run, report)), align(_latencies(run), header=True)]
+    return "\n\n".join(blocks)
+
+
+def _header(report: Json) -> str:
+    load = report["workload"]
+    first = (
+        f"{report['kind']}, {load['name']}: {load['num_requests']} requests, "
+        f"{load['num_prompt_tokens']} prompt and {load['num_output_tokens']} output tokens\n"
+    )
+    if (server := report.get("server")) is not None:
+        return f"{first}{server['model']} at {server['url']}"
+    device, model = report["device"], report["model"]
+    return first + (
+        f"{model['path']} on {device['count']} x {device['kind']} ({device['num_cores']} cores), "
+        f"jax {report['versions']['jax']}\n"
+        f"computed in {model['dtype']}, weights in {model['stored']}, keys and values in {model['kv_dtype']}\n"
+        f"peak rates by which E is counted: {report['peak_rates']['flops_per_s'] / 1e9:.4g} GFLOP/s, "
+        f"{report['peak_rates']['bytes_per_s'] / 1e9:.4g} GB/s"
+    )
+
+
+def _rounds(runs: Sequence[Json]) -> str:
+    rates = ", ".join(f"{run['output_tok_per_s']:.0f}" for run in runs)
+    return f"{len(runs)} rounds of {rates} output tok/s; below, the median one"
+
+
+def _facts(run: Json, report: Json) -> list[Row]:
+    failed = f", {run['num_failed']} failed" if run["num_failed"] else ""
+    return [
+        ("output", f"{run['output_tok_per_s']:.1f} tok/s"),
+        ("prompt and output", f"{run['total_tok_per_s']:.1f} tok/s"),
+        ("requests", f"{_offered(run)}{run['requests_per_s']:.2f} /s over {run['elapsed_s']:.2f} s{failed}"),
+        *(_engine_facts(run, report) if "num_steps" in run else []),
+        ("prefix cache", f"{run['cached_prompt_share']:.1%} of prompt tokens"),
+        *_promises(run),
+    ]
+
+
+def _engine_facts(run: Json, report: Json) -> list[Row]:
+    split = run["time_split_ms"]
+    wall_ms = sum(split.values()) or 1.0
+    stall, memory = split["stall_ms"] / wall_ms, split["memory_ms"] / wall_ms
+    return [
+        ("steps", f"{run['num_steps']} of {run['wall_ms_per_step']:.2f} ms, host {run['host_ms_per_step']:.2f} ms"),
+        ("step time", f"E {run['efficiency']:.1%} compute, {memory:.1%} memory, {stall:.1%} stall"),
+        ("rows in a step", f"{run['batch_rows']['mean']:.1f} on average, {run['batch_rows']['max']:.0f} at most"),
+        ("queue", f"{run['queue_depth']['mean']:.1f} on average, {run['queue_depth']['max']:.0f} at most"),
+        ("padding", f"{run['padding_share']:.1%} of computed tokens"),
+        ("pages", f"{_pages(run, report)}, {run['page_slack_share']:.1%} slack"),
+        ("preemptions", str(run["num_preemptions"])),
+        ("compiles", str(run["num_compiles"])),
+    ]
+
+
+def _offered(run: Json) -> str:
+    rate = offered_rate(run)
+    return "" if rate is None else f"{rate:g} /s offered, served "
+
+
+def _pages(run: Json, report: Json) -> str:
+    return f"{run['page_occupancy']['max']:.1%} of {report['schedule']['num_pages']} in use at most"
+
+
+def _promises(run: Json) -> list[Row]:
+    rows: list[Row] = []
+    if (goodput := run["goodput"]) is not None:
+        rows.append(("goodput", f"{goodput['requests_per_s']:.2f} /s, {goodput['share']:.1%} {_slo(goodput)}"))
+    if (cost := run["cost"]) is not None:
+        text = f"{cost['per_million_output_tokens']:.4g} for output, {cost['per_million_tokens']:.4g} for all"
+        rows.append(("cost of a million tokens", f"{text}, at {cost['price_per_hour']:g} an hour"))
+    return rows
+
+
+def _slo(goodput: Json) -> str:
+    promises = (("TTFT", goodput["slo_ttft_ms"]), ("TPOT", goodput["slo_tpot_ms"]))
+    return "within " + " and ".join(f"{name} {value:g} ms" for name, value in promises if value is not None)
+
+
+def _latencies(run: Json) -> list[Row]:
+    rows: list[Row] = [("", *_STATISTICS)]
+    rows += [(title, *(number(run[key][name]) for name in _STATISTICS)) for title, key in _LATENCIES]
+    return rows
+
+
+def _sweep(runs: Sequence[Json]) -> list[Row]:
+    """Return a row per rate, with latencies as p50/p90/p99."""
+    titles = [
+        "rate /s",
+        "served /s",
+        "out tok/s",
+        "TTFT ms p50/p90/p99",
+        "TPOT ms p50/p90/p99",
+        "ITL ms p50/p90/p99",
+        "end to end ms p50/p90/p99",
+    ]
+    rows: list[list[str]] = [titles]
+    for run in runs:
+        rates = [number(rate) for rate in (offered_rate(run), run["requests_per_s"], run["output_tok_per_s"])]
+        latencies = [_spread(run[key]) for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")]
+        rows.append([*rates, *latencies])
+    if "num_steps" in runs[0]:
+        _append_column(rows, "queue", [f"{run['queue_depth']['mean']:.1f}" for run in runs])
+        _append_column(rows, "rows", [f"{run['batch_rows']['mean']:.1f}" for run in runs])
+        _append_column(rows, "E", [f"{run['efficiency']:.1%}" for run in runs])
+    if any(run["num_failed"] for run in runs):
+        _append_column(rows, "failed", [str(run["num_failed"]) for run in runs])
+    if runs[0]["goodput"] is not None:
+        _append_column(rows, "goodput /s", [number(run["goodput"]["requests_per_s"]) for run in runs])
+    if runs[0]["cost"] is not None:
+        _append_column(rows, "cost /M out", [number(run["cost"]["per_million_output_tokens"]) for run in runs])
+    return [tuple(row) for row in rows]
+
+
+def _append_column(rows: list[list[str]], title: str, values: Sequence[str]) -> None:
+    for row, cell in zip(rows, [title, *values], strict=True):
+        row.append(cell)
+
+
+def _spread(figures: Json) -> str:
+    return "/".join(number(figures[name]) for name in ("p50", "p90", "p99"))

@@ -1,0 +1,105 @@
+"""The check: requests alone, then by every axis, on engines that follow each other."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.outputs import RequestOutput
+from jaxserve.assembly.driven import DrivenEngine
+from jaxserve.errors import ConfigError
+from jaxserve.tools.invariance.axes import (
+    AXES,
+    Axis,
+    alone,
+    baseline_options,
+)
+from jaxserve.tools.invariance.comparison import Agreement, compare
+from jaxserve.tools.invariance.workload import Job, Sizes, make_jobs
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one axis.
+
+    Attributes:
+        axis: name of the axis.
+        agreement: comparison with the requests alone; None if the axis could not run.
+        detail: what shows that the requests were run so, or the reason why they could not be.
+    """
+
+    axis: str
+    agreement: Agreement | None
+    detail: str
+
+    @property
+    def grade(self) -> str:
+        """ "bitwise", "ids", "differs" or "not run"."""
+        return "not run" if self.agreement is None else self.agreement.grade
+
+
+def check_invariance(
+    options: Mapping[str, Any],
+    sizes: Sizes,
+    axes: Sequence[Axis] = AXES,
+    report: Callable[[Finding], None] = lambda finding: None,
+) -> list[Finding]:
+    """Run the requests alone and by each axis; return the results, and report each as it comes.
+
+    Args:
+        options: options of the engine for all runs, such as the model; those of `baseline_options` replace them.
+        sizes: sizes of the requests.
+        axes: ways to run them.
+        report: function that gets each finding.
+
+    Raises:
+        ConfigError: the model cannot be served with these options.
+    """
+    baseline = {**options, **baseline_options(sizes)}
+    with contextlib.closing(_Engines()) as engines:
+        engine = engines.get(baseline)
+        jobs = make_jobs(sizes, engine.arch.vocab_size, engine.arch.eos_ids)
+        expected = alone(engine, jobs)
+        findings = []
+        for axis in axes:
+            findings.append(_check(axis, engines, {**baseline, **axis.options(sizes)}, jobs, expected))
+            report(findings[-1])
+    return findings
+
+
+def _check(
+    axis: Axis, engines: "_Engines", options: dict[str, Any], jobs: Sequence[Job], expected: Sequence[RequestOutput]
+) -> Finding:
+    try:
+        engine = engines.get(options)
+    except ConfigError as error:
+        return Finding(axis.name, None, str(error))
+    before = dataclasses.replace(engine.stats)
+    found = axis.run(engine, jobs)
+    evidence = axis.evidence(engine.stats.since(before))
+    if not evidence:
+        return Finding(axis.name, None, "the requests ran otherwise; try more requests, longer prompts or more tokens")
+    return Finding(axis.name, compare(jobs, found, expected), evidence)
+
+
+class _Engines:
+    """One engine at a time: on an accelerator a second one would not fit."""
+
+    def __init__(self) -> None:
+        self._key = ""
+        self._engine: DrivenEngine | None = None
+
+    def get(self, options: dict[str, Any]) -> DrivenEngine:
+        key = json.dumps(options, sort_keys=True, default=repr)
+        if self._engine is None or key != self._key:
+            self.close()
+            self._engine, self._key = DrivenEngine(EngineConfig(**options)), key
+        return self._engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None

@@ -1,0 +1,107 @@
+"""Command `jaxserve plan`: read the command line and print the plan."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.tools.planner.flags import find_compilers
+from jaxserve.tools.planner.models import read_model
+from jaxserve.tools.planner.plan import Plan, make_plan
+from jaxserve.tools.planner.plots import check_plot, draw_capacity
+from jaxserve.tools.planner.report import (
+    build_report,
+    build_sweep_report,
+    render,
+    render_sweep,
+)
+from jaxserve.tools.planner.sweep import read_prices, sweep
+from jaxserve.tools.planner.targets import (
+    SWEPT,
+    Target,
+    missing_compiler,
+    parse_target,
+)
+
+
+def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
+    """Print the plan or the sweep; return the exit code, which is 1 if no target of a sweep could be planned.
+
+    Raises:
+        ConfigError: the target, the model or an option is not supported by the planner.
+    """
+    jax.config.update("jax_platforms", "cpu")  # leave accelerators to processes that serve
+    if args.prices is not None and args.sweep is None:
+        raise ConfigError("prices are compared in a sweep only; give --sweep, or drop --prices")
+    if args.programs and (args.sweep is not None or args.target == "cpu"):
+        raise ConfigError("programs are compiled for one target, not for cpu; give it by --target, or drop --programs")
+    if args.programs and args.no_compile:
+        raise ConfigError("--programs compiles, and --no-compile does not; drop one")
+    if args.plot is not None:
+        check_plot(args.plot)
+    make = partial(_plan, args=args, engine_options=engine_options)
+    if args.sweep is None:
+        plan = make(args.target)
+        plans = [plan]
+        print(json.dumps(build_report(plan), indent=2) if args.json else render(plan))
+        _suggest_compilers([plan], args)
+    elif not (plans := _sweep(args, make)):
+        plot = "" if args.plot is None else f", and {args.plot} is not drawn"
+        print(f"jaxserve: error: no target could be computed, for the reasons above{plot}", file=sys.stderr)
+        return 1
+    if args.plot is not None:
+        draw_capacity([plan for plan in plans if plan.fits], args.plot)
+    return 0
+
+
+def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Plan:
+    target = parse_target(name)
+    missing = missing_compiler(target, find_compilers(args.compilers))
+    if missing is not None and args.programs:
+        raise ConfigError(f"--programs compiles, but {missing}")
+    compiles = not args.no_compile and missing is None
+    sizes = {"prompt_tokens": args.prompt_len, "context_tokens": args.context_len, "batch": args.batch}
+    try:
+        config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
+        advises = args.sweep is None  # a sweep shows which targets fit
+        return make_plan(config, target, **sizes, compiles=compiles, all_programs=args.programs, advises=advises)
+    except ConfigError as error:
+        if "tensor_parallel_size" not in error.about:
+            raise
+        what = f"tensor_parallel_size is here the number of devices of the target, {target.num_devices} for {name}"
+        raise ConfigError(f"{error} ({what})") from error
+
+
+def _sweep(args: argparse.Namespace, make: Callable[[str], Plan]) -> list[Plan]:
+    prices = read_prices(args.prices) if args.prices is not None else {}
+    read_model(args.model)  # an invalid model would fail on every target
+
+    def make_aloud(target: Target) -> Plan:
+        print(f"planning for {target.name}", file=sys.stderr, flush=True)
+        return make(target.name)
+
+    candidates = list(sweep(args.sweep or SWEPT, make_aloud, prices=prices, batch=args.batch))
+    print(json.dumps(build_sweep_report(candidates), indent=2) if args.json else render_sweep(candidates))
+    plans = [candidate.plan for candidate in candidates if candidate.plan is not None]
+    _suggest_compilers(plans, args)
+    return plans
+
+
+def _suggest_compilers(plans: Sequence[Plan], args: argparse.Namespace) -> None:
+    """Name the compilers that would have made the plans exacter, one for each platform, on stderr."""
+    if args.no_compile:
+        return
+    fitting = {plan.target.platform: plan.target for plan in plans if plan.fits and plan.largest is None}
+    for target in fitting.values():
+        if (missing := missing_compiler(target, find_compilers(args.compilers))) is not None:
+            print(
+                "jaxserve: compilers of about 500 MB would add temporaries of steps and exchanges between chips: "
+                f"{missing}",
+                file=sys.stderr,
+            )

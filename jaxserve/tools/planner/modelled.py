@@ -1,0 +1,77 @@
+"""Executor that simulates steps: each takes the time a roofline predicts, on a simulated clock."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.models.registry import flop_counts
+from jaxserve.scheduling.executor import StepResult
+from jaxserve.scheduling.step_costs import Costs
+from jaxserve.scheduling.step_plan import StepPlan, StepShape, cheapest
+from jaxserve.tools.planner.speed import Roofline
+
+TOKEN = 0  # token that every row samples
+
+
+@dataclass(slots=True)
+class ModelledStep:
+    """Simulated step whose end is known when it is launched."""
+
+    executor: "ModelledExecutor"
+    launched_s: float
+    ended_s: float
+    max_new: list[int]
+    num_compiles: int = 0
+
+    def is_ready(self) -> bool:
+        """Return whether the step has ended by the executor's clock."""
+        return self.ended_s <= self.executor.now_s
+
+    def result(self) -> StepResult:
+        """Advance the clock to the end of the step and return its tokens."""
+        self.executor.now_s = max(self.executor.now_s, self.ended_s)
+        tokens = np.full((len(self.max_new), max(*self.max_new, 1)), TOKEN, np.int32)
+        return StepResult(tokens, np.array(self.max_new, np.int32), self.ended_s)
+
+
+class ModelledExecutor:
+    """`Executor` of one replica that runs the real scheduler on a device simulated from its data sheet.
+
+    Args:
+        roofline: roofline of the model on the device.
+
+    Attributes:
+        schedule: sizes of steps and pool.
+        costs: costs of steps.
+        now_s: simulated time; host work does not advance it.
+    """
+
+    def __init__(self, roofline: Roofline) -> None:
+        self.schedule = roofline.schedule
+        self.now_s = 0.0
+        self._roofline = roofline
+        weight_bytes, flops = roofline.weight_reads.step, flop_counts(roofline.arch).step
+        self.costs = Costs(roofline.kv_token_bytes, weight_bytes, flops)
+        self._programs = [StepShape(size) for size in self.schedule.buckets()]
+        self._free_s = 0.0  # end of the last step launched
+
+    def fit(self, step: StepShape) -> StepShape | None:
+        """Return the program for a step of one round; the roofline does not model how much several save."""
+        return cheapest(self._programs, step)
+
+    def launch(self, plan: StepPlan, program: StepShape) -> ModelledStep:
+        """Launch a step that starts as soon as the previous one has ended."""
+        step_s = self._roofline.step_ms(plan.starts, plan.counts) / 1e3
+        self._free_s = max(self._free_s, self.now_s) + step_s
+        return ModelledStep(self, self.now_s, self._free_s, plan.max_new)
+
+    def sample(self, step: ModelledStep) -> int:
+        """Fail: there are no split plans."""
+        raise AssertionError("no plan is split")
+
+    def restore_state(self) -> bool:
+        """Return False: the simulated state is never lost."""
+        return False
+
+    def close(self) -> None:
+        """Do nothing: no memory is held."""

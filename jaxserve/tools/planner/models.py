@@ -1,0 +1,44 @@
+"""Models that can be planned: checkpoints, configurations, and those that come along, by name."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxserve import weights
+from jaxserve.api.config import EngineConfig
+from jaxserve.errors import ConfigError, did_you_mean
+from jaxserve.models import registry
+from jaxserve.models.arch import ArchConfig
+from jaxserve.weights.json_file import read_object
+
+_CONFIGS = Path(__file__).parent / "configs"
+_EMBEDDED = "the embedded model"
+
+
+def known_models() -> list[str]:
+    """Return the names of the planner's own configs."""
+    return sorted(file.stem for file in _CONFIGS.glob("*.json"))
+
+
+def read_model(name: str | None) -> tuple[str, ArchConfig]:
+    """Read a checkpoint, a config.json, or one of the planner's own configs; return its name and ArchConfig.
+
+    Raises:
+        ConfigError: `name` is none of these, or the model is not supported.
+    """
+    path = EngineConfig(model=name).model_path
+    known = known_models()
+    if name is not None and not path.exists() and name in known:
+        path = _CONFIGS / f"{name}.json"
+    if not path.exists():
+        like = path.name.lower().removesuffix("-instruct")  # a name on Hugging Face's hub, without its organisation
+        hint = did_you_mean([like], known)
+        raise ConfigError(f"model must be a checkpoint directory, a config.json or one of {known}, got {name!r}{hint}")
+    return name or _EMBEDDED, registry.from_hf_config(_read_config(path))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    is_config = path.is_file() and path.suffix != ".gguf"
+    try:
+        return read_object(path) if is_config else weights.read_config(path)
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error

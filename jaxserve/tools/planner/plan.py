@@ -1,0 +1,207 @@
+"""Plan of a model on a target: memory on each chip, and the fastest possible steps."""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+
+from jaxserve.api.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.tools.planner.program import StepCompiler, StepProgram
+from jaxserve.tools.planner.remedies import Remedy, find_fitting_len, find_remedies
+from jaxserve.tools.planner.sizes import Memory, Sizes
+from jaxserve.tools.planner.speed import Roofline
+from jaxserve.tools.planner.targets import Target
+
+_ROWS = (1, 8, 32, 64, 128, 256)  # batch sizes of the predicted decode steps, as far as they fit
+_COMPILED_PAGES = 1024  # most pages of a device in compiled steps, whose figures do not depend on their number
+_TOKENS = 1024  # default length of predicted prompts and contexts, at most max_model_len
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed that the data sheet allows; predicted, not measured.
+
+    Attributes:
+        context_tokens: context length of every row in decode.
+        step_ms: time of a decode step, by its number of rows.
+        tokens_per_s: decode throughput of all rows together, by their number.
+        prompt_tokens: prompt length of a request that runs alone.
+        ttft_ms: time to first token of that request.
+    """
+
+    context_tokens: int
+    step_ms: dict[int, float]
+    tokens_per_s: dict[int, float]
+    prompt_tokens: int
+    ttft_ms: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predicted memory and speed of a model on a target.
+
+    Attributes:
+        model: name that the user gave.
+        target: the chips.
+        num_layers: number of layers of the model.
+        dtype: dtype of weights and activations.
+        quantization: quantisation of the weights, on load or as the checkpoint has them.
+        kv_dtype: dtype of the KV pool.
+        backend: attention backend.
+        schedule: sizes of steps and pool; if the model does not fit, the pool holds one request of max_model_len.
+        memory: memory of one chip.
+        largest: step with the most tokens, on one device; None if nothing is compiled: on a CPU, for chips on which the
+            weights and one request do not fit, and where the caller wants no compilation.
+        decode: step with max_num_seqs rows in decode; None if nothing is compiled.
+        compile_s: seconds to trace and compile both steps on this machine.
+        program_s: seconds to trace and compile each of the engine's programs on this machine, by name; None if not
+            requested, or nothing is compiled.
+        speed: predicted speed; None on a CPU, and if the model does not fit.
+        num_expert_shards: number of shares of whole experts that devices have; 1 if they have a part of each.
+        fitting_len: if the model does not fit, the largest max_model_len with which it does; 0 if there is none, None
+            if the model fits.
+        remedies: options with which it does, or lacks less, if no max_model_len does.
+    """
+
+    model: str
+    target: Target
+    num_layers: int
+    dtype: str
+    quantization: str | None
+    kv_dtype: str
+    backend: str
+    schedule: ScheduleConfig
+    memory: Memory
+    largest: StepProgram | None = None
+    decode: StepProgram | None = None
+    compile_s: float | None = None
+    program_s: dict[str, float] | None = None
+    speed: Speed | None = None
+    num_expert_shards: int = 1
+    fitting_len: int | None = None
+    remedies: tuple[Remedy, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """True if a request of max_model_len tokens can be served."""
+        return not self.memory.missing
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the pools of all chips hold in requests of max_model_len tokens."""
+        num_tokens, num_shards = self.schedule.max_model_len, self.schedule.num_data_shards
+        return num_shards * self.memory.num_pages * num_tokens // self.schedule.kv_groups.num_pages(num_tokens)
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests of max_model_len tokens that fit in the pool at the same time."""
+        return self.capacity(self.schedule.max_model_len)
+
+    def capacity(self, num_tokens: int) -> int:
+        """Return how many requests of `num_tokens` tokens fit in the pool, or those of all shards, at the same time."""
+        num_pages = self.schedule.kv_groups.num_pages(num_tokens)
+        return self.schedule.num_data_shards * (self.memory.num_pages // num_pages)
+
+
+def make_plan(
+    config: EngineConfig,
+    target: Target,
+    *,
+    prompt_tokens: int | None = None,
+    context_tokens: int | None = None,
+    batch: int | None = None,
+    compiles: bool = True,
+    all_programs: bool = False,
+    advises: bool = True,
+) -> Plan:
+    """Size everything as the engine would on the target, and compile its steps for the target.
+
+    Args:
+        config: engine options; `model` may be anything that `read_model` takes, and sizes that are None are resolved as
+            the engine would on the target.
+        target: chips, over all of which the model is split.
+        prompt_tokens: length of the prompt whose TTFT is predicted.
+        context_tokens: context length of the rows whose decode steps are predicted.
+        batch: rows of a decode step that is predicted besides the usual ones.
+        compiles: False to compile nothing: temporaries of steps, and exchanges between chips, are then not counted.
+        all_programs: True to compile all of the engine's programs and time each.
+        advises: False to look for no remedies if the model does not fit, which plans it with further options.
+
+    Raises:
+        ConfigError: the engine does not support the model or a size on this target, or the steps cannot be compiled.
+    """
+    sizes = Sizes.of(config, target)
+    arch, sheet, schedule, memory = sizes.arch, target.sheet, sizes.schedule, sizes.memory
+    prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)
+    context_tokens = _predicted("context_len", context_tokens, "max_model_len", schedule.max_model_len)
+    batch = _predicted("batch", batch, "max_num_seqs", schedule.max_num_seqs)
+    stored = sizes.quantization or (None if arch.schemes is None else arch.schemes.method)
+    dtypes = sizes.dtype.name, stored, sizes.kv_dtype.name
+    names = (sizes.name, target, arch.num_layers, *dtypes, sizes.backend, schedule)
+    if sheet is None or memory.missing:
+        fitting_len = find_fitting_len(config, target, memory, schedule)
+        return Plan(
+            *names,
+            memory.times(target.devices_per_chip),
+            num_expert_shards=config.expert_parallel_size,
+            fitting_len=fitting_len,
+            remedies=tuple(find_remedies(config, target, memory)) if advises and fitting_len == 0 else (),
+        )
+    lengths = prompt_tokens, context_tokens, batch
+    if not compiles:
+        return Plan(
+            *names,
+            memory.times(target.devices_per_chip),
+            speed=_speed(sizes.roofline(), memory.num_pages, *lengths),
+            num_expert_shards=config.expert_parallel_size,
+        )
+    # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
+    num_pages = schedule.num_data_shards * min(_COMPILED_PAGES, schedule.kv_groups.num_pages(schedule.max_model_len))
+    small = dataclasses.replace(schedule, num_pages=num_pages)
+    started = time.perf_counter()
+    kinds = sizes.dtype, sizes.kv_dtype, sizes.backend, sizes.quantization, config.linear_backend
+    compiler = StepCompiler(target, small, *kinds)
+    buckets = (schedule.max_num_batched_tokens, decode_bucket(schedule))
+    compiled = {program.num_tokens: program for program in compiler.step_programs(arch, list(dict.fromkeys(buckets)))}
+    largest, decode = (compiled[bucket] for bucket in buckets)
+    compile_s = time.perf_counter() - started
+    program_s = compiler.compile_times(arch, config.max_steps) if all_programs else None
+    memory = dataclasses.replace(memory, temp=max(largest.temp_bytes, decode.temp_bytes))
+    speed = None
+    if not memory.missing:
+        roofline = sizes.roofline(largest.collectives, largest.num_tokens)
+        speed = _speed(roofline, memory.num_pages, *lengths)
+    compiled_facts = (largest, decode, compile_s, program_s, speed)
+    fitting_len = find_fitting_len(config, target, memory, schedule)
+    remedies = tuple(find_remedies(config, target, memory)) if advises and fitting_len == 0 else ()
+    chip_memory = memory.times(target.devices_per_chip)
+    return Plan(*names, chip_memory, *compiled_facts, config.expert_parallel_size, fitting_len, remedies)
+
+
+def decode_bucket(schedule: ScheduleConfig) -> int:
+    """Return the bucket of a step with max_num_seqs rows in decode."""
+    return min(size for size in schedule.buckets() if size >= schedule.max_num_seqs)
+
+
+def _predicted(name: str, given: int | None, limit_name: str, limit: int) -> int:
+    if given is None:
+        return min(_TOKENS, limit)
+    if not 0 < given <= limit:
+        raise ConfigError(f"{name} must be in [1, {limit_name}], got {given} and {limit}")
+    return given
+
+
+def _speed(roofline: Roofline, num_pages: int, prompt_tokens: int, context_tokens: int, batch: int) -> Speed:
+    schedule = roofline.schedule
+    most = schedule.num_data_shards * (num_pages // schedule.kv_groups.num_pages(context_tokens))
+    most = min(schedule.max_num_seqs, most)
+    rows = sorted({count for count in (*_ROWS, batch, most) if count <= most})
+    step_ms = {count: roofline.decode_ms(count, context_tokens) for count in rows}
+    return Speed(
+        context_tokens=context_tokens,
+        step_ms=step_ms,
+        tokens_per_s={count: count / ms * 1e3 for count, ms in step_ms.items()},
+        prompt_tokens=prompt_tokens,
+        ttft_ms=roofline.ttft_ms(prompt_tokens),
+    )

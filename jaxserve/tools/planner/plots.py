@@ -1,0 +1,34 @@
+"""Plot of the number of requests that fit on each target, by their length. Needs matplotlib."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.errors import ConfigError
+from jaxserve.tools.figures import plotting
+from jaxserve.tools.planner.plan import Plan
+from jaxserve.tools.planner.report import capacity_curve
+
+
+def check_plot(path: str) -> None:
+    """Check before anything is compiled that a plot can be drawn and written to `path`; ConfigError if not."""
+    if (reason := plotting.reason_missing()) is not None:
+        raise ConfigError(reason)
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"plot must be a file in a directory that exists, got {path!r}")
+
+
+def draw_capacity(plans: Sequence[Plan], path: str) -> None:
+    """Write the capacity curves of the plans to one PNG; plans that do not fit have no curve."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra; without pyplot there is no global state
+
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for plan in plans:
+        lengths, counts = zip(*((x, y) for x, y in capacity_curve(plan).items() if y), strict=True)
+        axes.plot(lengths, counts, marker=".", label=plan.target.name)
+    axes.set(xscale="log", yscale="log", xlabel="tokens per request", ylabel="requests in the pool at the same time")
+    axes.set_title(f"{plans[0].model} in {plans[0].dtype}" if plans else "nothing fits", fontsize=10)
+    axes.grid(alpha=0.3)
+    if plans:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120, format="png")

@@ -1,0 +1,274 @@
+"""Reports of plans as JSON and as text. Names of keys end in their units."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from jaxserve.assembly.memory import CPU_POOL_SHARE
+from jaxserve.tools.figures.tables import Row, align, number
+from jaxserve.tools.planner.plan import Plan, Speed
+from jaxserve.tools.planner.program import StepProgram
+from jaxserve.tools.planner.remedies import Remedy
+from jaxserve.tools.planner.sweep import Candidate, cheapest
+
+Json = dict[str, Any]
+_NOT_COMPILED = "nothing was compiled: temporaries of steps and exchanges between chips are not counted"
+
+
+def build_report(plan: Plan) -> Json:
+    """Return all figures of a plan; null where nothing is compiled or predicted."""
+    memory, schedule, speed = plan.memory, plan.schedule, plan.speed
+    programs = [program for program in (plan.largest, plan.decode) if program is not None]
+    return {
+        "model": plan.model,
+        "target": plan.target.name,
+        "num_chips": plan.target.num_chips,
+        "num_devices": plan.target.num_devices,
+        "expert_parallel_size": plan.num_expert_shards,
+        "enable_dp_attention": schedule.num_data_shards > 1,
+        "dtype": plan.dtype,
+        "quantization": plan.quantization,
+        "kv_dtype": plan.kv_dtype,
+        "attention_backend": plan.backend,
+        "max_model_len": schedule.max_model_len,
+        "max_num_seqs": schedule.max_num_seqs,
+        "max_num_batched_tokens": schedule.max_num_batched_tokens,
+        "page_size": schedule.page_size,
+        "fits": plan.fits,
+        "missing_bytes_per_chip": memory.missing,
+        "fitting_max_model_len": plan.fitting_len,
+        "remedies": [_remedy(remedy) for remedy in plan.remedies],
+        "limit_bytes_per_chip": memory.limit,
+        "weights_bytes_per_chip": memory.weights,
+        "slots_bytes_per_chip": memory.slots,
+        "reserve_bytes_per_chip": memory.reserve,
+        "outside_bytes_per_chip": memory.outside,
+        "temp_bytes_per_chip": plan.largest and _temp_bytes(plan, plan.largest),
+        "decode_temp_bytes_per_chip": plan.decode and _temp_bytes(plan, plan.decode),
+        "kv_bytes_per_chip": memory.num_pages * memory.page,
+        "kv_tokens": plan.kv_tokens,
+        "num_requests": plan.num_requests,
+        "collectives_per_layer": plan.decode and _collectives(plan.decode),
+        "collectives_per_layer_largest": plan.largest and _collectives(plan.largest),
+        "collective_bytes_per_step": plan.decode and _step_bytes(plan, plan.decode),
+        "collective_bytes_per_step_largest": plan.largest and _step_bytes(plan, plan.largest),
+        "compiled_tokens": [program.num_tokens for program in programs],
+        "compile_s": plan.compile_s,
+        "programs": plan.program_s and _program_times(plan.program_s),
+        "compiler_estimate_ms": [program.estimate_ms for program in programs],
+        "context_len": speed and speed.context_tokens,
+        "step_ms": speed and speed.step_ms,
+        "tokens_per_s": speed and speed.tokens_per_s,
+        "prompt_len": speed and speed.prompt_tokens,
+        "ttft_ms": speed and speed.ttft_ms,
+        "capacity": capacity_curve(plan),
+    }
+
+
+def capacity_curve(plan: Plan) -> dict[int, int]:
+    """Return how many requests fit in the pool at the same time, by their length in tokens."""
+    longest = plan.schedule.max_model_len
+    lengths = {length for power in range(7, longest.bit_length()) if (length := 1 << power) <= longest} | {longest}
+    return {length: plan.capacity(length) for length in sorted(lengths)}
+
+
+def _remedy(remedy: Remedy) -> Json:
+    return {
+        "options": remedy.options,
+        "missing_bytes_per_chip": remedy.missing,
+        "fitting_max_model_len": remedy.fitting_len,
+    }
+
+
+def _temp_bytes(plan: Plan, program: StepProgram) -> int:
+    return program.temp_bytes * plan.target.devices_per_chip
+
+
+def _program_times(program_s: dict[str, float]) -> Json:
+    return {"count": len(program_s), "total_s": sum(program_s.values()), "seconds": program_s}
+
+
+def _collectives(program: StepProgram) -> list[Json]:
+    return [asdict(exchange) for exchange in program.collectives]
+
+
+def _step_bytes(plan: Plan, program: StepProgram) -> int:
+    """Return the size of the results of a step's collectives on one device, over all layers."""
+    return plan.num_layers * sum(exchange.num_bytes for exchange in program.collectives)
+
+
+def render(plan: Plan) -> str:
+    """Return a plan as readable text."""
+    blocks = [_header(plan), align(_memory(plan))]
+    if plan.largest is not None and plan.decode is not None:
+        blocks.append(_programs(plan, plan.largest, plan.decode))
+    elif plan.speed is not None:
+        blocks.append(_NOT_COMPILED)
+    if plan.program_s is not None:
+        blocks += [_warm_up_header(plan.program_s), align(_warm_up(plan.program_s), header=True)]
+    if plan.speed is not None:
+        blocks += [_speed_header(plan, plan.speed), align(_steps(plan.speed), header=True)]
+    return "\n\n".join(blocks)
+
+
+def _header(plan: Plan) -> str:
+    schedule = plan.schedule
+    stored = f"{plan.dtype}, weights in {plan.quantization}," if plan.quantization else plan.dtype
+    where = plan.target.name
+    if plan.num_expert_shards > 1:
+        what = "experts" if schedule.num_data_shards == 1 else "experts and of the requests"
+        where += f", each device with 1 of {plan.num_expert_shards} shares of the {what}"
+    return (
+        f"{plan.model} in {stored} on {where}: {_verdict(plan)}\n"
+        f"requests of up to {schedule.max_model_len} tokens, {schedule.max_num_seqs} of them in a step of up to "
+        f"{schedule.max_num_batched_tokens} tokens"
+    )
+
+
+def _verdict(plan: Plan) -> str:
+    if plan.fits:
+        return "fits"
+    if plan.target.sheet is not None:
+        who = "each chip"
+    else:
+        who = "the pool" if plan.memory.missing_in_pool else "this machine"
+    if plan.fitting_len:
+        remedy = f"--max-model-len {plan.fitting_len} is the largest that fits"
+    else:
+        remedy = "; ".join(["no --max-model-len fits", *map(_advice, plan.remedies)])
+    return f"does not fit: {who} lacks {_gb(plan.memory.missing)}; {remedy}"
+
+
+def _advice(remedy: Remedy) -> str:
+    if remedy.fitting_len is None:
+        return f"{remedy.options} fits"
+    if remedy.fits:
+        return f"{remedy.options} fits with --max-model-len {remedy.fitting_len}"
+    return f"with {remedy.options} it lacks {_gb(remedy.missing)}"
+
+
+def _memory(plan: Plan) -> list[Row]:
+    memory, sheet = plan.memory, plan.target.sheet
+    rows: list[Row] = []
+    if sheet is not None:
+        rows.append(("memory XLA takes", f"{_gb(memory.limit)} of {_gb(sheet.memory_bytes)} on each chip"))
+    else:
+        rows.append(("this machine", f"{_gb(memory.limit)}, the pool has 1/{1 / CPU_POOL_SHARE:.0f} of it at most"))
+    rows += [("weights", _gb(memory.weights)), ("slots of requests", _gb(memory.slots))]
+    if sheet is not None:
+        rows.append(("reserve of steps", f"{_gb(memory.reserve)} that the engine keeps for their temporaries"))
+    if plan.largest is not None and plan.decode is not None:
+        largest, decode = (_gb(_temp_bytes(plan, program)) for program in (plan.largest, plan.decode))
+        of_reserve = f"of it {largest}" if sheet is not None else largest
+        rows.append(("", f"{of_reserve} in a step of {plan.largest.num_tokens} tokens, as compiled"))
+        rows.append(("", f"{decode} with {plan.schedule.max_num_seqs} rows in decode"))
+        if memory.beyond_reserve:
+            rows.append(("beyond the reserve", _gb(memory.beyond_reserve)))
+    rows.append(("keys and values", f"{_gb(memory.num_pages * memory.page)} in {plan.kv_dtype}"))
+    rows.append(("", f"{plan.kv_tokens} tokens, {plan.num_requests} requests of full length"))
+    if not plan.fits:
+        rows.append(("", f"{_gb(memory.request)} would hold one request of full length"))
+    return [*rows, *_unused(plan)]
+
+
+def _unused(plan: Plan) -> list[Row]:
+    """Return the rows of the limit's bytes that the engine does not take."""
+    memory, rows = plan.memory, list[Row]()
+    if memory.outside:
+        reason = "beyond --gpu-memory-utilization"
+        if plan.target.sheet is None:
+            reason = "for temporaries of steps and for other programs"
+        rows.append(("left free", f"{_gb(memory.outside)} {reason}"))
+    if memory.rest > 0:
+        rows.append(("rest", f"{_gb(memory.rest)}, less than a page of keys and values"))
+    return rows
+
+
+def _programs(plan: Plan, largest: StepProgram, decode: StepProgram) -> str:
+    lines = [f"found by compiling both steps for the target, all {plan.num_layers} layers, in {plan.compile_s:.0f} s"]
+    if decode.collectives:
+        exchanges = f"{_exchanges(decode)} in decode, {_exchanges(largest)} in the largest step"
+        lines.append(f"between the chips, per layer: {exchanges}")
+        step, most = (_gb(_step_bytes(plan, program)) for program in (decode, largest))
+        lines.append(f"in all layers: {step} and {most}")
+    return "\n".join(lines)
+
+
+def _warm_up_header(program_s: dict[str, float]) -> str:
+    total = sum(program_s.values())
+    return f"the engine has {len(program_s)} programs there, which took {total:.0f} s to compile here, one by one"
+
+
+def _warm_up(program_s: dict[str, float]) -> list[Row]:
+    return [("program", "s to compile"), *((name, number(seconds)) for name, seconds in program_s.items())]
+
+
+def _exchanges(program: StepProgram) -> str:
+    return ", ".join(f"{x.count} {x.kind} ({x.num_bytes / 1e6:.3g} MB)" for x in program.collectives)
+
+
+def _speed_header(plan: Plan, speed: Speed) -> str:
+    lines = ["predicted, not measured: no step is faster than the data sheet's bandwidth, FLOP/s and links allow"]
+    programs = [program for program in (plan.decode, plan.largest) if program is not None]
+    estimates = [f"{number(x.estimate_ms)} ms for {x.num_tokens} tokens" for x in programs if x.estimate_ms is not None]
+    if estimates:
+        lines.append(f"the compiler's own estimate, each loop counted once, as if of one layer: {', '.join(estimates)}")
+    lines.append(
+        f"TTFT of {speed.prompt_tokens} tokens alone {number(speed.ttft_ms)} ms; "
+        f"decode after {speed.context_tokens} tokens a row:"
+    )
+    return "\n".join(lines)
+
+
+def _steps(speed: Speed) -> list[Row]:
+    rows = [(str(count), number(ms), number(speed.tokens_per_s[count])) for count, ms in speed.step_ms.items()]
+    return [("rows", "ms a step", "tokens/s"), *rows]
+
+
+def build_sweep_report(candidates: Sequence[Candidate]) -> Json:
+    """Return the plan of each target of a sweep, or the reason why it has none, and the cheapest target that fits."""
+    best = cheapest(candidates)
+    targets = [
+        {
+            **(build_report(x.plan) if x.plan else {"target": x.target.name, "reason": x.reason}),
+            "usd_per_hour": x.usd_per_hour,
+            "usd_per_million_tokens": x.usd_per_million_tokens,
+        }
+        for x in candidates
+    ]
+    return {"targets": targets, "cheapest": best and best.target.name}
+
+
+def render_sweep(candidates: Sequence[Candidate]) -> str:
+    """Return a sweep as readable text."""
+    header = ("target", "fits", "weights", "KV tokens", "requests", "TTFT ms", "rows", "ms a step", "tokens/s")
+    blocks = [align([(*header, "$/hour", "$/M tokens"), *map(_compared, candidates)], header=True)]
+    if any(x.plan and x.plan.speed for x in candidates):
+        if any(x.plan and x.plan.speed and x.plan.largest is None for x in candidates):
+            blocks.append(_NOT_COMPILED)
+        blocks.append("TTFT, ms a step and what follows from them are predicted from data sheets, not measured")
+    blocks += [f"{x.target.name}: {x.reason}" for x in candidates if x.reason is not None]
+    if (best := cheapest(candidates)) is not None:
+        blocks.append(f"cheapest that fits: {best.target.name}, ${best.usd_per_hour:.2f} an hour")
+    return "\n\n".join(blocks)
+
+
+def _compared(candidate: Candidate) -> Row:
+    plan = candidate.plan
+    if plan is None:
+        return (candidate.target.name, "?", *[""] * 9)
+    verdict = "yes" if plan.fits else f"lacks {_gb(plan.memory.missing)}"
+    figures = (candidate.target.name, verdict, _gb(plan.memory.weights), str(plan.kv_tokens), str(plan.num_requests))
+    if (speed := plan.speed) is None:
+        return (*figures, *[""] * 4, _usd(candidate.usd_per_hour), "")
+    rows = candidate.num_rows
+    speeds = (number(speed.ttft_ms), str(rows), number(speed.step_ms[rows]), number(speed.tokens_per_s[rows]))
+    return (*figures, *speeds, _usd(candidate.usd_per_hour), _usd(candidate.usd_per_million_tokens))
+
+
+def _usd(price: float | None) -> str:
+    return "" if price is None else f"{price:.2f}"
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

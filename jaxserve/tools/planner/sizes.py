@@ -1,0 +1,236 @@
+"""Sizes of a model on a target: its memory on each device, as the engine would choose it."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve import weights
+from jaxserve.api.config import EngineConfig
+from jaxserve.api.metrics import PeakRates
+from jaxserve.assembly.generation_defaults import resolve_quantization
+from jaxserve.assembly.memory import (
+    accelerator_pool_bytes,
+    choose_page_size,
+    cpu_pool_bytes,
+    machine_bytes,
+    page_bytes,
+    pool_dtype,
+    select_backend,
+    state_bytes,
+    tree_bytes,
+)
+from jaxserve.assembly.parameters import compute_dtype, matrix_dtype, not_packed
+from jaxserve.errors import ConfigError
+from jaxserve.execution.state import abstract_state
+from jaxserve.layers.weight_formats import weight_format
+from jaxserve.models import registry
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+from jaxserve.models.weight_reads import WeightReads
+from jaxserve.scheduling.schedule_config import ScheduleConfig, resolve_schedule
+from jaxserve.tools.planner.models import read_model
+from jaxserve.tools.planner.program import Collective, abstract_params
+from jaxserve.tools.planner.speed import Roofline
+from jaxserve.tools.planner.targets import DataSheet, Target
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory in bytes of one chip, or of one jax device if a chip has several.
+
+    Attributes:
+        limit: memory that XLA may allocate; on a CPU, the machine's memory.
+        weights: all weights.
+        slots: state of all decode slots, with snapshots of states.
+        temp: temporaries of the step that needs most; 0 if nothing was compiled.
+        pool_limit: largest pool that the engine would allocate; negative if the weights and the reserve for temporaries
+            do not fit.
+        page: one page of the pool.
+        request: whole pages of one request of max_model_len tokens.
+        reserve: memory that the engine keeps free for temporaries of steps; 0 on a CPU, which keeps none.
+        outside: part of the limit that the engine leaves to others: what exceeds `gpu_memory_utilization` on a TPU, and
+            on a CPU all that its pool may not take.
+    """
+
+    limit: int
+    weights: int
+    slots: int
+    temp: int
+    pool_limit: int
+    page: int
+    request: int
+    reserve: int = 0
+    outside: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages in the pool that the engine would allocate."""
+        return max(0, self.pool_limit // self.page)
+
+    @property
+    def beyond_reserve(self) -> int:
+        """Bytes of temporaries that exceed the reserve."""
+        return max(0, self.temp - self.reserve)
+
+    @property
+    def rest(self) -> int:
+        """Bytes of the limit that nothing takes, less than a page if all fits; negative if they are missing."""
+        taken = self.weights + self.slots + self.reserve + self.beyond_reserve + self.num_pages * self.page
+        return self.limit - taken - self.outside
+
+    @property
+    def missing(self) -> int:
+        """Bytes missing to serve one request of max_model_len tokens; 0 if it fits."""
+        return max(0, self.missing_in_pool, self._missing_in_all)
+
+    @property
+    def missing_in_pool(self) -> int:
+        """Bytes missing if the pool's limit, not the total memory, is the tighter bound; else 0."""
+        lacking = self.request - self.pool_limit
+        return max(0, lacking) if lacking > self._missing_in_all else 0
+
+    @property
+    def num_fitting_pages(self) -> int:
+        """Number of pages that the pool can have next to everything else; 0 if nothing is left."""
+        return max(0, min(self.pool_limit, self.limit - self.weights - self.slots - self.temp)) // self.page
+
+    @property
+    def _missing_in_all(self) -> int:
+        pool = max(self.request, self.num_pages * self.page)
+        return self.weights + self.slots + self.temp + pool - self.limit
+
+    def times(self, count: int) -> "Memory":
+        """Return the sizes multiplied by `count`, the number of devices per chip."""
+        return Memory(**{name: count * size for name, size in dataclasses.asdict(self).items()})
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model on a target, as the engine would choose them.
+
+    Attributes:
+        name: name of the model.
+        target: the chips.
+        arch: sizes of the whole model.
+        local: sizes of one device's part.
+        dtype: dtype of weights and activations.
+        kv_dtype: dtype of the KV pool.
+        quantization: format in which matrices are quantised while they are loaded; None to take them as they are.
+        backend: attention backend.
+        params: shapes of the weights of a device.
+        schedule: sizes of steps and pool; if the model does not fit, the pool holds one request of max_model_len.
+        memory: memory of one device, without temporaries.
+    """
+
+    name: str
+    target: Target
+    arch: ArchConfig
+    local: ArchConfig
+    dtype: jnp.dtype
+    kv_dtype: jnp.dtype
+    quantization: str | None
+    backend: str
+    params: Params
+    schedule: ScheduleConfig
+    memory: Memory
+
+    @classmethod
+    def of(cls, config: EngineConfig, target: Target) -> "Sizes":
+        """Resolve the sizes; see `plan.make_plan`."""
+        name, arch = read_model(config.model)
+        config = resolve_quantization(config, arch)
+        arch = arch.within(config.max_model_len or arch.max_position)
+        arch = arch.divided(target.num_devices, config.expert_parallel_size, config.num_data_shards)
+        sheet, local = target.sheet, arch.local(target.num_devices)
+        dtype = compute_dtype(config, arch, on_cpu=sheet is None)
+        kv_dtype = pool_dtype(config, dtype)
+        backend = _backend(config, sheet, local, kv_dtype)
+        schedule = resolve_schedule(
+            config,
+            max_position=arch.max_position,
+            platform=target.platform,
+            page_size=choose_page_size(config, local, kv_dtype, backend),
+            num_pages=1,
+            windows=arch.kv_windows,
+            has_states=arch.state is not None,
+        )
+        matrices = matrix_dtype(config, arch, on_cpu=sheet is None)
+        form = weight_format(config.quantization, arch.schemes)
+        try:
+            params = abstract_params(
+                *(arch, dtype, config.quantization, target.num_devices),
+                matrix_dtype=matrices,
+                native=sheet is None and not_packed(config, form, matrices, "cpu") is None,
+            )
+        except weights.CheckpointError as error:  # so many devices cannot share a matrix of the checkpoint
+            raise ConfigError(str(error), about=("tensor_parallel_size",)) from error
+        memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
+        num_pages = memory.num_pages or schedule.kv_groups.num_pages(schedule.max_model_len)
+        schedule = dataclasses.replace(schedule, num_pages=num_pages * schedule.num_data_shards)
+        return cls(
+            *(name, target, arch, local, dtype, kv_dtype, config.quantization, backend, params, schedule, memory)
+        )
+
+    def roofline(self, collectives: tuple[Collective, ...] = (), collective_tokens: int = 1) -> Roofline:
+        """Return the roofline of steps on chips with a data sheet; the arguments are those of `Roofline`."""
+        target, sheet, local, pool = self.target, self.target.sheet, self.local, self.schedule
+        assert sheet is not None, "this machine has no data sheet"
+        share = 1 / target.devices_per_chip
+        return Roofline(
+            arch=local,
+            schedule=pool,
+            peak_rates=PeakRates(share * sheet.flops_per_s[self.dtype.name], share * sheet.bytes_per_s),
+            link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
+            num_chips=target.num_chips,
+            weight_reads=WeightReads.of(self.params, registry.param_specs(local), tree_bytes),
+            kv_token_bytes=int(self.memory.page * local.num_layers_read // (pool.page_size * local.kv_group_layers)),
+            state_bytes=state_bytes(local),
+            collectives=collectives,
+            collective_tokens=collective_tokens,
+        )
+
+
+def _backend(config: EngineConfig, sheet: DataSheet | None, local: ArchConfig, kv_dtype: jnp.dtype) -> str:
+    if sheet is None:
+        return select_backend(config, local, kv_dtype, platform="cpu")
+    with jax.sharding.use_abstract_mesh(sheet.chip.mesh()):
+        return select_backend(config, local, kv_dtype)
+
+
+def _memory(
+    config: EngineConfig,
+    sheet: DataSheet | None,
+    local: ArchConfig,
+    weight_bytes: int,
+    schedule: ScheduleConfig,
+    *,
+    kv_dtype: jnp.dtype,
+    backend: str,
+) -> Memory:
+    """Return the memory of one device without the temporaries, which are known only once steps are compiled."""
+    page = page_bytes(local, schedule.page_size, kv_dtype, backend)
+    state = abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend)
+    slots = tree_bytes((state.slots, state.states))
+    if sheet is None:
+        limit, pool_limit = machine_bytes(), math.floor(cpu_pool_bytes(config, local, schedule.page_size, page))
+        reserve, outside = 0, max(0, limit - weight_bytes - slots - max(0, pool_limit))
+    else:
+        limit = sheet.limit_bytes(config.gpu_memory_utilization)
+        sizes = {"total_bytes": sheet.device_bytes, "limit_bytes": limit, "used_bytes": weight_bytes}
+        pool_limit = math.floor(accelerator_pool_bytes(config, local, **sizes))
+        share = min(math.floor(sheet.device_bytes * config.gpu_memory_utilization), limit)
+        reserve, outside = share - weight_bytes - slots - pool_limit, limit - share
+    return Memory(
+        limit=limit,
+        weights=weight_bytes,
+        slots=slots,
+        temp=0,
+        pool_limit=pool_limit,
+        page=page,
+        request=schedule.kv_groups.num_pages(schedule.max_model_len) * page,
+        reserve=reserve,
+        outside=outside,
+    )

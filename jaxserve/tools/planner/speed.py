@@ -1,0 +1,82 @@
+"""Roofline of a step from data sheets: a lower bound of its time, not a measurement."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxserve.api.metrics import PeakRates, split_time
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.registry import flop_counts
+from jaxserve.models.weight_reads import WeightReads
+from jaxserve.scheduling.schedule_config import ScheduleConfig
+from jaxserve.scheduling.step_costs import attention_cost
+from jaxserve.tools.planner.program import Collective
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Prediction of step times: the longer of memory and compute time at the peak rates, plus the collectives.
+
+    Launch overhead, latencies, host work and the inefficiency of kernels are not included.
+
+    Attributes:
+        arch: share of the model on one device, as by `ArchConfig.local`.
+        schedule: step sizes.
+        peak_rates: peak rates of one device.
+        link_bytes_per_s: bandwidth from a chip to the others, in one direction.
+        num_chips: number of chips that the model is split over.
+        weight_reads: bytes of weights that steps read on one device.
+        kv_token_bytes: bytes of one token in the pool of one device, over all layers.
+        state_bytes: bytes of a sequence's states on one device, which a step reads and writes.
+        collectives: collectives of one layer.
+        collective_tokens: tokens of the step in which `collectives` were counted.
+    """
+
+    arch: ArchConfig
+    schedule: ScheduleConfig
+    peak_rates: PeakRates
+    link_bytes_per_s: float
+    num_chips: int
+    weight_reads: WeightReads
+    kv_token_bytes: int
+    state_bytes: int
+    collectives: tuple[Collective, ...]
+    collective_tokens: int
+
+    def decode_ms(self, num_rows: int, context_tokens: int) -> float:
+        """Return the time of a decode step whose rows have a context of `context_tokens` each."""
+        return self.step_ms([context_tokens - 1] * num_rows, [1] * num_rows)
+
+    def ttft_ms(self, prompt_tokens: int) -> float:
+        """Return the time of all prefill steps of a prompt that runs alone."""
+        budget = self.schedule.of_shard.max_num_batched_tokens
+        starts = range(0, prompt_tokens, budget)
+        return sum(self.step_ms([start], [min(budget, prompt_tokens - start)]) for start in starts)
+
+    def step_ms(self, starts: Sequence[int], counts: Sequence[int]) -> float:
+        """Return the time of a step whose rows compute `counts` tokens each, after `starts` earlier ones.
+
+        Where rows are divided among shards, they take turns, and the first shard has the most tokens.
+        """
+        num_shards = self.schedule.num_data_shards
+        bucket = min(size for size in self.schedule.buckets() if size >= num_shards * sum(counts[::num_shards]))
+        attention = attention_cost(np.array(starts), np.array(counts), self.arch.attended_windows)
+        num_shares = len(self.arch.attended_windows) * num_shards
+        kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // num_shares
+        num_bytes = self.weight_reads.step(bucket, sum(counts)) + kv_bytes + 2 * len(counts) * self.state_bytes
+        flops = flop_counts(self.arch).step(bucket, self.schedule.num_rows(bucket), attention.num_scores)
+        split = split_time(0.0, flops, num_bytes, self.peak_rates)
+        return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)
+
+    def _exchange_ms(self, num_tokens: int) -> float:
+        """Return the time of rings over all links: a chip sends n - 1 of n shards, in an all-reduce twice.
+
+        The result of a reduce-scatter is one of these shards, that of the others all.
+        """
+        if self.num_chips == 1:
+            return 0.0  # exchanges between the devices of one chip are not modelled
+        share = (self.num_chips - 1) / self.num_chips
+        factors = {"all-reduce": 2, "reduce-scatter": self.num_chips}
+        sent = sum(factors.get(x.kind, 1) * share * x.num_bytes for x in self.collectives)
+        return sent * self.arch.num_layers * num_tokens / self.collective_tokens / self.link_bytes_per_s * 1e3

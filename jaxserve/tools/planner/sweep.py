@@ -1,0 +1,93 @@
+"""Comparison of several targets and their prices."""
+
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxserve.errors import ConfigError
+from jaxserve.tools.planner.plan import Plan
+from jaxserve.tools.planner.targets import KINDS, Target, parse_target
+
+Prices = Mapping[str, float]  # dollars per chip and hour, by kind
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Target of a sweep, with its plan.
+
+    Attributes:
+        target: target that was planned for.
+        plan: plan of the model on the target; None if it could not be planned.
+        reason: error message if it could not be planned; else None.
+        usd_per_hour: price of all its chips; None if the price is not known.
+        num_rows: rows of the decode step that is compared: the requested number, or as many as fit.
+    """
+
+    target: Target
+    plan: Plan | None
+    reason: str | None
+    usd_per_hour: float | None
+    num_rows: int = 0
+
+    @property
+    def usd_per_million_tokens(self) -> float | None:
+        """Lowest price of a million output tokens: that of steps that all have `num_rows` rows."""
+        if self.usd_per_hour is None or self.plan is None or self.plan.speed is None:
+            return None
+        return self.usd_per_hour / 3600 / self.plan.speed.tokens_per_s[self.num_rows] * 1e6
+
+
+def read_prices(path: str) -> Prices:
+    """Read dollars per chip and hour from a TOML file with lines `kind = price`.
+
+    Raises:
+        ConfigError: the file is malformed, or has an unknown kind or an invalid price.
+    """
+    try:
+        with open(path, "rb") as file:
+            prices = tomllib.load(file)
+    except ValueError as error:
+        raise ConfigError(f"{path} must be TOML, but: {error}") from error
+    for kind, price in prices.items():
+        if kind not in KINDS or isinstance(price, bool) or not isinstance(price, int | float) or price <= 0:
+            raise ConfigError(
+                f"{path} must have lines of a chip, one of {list(KINDS)}, and its price in dollars per hour, as "
+                f"{KINDS[0]} = 3.5, got {kind} = {price!r}"
+            )
+    return prices
+
+
+def sweep(
+    names: Iterable[str], make: Callable[[Target], Plan], *, prices: Prices, batch: int | None
+) -> Iterable[Candidate]:
+    """Plan one target after the other; a target that cannot be planned does not end the sweep.
+
+    Args:
+        names: names of the targets.
+        make: function that plans for one target.
+        prices: prices of the kinds for which they are known.
+        batch: rows of the decode steps to compare, as far as they fit; None for as many as fit.
+
+    Raises:
+        ConfigError: a name is not the name of a target.
+    """
+    for target in [parse_target(name) for name in names]:
+        price = prices.get(target.kind)
+        usd_per_hour = None if price is None else price * target.num_chips
+        try:
+            plan = make(target)
+        except ConfigError as error:
+            yield Candidate(target, None, str(error), usd_per_hour)
+        else:
+            yield Candidate(target, plan, None, usd_per_hour, _num_rows(plan, batch))
+
+
+def _num_rows(plan: Plan, batch: int | None) -> int:
+    rows = list(plan.speed.step_ms) if plan.speed else [0]
+    return max(count for count in rows if batch is None or count <= batch)
+
+
+def cheapest(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Return the cheapest candidate per hour that fits; None if none fits, or none of these has a price."""
+    fitting = [x for x in candidates if x.plan is not None and x.plan.fits and x.usd_per_hour is not None]
+    return min(fitting, key=lambda x: x.usd_per_hour or 0, default=None)

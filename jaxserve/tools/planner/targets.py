@@ -1,0 +1,234 @@
+"""Targets of the planner: chips with the figures of their data sheets, and their arrangement."""
+
+import dataclasses
+import math
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.errors import ConfigError
+from jaxserve.pallas_kernels import deviceless
+from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
+from jaxserve.system.environment import gpu_memory_fraction
+
+
+@dataclass(frozen=True)
+class DataSheet:
+    """Figures of a chip from its maker, and its description for the compiler.
+
+    Attributes:
+        chip: chip that programs are compiled for.
+        memory_bytes: memory of one chip; for a TPU, the memory that its compiler leaves to programs.
+        bytes_per_s: memory bandwidth.
+        flops_per_s: rate of dense matrix products, by dtype.
+        link_bytes_per_s: bandwidth in one direction of a link to a neighbour, or to the switch between all chips.
+        directions: number of dimensions of the chips' arrangement.
+        devices_per_chip: jax devices per chip.
+    """
+
+    chip: Chip
+    memory_bytes: int
+    bytes_per_s: float
+    flops_per_s: Mapping[str, float]
+    link_bytes_per_s: float
+    directions: int = 1
+    devices_per_chip: int = 1
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of one device."""
+        return self.memory_bytes // self.devices_per_chip
+
+    def limit_bytes(self, gpu_memory_utilization: float) -> int:
+        """Return the memory of one device that XLA may allocate at this `gpu_memory_utilization`."""
+        share = 1.0 if self.chip.platform == "tpu" else gpu_memory_fraction() or gpu_memory_utilization
+        return int(self.memory_bytes * share) // self.devices_per_chip
+
+
+@dataclass(frozen=True)
+class Target:
+    """Chips of one kind; `sheet` is None for the CPU of this machine.
+
+    Attributes:
+        name: name that the user gave.
+        kind: kind of the chips, key of their price.
+        sheet: data sheet of one chip.
+        shape: number of chips in each dimension.
+    """
+
+    name: str
+    kind: str
+    sheet: DataSheet | None
+    shape: tuple[int, ...] = (1,)
+
+    @property
+    def num_chips(self) -> int:
+        """Number of chips."""
+        return math.prod(self.shape)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of jax devices, over which the model is split."""
+        return self.num_chips * self.devices_per_chip
+
+    @property
+    def devices_per_chip(self) -> int:
+        """Number of jax devices per chip."""
+        return self.sheet.devices_per_chip if self.sheet else 1
+
+    @property
+    def platform(self) -> str:
+        """Name of the platform in jax."""
+        return self.sheet.chip.platform if self.sheet else "cpu"
+
+    @property
+    def num_links(self) -> int:
+        """Number of links from each chip: one per dimension, or two where four or more chips can form a ring."""
+        return sum(min(2, size // 2) if self.sheet and self.sheet.directions > 1 else 1 for size in self.shape)
+
+    @property
+    def topology(self) -> str:
+        """Shape in the form that `Chip.devices` takes."""
+        return "x".join(map(str, self.shape if len(self.shape) > 1 else (1, 1, *self.shape)))
+
+
+def _gpu(chip: Chip, gb: int, gb_per_s: int, tflops: float, link_gb_per_s: int) -> DataSheet:
+    """Return the data sheet of a GPU: dense rates, and bandwidth in one direction of NVLink or else of PCI Express.
+
+    XLA multiplies float32 in TF32, at half of the rate of bfloat16 and float16.
+    """
+    return DataSheet(
+        chip=chip,
+        memory_bytes=gb * 10**9,
+        bytes_per_s=gb_per_s * 1e9,
+        flops_per_s={"bfloat16": tflops * 1e12, "float16": tflops * 1e12, "float32": tflops / 2 * 1e12},
+        link_bytes_per_s=link_gb_per_s * 1e9,
+    )
+
+
+# From NVIDIA's data sheets and architecture white papers, without sparsity: SXM modules, then PCI Express cards. Some
+# devices report more memory: 85 GB for an H100, 150 GB for an H200. GeForce cards accumulate in float32 at half rate.
+_GPUS = {
+    "a100-40gb": _gpu(deviceless.A100_40GB, gb=40, gb_per_s=1555, tflops=312.0, link_gb_per_s=300),
+    "a100": _gpu(deviceless.A100, gb=80, gb_per_s=2039, tflops=312.0, link_gb_per_s=300),
+    "h100": _gpu(deviceless.H100, gb=80, gb_per_s=3350, tflops=989.5, link_gb_per_s=450),
+    "h200": _gpu(deviceless.H200, gb=141, gb_per_s=4800, tflops=989.5, link_gb_per_s=450),
+    "b200": _gpu(deviceless.B200, gb=180, gb_per_s=8000, tflops=2250.0, link_gb_per_s=900),
+    "l4": _gpu(deviceless.L4, gb=24, gb_per_s=300, tflops=121.0, link_gb_per_s=32),
+    "l40s": _gpu(deviceless.L40S, gb=48, gb_per_s=864, tflops=362.0, link_gb_per_s=32),
+    "rtx4090": _gpu(deviceless.RTX_4090, gb=24, gb_per_s=1008, tflops=165.2, link_gb_per_s=32),
+    "rtx5090": _gpu(deviceless.RTX_5090, gb=32, gb_per_s=1792, tflops=209.5, link_gb_per_s=64),
+    "rtxpro6000": _gpu(deviceless.RTX_PRO_6000, gb=96, gb_per_s=1792, tflops=503.8, link_gb_per_s=64),
+}
+
+
+def _tpu(
+    chip: Chip, gib: float, gb_per_s: int, tflops: int, link_gb_per_s: int, directions: int, devices_per_chip: int = 1
+) -> DataSheet:
+    """Return the data sheet of a TPU; an exact float32 product takes six in bfloat16."""
+    return DataSheet(
+        chip=chip,
+        memory_bytes=int(gib * 2**30),
+        bytes_per_s=gb_per_s * 1e9,
+        flops_per_s={"bfloat16": tflops * 1e12, "float16": tflops * 1e12, "float32": tflops * 1e12 / 6},
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        directions=directions,
+        devices_per_chip=devices_per_chip,
+    )
+
+
+# Bandwidth and bfloat16 FLOP/s of a chip are from Google Cloud's documentation of each generation. It gives the
+# bandwidth between chips as the sum over all links and both directions: four links on v5e and v6e, six on the others.
+# The memory is what the compiler leaves to programs.
+_TPUS = {
+    "v4": _tpu(TPU_V4, gib=30.75, gb_per_s=1200, tflops=275, link_gb_per_s=50, directions=3),
+    "v5e": _tpu(TPU_V5E, gib=15.75, gb_per_s=819, tflops=197, link_gb_per_s=50, directions=2),
+    "v5p": _tpu(TPU_V5P, gib=95.74, gb_per_s=2765, tflops=459, link_gb_per_s=100, directions=3),
+    "v6e": _tpu(TPU_V6E, gib=31.25, gb_per_s=1638, tflops=918, link_gb_per_s=100, directions=2),
+    "tpu7x": _tpu(
+        TPU7X, gib=2 * 94.75, gb_per_s=7380, tflops=2307, link_gb_per_s=100, directions=3, devices_per_chip=2
+    ),
+}
+KINDS = (*_GPUS, *_TPUS)
+_GPU_NAME = re.compile(rf"({'|'.join(sorted(_GPUS, key=len, reverse=True))})(?:x([1-8]))?")
+_TPU_NAME = re.compile(rf"({'|'.join(_TPUS)})(?::([1-9]\d*(?:x[1-9]\d*)+))?")
+
+SWEPT = (
+    *("h100", "h100x2", "h100x4", "h100x8"),
+    *("h200", "h200x2", "h200x4", "h200x8"),
+    *("a100-40gb", "a100", "a100x8", "b200", "b200x8"),
+    *("l4", "l40s", "l40sx8", "rtx4090", "rtx5090", "rtxpro6000"),
+    *("v4:2x2x1", "v4:2x2x2"),
+    *("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4"),
+    *("v5p:1x1x1", "v5p:2x2x1", "v5p:2x2x2"),
+    *("v6e:1x1", "v6e:2x2", "v6e:2x4", "v6e:4x4"),
+    *("tpu7x:1x1x1", "tpu7x:2x2x1"),
+)
+"""Names of the targets that a sweep compares by default."""
+
+
+def parse_target(name: str) -> Target:
+    """Return the target of this name, whether or not its compiler is installed.
+
+    Raises:
+        ConfigError: there is no such target.
+    """
+    if name == "cpu":
+        return Target(name, name, None)
+    if match := _GPU_NAME.fullmatch(_without_separators(name)):
+        return Target(name, match[1], _GPUS[match[1]], (int(match[2] or 1),))
+    if (match := _TPU_NAME.fullmatch(name)) is None:
+        raise ConfigError(
+            f"target must be cpu, one of {list(_GPUS)} or two to eight of them, as h100x8, or one of {list(_TPUS)}, "
+            f"alone for one chip or with the number of chips in each direction, as v6e:2x4, got {name!r}"
+        )
+    sheet = _TPUS[match[1]]
+    shape = tuple(map(int, match[2].split("x"))) if match[2] else (1,) * sheet.directions
+    if len(shape) != sheet.directions:
+        example = f"{match[1]}:{'x'.join('221'[: sheet.directions])}"
+        raise ConfigError(f"{match[1]} must have chips in {sheet.directions} directions, as {example}, got {name!r}")
+    return Target(name, match[1], sheet, shape)
+
+
+def _without_separators(name: str) -> str:
+    """Return the name of a GPU as it is written here: RTX-4090 and rtx_pro_6000 are rtx4090 and rtxpro6000."""
+    plain = name.lower().replace("_", "-").replace(" ", "-")
+    return plain if plain in _GPUS else re.sub(r"-(?!40gb)", "", plain)
+
+
+_NUM_GPUS = (2, 4, 8)
+_SLICES = {  # shapes of TPU slices that Google Cloud offers, by their number of directions
+    2: ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
+    3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"),
+}
+
+
+def larger_targets(target: Target) -> Iterator[Target]:
+    """Yield targets with more chips of the same kind, in order of their number; none for a CPU."""
+    if target.sheet is None:
+        return
+    shapes: dict[str, tuple[int, ...]] = {f"{target.kind}x{count}": (count,) for count in _NUM_GPUS}
+    if target.sheet.directions > 1:
+        slices = _SLICES[target.sheet.directions]
+        shapes = {f"{target.kind}:{name}": tuple(map(int, name.split("x"))) for name in slices}
+    for name, shape in shapes.items():
+        if math.prod(shape) > target.num_chips:
+            yield dataclasses.replace(target, name=name, shape=shape)
+
+
+def missing_compiler(target: Target, compilers: Path) -> str | None:
+    """Return a sentence with the missing compiler of a target and the command that installs it; None if it is there.
+
+    Args:
+        target: target to compile for.
+        compilers: folder for the command to install into.
+    """
+    if target.sheet is None or (reason := target.sheet.chip.unavailable()) is None:
+        return None
+    packages = shlex.join(target.sheet.chip.requirements())
+    return (
+        f"programs cannot be compiled for {target.name}, as {reason}; install it beside your environment: "
+        f"pip install --target {shlex.quote(str(compilers))} --no-deps {packages}"
+    )

@@ -1,0 +1,101 @@
+"""One decoder layer on calibration sequences: statistics of what its matrices read, and its outputs."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxserve.layers.linear import ObservedMatrix, as_matrix
+from jaxserve.layers.rope import rotation
+from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
+from jaxserve.models import registry
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+from jaxserve.tools.quantizer.smoothing import InputStats
+
+Stats = dict[str, InputStats]
+
+
+def layer_outputs(p: Params, arch: ArchConfig, layer: int, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """Return the outputs of a layer for some sequences."""
+    outputs, _ = _run(p, x, {}, arch=arch, kind=_kind(arch, layer))
+    return outputs
+
+
+def layer_stats(p: Params, arch: ArchConfig, layer: int, x: Float[Array, "B S D"], stats: Stats) -> Stats:
+    """Return the statistics of the matrices in `stats` with those of some sequences; donates `stats`."""
+    return _add_stats(p, x, stats, arch=arch, kind=_kind(arch, layer))
+
+
+def empty_stats(p: Params, names: Sequence[str]) -> Stats:
+    """Return the statistics of some matrices of a layer over no sequences."""
+    return {name: InputStats.empty(p[name].shape[1]) for name in names}
+
+
+def _kind(arch: ArchConfig, layer: int) -> int:
+    """Return the first layer that is like this one: layers that are alike share a program."""
+    facts = [(arch.attention(i), arch.ropes[i]) for i in range(layer + 1)]
+    return facts.index(facts[layer])
+
+
+@partial(jax.jit, static_argnames=("arch", "kind"), donate_argnames="stats")
+def _add_stats(p: Params, x: Array, stats: Stats, *, arch: ArchConfig, kind: int) -> Stats:
+    return _apply(p, x, stats, arch, kind)[1]
+
+
+@partial(jax.jit, static_argnames=("arch", "kind"))
+def _run(p: Params, x: Array, stats: Stats, *, arch: ArchConfig, kind: int) -> tuple[Array, Stats]:
+    return _apply(p, x, stats, arch, kind)
+
+
+def _apply(p: Params, x: Array, stats: Stats, arch: ArchConfig, kind: int) -> tuple[Array, Stats]:
+    B, S, D = x.shape
+    tokens = TokenContext(jnp.tile(jnp.arange(S), B), _SequenceAttention(S))
+    rotated = rotation(tokens.position, arch.ropes[kind], arch.head_dim)
+    stats = dict(stats)
+
+    def observe(name: str, inputs: Array) -> None:
+        stats[name] = stats[name].add(inputs)
+
+    observed = {name: ObservedMatrix(as_matrix(p[name]), partial(observe, name)) for name in stats}
+    context = LayerContext(arch.layer_options(kind), jnp.int32(0), rotated)
+    outputs, _ = registry.family(arch).block({**p, **observed}, x.reshape(B * S, D), tokens, context, arch=arch)
+    return outputs.reshape(B, S, D), stats
+
+
+@struct.dataclass
+class _SequenceAttention(Attention):
+    """Attention inside each run of `seq_len` tokens; one sequence at a time, whose scores are the largest array."""
+
+    seq_len: int = struct.field(pytree_node=False)
+
+    def attend(
+        self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
+    ) -> tuple[Array, "_SequenceAttention"]:
+        assert k is not None, "every layer has keys of its own"
+        if layer.rope is not None:
+            q, k = apply_rope(q, layer.rope), apply_rope(k, layer.rope)
+        (T, Q, H), K, attention = q.shape, k.shape[1], layer.options.attention
+        distance = jnp.arange(self.seq_len)[:, None] - jnp.arange(self.seq_len)[None, :]
+        seen = (distance >= 0) & (distance < (attention.window or self.seq_len))
+
+        def one(sequence: tuple[Array, Array, Array]) -> Array:
+            q, k, v = sequence
+            scores = jnp.einsum("skgh,tkh->kgst", q.reshape(-1, K, Q // K, H), k) * attention.scale
+            if attention.soft_cap is not None:
+                scores = attention.soft_cap * jnp.tanh(scores / attention.soft_cap)
+            scores = jnp.where(seen[None, None], scores, -jnp.inf)
+            if sinks is not None:
+                column = jnp.broadcast_to(sinks.reshape(K, Q // K, 1, 1), (*scores.shape[:3], 1))
+                scores = jnp.concatenate([scores, column], axis=-1)
+            weights = jax.nn.softmax(scores)[..., : self.seq_len]
+            return jnp.einsum("kgst,tkh->skgh", weights, v).reshape(-1, Q, H)
+
+        sequences = [x.reshape(T // self.seq_len, self.seq_len, *x.shape[1:]) for x in (q, k, v)]
+        return lax.map(one, tuple(sequences)).reshape(T, Q, H), self

@@ -1,0 +1,97 @@
+"""Layout of compressed-tensors: names, dtypes and shapes of the tensors of a matrix, and quantization_config."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.tools.quantizer.grid import Grid
+from jaxserve.tools.quantizer.scheme import BLOCK_SIZE, Scheme
+from jaxserve.weights.rows import HEADS
+
+_WORD_BITS = 32
+
+
+def quantization_config(scheme: Scheme, grid: Grid) -> dict[str, Any]:
+    """Return the entry of config.json that describes the matrices of all layers; embedding and head are left out."""
+    weights: dict[str, Any] = {
+        "num_bits": scheme.bits,
+        "type": "float" if scheme.is_float else "int",
+        "symmetric": True,
+        "strategy": "group" if scheme.in_groups else "block" if scheme.in_blocks else "channel",
+        "dynamic": False,
+    }
+    if scheme.in_groups:
+        weights["group_size"] = grid.columns
+    if scheme.in_blocks:
+        weights["block_structure"] = [grid.rows, grid.columns]
+    inputs = None
+    if scheme.activations is not None:
+        inputs = {**{name: weights[name] for name in ("num_bits", "type", "symmetric")}, "dynamic": True}
+        inputs["strategy"] = scheme.activations
+        if scheme.activations == "group":
+            inputs["group_size"] = BLOCK_SIZE
+    group = {
+        "targets": ["Linear"],
+        "format": scheme.layout,
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": scheme.layout,
+        "config_groups": {"group_0": group},
+        "ignore": list(HEADS),
+        "kv_cache_scheme": None,
+    }
+
+
+def stored_tensors(name: str, shape: tuple[int, int], scheme: Scheme, grid: Grid) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes of the tensors of a matrix by name.
+
+    Args:
+        name: name of the matrix in a checkpoint, `module.weight`.
+        shape: shape [out, in].
+        scheme: scheme of the checkpoint.
+        grid: grid of the codes.
+    """
+    scale = jax.ShapeDtypeStruct(grid.scale_shape(shape), grid.scale_dtype)
+    if scheme.layout != "pack-quantized":
+        return {name: jax.ShapeDtypeStruct(shape, grid.code_dtype), f"{name}_scale": scale}
+    num_words = -(-shape[1] * grid.bits // _WORD_BITS)
+    return {
+        f"{name}_packed": jax.ShapeDtypeStruct((shape[0], num_words), np.dtype(np.int32)),
+        f"{name}_scale": scale,
+        f"{name}_shape": jax.ShapeDtypeStruct((2,), np.dtype(np.int64)),
+    }
+
+
+def encode_tensors(
+    name: str, codes: NDArray[Any], scale: NDArray[Any], scheme: Scheme, grid: Grid
+) -> Mapping[str, NDArray[Any]]:
+    """Return the tensors of `stored_tensors`."""
+    scale = scale.astype(grid.scale_dtype)
+    if scheme.layout != "pack-quantized":
+        return {name: codes, f"{name}_scale": scale}
+    shape = np.array(codes.shape, np.int64)
+    return {f"{name}_packed": pack(codes, grid.bits), f"{name}_scale": scale, f"{name}_shape": shape}
+
+
+def pack(codes: NDArray[np.int8], bits: int) -> NDArray[np.int32]:
+    """Return codes in words of 32 bits along each row, the first in the lowest bits, offset to be unsigned."""
+    per_word = _WORD_BITS // bits
+    unsigned = (codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint32)
+    unsigned = np.pad(unsigned, ((0, 0), (0, -codes.shape[1] % per_word)))
+    shifts = np.arange(0, _WORD_BITS, bits, dtype=np.uint32)
+    words = unsigned.reshape(len(codes), -1, per_word) << shifts
+    return np.bitwise_or.reduce(words, axis=-1).view(np.int32)
+
+
+def scale_dtype(checkpoint_dtype: str) -> np.dtype:
+    """Return the dtype of scales, which is that of the checkpoint."""
+    return np.dtype(ml_dtypes.bfloat16) if checkpoint_dtype == "bfloat16" else np.dtype(checkpoint_dtype)

@@ -1,0 +1,172 @@
+"""Smoothing: factors per channel that move from the inputs of a matrix to the norm or matrix that computes them.
+
+The model computes the same, but what has to be rounded is other: weights (AWQ) or activations (SmoothQuant).
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxserve.models.family import Fold
+from jaxserve.models.params import Params, ParamSpec
+from jaxserve.tools.quantizer.grid import Grid
+from jaxserve.tools.quantizer.rounding import output_error
+
+_STRENGTHS = tuple(step / 20 for step in range(20))  # exponents that AWQ tries
+_SMALLEST, _LARGEST = 1e-4, 1e4  # bounds of a factor
+
+
+class InputStats(NamedTuple):
+    """Sums over the calibration inputs of a matrix.
+
+    Attributes:
+        gram: products of channels, summed.
+        magnitude: magnitudes of each channel, summed.
+        peak: largest magnitude of each channel.
+    """
+
+    gram: Float[Array, "in in"]
+    magnitude: Float[Array, " in"]
+    peak: Float[Array, " in"]
+
+    @classmethod
+    def empty(cls, size: int) -> "InputStats":
+        """Return the sums over no inputs."""
+        return cls(jnp.zeros((size, size)), jnp.zeros(size), jnp.zeros(size))
+
+    def add(self, x: Float[Array, "T in"]) -> "InputStats":
+        """Return the sums with those of some tokens."""
+        x = x.astype(jnp.float32)
+        gram = self.gram + jnp.matmul(x.T, x, precision=lax.Precision.HIGHEST)
+        size = jnp.abs(x)
+        return InputStats(gram, self.magnitude + size.sum(0), jnp.maximum(self.peak, size.max(0)))
+
+    def divided(self, factor: Float[Array, " in"]) -> "InputStats":
+        """Return the sums over inputs that are divided by a factor per channel."""
+        gram = self.gram / factor[:, None] / factor[None, :]
+        return InputStats(gram, self.magnitude / jnp.abs(factor), self.peak / jnp.abs(factor))
+
+
+class Channels(NamedTuple):
+    """Channels that have a factor of their own; those of a key-value head are inputs of all query heads of its group.
+
+    Attributes:
+        heads: heads that have channels of their own; 1 for channels without heads.
+        group: number of inputs that share a factor.
+        size: channels of a head.
+    """
+
+    heads: int
+    group: int
+    size: int
+
+    @classmethod
+    def of(cls, fold: Fold, specs: Mapping[str, ParamSpec]) -> "Channels":
+        """Return the channels of a fold in a layer."""
+        num_inputs = specs[fold.target].shape[1]
+        if fold.part is None:
+            return cls(1, 1, num_inputs)
+        source = specs[fold.source]
+        num_channels, heads = source.hf_rows[fold.part], source.heads[fold.part] if source.heads else 1
+        return cls(heads, num_inputs // num_channels, num_channels // heads)
+
+    def split(self, inputs: Float[Array, " in"]) -> Float[Array, "heads group size"]:
+        """Return values of inputs by channel."""
+        return inputs.reshape(self.heads, self.group, self.size)
+
+    def inputs(self, channels: Float[Array, " channels"]) -> Float[Array, " in"]:
+        """Return values of channels by input."""
+        shape = (self.heads, self.group, self.size)
+        return jnp.broadcast_to(channels.reshape(self.heads, 1, self.size), shape).reshape(-1)
+
+
+@partial(jax.jit, static_argnames=("channels", "grid"))
+def search_factors(
+    weight: Float[Array, "out in"], stats: InputStats, channels: Channels, grid: Grid
+) -> Float[Array, " channels"]:
+    """Return the factors after which rounding changes the outputs least (AWQ, Lin et al. 2023).
+
+    Factors are powers of the mean magnitude of a channel's inputs, scaled to a geometric mean of 1 between the
+    extremes; the power 0 leaves all as it is.
+    """
+    magnitude = channels.split(stats.magnitude).mean(1).reshape(-1)
+    magnitude = jnp.maximum(magnitude / jnp.maximum(magnitude.max(), 1e-30), _SMALLEST)
+
+    def try_strength(best: tuple[Array, Array], strength: Array) -> tuple[tuple[Array, Array], None]:
+        factor = magnitude**strength
+        factor = jnp.clip(factor / jnp.sqrt(factor.max() * factor.min()), _SMALLEST, _LARGEST)
+        inputs = channels.inputs(factor)[None, :]
+        scaled = weight * inputs
+        error = output_error(weight - grid.rounded(scaled, grid.scales(scaled)) / inputs, stats.gram)
+        better = error < best[0]
+        return (jnp.where(better, error, best[0]), jnp.where(better, factor, best[1])), None
+
+    start = (jnp.float32(jnp.inf), jnp.ones_like(magnitude))
+    (_, factor), _ = lax.scan(try_strength, start, jnp.asarray(_STRENGTHS))
+    return factor
+
+
+@partial(jax.jit, static_argnames=("channels", "strength"))
+def balance_factors(
+    weight: Float[Array, "out in"], stats: InputStats, channels: Channels, strength: float
+) -> Float[Array, " channels"]:
+    """Return the factors that share the difficulty between inputs and weights (SmoothQuant, Xiao et al. 2022).
+
+    A factor is peak of the inputs ** strength / peak of the weights ** (1 - strength).
+    """
+    peaks = (channels.split(x).max(1).reshape(-1) for x in (stats.peak, jnp.abs(weight).max(0)))
+    inputs, weights = (jnp.maximum(peak, 1e-5) for peak in peaks)
+    return jnp.clip(inputs**strength / weights ** (1 - strength), _SMALLEST, _LARGEST)
+
+
+def fold_factors(
+    p: Params,
+    fold: Fold,
+    specs: Mapping[str, ParamSpec],
+    factors: Float[Array, " channels"],
+    dtype: Any,
+    norm_offset: float,
+) -> tuple[Params, Float[Array, " in"]]:
+    """Return the layer with its source divided by the factors and its target multiplied, and the factor of each input.
+
+    Norms and biases get values that `dtype` has. The factors of a norm are those that its rounded weights really have,
+    so that only its bias is changed by rounding.
+
+    Args:
+        p: parameters of the layer.
+        fold: source and target.
+        specs: specs of the layer by name.
+        factors: factor of each channel that is wanted.
+        dtype: dtype in which norms and biases are stored.
+        norm_offset: constant that norms add to their weights.
+    """
+    source = p[fold.source]
+    if fold.part is None:
+        weight = source["weight"] if isinstance(source, Mapping) else source
+        new = _stored((weight + norm_offset) / factors - norm_offset, dtype)
+        usable = (weight + norm_offset != 0) & (new + norm_offset != 0)
+        new = jnp.where(usable, new, weight)
+        factors = jnp.where(usable, (weight + norm_offset) / jnp.where(usable, new + norm_offset, 1), 1)
+        if not isinstance(source, Mapping):
+            p = {**p, fold.source: new}
+        else:
+            bias = _stored(source["bias"] / factors, dtype)
+            p = {**p, fold.source: {**source, "weight": new, "bias": bias}}
+    else:
+        rows = specs[fold.source].hf_rows
+        start = sum(rows[: fold.part])
+        own = slice(start, start + rows[fold.part])
+        p = {**p, fold.source: source.at[own].divide(factors[:, None])}
+        if (name := fold.source.removesuffix("_proj") + "_bias") in p:
+            p[name] = _stored(p[name].at[own].divide(factors), dtype)
+    inputs = Channels.of(fold, specs).inputs(factors)
+    return {**p, fold.target: p[fold.target] * inputs[None, :]}, inputs
+
+
+def _stored(array: Array, dtype: Any) -> Array:
+    return array.astype(dtype).astype(array.dtype)
