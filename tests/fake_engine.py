@@ -43,7 +43,7 @@ class FakeEngine:
     sleep: Callable[[float], None] = time.sleep
     default_sampling_params: SamplingParams = field(default_factory=SamplingParams)
     waiting: dict[str, "_Running"] = field(default_factory=dict)
-    most_unfinished: int = 0
+    max_unfinished: int = 0
     num_added: int = 0
     num_cache_resets: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
@@ -94,7 +94,7 @@ class FakeEngine:
         assert request_id not in self.waiting
         self.waiting[request_id] = _Running(request_id, token_ids, params or SamplingParams(), self.tokenizer)
         self.num_added += 1
-        self.most_unfinished = max(self.most_unfinished, sum(r.params.n for r in self.waiting.values()))
+        self.max_unfinished = max(self.max_unfinished, sum(r.params.n for r in self.waiting.values()))
 
     def abort(self, request_id: str) -> None:
         self.waiting.pop(request_id, None)

@@ -197,14 +197,14 @@ class ClientBacklog:
 
     Args:
         link: way to the process.
-        most_in_step: most tokens of a prompt in a step.
+        max_step_tokens: most tokens of a prompt in a step.
 
     Attributes:
         lengths: lengths of outputs that have ended.
     """
 
-    def __init__(self, link: Link, most_in_step: int) -> None:
-        self._link, self._most_in_step = link, most_in_step
+    def __init__(self, link: Link, max_step_tokens: int) -> None:
+        self._link, self._max_step_tokens = link, max_step_tokens
         self._late: SimpleQueue[Reply] | None = None  # of the latest estimate, until it is there
         self.lengths = OutputLengths()
 
@@ -226,7 +226,7 @@ class ClientBacklog:
 
     def prefill_s(self, num_tokens: int) -> float:
         """Return the time that a prompt takes beyond a step of one token."""
-        return prefill_s(num_tokens, self._link.status.rates, self._most_in_step)
+        return prefill_s(num_tokens, self._link.status.rates, self._max_step_tokens)
 
 
 def _settings() -> dict[str, Any]:

@@ -128,11 +128,11 @@ class OfflineEngine:
         return served
 
 
-def taken(queue: SimpleQueue[T], most_s: float) -> list[T]:
-    """Return the items of a queue, after waiting for the first for at most `most_s` seconds."""
+def taken(queue: SimpleQueue[T], timeout_s: float) -> list[T]:
+    """Return the items of a queue, after waiting for the first for at most `timeout_s` seconds."""
     found: list[T] = []
     try:
-        found.append(queue.get(timeout=most_s))
+        found.append(queue.get(timeout=timeout_s))
         while True:
             found.append(queue.get_nowait())
     except Empty:

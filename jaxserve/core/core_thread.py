@@ -62,10 +62,10 @@ class CoreThread:
             self._is_running = False
             raise
 
-    def wait(self, most_s: float | None) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         """Wait for deltas or for the end of the thread, for at most some seconds."""
         with contextlib.suppress(Empty):
-            self._news.get(timeout=most_s)
+            self._news.get(timeout=timeout_s)
 
     def has_work(self) -> bool:
         """Return whether there is work for the thread."""

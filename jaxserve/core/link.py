@@ -190,12 +190,12 @@ class Link:
         """True if deltas may come that somebody waits for."""
         return self.has_work() and not self._is_paused
 
-    def wait(self, most_s: float | None) -> None:
+    def wait(self, timeout_s: float | None) -> None:
         """Wait for a message, for at most some seconds."""
         if self._num_received - len(self.outbox) - self._num_acknowledged >= MAX_DELTAS // 2:
             self._wake()
         with contextlib.suppress(Empty):
-            self._news.get(timeout=most_s)
+            self._news.get(timeout=timeout_s)
 
     def pause(self) -> None:
         """Have nobody wait for deltas until `resume`; the core goes on as far as it may."""

@@ -207,7 +207,7 @@ class RequestReader:
                 self._tell_of_cut(len(token_ids), params.max_tokens)
             limit = min(limit, wanted)
         else:  # all that there is room for; the last token is never computed, and so needs none
-            most = self._schedule.kv_groups.most_tokens(self._schedule.num_shard_pages)
+            most = self._schedule.kv_groups.max_tokens(self._schedule.num_shard_pages)
             limit = limit if most is None else min(limit, most + 1)
         form = params.structured_outputs
         eos = frozenset() if params.ignore_eos and form is None else self.eos_ids

@@ -96,17 +96,17 @@ class Backlog:
         return estimate_wait(rates, sizes, running, waiting, Work(float(max(num_tokens, 1)), 1.0))
 
 
-def prefill_s(num_tokens: int, rates: Rates | None, most_in_step: int) -> float:
+def prefill_s(num_tokens: int, rates: Rates | None, max_step_tokens: int) -> float:
     """Return the time that a prompt takes beyond a step of one token, where nothing else is computed.
 
     Args:
         num_tokens: tokens of the prompt.
         rates: times of steps; None if they are not known.
-        most_in_step: most tokens of a prompt in a step.
+        max_step_tokens: most tokens of a prompt in a step.
     """
     if rates is None:
         return 0.0
-    return num_tokens * rates.prefill_token_s + (num_tokens - 1) // most_in_step * rates.prefill_step_s
+    return num_tokens * rates.prefill_token_s + (num_tokens - 1) // max_step_tokens * rates.prefill_step_s
 
 
 def _copied(read: Callable[[], list[Item]]) -> list[Item]:

@@ -64,10 +64,10 @@ class StepChooser:
         speculation, schedule = config.speculation, executor.schedule
         self.may_draft = True
         self._scheduler, self._executor, self._step_time = scheduler, executor, step_time
-        self._most_in_flight = 2 if config.step_ahead else 1
+        self._max_in_flight = 2 if config.step_ahead else 1
         self._max_drafts, self._max_logprobs = schedule.max_drafts, schedule.max_logprobs
         is_timed = config.multi_step == "auto"
-        self._most_steps = MAX_STEPS if is_timed else int(config.multi_step)
+        self._max_steps = MAX_STEPS if is_timed else int(config.multi_step)
         self._pacer = Pacer(
             step_time,
             schedule.max_drafts,
@@ -88,7 +88,7 @@ class StepChooser:
             can_split = self._may_split(constrained) and not any(request.may_be_extended for request in constrained)
             if not can_split:  # one step with all rows is faster than two, each with those that the other leaves
                 return False
-        return len(in_flight) < self._most_in_flight
+        return len(in_flight) < self._max_in_flight
 
     def choose(
         self, now_s: float, in_flight: Sequence[InFlight], constrained: Collection[Request]
@@ -129,7 +129,7 @@ class StepChooser:
 
     def _may_split(self, constrained: Collection[Request]) -> bool:
         """Return whether rows with a constraint can compute a token before the host has read it."""
-        if not constrained or self._most_in_flight == 1 or not self._scheduler.rows.has_split:
+        if not constrained or self._max_in_flight == 1 or not self._scheduler.rows.has_split:
             return False
         return self._executor.fit(StepShape(self._scheduler.rows.num_even, samples_late=True)) is not None
 
@@ -149,7 +149,7 @@ class StepChooser:
             return (), 1
         slots = rows.slots if program.has_drafts else []
         several = self._executor.fit(StepShape(rows.num_even, TWO_ROUNDS)) if slots else program
-        max_steps = min(self._most_steps, several.num_rounds) if several else 1
+        max_steps = min(self._max_steps, several.num_rounds) if several else 1
         wanted, max_rounds = self._pacer.choose(program, slots, max_steps)
         if slots and wanted.any():
             by_slot = np.zeros(self._executor.schedule.max_num_seqs, np.int64)

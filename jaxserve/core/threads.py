@@ -117,11 +117,11 @@ class EngineThreads:
         self._stop_threads(PATIENCE_S)
         self._driver.resume()  # others may use it
 
-    def _stop_threads(self, most_s: float = math.inf) -> None:
+    def _stop_threads(self, timeout_s: float = math.inf) -> None:
         with self._lock:
             self._is_paused = True
         self._driver.pause()
-        until_s = time.monotonic() + most_s
+        until_s = time.monotonic() + timeout_s
         while (self._thread or self._driver.is_running) and time.monotonic() < until_s:
             time.sleep(LOOK_S)
 

@@ -263,14 +263,14 @@ class Admission:
 def admission_layout(config: ScheduleConfig) -> BlobLayout:
     """Return the layout of an `Admission`."""
     num_rows = min(config.max_num_seqs, ADMISSION_ROWS)
-    most_pages = config.max_num_seqs * config.max_pages_per_row * config.kv_groups.size
+    max_pages = config.max_num_seqs * config.max_pages_per_row * config.kv_groups.size
     return BlobLayout(
         (
             ("slot", (num_rows,), config.max_num_seqs),
             *((name, (num_rows,), 0) for name in ("start", "end_position", "position_offset", "cache_offset")),
             ("records", (num_rows, RECORD_WORDS), 0),
             ("stop_ids", (num_rows, ADMITTED_STOP_IDS), -1),
-            _page_field(min(most_pages, ADMISSION_PAGES)),
+            _page_field(min(max_pages, ADMISSION_PAGES)),
         )
     )
 

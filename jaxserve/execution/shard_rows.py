@@ -23,14 +23,14 @@ class Shares(NamedTuple):
         shard: the shard of each row.
         place: place of each token among those of all shards, which lie one shard's after the other's.
         live: True where there is a token there, False for padding.
-        most_rows: most rows of a shard.
+        max_rows: most rows of a shard.
         num_shards: number of shards.
     """
 
     shard: Int[Array, " R"]
     place: Int[Array, " T"]
     live: Bool[Array, " T"]
-    most_rows: int
+    max_rows: int
     num_shards: int
 
     @classmethod
@@ -48,7 +48,7 @@ class Shares(NamedTuple):
     def own(self, rows: Rows, tokens: Tokens, index: Int[Array, ""]) -> tuple[Rows, Tokens, Int[Array, ""]]:
         """Return the rows of a shard that compute tokens, in their order; their tokens; the number of these rows."""
         is_own = (self.shard == index) & (rows.q_lens > 0)
-        order = jnp.argsort(~is_own, stable=True)[: self.most_rows]
+        order = jnp.argsort(~is_own, stable=True)[: self.max_rows]
         q_lens = jnp.where(is_own, rows.q_lens, 0)[order]
         start, pages = jax.tree.map(lambda x: x[order], (rows.start, rows.pages_to_read))
         own = Rows.packed(rows.slot[order], start, q_lens, rows.samples[order], pages)

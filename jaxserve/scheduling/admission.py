@@ -87,7 +87,7 @@ class Admission:
         Rows in decode that need a page in that plan may still take pages that count as free.
         """
         ledger, num_left = self._ledger, self._num_pages_left()
-        if self._starts.would_pass_over(request):
+        if self._starts.would_skip(request):
             return Start.LATER
         if ledger.groups.num_blocks(request.num_tokens) * ledger.groups.size <= num_left:  # whatever of it is cached
             return Start.NOW

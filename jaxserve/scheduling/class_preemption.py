@@ -39,14 +39,14 @@ def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
                 continue
             if rows is None or rows.priority != request.priority:
                 rows = _Rows(request.priority, ledger, policy)
-            most_left = budget_left - rows.num_prompt_tokens
-            if most_left <= 0 or rows.has_to_wait(request, most_left):
+            max_left = budget_left - rows.num_prompt_tokens
+            if max_left <= 0 or rows.has_to_wait(request, max_left):
                 return
             num_starts += 1
             num_pages += ledger.num_pages_taken(request) + ledger.groups.size  # and a block to grow
             if not rows.yield_to(num_starts, num_pages, plan):
                 return
-            budget_left -= policy.first_share(request.num_tokens, most_left)
+            budget_left -= policy.first_share(request.num_tokens, max_left)
 
 
 class _Rows:
@@ -73,7 +73,7 @@ class _Rows:
 
     def has_to_wait(self, request: Request, budget_left: int) -> bool:
         """Return whether a request must wait for unfinished prompts of its class or above, whatever is free."""
-        return request.num_tokens > self._policy.most_left_to_start(budget_left, self._num_unfinished, self._num_long)
+        return request.num_tokens > self._policy.max_left_to_start(budget_left, self._num_unfinished, self._num_long)
 
     def yield_to(self, num_starts: int, num_pages: int, plan: StepPlan) -> bool:
         """Preempt rows of lower classes until there are so many slots and pages; False, and no change, if in vain."""

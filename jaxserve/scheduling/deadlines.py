@@ -45,7 +45,7 @@ class Deadlines:
         first_s = request.first_due_s or request.arrival_s + target[0]
         return first_s + (request.num_tokens - request.num_prompt_tokens) * target[1]
 
-    def most_prefill_tokens(self, plans: Sequence[StepPlan], timing: Timing | None) -> int:
+    def max_prefill_tokens(self, plans: Sequence[StepPlan], timing: Timing | None) -> int:
         """Return the most tokens of prompts in each of some plans beside rows in decode, which these have already.
 
         The plans of one step share its slack: the measured time of a token is that of one more in any of them.

@@ -30,7 +30,7 @@ class Decodes:
         )  # most rows in decode while prompts wait
         self._next_held_slot = 0  # slot from which rows in decode are held back next
 
-    def most_steps(self, limit: int, num_drafts: Sequence[int] = (), *, has_queue: bool = False) -> int:
+    def feasible_steps(self, limit: int, num_drafts: Sequence[int] = (), *, has_queue: bool = False) -> int:
         """Return the most steps that one plan may have, if all rows are in decode and pages for their tokens are there.
 
         Where requests wait, a row that ends limits them, as one could join in its slot; 0 if one can join at once.
@@ -159,9 +159,9 @@ class Decodes:
         # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
         if most < 1:
             return False
-        most_computed, num_tokens = request.max_total_tokens - 1, most
+        max_computed, num_tokens = request.max_total_tokens - 1, most
         if num_spare:
-            num_tokens = max(min(most + num_spare, most_computed - request.num_computed_tokens), most)
+            num_tokens = max(min(most + num_spare, max_computed - request.num_computed_tokens), most)
         ledger = self._ledger
         if ledger.groups.sliding:
             ledger.store.release_unseen(request)
@@ -174,7 +174,7 @@ class Decodes:
             plan.wants_logprobs = True
         elif not request.waits_for_tokens:
             # Spare tokens are allowed for, though only steps with drafts compute them.
-            request.quiet_until = min(ledger.num_tokens_held(request), most_computed) - self._num_spare_tokens
+            request.quiet_until = min(ledger.num_tokens_held(request), max_computed) - self._num_spare_tokens
         if request.waits_for_tokens:
             request.status = RequestStatus.BLOCKED
         return True

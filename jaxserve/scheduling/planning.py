@@ -51,9 +51,9 @@ class Planning:
         limits = self._agree(choice)
         for shard, plan in parts:
             shard.decode(plan, limits)
-        most_prefill_tokens = self._deadlines.most_prefill_tokens(plans, choice.timing)
+        max_prefill_tokens = self._deadlines.max_prefill_tokens(plans, choice.timing)
         for shard, plan in parts:
-            shard.fill(plan, most_prefill_tokens)
+            shard.fill(plan, max_prefill_tokens)
         self._deadlines.note_first_tokens(plans, choice.timing)
         return plans
 
@@ -62,20 +62,20 @@ class Planning:
         max_steps, num_drafts, timing, may_split = choice
         if max_steps == 1 and not num_drafts and not may_split:
             return choice
-        num_steps = self._most_steps(max_steps, num_drafts) if num_drafts else 0
+        num_steps = self._feasible_steps(max_steps, num_drafts) if num_drafts else 0
         if not num_steps:
             if num_drafts:  # `max_steps` are rounds: no program may go several steps without drafts for so many rows
                 num_drafts, max_steps = (), 1
-            num_steps = self._most_steps(max_steps) if max_steps > 1 else 1
-        return StepChoice(max(num_steps, 1), num_drafts, timing, may_split and bool(self._most_steps(1)))
+            num_steps = self._feasible_steps(max_steps) if max_steps > 1 else 1
+        return StepChoice(max(num_steps, 1), num_drafts, timing, may_split and bool(self._feasible_steps(1)))
 
-    def _most_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
-        """Return the most steps that the plans of all shards with requests may have; see `Decodes.most_steps`."""
+    def _feasible_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
+        """Return the most steps that the plans of all shards with requests may have; see `Decodes.feasible_steps`."""
         busy = [shard.decodes for shard in self._shards if not shard.admission.is_idle]
         num_steps = min(limit, max((decodes.steps_left(num_drafts) for decodes in busy), default=0))
         has_queue = self._balancer.num_queued > 0
         for decodes in busy:
-            num_steps = decodes.most_steps(num_steps, num_drafts, has_queue=has_queue) if num_steps else 0
+            num_steps = decodes.feasible_steps(num_steps, num_drafts, has_queue=has_queue) if num_steps else 0
         return num_steps
 
 

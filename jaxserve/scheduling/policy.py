@@ -32,23 +32,23 @@ class Policy:
 
     Attributes:
         prefill_share: tokens of a step that are reserved for prompts while there are any to compute.
-        most_unfinished: most prompts between two chunks at a time.
-        most_long: most long prompts among these.
+        max_unfinished: most prompts between two chunks at a time.
+        max_long: most long prompts among these.
         long_threshold: tokens left to compute above which a prompt is long.
         long_chunk: most tokens of a long prompt in a step with rows in decode.
-        most_passed_over: most waiting requests that a plan skips to start later ones.
-        most_looks: most of these whose cached pages the plan looks up; a quarter of it for prompts too long to start.
+        max_skipped: most waiting requests that a plan skips to start later ones.
+        max_lookups: most of these whose cached pages the plan looks up; a quarter of it for prompts too long to start.
         weights: tenants and their weights, where these are not 1.
         targets: class (None for any other), time to first token and time between tokens, in seconds.
     """
 
     prefill_share: int
-    most_unfinished: int
-    most_long: int
+    max_unfinished: int
+    max_long: int
     long_threshold: int
     long_chunk: int
-    most_passed_over: int = 4096
-    most_looks: int = 512
+    max_skipped: int = 4096
+    max_lookups: int = 512
     weights: tuple[tuple[str, float], ...] = ()
     targets: tuple[tuple[int | None, float, float], ...] = ()
 
@@ -105,7 +105,7 @@ class Policy:
             most = min(most, self.long_chunk - num_taken)
         return max(most, 0)
 
-    def most_left_to_start(self, budget_left: int, num_unfinished: int, num_long: int) -> int:
+    def max_left_to_start(self, budget_left: int, num_unfinished: int, num_long: int) -> int:
         """Return the most tokens left to compute with which a waiting request may start now.
 
         Args:
@@ -113,8 +113,8 @@ class Policy:
             num_unfinished: prompts between two chunks.
             num_long: long prompts among them.
         """
-        if num_unfinished >= self.most_unfinished:  # the request must not become a further unfinished one
+        if num_unfinished >= self.max_unfinished:  # the request must not become a further unfinished one
             return min(self.long_threshold, budget_left)
-        if num_long >= self.most_long:
+        if num_long >= self.max_long:
             return self.long_threshold
         return sys.maxsize

@@ -50,7 +50,7 @@ class Prefills:
         *,
         beside_decode: bool,
         num_displaced: int,
-        most_tokens: int = sys.maxsize,
+        max_tokens: int = sys.maxsize,
     ) -> None:
         """Add rows to a plan that has those in decode.
 
@@ -60,10 +60,10 @@ class Prefills:
                 preempted.
             beside_decode: True if any row in decode waits for this step.
             num_displaced: rows preempted by `make_room`, for requests of higher classes.
-            most_tokens: most tokens of prompts, so that rows in decode get theirs in time.
+            max_tokens: most tokens of prompts, so that rows in decode get theirs in time.
         """
         rows = [request for request in in_prefill_before if request.status in RUNS]
-        self._prompts.begin(plan, most_tokens)
+        self._prompts.begin(plan, max_tokens)
         first_row = plan.num_rows
         displaced = min(request.priority for request in plan.preempted[:num_displaced]) if num_displaced else None
         may_admit, num_before = len(plan.preempted) == num_displaced, 0

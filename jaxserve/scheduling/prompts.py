@@ -29,9 +29,9 @@ class Prompts:
 
     # The plan being made
 
-    def begin(self, plan: StepPlan, most_tokens: int) -> None:
+    def begin(self, plan: StepPlan, max_tokens: int) -> None:
         """Begin the prompts of a plan that has its rows in decode: of so many tokens at most."""
-        self._limit = min(plan.num_tokens + most_tokens, self._ledger.max_num_batched_tokens)
+        self._limit = min(plan.num_tokens + max_tokens, self._ledger.max_num_batched_tokens)
         self.unfinished = []
 
     def budget_left(self, plan: StepPlan) -> int:

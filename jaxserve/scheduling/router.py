@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 ROW_CHARGE_TOKENS = 16  # tokens of a prompt that slow other rows as much as one running row
 CLOSED_CHARGE_TOKENS = 64  # cost of waiting for a closed replica, in computed tokens
-MAX_PASSED_OVER = 128  # most requests that wait for a replica while later ones are assigned
+MAX_SKIPPED = 128  # most requests that wait for a replica while later ones are assigned
 _SAVING_WEIGHT = 2
 _MAX_HOLDERS = 8  # remembered holders of a prefix; the least loaded replica is always considered too
 _MAX_PREFIXES = 2**16
@@ -183,10 +183,10 @@ class Router:
             load_of: function that returns the load, in tokens, that a job adds to a replica.
             may_wait: predicate, True of a job that may wait for a closed replica which has computed its prefix.
         """
-        num_passed_over = 0
+        num_skipped = 0
         try:
             for job in queue:
-                is_last, answer = num_passed_over == MAX_PASSED_OVER, Start.FULL
+                is_last, answer = num_skipped == MAX_SKIPPED, Start.FULL
                 prefix, only_open = prefix_of(job), is_last or not may_wait(job)
                 while (route := self.choose(prefix, only_open=only_open)) is not None and route.is_open:
                     if (answer := could_start(job, route)) is not Start.FULL:
@@ -197,12 +197,12 @@ class Router:
                 if route.is_open and answer is Start.LATER:
                     route = route._replace(is_open=False)
                 if not route.is_open:
-                    num_passed_over += 1
+                    num_skipped += 1
                     self._waiting_loads[route.replica] += load_of(job, route)
                     self._set_open_load(route.replica)
                 yield job, route
         finally:
-            for replica, load in enumerate(self._waiting_loads if num_passed_over else ()):
+            for replica, load in enumerate(self._waiting_loads if num_skipped else ()):
                 if load:
                     self._waiting_loads[replica] = 0
                     self._set_open_load(replica)

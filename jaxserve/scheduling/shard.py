@@ -118,14 +118,14 @@ class Shard:
         has_row = bool(plan.requests or self._held_back)
         self._beside_decode = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
 
-    def fill(self, plan: StepPlan, most_prefill_tokens: int) -> None:
+    def fill(self, plan: StepPlan, max_prefill_tokens: int) -> None:
         """Fill the plan with rows in prefill, up to a number of tokens, and with decoding rows held back before."""
         self.prefills.schedule(
             plan,
             self._in_prefill,
             beside_decode=self._beside_decode,
             num_displaced=self._num_displaced,
-            most_tokens=most_prefill_tokens,
+            max_tokens=max_prefill_tokens,
         )
         if self._held_back:
             self.decodes.schedule_held_back(plan, self._held_back)

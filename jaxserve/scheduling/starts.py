@@ -63,7 +63,7 @@ class Starts:
         ledger = self._ledger
         num_kept = self._prompts.num_pages_kept  # a newcomer that takes the last pages is soon preempted
         started: list[Request] = []
-        num_passed_over, num_looks, may_hash = 0, 0, True
+        num_skipped, num_lookups, may_hash = 0, 0, True
         if not self._prompts.unfinished:
             self._seen.clear()
         for request in order:
@@ -79,23 +79,23 @@ class Starts:
                 continue
             cached: list[int] | None = None
             if not self._is_held(request):
-                most_left = self._policy.most_left_to_start(
+                max_left = self._policy.max_left_to_start(
                     budget_left, len(self._prompts.unfinished), self._prompts.num_long
                 )
-                is_too_long = request.num_tokens > most_left  # unless enough of it is cached
+                is_too_long = request.num_tokens > max_left  # unless enough of it is cached
                 is_new = request.read_prefix_cache and request not in self._seen  # its pages are to be hashed
                 # To hash a long prompt can take as long as a step: one of those in vain is enough.
-                if not is_too_long or ((may_hash or not is_new) and 4 * num_looks <= self._policy.most_looks):
+                if not is_too_long or ((may_hash or not is_new) and 4 * num_lookups <= self._policy.max_lookups):
                     may_hash &= not (is_too_long and is_new)
-                    num_looks += 1
-                    cached = self._find_start(request, most_left)
+                    num_lookups += 1
+                    cached = self._find_start(request, max_left)
             if cached is None:
-                num_passed_over += 1
-                if num_passed_over > self._policy.most_passed_over or num_looks > self._policy.most_looks:
+                num_skipped += 1
+                if num_skipped > self._policy.max_skipped or num_lookups > self._policy.max_lookups:
                     break
             elif self._admit(request, cached, num_kept, plan):
                 started.append(request)
-                num_looks -= 1
+                num_lookups -= 1
                 num_kept += ledger.num_pages_kept(request)
             else:
                 break
@@ -125,28 +125,28 @@ class Starts:
         """Assert that only waiting requests are remembered."""
         assert self._seen.keys() <= set(self._ledger.waiting), "a request that left the queue is remembered"
 
-    def _find_start(self, request: Request, most_left: int) -> list[int] | None:
+    def _find_start(self, request: Request, max_left: int) -> list[int] | None:
         """Return the cached pages of a request; None where it must wait for prompts that are unfinished.
 
         Args:
             request: waiting request.
-            most_left: most tokens that the request may have to compute.
+            max_left: most tokens that the request may have to compute.
         """
         store = self._ledger.store
         if not request.read_prefix_cache:
-            return [] if request.num_tokens <= most_left else None
+            return [] if request.num_tokens <= max_left else None
         self._seen[request] = request, 0
         computed = ((other, other.num_computed_tokens) for other in self._prompts.unfinished)
         if (prompt := self._prompt_ahead(request, computed)) is not None:
             self._seen[request] = prompt, self._num_common_tokens(prompt, request)
             return None
-        num_needed = self._ledger.groups.num_blocks(request.num_tokens - most_left)
+        num_needed = self._ledger.groups.num_blocks(request.num_tokens - max_left)
         if not store.may_match(request, num_needed):
             return None
         cached = store.match(request)
-        return cached if request.num_tokens - self._num_cached_tokens(cached) <= most_left else None
+        return cached if request.num_tokens - self._num_cached_tokens(cached) <= max_left else None
 
-    def would_pass_over(self, request: Request) -> bool:
+    def would_skip(self, request: Request) -> bool:
         """Return whether the next plan would pass over a new request because of unfinished prompts."""
         if not self._prompts.unfinished:
             return False
@@ -156,10 +156,10 @@ class Starts:
             if self._prompt_ahead(request, computed) is not None:
                 return True
         num_long = sum(self._policy.is_long(num_remaining(other) - share) for other, share in left)
-        most_left = self._policy.most_left_to_start(self._prompts.next_budget_left(), len(left), num_long)
-        if request.num_tokens - request.num_shared_tokens <= most_left:
+        max_left = self._policy.max_left_to_start(self._prompts.next_budget_left(), len(left), num_long)
+        if request.num_tokens - request.num_shared_tokens <= max_left:
             return False
-        return request.num_tokens - self._num_cached_tokens(self._ledger.cached_pages(request)) > most_left
+        return request.num_tokens - self._num_cached_tokens(self._ledger.cached_pages(request)) > max_left
 
     def _prompt_ahead(self, request: Request, computed: Iterable[tuple[Request, int]]) -> Request | None:
         """Return the unfinished prompt that is at the page which a request needs next; None if there is none.

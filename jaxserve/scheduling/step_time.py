@@ -20,21 +20,21 @@ SINGLE, SEVERAL = 0, -1  # kinds of plain dispatches by their steps, beside numb
 STRETCH = {SINGLE: 8, SEVERAL: 3}  # steps, or dispatches, timed together: each overlaps its neighbours, or ends late
 FRESH = 5  # samples of the usual kind between two probes, so that how fast the machine is now is known
 _TRIALS = 2  # samples of a kind before it is judged
-_MOST_TRIALS = 4  # samples of a kind whose dispatches are shorter than they may be
+_MAX_TRIALS = 4  # samples of a kind whose dispatches are shorter than they may be
 _KEPT_SAMPLES = 0.85  # weight of all earlier samples of a kind when another one comes
-_MOST_SLOWER = 2.0  # a sample counts as at most so many times slower than those before
+_MAX_SLOWDOWN = 2.0  # a sample counts as at most so many times slower than those before
 _ROUND_PER_STEP = 3.0  # plain steps in the time of a round, before that is known
 _KEPT = 0.99  # weight of all earlier steps when another one comes: some hundred steps count
 _MIN_STEPS = 3.0  # sum of the weights below which nothing is foretold
-_MOST_OVER = 4.0  # a step counts as at most so many times longer than it was foretold: others may use the machine
-_AT_ONCE = 16  # measurements taken at once
+_MAX_OVERRUN = 4.0  # a step counts as at most so many times longer than it was foretold: others may use the machine
+_FIT_INTERVAL = 16  # measurements taken at once
 # Spread of what is expected before any step is measured, by which it weighs less than steps, relative to:
 _NOISE = 0.3  # the time of a step: that of measurements
 _TOKEN = 0.1  # the time of a step: a token, expected to take none
 _STEP = 0.3  # the time of a step without tokens: steps with prompt tokens and those without, expected to be the same
 _KIND = 0.5  # the time of a token: prompt tokens and rows, expected to differ as their FLOPs do
-_LEAST_S = 1e-9  # time of a dispatch, and mean time of a step, on a device that takes none
-_LEAST_TOKEN = 1 / 500  # the time of a step: the least time of a token to which `_KIND` is relative
+_MIN_S = 1e-9  # time of a dispatch, and mean time of a step, on a device that takes none
+_MIN_TOKEN = 1 / 500  # the time of a step: the least time of a token to which `_KIND` is relative
 
 
 class Rates(NamedTuple):
@@ -72,14 +72,14 @@ class _Samples:
 
     Attributes:
         num: samples so far.
-        most_rounds: most rounds of a dispatch among them.
+        max_rounds: most rounds of a dispatch among them.
         rounds: sum of their rounds, by how slow the machine was.
         seconds: sum of their times.
         measured_s: time of the latest dispatch.
     """
 
     num: int = 0
-    most_rounds: float = 0.0
+    max_rounds: float = 0.0
     rounds: float = 0.0
     seconds: float = 0.0
     measured_s: float = -math.inf
@@ -116,7 +116,7 @@ class DispatchTimes:
 
     def add(self, kind: int, num_rounds: int, seconds: float, now_s: float, *, is_probe: bool) -> bool:
         """Add the time of a dispatch; return whether it ends a sample: one of drafts, or a stretch of plain ones."""
-        samples, seconds = self.kinds[kind], max(seconds, _LEAST_S)
+        samples, seconds = self.kinds[kind], max(seconds, _MIN_S)
         samples.measured_s = now_s
         if kind == SEVERAL:
             self.several_s = (self.several_s[1], seconds / num_rounds)
@@ -127,13 +127,13 @@ class DispatchTimes:
             return False
         self.stretch = (0, 0, 0.0)
         if samples.num >= _TRIALS:
-            seconds = min(seconds, _MOST_SLOWER * num_rounds * self.round_s(kind))
+            seconds = min(seconds, _MAX_SLOWDOWN * num_rounds * self.round_s(kind))
         self.num_usual = 0 if is_probe else self.num_usual + 1
-        if samples.num >= _MOST_TRIALS and not is_probe:
+        if samples.num >= _MAX_TRIALS and not is_probe:
             self.slowness += (seconds / num_rounds * samples.rounds / samples.seconds - self.slowness) / FRESH
         else:
             samples.num += 1
-            samples.most_rounds = max(samples.most_rounds, num_rounds / length)
+            samples.max_rounds = max(samples.max_rounds, num_rounds / length)
             samples.rounds = _KEPT_SAMPLES * samples.rounds + num_rounds * self.slowness
             samples.seconds = _KEPT_SAMPLES * samples.seconds + seconds
         return True
@@ -158,7 +158,7 @@ class DispatchTimes:
     def is_tried(self, kind: int, num_rounds: int) -> bool:
         """Return whether a kind of dispatch, that would have so many rounds now, was measured enough to judge it."""
         samples = self.kinds[kind]
-        return samples.num >= (_TRIALS if 2 * samples.most_rounds >= num_rounds else _MOST_TRIALS)
+        return samples.num >= (_TRIALS if 2 * samples.max_rounds >= num_rounds else _MAX_TRIALS)
 
     def rounds_s(self, max_drafts: int, plain_s: float) -> list[float]:
         """Return the seconds per round for each k from 0; where k was measured little, on a line by least squares."""
@@ -169,7 +169,7 @@ class DispatchTimes:
         spread = float(np.sum(weights * (k - mean_k) ** 2))
         slope = float(np.sum(weights * (k - mean_k) * (seconds - mean_s))) / spread if spread else mean_s / k[0] / 2
         line = [max(float(mean_s + (each - mean_k) * max(slope, 0.0)), plain_s) for each in range(1, max_drafts + 1)]
-        well_known = {each: self.round_s(each) for each, samples in self.kinds.items() if samples.num >= _MOST_TRIALS}
+        well_known = {each: self.round_s(each) for each, samples in self.kinds.items() if samples.num >= _MAX_TRIALS}
         return [plain_s, *(well_known.get(each, s) for each, s in enumerate(line, 1))]
 
 
@@ -223,7 +223,7 @@ class StepTime:
         self._drafting_rows = max(_KEPT * self._drafting_rows, num_rows if sampled > row_steps else 0)
         counts = (prefill_steps, decode_steps, num_prefill_tokens, row_steps, sampled, num_cached_tokens)
         self._untaken.append((wall_s, *counts))
-        if len(self._untaken) >= _AT_ONCE or self._totals[0] < _AT_ONCE:
+        if len(self._untaken) >= _FIT_INTERVAL or self._totals[0] < _FIT_INTERVAL:
             self._take()
 
     def _take(self) -> None:
@@ -237,7 +237,7 @@ class StepTime:
         # Relative errors count, by the time foretold: by the time measured, mean rates would be too low.
         decay, kept = _KEPT ** np.arange(len(measured))[::-1], _KEPT ** len(measured)
         weights = (decay / np.maximum(typical_s, 1e-6) ** 2)[:, None] * counts
-        wall_s = np.minimum(wall_s, _MOST_OVER * typical_s)
+        wall_s = np.minimum(wall_s, _MAX_OVERRUN * typical_s)
         self._products = kept * self._products + weights.T @ np.column_stack([counts, wall_s])
         ones, step_s = np.ones(len(measured)), wall_s / counts[:, :2].sum(axis=1)
         self._totals = kept * self._totals + decay @ np.column_stack([ones, step_s, measured[:, 3:]])
@@ -251,10 +251,10 @@ class StepTime:
         """Return the four times: of what all steps have in common, then moved as far as steps tell them apart."""
         common = np.array([[1, 0], [1, 0], [0, 1], [0, self._row_factor]], np.float64)
         products, times = self._products[:, :4], self._products[:, 4]
-        mean_s = max(self._totals[1] / self._totals[0], _LEAST_S)
+        mean_s = max(self._totals[1] / self._totals[0], _MIN_S)
         few = np.diag([0.0, (_NOISE / (_TOKEN * mean_s)) ** 2])
         step_s, token_s = _non_negative_fit(common.T @ products @ common + few, common.T @ times)
-        least_s = max(token_s, _LEAST_TOKEN * step_s, _LEAST_TOKEN * _LEAST_S)
+        least_s = max(token_s, _MIN_TOKEN * step_s, _MIN_TOKEN * _MIN_S)
         expected = common @ np.array([step_s, token_s])
         spread = common @ np.array([_STEP * max(step_s, mean_s / 10), _KIND * least_s])
         weights = (_NOISE / spread) ** 2

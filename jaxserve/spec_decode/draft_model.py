@@ -192,13 +192,13 @@ class DraftModel:
         place = np.array(
             [tree.levels[tree.depth[node]].index(node) for node in tree.parent]
         )  # index of each node's parent in its level
-        most_nodes = num_draftable(state.sequences, rows)  # nodes beyond are cut: no node that is kept follows one
+        max_nodes = num_draftable(state.sequences, rows)  # nodes beyond are cut: no node that is kept follows one
         words, rank, depth = jnp.array([0, *tree.ancestors]), np.array(tree.rank), jnp.array([tree.depth[1:]])
 
         def draft(level: Int[Array, ""], so_far: _Drafting) -> _Drafting:
             live = level < num_drafts
             before = jnp.where(level == 0, missing, 0)
-            num_nodes = jnp.minimum(num_within[level], most_nodes)
+            num_nodes = jnp.minimum(num_within[level], max_nodes)
             at = rows.moved(-before, jnp.where(live, before + 1 + num_nodes, 0))
             hidden, kv_pages = self._forward(
                 params, state, at, rows.start, so_far.token_ids, so_far.kv_pages, R * (N + 1), words

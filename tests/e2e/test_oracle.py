@@ -194,7 +194,7 @@ def test_drafts_and_preemption(pair: tuple[Callable[..., DrivenEngine], Oracle])
     before = engine.stats.num_preemptions
     outputs = generate(engine, prompts, params)
     # Where every layer has a window, pages are given back in time.
-    is_limited = engine.schedule.kv_groups.most_tokens(SIZES["num_pages"]) is not None
+    is_limited = engine.schedule.kv_groups.max_tokens(SIZES["num_pages"]) is not None
     assert (engine.stats.num_preemptions > before) == is_limited
     for output in outputs:
         oracle.check_greedy(output, 24)

@@ -29,7 +29,7 @@ def test_pages_grow_with_tokens_and_no_more_than_without_windows(
     groups = KVGroups(page_size, tuple(windows))
     num_pages = groups.num_pages(num_tokens)
     assert groups.num_pages(num_tokens - 1) <= num_pages <= groups.size * groups.num_blocks(num_tokens)
-    most = groups.most_tokens(num_pages)
+    most = groups.max_tokens(num_pages)
     assert most is None or groups.num_pages(most) <= num_pages < groups.num_pages(most + 1)
     assert most is None or most >= num_tokens
 

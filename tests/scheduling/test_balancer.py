@@ -233,22 +233,22 @@ def test_a_request_costs_its_router_the_same_however_many_rows_run():
         for replica in cluster.replicas:
             ledger = replica.scheduler.shards[0].ledger
             ledger.running = CountedDict(ledger.running)
-        CountedDict.num_looks = 0
+        CountedDict.num_lookups = 0
         cluster.add([make_request("new", [9, 9], 2)])
         cluster.balancer.place()
-        looks.append(CountedDict.num_looks)
+        looks.append(CountedDict.num_lookups)
     assert looks == [0, 0]
 
 
 class CountedDict(dict):
-    num_looks = 0
+    num_lookups = 0
 
     def values(self):
-        CountedDict.num_looks += 1
+        CountedDict.num_lookups += 1
         return super().values()
 
     def __iter__(self):
-        CountedDict.num_looks += 1
+        CountedDict.num_lookups += 1
         return super().__iter__()
 
 

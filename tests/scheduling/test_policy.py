@@ -124,14 +124,14 @@ def test_after_a_reset_nobody_waits_for_a_prompt_that_will_not_be_found():
 
 
 def test_beside_as_many_unfinished_prompts_as_may_be_only_what_fits_the_step_starts():
-    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, most_unfinished=1)
+    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, max_unfinished=1)
     steps.add(make_request("long", prompt(0, 400), 1), make_request("too long", prompt(1, 50), 1))
     steps.add(make_request("short", prompt(2, 20), 1))
     assert starts(steps.step()) == {"long": (0, 44), "short": (0, 20)}
-    low = Steps(max_num_seqs=8, max_num_batched_tokens=64, most_unfinished=1, long_threshold=10)
+    low = Steps(max_num_seqs=8, max_num_batched_tokens=64, max_unfinished=1, long_threshold=10)
     low.add(make_request("long", prompt(0, 400), 1), make_request("long, too", prompt(1, 20), 1))
     assert starts(low.step()) == {"long": (0, 64)}
-    two = Steps(max_num_seqs=8, max_num_batched_tokens=64, most_unfinished=2, long_chunk=64)
+    two = Steps(max_num_seqs=8, max_num_batched_tokens=64, max_unfinished=2, long_chunk=64)
     two.add(make_request("long", prompt(0, 400), 1), make_request("cut", prompt(1, 50), 1))
     assert starts(two.step()) == {"long": (0, 32), "cut": (0, 32)}
 
@@ -166,7 +166,7 @@ def test_behind_any_number_of_requests_that_begin_as_a_long_prompt_a_short_one_s
 
 @pytest.mark.parametrize("how", ["end", "preemption", "reset"])
 def test_who_waits_for_a_prompt_goes_on_without_it(how):
-    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, most_long=2, long_threshold=100, long_chunk=16)
+    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, max_long=2, long_threshold=100, long_chunk=16)
     steps.add(make_request("first", prompt(0, 300), 1), make_request("second", prompt(0, 300), 1)).step()
     assert "second" not in starts(steps.step())
     first, ledger = steps.scheduler._requests["first"], steps.scheduler.shards[0].ledger
@@ -194,7 +194,7 @@ def test_who_waits_for_a_long_prompt_waits_for_no_other_one():
 
 
 def test_who_is_asked_again_keeps_its_place():
-    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, most_long=2, long_threshold=100, long_chunk=16)
+    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, max_long=2, long_threshold=100, long_chunk=16)
     steps.add(make_request("first", prompt(0, 300), 1), make_request("early", prompt(0, 300), 1)).step()
     steps.add(*(make_request(f"late {i}", prompt(1 + i, 64), 1) for i in range(40)))
     steps.until("early")
@@ -212,21 +212,21 @@ def test_behind_any_number_of_long_prompts_a_short_one_starts():
 
 
 def test_behind_any_number_of_prompts_that_the_rest_of_a_step_does_not_hold_a_shorter_one_starts():
-    steps = Steps(most_unfinished=1, num_pages=100_000).add(make_request("long", prompt(0, 100_000), 1))
+    steps = Steps(max_unfinished=1, num_pages=100_000).add(make_request("long", prompt(0, 100_000), 1))
     steps.add(*(make_request(f"middle {i}", prompt(i, 1100), 1) for i in range(1, 200)))
     steps.add(make_request("short", prompt(1000, 10), 1))
     assert steps.until("short") <= 50
 
 
 def test_those_that_are_asked_for_every_plan_leave_looks_for_others():
-    steps = Steps(most_unfinished=1, most_looks=4).add(make_request("long", prompt(0, 100_000), 1))
+    steps = Steps(max_unfinished=1, max_lookups=4).add(make_request("long", prompt(0, 100_000), 1))
     steps.add(*(make_request(f"middle {i}", prompt(i, 1100), 1) for i in range(1, 11)))
     steps.add(make_request("short", prompt(1000, 10), 1))
     assert steps.until("short") <= 12
 
 
 def test_who_did_not_fit_the_rest_of_a_step_is_asked_for_the_next():
-    steps = Steps(most_unfinished=1).add(make_request("long", prompt(0, 20_000), 1))
+    steps = Steps(max_unfinished=1).add(make_request("long", prompt(0, 20_000), 1))
     steps.add(make_request("short", prompt(1, 500), 1), make_request("middle", prompt(2, 700), 1))
     assert [starts(steps.step()).keys() - {"long"} for _ in range(2)] == [{"short"}, {"middle"}]
 
@@ -268,7 +268,7 @@ def test_a_prefill_that_lacks_pages_takes_what_there_is_and_waits_for_rows_in_de
 
 
 def test_of_two_prompts_without_pages_the_younger_gives_way():
-    loop = Loop(make_scheduler(max_num_seqs=4, max_num_batched_tokens=12, page_size=2, num_pages=25, most_long=2))
+    loop = Loop(make_scheduler(max_num_seqs=4, max_num_batched_tokens=12, page_size=2, num_pages=25, max_long=2))
     row, old, young = make_request("row", [1], 20), make_request("old", [2] * 30, 4), make_request("young", [3] * 39, 4)
     loop.add(row).step()
     loop.add(old, young)

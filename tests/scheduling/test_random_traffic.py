@@ -31,12 +31,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         more_budget=st.just(0) | st.integers(0, 24),
         prefill_share=st.integers(1, 6),
-        most_unfinished=st.integers(1, 3),
-        most_long=st.integers(1, 3),
+        max_unfinished=st.integers(1, 3),
+        max_long=st.integers(1, 3),
         long_threshold=st.integers(1, 24),
         long_chunk=st.integers(1, 12),
-        most_passed_over=st.sampled_from([0, 1, 3, 100]),
-        most_looks=st.sampled_from([0, 1, 3, 100]),
+        max_skipped=st.sampled_from([0, 1, 3, 100]),
+        max_lookups=st.sampled_from([0, 1, 3, 100]),
         page_size=st.sampled_from([1, 2, 4]),
         num_pages=st.integers(4, 24),
         depth=st.integers(0, 2),
@@ -64,7 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ):
         budget = max_num_seqs + more_budget
         policy_numbers["prefill_share"] = max(1, min(policy_numbers["prefill_share"], budget // 2))
-        policy_numbers["most_long"] = min(policy_numbers["most_long"], policy_numbers["most_unfinished"])
+        policy_numbers["max_long"] = min(policy_numbers["max_long"], policy_numbers["max_unfinished"])
         self.policy = dataclasses.replace(Policy.of(budget), **policy_numbers)
         sizes = (max_num_seqs, budget, page_size, num_pages * len(windows))
         if num_snapshots is not None:  # states cannot go back
@@ -221,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert admitted == [request for request in self.waiting if request in admitted], "first come, first served"
         last = self.waiting.index(admitted[-1]) if admitted else 0
         passed_over = [request for request in self.waiting[:last] if request not in admitted]
-        assert len(passed_over) <= self.policy.most_passed_over
+        assert len(passed_over) <= self.policy.max_skipped
         # Requests that are unfinished now, or may have got their last tokens only after newcomers had been chosen.
         unfinished = [r for r in self.running + admitted if r not in decodes and r.num_computed_tokens]
         assert not passed_over or unfinished, "passed over for nobody"
@@ -245,10 +245,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         unfinished = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
         new = [request for request in unfinished if request not in num_left]
         if new:
-            assert len(unfinished) <= self.policy.most_unfinished
+            assert len(unfinished) <= self.policy.max_unfinished
         is_long = [self.policy.is_long(r.num_tokens - r.num_computed_tokens) for r in unfinished]
         if any(is_long[-len(new) :] if new else ()):
-            assert sum(is_long) <= self.policy.most_long
+            assert sum(is_long) <= self.policy.max_long
         num_free = self.scheduler.sizes.num_pages - plan.num_pages_used
         in_decode = [request for request in self.running if request not in unfinished]
         num_kept = self.groups.size * sum(map(self.scheduler.shards[0].ledger.can_grow, in_decode))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxserve.scheduling import router as module
 from jaxserve.scheduling.router import (
     CLOSED_CHARGE_TOKENS,
-    MAX_PASSED_OVER,
+    MAX_SKIPPED,
     NO_PREFIX,
     ROW_CHARGE_TOKENS,
     Prefix,
@@ -127,7 +127,7 @@ def test_a_queue_is_assigned_in_its_order(data: st.DataObject, num_replicas: int
         loads[route.replica] += 50
         router.set_load(route.replica, loads[route.replica], is_open=room[route.replica] > 0)
     assert seen == list(range(len(seen)))
-    assert len(passed_over) <= MAX_PASSED_OVER
+    assert len(passed_over) <= MAX_SKIPPED
     assert router._loads == loads
     assert not any(router._waiting_loads)
     assert [load for load, opened in zip(loads, router._is_open, strict=True) if opened] == [

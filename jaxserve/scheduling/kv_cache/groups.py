@@ -65,7 +65,7 @@ class KVGroups:
             return num_blocks * self.size
         return num_blocks * len(self.full) + min(num_blocks, self.num_held_blocks) * len(self.sliding)
 
-    def most_tokens(self, num_pages: int) -> int | None:
+    def max_tokens(self, num_pages: int) -> int | None:
         """Return the tokens of the longest sequence that fits so many pages; None if any length fits."""
         num_blocks = num_pages // self.size
         if self.sliding and num_blocks >= self.num_held_blocks:

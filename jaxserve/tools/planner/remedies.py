@@ -55,7 +55,7 @@ def find_fitting_len(config: EngineConfig, target: Target, memory: Memory, sched
         return dataclasses.replace(sizes.memory, temp=memory.temp)
 
     def bound(memory: Memory) -> int:
-        tokens = schedule.kv_groups.most_tokens(memory.num_fitting_pages)
+        tokens = schedule.kv_groups.max_tokens(memory.num_fitting_pages)
         return schedule.max_model_len - 1 if tokens is None else min(tokens, schedule.max_model_len - 1)
 
     if (least := bound(memory)) <= 0:
