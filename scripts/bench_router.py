@@ -80,7 +80,7 @@ class Balanced:
         for index in range(num_replicas * num_rows):
             self.balancer.add([new_request(f"row {index}", 8 + index % 5, rng)])
         while self.balancer.num_queued or any(replica.scheduler.num_waiting for replica in self.replicas):
-            self.balancer.place()
+            self.balancer.dispatch()
             self.step()
 
     def step(self) -> None:
@@ -98,12 +98,12 @@ class Balanced:
         for request in requests:
             self.replicas[0].scheduler.admission.prefix(request)
         started = time.perf_counter_ns()
-        self.balancer.place()
+        self.balancer.dispatch()
         noted_ns, times = time.perf_counter_ns() - started, []
         for request in requests:
             started = time.perf_counter_ns()
             self.balancer.add([request])
-            self.balancer.place()
+            self.balancer.dispatch()
             times.append(time.perf_counter_ns() - started)
             assert not self.balancer.num_queued
         for request in requests:

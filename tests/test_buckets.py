@@ -8,7 +8,7 @@ from hypothesis import example, given
 
 from jaxserve.api.config import MAX_STEPS, EngineConfig
 from jaxserve.execution.packer import BatchPacker
-from jaxserve.scheduling.policy import prefill_share
+from jaxserve.scheduling.policy import reserved_prefill_tokens
 from jaxserve.scheduling.schedule_config import (
     MAX_STEP_TOKENS,
     MULTI_STEP_ROWS,
@@ -109,7 +109,7 @@ def test_by_default_prompts_have_their_share_beside_all_rows(
     given_both = seqs is not None and budget is not None
     rows, tokens = default_batch(EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=budget), on_cpu=on_cpu)
     assert (seqs or rows, budget or tokens) == (rows, tokens)
-    assert given_both or rows == 1 or rows <= tokens - prefill_share(tokens)
+    assert given_both or rows == 1 or rows <= tokens - reserved_prefill_tokens(tokens)
 
 
 @pytest.mark.parametrize("few", [False, True])

@@ -24,7 +24,7 @@ def a_step(step_id: int, **fields: float) -> StepStats:
     kinds = {field.name: float if field.name.endswith("_ms") else int for field in dataclasses.fields(StepStats)}
     del kinds["accepted_per_position"], kinds["expert_tokens"]
     numbers = {name: kind(step_id + index) for index, (name, kind) in enumerate(kinds.items())}
-    expert_tokens = LayerCounts.of([(step_id, 4), (5, step_id + 6)][: 1 + step_id])
+    expert_tokens = LayerCounts.from_rows([(step_id, 4), (5, step_id + 6)][: 1 + step_id])
     counts = Counts((step_id + 3, 2, step_id))
     return StepStats(**numbers | fields, accepted_per_position=counts, expert_tokens=expert_tokens)
 

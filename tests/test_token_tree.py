@@ -21,8 +21,8 @@ def trees(draw):
 
 @given(paths=trees())
 def test_numbers_are_those_of_the_paths(paths):
-    tree = TokenTree.of(str(paths))
-    assert tree == TokenTree.of([list(path) for path in paths])
+    tree = TokenTree.from_paths(str(paths))
+    assert tree == TokenTree.from_paths([list(path) for path in paths])
     assert sorted(tree.paths) == sorted(paths)
     nodes = [(), *tree.paths]
     for index, path in enumerate(tree.paths):
@@ -58,9 +58,9 @@ def test_numbers_are_those_of_the_paths(paths):
 )
 def test_other_values_are_refused(value):
     with pytest.raises(ConfigError, match="token tree must be"):
-        TokenTree.of(value)
+        TokenTree.from_paths(value)
 
 
 def test_a_chain_sees_all_before_it():
-    tree = TokenTree.of([(0,) * n for n in range(1, MAX_NODES + 1)])
+    tree = TokenTree.from_paths([(0,) * n for n in range(1, MAX_NODES + 1)])
     assert np.array_equal(tree.ancestors, [(1 << n) - 1 for n in range(1, MAX_NODES + 1)])

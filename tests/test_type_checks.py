@@ -28,7 +28,7 @@ def test_the_package_is_checked() -> None:
     assert rms_norm(jnp.ones((2, 3)), jnp.ones(3), 1e-6).shape == (2, 3)
     refused(lambda: rms_norm(jnp.ones((2, 3)), jnp.ones(4), 1e-6))
     refused(lambda: RmsNorm(jnp.ones(3), "much"))
-    refused(lambda: TokenTree.of(3))
+    refused(lambda: TokenTree.from_paths(3))
 
 
 def test_sizes_of_a_name_are_equal_among_arguments_and_result() -> None:

@@ -226,7 +226,7 @@ class EngineConfig:
         _ = self.chat_options, self.generation_overrides, self.config_overrides, self.pooler_options
         read_tenant_weights(self.tenant_weights)
         read_targets(self.target_ttft_ms, self.target_itl_ms)
-        vars(self)["speculative_config"] = SpeculationConfig.of(self.speculative_config)
+        vars(self)["speculative_config"] = SpeculationConfig.from_value(self.speculative_config)
         _check_combinations(self)
         _check_devices(self)
 
@@ -271,7 +271,7 @@ class EngineConfig:
     @property
     def speculation(self) -> SpeculationConfig | None:
         """Settings of speculative decoding; None without it."""
-        return SpeculationConfig.of(self.speculative_config)
+        return SpeculationConfig.from_value(self.speculative_config)
 
     @property
     def model_path(self) -> Path:

@@ -99,7 +99,7 @@ class LayerCounts:
     layers: tuple[Counts, ...] = ()
 
     @classmethod
-    def of(cls, counts: Iterable[Iterable[int]]) -> "LayerCounts":
+    def from_rows(cls, counts: Iterable[Iterable[int]]) -> "LayerCounts":
         """Return the counts of each layer."""
         return cls(tuple(Counts(tuple(layer)) for layer in counts))
 

@@ -73,7 +73,7 @@ class SpeculationConfig:
     @cached_property
     def tree(self) -> TokenTree | None:
         """Shape of the drafts; None for a chain."""
-        return None if self.speculative_token_tree is None else TokenTree.of(self.speculative_token_tree)
+        return None if self.speculative_token_tree is None else TokenTree.from_paths(self.speculative_token_tree)
 
     @property
     def max_drafts(self) -> int:
@@ -122,7 +122,7 @@ class SpeculationConfig:
             )
 
     @classmethod
-    def of(cls, value: object) -> SpeculationConfig | None:
+    def from_value(cls, value: object) -> SpeculationConfig | None:
         """Return the configuration that a user gave; ConfigError for keys that are not supported."""
         if value is None or isinstance(value, SpeculationConfig):
             return value

@@ -25,7 +25,7 @@ class TokenTree:
     paths: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, value: str | Iterable[Iterable[int]]) -> TokenTree:
+    def from_paths(cls, value: str | Iterable[Iterable[int]]) -> TokenTree:
         """Return the tree of some paths in any order, a list of tuples or its spelling as in vLLM and Medusa.
 
         Raises:

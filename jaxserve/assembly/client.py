@@ -74,7 +74,7 @@ class CoreClient:
         self._last_steps: list[StepStats] = []
         self.schedule, self.send = link.started.schedule, link.send
         self.check_fits = Scheduler(self.schedule).check_fits
-        self.backlog = ClientBacklog(link, self.schedule.of_shard.max_num_batched_tokens)
+        self.backlog = ClientBacklog(link, self.schedule.shard_config.max_num_batched_tokens)
 
     def _call(self, name: str, *args: Any) -> Any:
         return self.driver.call(name, *args)

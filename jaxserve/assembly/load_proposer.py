@@ -230,7 +230,7 @@ def build_proposer(
         local, dtype = arch.local(config.tensor_parallel_size), compute_dtype(config, arch).name
         return Medusa(num_tokens, local, arch.vocab_size, schedule.max_num_seqs, dtype, speculation.tree)
     assert draft.arch is not None, "there is a draft model or a layer"
-    sizes = schedule.of_programs  # the proposer is in the key of stored programs
+    sizes = schedule.program_config  # the proposer is in the key of stored programs
     if draft.head is not None:
         return DraftLayer(
             num_tokens,

@@ -277,6 +277,6 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
 
 def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:
     """Return the bytes that log probabilities of so many positions take, computed and as an output."""
-    layout = LogprobLayout.of(config.selected_logprobs, arch.vocab_size * config.tensor_parallel_size)
+    layout = LogprobLayout.from_sizes(config.selected_logprobs, arch.vocab_size * config.tensor_parallel_size)
     num_positions += min(config.max_steps * MULTI_STEP_ROWS, MAX_STEP_TOKENS) if config.selected_logprobs >= 0 else 1
     return 4 * 2 * num_positions * layout.num_words

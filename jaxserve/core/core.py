@@ -107,7 +107,7 @@ class EngineCore:
         if self._has_worked:  # calls that could not go on may have written some, too
             self.last_steps = []
         self.take_events()
-        self._balancer.place()
+        self._balancer.dispatch()
         self._has_worked = False
         for replica in self.replicas:
             try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxserve.core.events import Submitted
-from jaxserve.scheduling.wait_estimate import OutputLengths, Sizes, Wait, Work, estimate_wait, works_of
+from jaxserve.scheduling.wait_estimate import OutputLengths, Sizes, Wait, Work, estimate_wait, remaining_work
 
 if TYPE_CHECKING:
     from jaxserve.core.core import EngineCore
@@ -78,9 +78,9 @@ class Backlog:
         if rates is None:
             return None
         # Those of lower classes give way.
-        running = works_of(filter(is_ahead, _copied(lambda: scheduler.running)), self.lengths)
+        running = remaining_work(filter(is_ahead, _copied(lambda: scheduler.running)), self.lengths)
         first = [request for request in _copied(lambda: scheduler.waiting) if is_ahead(request)]
-        waiting = works_of([*first, *later], self.lengths, step_time.cached_share)
+        waiting = remaining_work([*first, *later], self.lengths, step_time.cached_fraction)
         num_requests = len(running) + len(waiting) + 1  # where rows are divided, so many shards have any at most
         mean = sum(sum(work) for work in running + waiting) / max(num_requests - 1, 1)
         schedule, groups = scheduler.sizes, scheduler.sizes.kv_groups

@@ -145,7 +145,7 @@ class StepStatsWriter:
             num_accepted_tokens=0 if rounds is None else int(rounds.accepted.sum()),
             num_draft_rounds=0 if rounds is None else int((rounds.drafted > 0).sum()),
             accepted_per_position=Counts() if rounds is None else _by_position(rounds.accepted),
-            expert_tokens=LayerCounts() if expert_tokens is None else LayerCounts.of(expert_tokens.tolist()),
+            expert_tokens=LayerCounts() if expert_tokens is None else LayerCounts.from_rows(expert_tokens.tolist()),
         )
 
 

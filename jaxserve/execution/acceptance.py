@@ -41,7 +41,7 @@ def accept(
     All are sampled at once if each depends on those before it through its logits alone, and one after the other if
     penalties, masks or log probabilities are wanted.
     """
-    at_once = _SampledAtOnce.of(state, batch, rows, drafts, logits, model)
+    at_once = _SampledAtOnce.from_logits(state, batch, rows, drafts, logits, model)
     state, out = at_once.write(state, rows, out)
     live = rows.samples & ~at_once.is_done
     state, out, path, num_accepted = _accept_in_turn(state, batch, rows, drafts, logits, out, model, live, at_once.path)
@@ -68,7 +68,7 @@ class _SampledAtOnce(NamedTuple):
     num_accepted: Int[Array, " R"]
 
     @staticmethod
-    def of(
+    def from_logits(
         state: ServeState,
         batch: SpeculativeBatch,
         rows: Rows,

@@ -189,7 +189,7 @@ class BatchLayout:
     has_states: bool = False
 
     @classmethod
-    def of(cls, config: ScheduleConfig, bucket: int, *, is_speculative: bool = False) -> BatchLayout:
+    def from_config(cls, config: ScheduleConfig, bucket: int, *, is_speculative: bool = False) -> BatchLayout:
         """Return the layout of a token bucket.
 
         Each row may begin a page, and the tokens fill some more. There are two at least: XLA copies the page table to

@@ -91,7 +91,7 @@ class Lowering:
     @cached_property
     def sizes(self) -> ScheduleConfig:
         """Sizes that programs follow from."""
-        return self.schedule.of_programs
+        return self.schedule.program_config
 
     @cached_property
     def compiler_options(self) -> Options:
@@ -113,7 +113,7 @@ class Lowering:
     def model(self) -> Model:
         """Static parts of the programs."""
         sizes: dict[str, Any] = {"num_devices": self.num_devices, "max_logprobs": self.sizes.max_logprobs}
-        return Model.of(self.arch, backend=self.backend, observer=self.observer, **sizes)
+        return Model.from_arch(self.arch, backend=self.backend, observer=self.observer, **sizes)
 
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
@@ -147,14 +147,14 @@ class Lowering:
 
     def step(self, bucket: int, num_rounds: int = 1) -> jax.stages.Lowered:
         """Trace and lower the step of a bucket that goes up to `num_rounds` rounds."""
-        layout = BatchLayout.of(self.sizes, bucket)
+        layout = BatchLayout.from_config(self.sizes, bucket)
         if self.arch.pooler is not None:
             return self._lower(make_pooling_step(self.model, layout), layout, self.param_shapes)
         return self._lower(make_serve_step(self.model, layout, num_rounds), layout, self._observed_shapes)
 
     def split(self, bucket: int) -> tuple[Lower, Lower]:
         """Return what traces and lowers the two programs for split plans of a number of rows."""
-        layout = BatchLayout.of(self.sizes, bucket)
+        layout = BatchLayout.from_config(self.sizes, bucket)
         masks = mask_layout(self.sizes, self.arch.vocab_size)
         compute, sample = make_split_step(self.model, layout, masks)
         part = PartitionSpec(None, MODEL) if self.mesh else PartitionSpec()
@@ -174,7 +174,7 @@ class Lowering:
     def speculative(self, bucket: int, num_rounds: int) -> jax.stages.Lowered:
         """Trace and lower the speculative step of a bucket (rows) that goes up to `num_rounds` rounds."""
         assert self.proposer is not None, "a speculative step has a proposer"
-        layout = BatchLayout.of(self.sizes, bucket, is_speculative=True)
+        layout = BatchLayout.from_config(self.sizes, bucket, is_speculative=True)
         step = make_speculative_step(self.model, layout, self.proposer, num_rounds)
         return self._lower(step, layout, (self.param_shapes, self.draft_shapes))
 

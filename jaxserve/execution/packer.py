@@ -59,7 +59,9 @@ class BatchPacker:
         self._vocab_size = vocab_size
         self._base_seed = np.uint32(base_seed).view(np.int32)
         self.layouts = {
-            (each.num_tokens, each.has_drafts): BatchLayout.of(config, each.num_tokens, is_speculative=each.has_drafts)
+            (each.num_tokens, each.has_drafts): BatchLayout.from_config(
+                config, each.num_tokens, is_speculative=each.has_drafts
+            )
             for each in config.shapes()
         }
         self._admission, self._masks = admission_layout(config), mask_layout(config, vocab_size)

@@ -91,7 +91,7 @@ class Model:
     observer: Observer | None = None
 
     @staticmethod
-    def of(
+    def from_arch(
         arch: ArchConfig,
         *,
         backend: str,
@@ -100,7 +100,7 @@ class Model:
         observer: Observer | None = None,
     ) -> Model:
         """Return the model of the whole `arch`, or of its part on one of several devices, for a shard_map over them."""
-        local, layout = arch.local(num_devices), LogprobLayout.of(max_logprobs, arch.vocab_size)
+        local, layout = arch.local(num_devices), LogprobLayout.from_sizes(max_logprobs, arch.vocab_size)
         split = VocabSplit(local.vocab_axis, num_devices, arch.vocab_size) if local.vocab_axis else None
         return Model(local, backend, layout, split, observer)
 
@@ -206,7 +206,7 @@ def run_model(
     """
     arch, live, shares = model.arch, tokens.live, None
     if arch.token_axis is not None:
-        shares = Shares.of(rows, tokens, state.sequences.length.shape[0], arch.num_data_shards)
+        shares = Shares.from_rows(rows, tokens, state.sequences.length.shape[0], arch.num_data_shards)
         rows, tokens, num_rows = shares.own(rows, tokens, lax.axis_index(arch.token_axis))
         live = shares.live
     forms = zip(arch.kv_group_forms, ragged_rows(state.sequences, rows, num_rows), strict=True)

@@ -34,7 +34,7 @@ class Shares(NamedTuple):
     num_shards: int
 
     @classmethod
-    def of(cls, rows: Rows, tokens: Tokens, num_slots: int, num_shards: int) -> Shares:
+    def from_rows(cls, rows: Rows, tokens: Tokens, num_slots: int, num_shards: int) -> Shares:
         """Divide the rows by their slots."""
         share_len, slots_per_shard = tokens.row.shape[0] // num_shards, num_slots // num_shards
         shard = rows.slot // slots_per_shard

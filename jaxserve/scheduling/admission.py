@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 
-from jaxserve.scheduling.class_preemption import would_yield
+from jaxserve.scheduling.class_preemption import fits_after_preemption
 from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.prompts import Prompts
 from jaxserve.scheduling.request import Request
@@ -92,12 +92,12 @@ class Admission:
         if ledger.groups.num_blocks(request.num_tokens) * ledger.groups.size <= num_left:  # whatever of it is cached
             return Start.NOW
         fits = num_left > 0 and ledger.num_pages_taken(request, request.num_shared_tokens) <= num_left
-        return Start.NOW if fits or self._would_yield(request) else Start.FULL
+        return Start.NOW if fits or self._could_preempt(request) else Start.FULL
 
     def prefix(self, request: Request) -> Prefix:
         """Return the sampled prefixes of a request that others may share with it."""
         page_size = self._ledger.page_size
-        return Prefix.of(self._ledger.store.hashes(request), page_size, (request.num_known_tokens - 1) // page_size)
+        return Prefix.from_hashes(self._ledger.store.hashes(request), page_size, (request.num_known_tokens - 1) // page_size)
 
     def _num_pages_left(self) -> int:
         """Pages left for newcomers behind those that wait; 0 if there is no slot or no token left."""
@@ -107,7 +107,7 @@ class Admission:
             return 0
         return ledger.num_available - self._prompts.num_pages_kept - ledger.num_waiting_pages
 
-    def _would_yield(self, request: Request) -> bool:
+    def _could_preempt(self, request: Request) -> bool:
         """Return whether rows of lower classes would give way to a request behind those of its class that wait."""
         ledger = self._ledger
         if not ledger.running or ledger.lowest_priority <= request.priority:
@@ -115,4 +115,4 @@ class Admission:
         num_ahead = ledger.waiting.num_ahead(request.priority)
         num_pages = ledger.num_pages_taken(request) + ledger.groups.size
         num_pages += ledger.num_waiting_pages if num_ahead else 0
-        return would_yield(request.priority, num_ahead + 1, num_pages, ledger)
+        return fits_after_preemption(request.priority, num_ahead + 1, num_pages, ledger)

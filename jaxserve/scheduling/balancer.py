@@ -133,7 +133,7 @@ class Balancer:
                 self._queue.stopped(request)
         return lost
 
-    def place(self) -> None:
+    def dispatch(self) -> None:
         """Give requests, in their order, to targets that could start them now."""
         if not self._has_choice:
             return

@@ -17,17 +17,17 @@ from jaxserve.scheduling.request import Request, RequestStatus
 from jaxserve.scheduling.step_plan import StepPlan
 
 
-def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
+def preempt_lower_classes(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
     """Preempt running requests of lower classes until those of higher classes can go on, or start, in this plan."""
     running = ledger.running
     if len(ledger.num_running_of) > 1:
         for request in list(running.values()):
             if request.priority < ledger.lowest_priority and in_prefill(request):
-                _let_go_on(request, ledger, policy, plan)
+                _preempt_for_prompt(request, ledger, policy, plan)
     if not ledger.waiting or not running or ledger.waiting.first_priority >= ledger.lowest_priority:
         return
     num_rows = len(running) - sum(map(in_prefill, running.values()))
-    budget_left = max(ledger.max_num_batched_tokens - num_rows, policy.prefill_share)
+    budget_left = max(ledger.max_num_batched_tokens - num_rows, policy.reserved_prefill_tokens)
     num_starts = num_pages = 0
     rows: _Rows | None = None  # rows as a class sees them
     ledger.waiting.settle()
@@ -44,9 +44,9 @@ def make_room(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
                 return
             num_starts += 1
             num_pages += ledger.num_pages_taken(request) + ledger.groups.size  # and a block to grow
-            if not rows.yield_to(num_starts, num_pages, plan):
+            if not rows.preempt_for(num_starts, num_pages, plan):
                 return
-            budget_left -= policy.first_share(request.num_tokens, max_left)
+            budget_left -= policy.first_chunk(request.num_tokens, max_left)
 
 
 class _Rows:
@@ -75,7 +75,7 @@ class _Rows:
         """Return whether a request must wait for unfinished prompts of its class or above, whatever is free."""
         return request.num_tokens > self._policy.max_left_to_start(budget_left, self._num_unfinished, self._num_long)
 
-    def yield_to(self, num_starts: int, num_pages: int, plan: StepPlan) -> bool:
+    def preempt_for(self, num_starts: int, num_pages: int, plan: StepPlan) -> bool:
         """Preempt rows of lower classes until there are so many slots and pages; False, and no change, if in vain."""
         ledger = self._ledger
         if len(ledger.free_slots) + self._num_lower < num_starts or self._num_free + self._num_freed < num_pages:
@@ -102,16 +102,16 @@ def _prompts_before(priority: int, ledger: Ledger) -> list[Request]:
     return [other for other in ledger.running.values() if other.priority <= priority and in_prefill(other)]
 
 
-def _let_go_on(request: Request, ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
+def _preempt_for_prompt(request: Request, ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
     """Preempt rows of classes below that of an unfinished prompt until it has the pages of its next share."""
-    num_tokens = policy.first_share(num_remaining(request), ledger.max_num_batched_tokens)
+    num_tokens = policy.first_chunk(num_remaining(request), ledger.max_num_batched_tokens)
     num_wanted = ledger.groups.num_blocks(request.num_computed_tokens + num_tokens) * ledger.groups.size
     num_wanted -= len(request.pages)
     while num_wanted > _num_free_pages(ledger) and ledger.lowest_priority > request.priority:
         ledger.preempt(policy.victim(ledger.running), plan)
 
 
-def would_yield(priority: int, num_starts: int, num_pages: int, ledger: Ledger) -> bool:
+def fits_after_preemption(priority: int, num_starts: int, num_pages: int, ledger: Ledger) -> bool:
     """Return whether so many slots and pages are free when all rows of classes below one have given way."""
     num_lower, num_freed = _lower(priority, ledger)
     num_free = _num_free_pages(ledger) - _num_kept(priority, ledger) + num_freed

@@ -27,12 +27,12 @@ class Deadlines:
 
     Args:
         targets: targets of classes.
-        prefill_share: tokens of a step that are reserved for prompts.
+        reserved_prefill_tokens: tokens of a step that are reserved for prompts.
     """
 
-    def __init__(self, targets: tuple[Target, ...], prefill_share: int) -> None:
+    def __init__(self, targets: tuple[Target, ...], reserved_prefill_tokens: int) -> None:
         self._targets = {priority: (ttft_s, itl_s) for priority, ttft_s, itl_s in targets}
-        self._prefill_share = prefill_share
+        self._prefill_share = reserved_prefill_tokens
 
     def _target(self, request: Request) -> tuple[float, float] | None:
         return self._targets.get(request.priority) or self._targets.get(None)

@@ -26,7 +26,7 @@ class Decodes:
         self._num_spare_tokens = num_spare_tokens
         self._num_slots = len(ledger.free_slots)
         self._decode_limit = (
-            ledger.max_num_batched_tokens - policy.prefill_share
+            ledger.max_num_batched_tokens - policy.reserved_prefill_tokens
         )  # most rows in decode while prompts wait
         self._next_held_slot = 0  # slot from which rows in decode are held back next
 

@@ -163,7 +163,7 @@ class Ledger:
             plan.grown.append(request)
         return num_new is not None
 
-    def num_tokens_with_room(self, cached: Sequence[int]) -> int:
+    def token_capacity(self, cached: Sequence[int]) -> int:
         """Return the tokens that the whole pool has room for beside the cached pages of a prefix.
 
         A request with more tokens than these runs only because its windows release pages.
@@ -211,7 +211,7 @@ class Ledger:
         groups, cached = self.groups, self.cached_pages(request)
         num_shared = max(len(cached) // groups.size, num_expected // self.page_size)
         num_tokens = min(request.num_tokens, num_shared * self.page_size + self.max_num_batched_tokens)
-        num_tokens = min(num_tokens, num_shared * self.page_size + self.num_tokens_with_room(cached))
+        num_tokens = min(num_tokens, num_shared * self.page_size + self.token_capacity(cached))
         num_new = groups.num_blocks(num_tokens) - num_shared
         return self.store.num_evictable(cached) + num_new * groups.size
 

@@ -46,8 +46,8 @@ PRIOR_ROUNDS = 4.0  # weight, in rounds, of the acceptance of all requests in th
 FIRST_ROUNDS = 2  # rounds of a dispatch before any time is known
 FIRST_GUESS = 0.6  # acceptance before any draft was verified
 PLAIN, DRAFTS, SCOUT = "plain", "drafts", "scout"  # sorts of probes
-PROBE_SHARE = {PLAIN: 0.002, DRAFTS: 0.01, SCOUT: 0.01}  # share of the time that probes may lose
-RARE_SHARE = 0.001  # share of probes of all rows where scouts show the acceptance
+PROBE_FRACTION = {PLAIN: 0.002, DRAFTS: 0.01, SCOUT: 0.01}  # share of the time that probes may lose
+RARE_FRACTION = 0.001  # share of probes of all rows where scouts show the acceptance
 SCOUTS = 4  # rows of a scout that draft
 SURPRISE = 0.1  # weight left to earlier acceptance if a scout finds the text changed
 MAX_CREDIT_S = 0.02  # maximum of time that probes may have to lose, and what they begin with
@@ -149,7 +149,7 @@ class Pacer:
         self._dispatch_s, self._is_timed = dispatch_s, math.isfinite(dispatch_s)
         self._acceptance = Acceptance(max_drafts, num_slots)
         # Time that probes may lose by now, by program and sort.
-        self._credit_s = defaultdict[StepShape, dict[str, float]](lambda: dict.fromkeys(PROBE_SHARE, MAX_CREDIT_S))
+        self._credit_s = defaultdict[StepShape, dict[str, float]](lambda: dict.fromkeys(PROBE_FRACTION, MAX_CREDIT_S))
         self._last: tuple[StepShape, int, bool] | None = None  # program and kind of the latest end, if a scout's
         self._now_s = 0.0
         self._probe: _Probe | None = None
@@ -257,9 +257,9 @@ class Pacer:
                     self._probe = _Probe(program, probe.kind, SCOUT, PROBES)
         if last is None:
             return
-        for sort, share in PROBE_SHARE.items():
+        for sort, fraction in PROBE_FRACTION.items():
             is_rare = sort == DRAFTS and times.has_scouts
-            credit_s[sort] = min(credit_s[sort] + (RARE_SHARE if is_rare else share) * seconds, MAX_CREDIT_S)
+            credit_s[sort] = min(credit_s[sort] + (RARE_FRACTION if is_rare else fraction) * seconds, MAX_CREDIT_S)
         credit_s[PLAIN] = max(credit_s[PLAIN], -MAX_CREDIT_S)  # a moment was slow, rather than a kind
         is_timed = last == self._last and num_rounds and not is_scout
         if not is_timed or times.add(kind, num_rounds, seconds, end_s, is_probe=is_probe):

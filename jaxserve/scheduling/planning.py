@@ -1,7 +1,7 @@
 """Planning: makes the plan of a step from one token budget: rows give way, then decode, then prompts fill it.
 
 The budget. Rows in decode come first, with a token each; then prompts, as the module `prefill` says. Where that would
-leave prompts less than `prefill_share` of the budget, some rows in decode are held back: they get what the prompts did
+leave prompts less than `reserved_prefill_tokens`, some rows in decode are held back: they get what the prompts did
 not need, and otherwise take turns to miss a step. That can only be where max_num_batched_tokens is less than 8/7 of
 max_num_seqs; everywhere else no row in decode ever waits.
 
@@ -43,11 +43,11 @@ class Planning:
 
     def make(self, step_id: int, choice: StepChoice) -> list[StepPlan]:
         """Return the plan of each shard, some or all of them without rows."""
-        self._balancer.place()
+        self._balancer.dispatch()
         plans = [StepPlan(step_id) for _ in self._shards]
         parts = list(zip(self._shards, plans, strict=True))
         for shard, plan in parts:
-            shard.make_room(plan)
+            shard.preempt_lower_classes(plan)
         limits = self._agree(choice)
         for shard, plan in parts:
             shard.decode(plan, limits)

@@ -18,7 +18,7 @@ from jaxserve.scheduling.request import Request
 _priority = attrgetter("priority")
 
 
-def prefill_share(max_num_batched_tokens: int) -> int:
+def reserved_prefill_tokens(max_num_batched_tokens: int) -> int:
     """Return the tokens of a step that are reserved for prompts while there are any: an eighth, at least one.
 
     Prompts thus progress whatever the number of rows in decode, which lose at most an eighth of their speed.
@@ -31,7 +31,7 @@ class Policy:
     """Shares of prompts, and the victim: shorter prompts overtake long ones, the last admitted is preempted.
 
     Attributes:
-        prefill_share: tokens of a step that are reserved for prompts while there are any to compute.
+        reserved_prefill_tokens: tokens of a step that are reserved for prompts while there are any to compute.
         max_unfinished: most prompts between two chunks at a time.
         max_long: most long prompts among these.
         long_threshold: tokens left to compute above which a prompt is long.
@@ -42,7 +42,7 @@ class Policy:
         targets: class (None for any other), time to first token and time between tokens, in seconds.
     """
 
-    prefill_share: int
+    reserved_prefill_tokens: int
     max_unfinished: int
     max_long: int
     long_threshold: int
@@ -53,7 +53,7 @@ class Policy:
     targets: tuple[tuple[int | None, float, float], ...] = ()
 
     @classmethod
-    def of(
+    def from_options(
         cls,
         max_num_batched_tokens: int,
         max_num_partial_prefills: int = DEFAULT_PARTIAL_PREFILLS,
@@ -64,7 +64,7 @@ class Policy:
     ) -> "Policy":
         """Resolve the configured options; a threshold of 0 means the token budget, with chunks of half of it."""
         return cls(
-            prefill_share(max_num_batched_tokens),
+            reserved_prefill_tokens(max_num_batched_tokens),
             max_num_partial_prefills,
             max_long_partial_prefills,
             long_prefill_token_threshold or max_num_batched_tokens,
@@ -85,23 +85,23 @@ class Policy:
         """Return whether a prompt with `num_left` tokens left to compute is long."""
         return num_left > self.long_threshold
 
-    def first_share(self, num_left: int, budget_left: int) -> int:
+    def first_chunk(self, num_left: int, budget_left: int) -> int:
         """Return the tokens of a prompt with `num_left` to compute, before others get a share of `budget_left`."""
         if self.is_long(num_left):
             return min(num_left, self.long_chunk, (budget_left + 1) // 2)
         return min(num_left, budget_left)
 
-    def further_share(self, num_left: int, num_taken: int, budget_left: int, *, beside_decode: bool) -> int:
+    def further_chunk(self, num_left: int, num_taken: int, budget_left: int, *, decode_waits: bool) -> int:
         """Return the further tokens of a prompt after others got their shares.
 
         Args:
             num_left: tokens left to compute beyond its first share.
             num_taken: tokens of its first share.
             budget_left: tokens of the step that are not assigned yet.
-            beside_decode: True if rows in decode wait for the step.
+            decode_waits: True if rows in decode wait for the step.
         """
         most = min(num_left, budget_left)
-        if beside_decode and self.is_long(num_left + num_taken):
+        if decode_waits and self.is_long(num_left + num_taken):
             most = min(most, self.long_chunk - num_taken)
         return max(most, 0)
 

@@ -48,7 +48,7 @@ class Prefills:
         plan: StepPlan,
         in_prefill_before: Sequence[Request],
         *,
-        beside_decode: bool,
+        decode_waits: bool,
         num_displaced: int,
         max_tokens: int = sys.maxsize,
     ) -> None:
@@ -58,8 +58,8 @@ class Prefills:
             plan: plan to add to.
             in_prefill_before: running rows between two chunks, in the order of classes and of admission; some may be
                 preempted.
-            beside_decode: True if any row in decode waits for this step.
-            num_displaced: rows preempted by `make_room`, for requests of higher classes.
+            decode_waits: True if any row in decode waits for this step.
+            num_displaced: rows preempted by `preempt_lower_classes`, for requests of higher classes.
             max_tokens: most tokens of prompts, so that rows in decode get theirs in time.
         """
         rows = [request for request in in_prefill_before if request.status in RUNS]
@@ -77,7 +77,7 @@ class Prefills:
         if may_admit:
             self._starts.start_waiting(plan, displaced)
         if self._prompts.unfinished:
-            self._share_out_rest(plan, first_row, beside_decode=beside_decode)
+            self._distribute_rest(plan, first_row, decode_waits=decode_waits)
             self._prompts.settle()
         self._take_snapshots(plan, first_row)
 
@@ -98,9 +98,9 @@ class Prefills:
             budget_left = self._prompts.budget_left(plan)
             if request.status not in RUNS or not budget_left:  # preempted for an older one
                 continue
-            wanted = self._policy.first_share(num_remaining(request), budget_left)
+            wanted = self._policy.first_chunk(num_remaining(request), budget_left)
             ledger.store.release_unseen(request)
-            kept.turn_of(request)
+            kept.begin_turn(request)
             num_tokens = kept.num_affordable(request, wanted)
             while not num_tokens and (victim := _last_running(rows[index + 1 :])) is not None:
                 if victim.priority == request.priority:
@@ -113,7 +113,7 @@ class Prefills:
         self._prompts.settle()
         return is_short
 
-    def _share_out_rest(self, plan: StepPlan, first_row: int, *, beside_decode: bool) -> None:
+    def _distribute_rest(self, plan: StepPlan, first_row: int, *, decode_waits: bool) -> None:
         """Give unfinished prompts that are in the plan what nobody else took, oldest first."""
         unfinished = self._prompts.unfinished
         row_of = dict(zip(plan.requests[first_row:], count(first_row), strict=False))
@@ -122,12 +122,12 @@ class Prefills:
             budget_left = self._prompts.budget_left(plan)
             if not budget_left:
                 return
-            kept.turn_of(request)
+            kept.begin_turn(request)
             row = row_of.get(request)
             if row is None:
                 continue
-            wanted = self._policy.further_share(
-                num_remaining(request), plan.counts[row], budget_left, beside_decode=beside_decode
+            wanted = self._policy.further_chunk(
+                num_remaining(request), plan.counts[row], budget_left, decode_waits=decode_waits
             )
             num_tokens = kept.num_affordable(request, wanted)
             if num_tokens and self._ledger.allocate(request, num_tokens, plan):
@@ -168,7 +168,7 @@ class _Kept:
         self._last: Request | None = None
         self._can_last_grow = False  # it could when its turn came
 
-    def turn_of(self, request: Request) -> None:
+    def begin_turn(self, request: Request) -> None:
         """Go on to the next prompt."""
         ledger, last = self._ledger, self._last
         if last is not None:

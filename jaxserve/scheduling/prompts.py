@@ -82,16 +82,16 @@ class Prompts:
                 num_kept += ledger.num_pages_kept(request) - ledger.groups.size * ledger.can_grow(request)
         return num_kept
 
-    def next_shares(self) -> Iterator[tuple[Request, int]]:
+    def next_chunks(self) -> Iterator[tuple[Request, int]]:
         """Yield the unfinished prompts with the first share that each has of the next plan."""
         unfinished = [request for request in self.unfinished if request.status in RUNS]
         budget_left = self._ledger.max_num_batched_tokens - (len(self._ledger.running) - len(unfinished))
         for request in unfinished:
-            share = self._policy.first_share(num_remaining(request), max(budget_left, 0))
-            budget_left -= share
-            yield request, share
+            chunk = self._policy.first_chunk(num_remaining(request), max(budget_left, 0))
+            budget_left -= chunk
+            yield request, chunk
 
     def next_budget_left(self) -> int:
         """Return the tokens that the next plan has left for newcomers."""
         num_tokens = self._ledger.max_num_batched_tokens - len(self._ledger.running)
-        return num_tokens - sum(share - 1 for _, share in self.next_shares()) if self.unfinished else num_tokens
+        return num_tokens - sum(chunk - 1 for _, chunk in self.next_chunks()) if self.unfinished else num_tokens

@@ -68,7 +68,7 @@ class Prefix(NamedTuple):
     hashes: Sequence[bytes]
 
     @classmethod
-    def of(cls, hashes: Sequence[bytes], block_size: int, num_blocks: int | None = None) -> "Prefix":
+    def from_hashes(cls, hashes: Sequence[bytes], block_size: int, num_blocks: int | None = None) -> "Prefix":
         """Return the samples of a prompt.
 
         Args:

@@ -10,7 +10,7 @@ from jaxserve.api.option_values import read_targets, read_tenant_weights
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.kv_cache.groups import KVGroups
-from jaxserve.scheduling.policy import Policy, prefill_share
+from jaxserve.scheduling.policy import Policy, reserved_prefill_tokens
 from jaxserve.scheduling.step_plan import StepShape
 
 MAX_STEP_TOKENS = 1024  # most tokens sampled in one dispatch, over all rows: the program holds their log probabilities
@@ -57,7 +57,7 @@ class ScheduleConfig:
             )
 
     @property
-    def of_shard(self) -> ScheduleConfig:
+    def shard_config(self) -> ScheduleConfig:
         """Sizes of one shard."""
         count = self.num_data_shards
         return replace(
@@ -69,7 +69,7 @@ class ScheduleConfig:
         )
 
     @property
-    def of_programs(self) -> ScheduleConfig:
+    def program_config(self) -> ScheduleConfig:
         """The same without the choice and number of buckets, kinds of plans and policy, on which no program depends.
 
         Engines that differ in these alone share their compiled programs.
@@ -104,7 +104,7 @@ class ScheduleConfig:
     @property
     def policy(self) -> Policy:
         """Scheduling policy: the order of requests and the division of a step's tokens."""
-        return Policy.of(
+        return Policy.from_options(
             self.max_num_batched_tokens,
             self.max_num_partial_prefills,
             self.max_long_partial_prefills,
@@ -277,7 +277,7 @@ def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
     if seqs is None:
         seqs = 64 if on_cpu else 256
         if budget is not None:
-            seqs = max(1, min(seqs, budget - prefill_share(budget)))
+            seqs = max(1, min(seqs, budget - reserved_prefill_tokens(budget)))
     if budget is None:
         budget = max(512 if on_cpu else 2048, 2 * seqs)
     return seqs * config.num_data_shards, budget * config.num_data_shards

@@ -116,7 +116,7 @@ class Scheduler:
     """
 
     def __init__(self, sizes: ScheduleConfig, policy: Policy | None = None, tiers: Sequence[Tier] = ()) -> None:
-        self.sizes, self._shard_sizes = sizes, sizes.of_shard
+        self.sizes, self._shard_sizes = sizes, sizes.shard_config
         self.max_prompt_tokens = self._shard_sizes.max_num_batched_tokens
         self.policy = policy or self._shard_sizes.policy
         self._tiers, self._move_keys = tiers, count()
@@ -127,7 +127,7 @@ class Scheduler:
         self.rows = Rows(self.shards)
         self._balancer = Balancer(self.shards, dict(self.policy.weights))
         self._planning = Planning(
-            self.shards, self._balancer, Deadlines(self.policy.targets, self.policy.prefill_share)
+            self.shards, self._balancer, Deadlines(self.policy.targets, self.policy.reserved_prefill_tokens)
         )
         self._requests: dict[str, Request] = {}  # waiting and running
         self._parts: dict[int, list[StepPlan]] = {}  # plans of all shards in flight, by id

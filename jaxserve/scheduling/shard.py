@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 from jaxserve.scheduling.admission import Admission, Changes
 from jaxserve.scheduling.choice import StepChoice
-from jaxserve.scheduling.class_preemption import make_room
+from jaxserve.scheduling.class_preemption import preempt_lower_classes
 from jaxserve.scheduling.decode import Decodes, may_sample_late
 from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.policy import Policy
@@ -60,7 +60,7 @@ class Shard:
         self._num_displaced = 0  # rows preempted for requests of higher classes
         self._held_back: list[Request] = []  # decoding rows that get the tokens that prompts leave
         self._in_prefill: list[Request] = []  # running rows between two chunks
-        self._beside_decode = False  # True if any row in decode waits for the step
+        self._decode_waits = False  # True if any row in decode waits for the step
 
     @property
     def load(self) -> int:
@@ -100,12 +100,12 @@ class Shard:
 
     # A plan: each part is made once, in their order here
 
-    def make_room(self, plan: StepPlan) -> None:
+    def preempt_lower_classes(self, plan: StepPlan) -> None:
         """Have rows give way to waiting requests of higher classes."""
         self.changes.planned()
         if (states := self.ledger.store.states) is not None:
             states.begin_plan()
-        make_room(self.ledger, self.policy, plan)
+        preempt_lower_classes(self.ledger, self.policy, plan)
         self._num_displaced = len(plan.preempted)
 
     def decode(self, plan: StepPlan, limits: StepChoice) -> None:
@@ -116,14 +116,14 @@ class Shard:
         self._held_back = self.decodes.rows_to_hold_back()
         self._in_prefill = self.decodes.schedule(plan, self._held_back, limits.num_drafts)
         has_row = bool(plan.requests or self._held_back)
-        self._beside_decode = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
+        self._decode_waits = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
 
     def fill(self, plan: StepPlan, max_prefill_tokens: int) -> None:
         """Fill the plan with rows in prefill, up to a number of tokens, and with decoding rows held back before."""
         self.prefills.schedule(
             plan,
             self._in_prefill,
-            beside_decode=self._beside_decode,
+            decode_waits=self._decode_waits,
             num_displaced=self._num_displaced,
             max_tokens=max_prefill_tokens,
         )

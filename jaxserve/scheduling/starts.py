@@ -150,12 +150,12 @@ class Starts:
         """Return whether the next plan would pass over a new request because of unfinished prompts."""
         if not self._prompts.unfinished:
             return False
-        left = [(other, share) for other, share in self._prompts.next_shares() if num_remaining(other) - share > 1]
+        left = [(other, chunk) for other, chunk in self._prompts.next_chunks() if num_remaining(other) - chunk > 1]
         if request.read_prefix_cache:
-            computed = ((other, other.num_computed_tokens + share) for other, share in left)
+            computed = ((other, other.num_computed_tokens + chunk) for other, chunk in left)
             if self._prompt_ahead(request, computed) is not None:
                 return True
-        num_long = sum(self._policy.is_long(num_remaining(other) - share) for other, share in left)
+        num_long = sum(self._policy.is_long(num_remaining(other) - chunk) for other, chunk in left)
         max_left = self._policy.max_left_to_start(self._prompts.next_budget_left(), len(left), num_long)
         if request.num_tokens - request.num_shared_tokens <= max_left:
             return False
@@ -211,8 +211,8 @@ class Starts:
         """Start a request whose page behind the cached ones is a copy of those in `copied`, if there are any."""
         ledger = self._ledger
         start = num_last_tokens(request) if copied else self._num_cached_tokens(cached)
-        num_tokens = self._policy.first_share(request.num_tokens - start, self._prompts.budget_left(plan))
-        num_tokens = min(num_tokens, ledger.num_tokens_with_room(cached))
+        num_tokens = self._policy.first_chunk(request.num_tokens - start, self._prompts.budget_left(plan))
+        num_tokens = min(num_tokens, ledger.token_capacity(cached))
         num_pages = ledger.groups.num_blocks(start + num_tokens) * ledger.groups.size
         ledger.store.retain(copied)  # lest the allocation evicts them
         pages = ledger.store.acquire(request, cached, num_pages - len(cached), num_kept)

@@ -232,8 +232,8 @@ class StepTime:
         counts, wall_s = measured[:, 1:5], measured[:, 0]
         typical_s = wall_s
         if self._rates is not None:
-            foretold_s = counts @ np.array(self._rates[:4])
-            typical_s = np.where(foretold_s > 0, foretold_s, wall_s)
+            predicted_s = counts @ np.array(self._rates[:4])
+            typical_s = np.where(predicted_s > 0, predicted_s, wall_s)
         # Relative errors count, by the time foretold: by the time measured, mean rates would be too low.
         decay, kept = _KEPT ** np.arange(len(measured))[::-1], _KEPT ** len(measured)
         weights = (decay / np.maximum(typical_s, 1e-6) ** 2)[:, None] * counts
@@ -269,7 +269,7 @@ class StepTime:
         return self._rates
 
     @property
-    def cached_share(self) -> float:
+    def cached_fraction(self) -> float:
         """Share of prompt tokens that were found in the cache."""
         _, _, num_computed, _, _, num_cached = self._totals.tolist()
         return num_cached / (num_cached + num_computed) if num_cached else 0.0

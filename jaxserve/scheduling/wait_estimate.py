@@ -98,13 +98,13 @@ class OutputLengths:
         return min(max(-math.log1p(-at) * mean, 1.0), float(max(most, 1)))
 
 
-def works_of(requests: Iterable[Request], lengths: OutputLengths, cached_share: Number = 0.0) -> list[Work]:
+def remaining_work(requests: Iterable[Request], lengths: OutputLengths, cached_fraction: Number = 0.0) -> list[Work]:
     """Return the work of requests, whose lengths are spread over the distribution of all.
 
     Args:
         requests: unfinished requests; another thread may be changing them.
         lengths: lengths of outputs.
-        cached_share: share of the prompts of waiting requests that is found in the cache.
+        cached_fraction: share of the prompts of waiting requests that is found in the cache.
     """
     works = []
     for index, request in enumerate(requests):
@@ -113,7 +113,7 @@ def works_of(requests: Iterable[Request], lengths: OutputLengths, cached_share: 
         left = lengths.left(request.max_total_tokens - num_tokens, may_stop=may_stop, at=(index + 0.5) * _GOLDEN % 1)
         num_prompt = float(max(num_tokens - num_held, 1))
         if not num_held:
-            num_prompt = max(num_prompt * (1 - cached_share), 1.0)
+            num_prompt = max(num_prompt * (1 - cached_fraction), 1.0)
         works.append(Work(num_prompt, left, float(num_held)))
     return works
 

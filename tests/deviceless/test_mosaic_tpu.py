@@ -206,7 +206,7 @@ def test_a_decode_step_reads_weights_and_keys_once():
     arch = registry.from_hf_config(LLAMA_8B | {"num_hidden_layers": 2})
     rows, context = 64, 8192
     schedule = ScheduleConfig(rows, 2048, context, 16, num_pages=rows * context // 16)
-    layout = BatchLayout.of(schedule, rows)
+    layout = BatchLayout.from_config(schedule, rows)
 
     def decode(params, state, blob):
         batch, rows = layout.unpack(blob), state.sequences

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.deviceless
 BFLOAT16 = jnp.dtype("bfloat16")
 BACKENDS = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 ROWS, NUM_DRAFTS, MAX_ROUNDS = 16, 4, 4
-TREE = TokenTree.of([(0,) * n for n in range(1, NUM_DRAFTS + 1)] + [(1,), (2,), (0, 1), (1, 0), (0, 0, 1)])
+TREE = TokenTree.from_paths([(0,) * n for n in range(1, NUM_DRAFTS + 1)] + [(1,), (2,), (0, 1), (1, 0), (0, 0, 1)])
 
 
 @pytest.mark.parametrize(
@@ -48,8 +48,8 @@ def test_a_round_of_8b_with_a_draft_of_1b_works_in_place(targets, target, megaby
     draft_arch = dataclasses.replace(draft_arch, one_kv_group=True)
     sizes = (NUM_DRAFTS, draft_arch, arch.vocab_size, schedule, "bfloat16", backend)
     proposer = DraftModel(*sizes, kv_group=0, chunk=256, tree=tree)
-    layout = BatchLayout.of(schedule, ROWS, is_speculative=True)
-    program = make_speculative_step(Model.of(arch, backend=backend), layout, proposer, MAX_ROUNDS)
+    layout = BatchLayout.from_config(schedule, ROWS, is_speculative=True)
+    program = make_speculative_step(Model.from_arch(arch, backend=backend), layout, proposer, MAX_ROUNDS)
     options = {"kv_dtype": BFLOAT16, "backend": backend, "new_draft": proposer.new_state}
     state = abstract_state(arch, schedule, **options)
     is_stacked = chip.platform == "tpu"

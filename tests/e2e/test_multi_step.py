@@ -209,7 +209,7 @@ def test_log_probabilities_of_a_whole_vocabulary_have_room_for_one_step(start: S
         table = engine.replicas[0].executor.programs.table
         shape, (program,) = next((shape, programs) for shape, programs in table.items() if shape.num_rounds > 1)
         layout = engine.replicas[0].executor.packer.layouts[shape.num_tokens, False]
-        words = LogprobLayout.of(engine.config.max_logprobs, engine.arch.vocab_size).num_words
+        words = LogprobLayout.from_sizes(engine.config.max_logprobs, engine.arch.vocab_size).num_words
         step_bytes = 4 * (layout.num_rows + layout.num_tokens) * words
         memory = program.memory_analysis()
         num_bytes.append((memory.output_size_in_bytes - memory.alias_size_in_bytes) / step_bytes)

@@ -88,7 +88,7 @@ class Twin:
         self.runner.state = jax.device_put(before)
         spoilt = upload._replace(blob=self._spoil(upload.blob, bucket))
         handle = launch_upload(self.runner, self.launch, plan, program, spoilt)
-        fields = BatchLayout.of(self.schedule, bucket).blob.views(upload.blob)
+        fields = BatchLayout.from_config(self.schedule, bucket).blob.views(upload.blob)
         num_rows = fields["num_rows"].item()
         live = {"row": num_rows, "token": int(fields["cu_q_lens"][num_rows])}
         self._compare(clean, handle.result(), live)
@@ -97,7 +97,7 @@ class Twin:
 
     def _spoil(self, blob: np.ndarray, bucket: int) -> np.ndarray:
         spoilt = blob.copy()
-        to = BatchLayout.of(self.schedule, bucket).blob.views(spoilt)
+        to = BatchLayout.from_config(self.schedule, bucket).blob.views(spoilt)
         num_rows = to["num_rows"].item()
         num_tokens = int(to["cu_q_lens"][num_rows])
         self.num_padded += bucket - num_tokens
@@ -198,7 +198,7 @@ def test_a_row_that_stops_leaves_the_others_to_go_on(start: Start, monkeypatch: 
 @pytest.mark.parametrize("max_model_len", [64, 4096])
 def test_the_upload_of_a_step_does_not_grow_with_the_length_of_a_sequence(max_model_len: int) -> None:
     sizes = ScheduleConfig(256, 2048, max_model_len, page_size=16, num_pages=10_000)
-    assert BatchLayout.of(sizes, 256).blob.size * 4 < 16 * 1024
+    assert BatchLayout.from_config(sizes, 256).blob.size * 4 < 16 * 1024
 
 
 def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:

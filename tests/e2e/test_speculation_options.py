@@ -54,7 +54,7 @@ def test_bad_options_are_refused(llama: Path, config: Any, match: str) -> None:
     ],
 )
 def test_options_are_read_as_vllm_reads_them(given: dict[str, Any], same: dict[str, Any]) -> None:
-    config = SpeculationConfig.of(given)
+    config = SpeculationConfig.from_value(given)
     assert config is not None
     assert {name: getattr(config, name) for name in same} == same
 

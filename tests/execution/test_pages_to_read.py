@@ -37,7 +37,7 @@ class Session:
     """Rows of a model whose steps are run by hand."""
 
     def __init__(self, arch: ArchConfig, params: Params, backend: str) -> None:
-        self.params, self.model = params, Model.of(arch, backend=backend)
+        self.params, self.model = params, Model.from_arch(arch, backend=backend)
         state = new_state(arch, SCHEDULE, kv_dtype=jnp.float32, backend=backend)
         table = np.random.default_rng(0).permutation(R * MAX_PAGES).reshape(R, MAX_PAGES)
         self.state = dataclasses.replace(

@@ -22,10 +22,10 @@ R = 8
 def step_bytes(arch: ArchConfig, page_size: int) -> float:
     """Return XLA's count for a decode step of R rows; it leaves out what the native kernels read and write."""
     schedule = ScheduleConfig(R, 64, 4096, page_size, 160, windows=arch.kv_windows)
-    layout = BatchLayout.of(schedule, R)
+    layout = BatchLayout.from_config(schedule, R)
     state = abstract_state(arch, schedule, kv_dtype=jnp.float32, backend="native")
     blob = jax.ShapeDtypeStruct((layout.blob.size,), jnp.int32)
-    step = make_serve_step(Model.of(arch, backend="native"), layout)
+    step = make_serve_step(Model.from_arch(arch, backend="native"), layout)
     program = jax.jit(step, donate_argnums=1, compiler_options=known_options(step_options("cpu")))
     compiled = program.lower(abstract_params(arch, jnp.dtype("float32")), state, blob).compile()
     return float(compiled.cost_analysis()["bytes accessed"])

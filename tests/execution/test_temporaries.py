@@ -58,7 +58,7 @@ def draft_model(arch: ArchConfig, schedule: ScheduleConfig, dtype: str) -> tuple
     """Return a draft model of the same sizes, whose matrices are bfloat16."""
     own = dataclasses.replace(arch, one_kv_group=True)
     params = abstract_params(own, jnp.dtype(dtype), matrix_dtype=jnp.dtype("bfloat16"), native=True)
-    sizes = (NUM_DRAFTS, own, arch.vocab_size, schedule.of_programs, dtype, attention(dtype))
+    sizes = (NUM_DRAFTS, own, arch.vocab_size, schedule.program_config, dtype, attention(dtype))
     return DraftModel(*sizes, kv_group=0, chunk=16), params
 
 

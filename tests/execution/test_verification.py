@@ -55,8 +55,8 @@ def test_verification_reads_the_weights_once() -> None:
     schedule = ScheduleConfig(R, 64, 64, 4, 160)
     params = abstract_params(arch, jnp.dtype("float32"))
     state = abstract_state(arch, schedule, kv_dtype=jnp.float32, backend="xla")
-    model = Model.of(arch, backend="xla")
-    layout = BatchLayout.of(schedule, R)
+    model = Model.from_arch(arch, backend="xla")
+    layout = BatchLayout.from_config(schedule, R)
 
     def plain(params, state, blob):
         return plain_round(params, state, layout.unpack(blob), jnp.int32(0), model)
@@ -85,8 +85,8 @@ def test_memory_kept_free_holds_the_logits_of_all_drafted_tokens() -> None:
     schedule = ScheduleConfig(num_rows, 64, 64, 4, 160, max_drafts=K)
     draft_arch = replace(arch, one_kv_group=True)
     proposer = DraftModel(K, draft_arch, arch.vocab_size, schedule, "float32", "xla", kv_group=0, chunk=64)
-    layout = BatchLayout.of(schedule, num_rows, is_speculative=True)
-    program = make_speculative_step(Model.of(arch, backend="xla"), layout, proposer, 2)
+    layout = BatchLayout.from_config(schedule, num_rows, is_speculative=True)
+    program = make_speculative_step(Model.from_arch(arch, backend="xla"), layout, proposer, 2)
     state = abstract_state(arch, schedule, kv_dtype=jnp.float32, backend="xla", new_draft=proposer.new_state)
     params = (abstract_params(arch, jnp.dtype("float32")),) * 2
     blob = jax.ShapeDtypeStruct((layout.blob.size,), jnp.int32)
@@ -122,7 +122,7 @@ def test_a_draft_model_computes_no_node_of_a_tree_that_a_sequence_has_no_page_fo
     """Behind its pages lie those of others, and behind the page table anything."""
     arch = replace(registry.from_hf_config(hf_dict("llama")), one_kv_group=True)
     schedule, paths = ScheduleConfig(R, 64, 64, 4, 16), [(0,) * n for n in range(1, K + 1)]
-    tree = TokenTree.of([*paths, *((1, *path) for path in ((), *paths[:-1])), (2,), (3,)])
+    tree = TokenTree.from_paths([*paths, *((1, *path) for path in ((), *paths[:-1])), (2,), (3,)])
     proposer = DraftModel(K, arch, arch.vocab_size, schedule, "float32", "xla", kv_group=0, chunk=64, tree=tree)
     state = new_state(arch, schedule, kv_dtype=jnp.float32, backend="xla", new_draft=proposer.new_state)
     max_len, left = jnp.full(R, 64), jnp.array([1, 2, 3, 4, 5, 6, 12, 40])  # tokens that each may have yet

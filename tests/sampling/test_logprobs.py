@@ -27,7 +27,7 @@ def test_matches_log_softmax(scale, num_top):
     logits = rng.normal(scale=scale, size=(33, 1000)).astype(np.float32)
     token_ids = rng.integers(0, 1000, 33)
     packed = pack(logits, token_ids.astype(np.int32), num_top)
-    layout = LogprobLayout.of(num_top, 1000)
+    layout = LogprobLayout.from_sizes(num_top, 1000)
     assert packed.shape == (33, layout.num_words)
     out = layout.unpack(np.asarray(packed))
     expected = torch.log_softmax(torch.from_numpy(logits).double(), -1)
@@ -60,8 +60,8 @@ def test_the_best_tokens_are_consistent_with_single_ones():
 
 
 def test_a_small_vocabulary_is_sent_whole():
-    layout = LogprobLayout.of(NUM_TOP, 7)
-    assert layout == LogprobLayout.of(-1, 7) == LogprobLayout.of(7, 7)
+    layout = LogprobLayout.from_sizes(NUM_TOP, 7)
+    assert layout == LogprobLayout.from_sizes(-1, 7) == LogprobLayout.from_sizes(7, 7)
     out = compute(np.zeros((2, 7), np.float32), np.zeros(2, np.int32), layout.num_top)
     assert out.top_ids.shape == (2, 0)
     np.testing.assert_allclose(out.top_logprobs, np.full((2, 7), -np.log(7)), rtol=1e-6)

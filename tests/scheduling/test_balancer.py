@@ -132,7 +132,7 @@ class Cluster:
         self.balancer.add(requests)
 
     def step(self, is_slow=lambda: False):
-        self.balancer.place()
+        self.balancer.dispatch()
         for replica in self.replicas:
             if not (is_slow() and replica.in_flight):
                 replica.step()
@@ -191,7 +191,7 @@ def test_no_replica_idles_while_a_request_waits_that_it_could_start(seed, depth)
             cluster.add(new)
         cluster.step(lambda: rng.random() < 0.3)
         if index % 10 == 9:
-            cluster.balancer.place()
+            cluster.balancer.dispatch()
             idle = [replica for replica in cluster.replicas if not replica.scheduler.has_unfinished()]
             assert not idle or not cluster.balancer.num_queued
     cluster.drain()
@@ -215,7 +215,7 @@ def test_a_reset_cache_attracts_nobody():
     (warm,) = [replica for replica in cluster.replicas if replica.plans]
     for is_reset in (False, True):
         cluster.add([make_request(f"other {is_reset}", [9, 9], 2)])
-        balancer.place()
+        balancer.dispatch()
         route = balancer._router.choose(balancer._prefix(request))
         assert route.num_shared_tokens == (0 if is_reset else 96)
         assert is_reset or cluster.replicas[route.replica] is warm
@@ -235,7 +235,7 @@ def test_a_request_costs_its_router_the_same_however_many_rows_run():
             ledger.running = CountedDict(ledger.running)
         CountedDict.num_lookups = 0
         cluster.add([make_request("new", [9, 9], 2)])
-        cluster.balancer.place()
+        cluster.balancer.dispatch()
         looks.append(CountedDict.num_lookups)
     assert looks == [0, 0]
 
@@ -297,10 +297,10 @@ def test_what_is_taken_back_has_cost_nothing():
     balancer = Balancer([SimulatedReplica(make_scheduler(max_num_seqs=1)) for _ in range(2)], {})
     requests = [make_request(str(index), [index] * 8, 4, arrival=index) for index in range(2)]
     balancer.add(requests)
-    balancer.place()
+    balancer.dispatch()
     assert counter_of(balancer._queue, requests[0]) == 16
     returned = balancer._take_back([0, 1])
     assert [request.request_id for request in returned] == ["0", "1"] == [each.request_id for each in balancer.queued]
     assert counter_of(balancer._queue, requests[0]) == 0
-    balancer.place()
+    balancer.dispatch()
     balancer.check_integrity(["0", "1"])

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.api.config import MAX_STEPS, EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.scheduling.pacer import DISPATCH_S, PLAIN, PROBE_SHARE, Pacer
+from jaxserve.scheduling.pacer import DISPATCH_S, PLAIN, PROBE_FRACTION, Pacer
 from jaxserve.scheduling.step_plan import StepShape
 from jaxserve.scheduling.step_time import SEVERAL, SINGLE, STRETCH, StepTime
 
@@ -67,7 +67,7 @@ def test_the_other_way_is_tried_again_from_time_to_time(multi_step_s):
     started, lengths = clock.now, clock.run(20_000)
     others = sum(length for length in lengths if (length == 1) == (multi_step_s < 0.002))
     lost = others * abs(multi_step_s - 0.002) / (clock.now - started)
-    assert 0.5 * PROBE_SHARE[PLAIN] < lost < 1.2 * PROBE_SHARE[PLAIN]
+    assert 0.5 * PROBE_FRACTION[PLAIN] < lost < 1.2 * PROBE_FRACTION[PLAIN]
 
 
 @pytest.mark.parametrize("better", ["single", "multi_step"])

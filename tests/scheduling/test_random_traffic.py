@@ -30,7 +30,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         max_num_seqs=st.integers(1, 6),
         more_budget=st.just(0) | st.integers(0, 24),
-        prefill_share=st.integers(1, 6),
+        reserved_prefill_tokens=st.integers(1, 6),
         max_unfinished=st.integers(1, 3),
         max_long=st.integers(1, 3),
         long_threshold=st.integers(1, 24),
@@ -63,9 +63,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         **policy_numbers,
     ):
         budget = max_num_seqs + more_budget
-        policy_numbers["prefill_share"] = max(1, min(policy_numbers["prefill_share"], budget // 2))
+        policy_numbers["reserved_prefill_tokens"] = max(1, min(policy_numbers["reserved_prefill_tokens"], budget // 2))
         policy_numbers["max_long"] = min(policy_numbers["max_long"], policy_numbers["max_unfinished"])
-        self.policy = dataclasses.replace(Policy.of(budget), **policy_numbers)
+        self.policy = dataclasses.replace(Policy.from_options(budget), **policy_numbers)
         sizes = (max_num_seqs, budget, page_size, num_pages * len(windows))
         if num_snapshots is not None:  # states cannot go back
             max_drafts = num_spare_tokens = 0
@@ -185,7 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not plan.is_split or (self.loop.may_split and not prefills and not plan.num_prefill_tokens)
             decodes = with_late if plan.is_split else decodes
             self.check_plan(plan, decodes, [request for request in prefills if request not in preempted], num_left)
-            self.check_prefills(plan, num_left, beside_decode=bool(set(others) - set(preempted)))
+            self.check_prefills(plan, num_left, decode_waits=bool(set(others) - set(preempted)))
         self.waiting = preempted[::-1] + self.waiting
         return plan
 
@@ -214,7 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if plan.num_steps > 1 or plan.num_drafts:
             self.check_several_steps(plan, decodes)
         lacks_pages = any(
-            request not in rows or rows[request].num_tokens < self.policy.first_share(num_left[request], 1000)
+            request not in rows or rows[request].num_tokens < self.policy.first_chunk(num_left[request], 1000)
             for request in prefills
         )
         admitted = [row.request for row in rows_of(plan) if row.admitted]
@@ -238,7 +238,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not lacks_pages and not long and not any(r.num_tokens - r.num_computed_tokens > 1 for r in unfinished):
                 self.check_head_must_wait(self.waiting[0], plan)
 
-    def check_prefills(self, plan, num_left, *, beside_decode):
+    def check_prefills(self, plan, num_left, *, decode_waits):
         """Check the share of prompts in a plan: no long one too much beside rows in decode, otherwise all there is."""
         rows = {row.request: row for row in rows_of(plan)}
         left_before = {row.request: row.request.num_tokens - row.start - (row.max_new > 0) for row in rows.values()}
@@ -257,8 +257,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_kept += self.scheduler.shards[0].ledger.num_pages_kept(request)  # pages kept from younger prompts
             num_tokens = rows[request].num_tokens if request in rows else 0
             long = self.policy.is_long(left_before.get(request, 0))
-            assert not (long and beside_decode) or num_tokens <= self.policy.long_chunk
-            has_all = long and beside_decode and num_tokens == self.policy.long_chunk
+            assert not (long and decode_waits) or num_tokens <= self.policy.long_chunk
+            has_all = long and decode_waits and num_tokens == self.policy.long_chunk
             if plan.num_tokens < self.scheduler.sizes.max_num_batched_tokens:
                 assert has_all or not has_pages or not num_tokens, "tokens were left over"
 
@@ -266,12 +266,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         rows = {row.request: row for row in rows_of(plan)}
         missing = [request for request in decodes if request not in rows]
         budget = self.scheduler.sizes.max_num_batched_tokens
-        if len(decodes) + len(plan.preempted) <= budget - self.policy.prefill_share:
+        if len(decodes) + len(plan.preempted) <= budget - self.policy.reserved_prefill_tokens:
             assert plan.requests[: len(decodes)] == decodes, "a row in decode missed a step"
         if missing:
             no_page_left = plan.num_pages_used + self.groups.size > self.scheduler.sizes.num_pages
             assert not budget_left or no_page_left, "a row in decode missed a step for nothing"
-            assert plan.num_prefill_tokens <= self.policy.prefill_share or no_page_left
+            assert plan.num_prefill_tokens <= self.policy.reserved_prefill_tokens or no_page_left
         assert all(rows[request].num_tokens == 1 for request in decodes if request in rows)
         assert plan.num_decode_tokens == len(decodes) - len(missing)
 

@@ -24,7 +24,7 @@ from tests.random_runs import examples
 
 def prefix_of(*blocks: int) -> Prefix:
     """Return the leading parts of a prompt in blocks of 16 tokens."""
-    return Prefix.of([repr(blocks[: depth + 1]).encode() for depth in range(len(blocks))], 16)
+    return Prefix.from_hashes([repr(blocks[: depth + 1]).encode() for depth in range(len(blocks))], 16)
 
 
 def new_router(*loads: int) -> Router:
@@ -40,7 +40,7 @@ def test_depths_are_few_and_dense() -> None:
     for num_blocks in range(40):
         depths = sample_depths(num_blocks)
         expected = [16 * depth for depth in depths], [bytes([depth - 1]) for depth in depths]
-        assert tuple(map(list, Prefix.of([bytes([block]) for block in range(num_blocks)], 16))) == expected
+        assert tuple(map(list, Prefix.from_hashes([bytes([block]) for block in range(num_blocks)], 16))) == expected
     for num_blocks in range(1, 5000):
         depths = sample_depths(num_blocks)
         assert depths[-1] == num_blocks

@@ -125,7 +125,7 @@ def test_a_lone_prompt_has_the_budget_of_one_shard() -> None:
     def estimates(num_shards: int) -> tuple[float, Any, Any]:
         sizes = (4 * num_shards, 64 * num_shards, 8192, 16, 1000 * num_shards)
         scheduler = Scheduler(ScheduleConfig(*sizes, num_data_shards=num_shards))
-        step_time = SimpleNamespace(rates=lambda: RATES, cached_share=0.0)
+        step_time = SimpleNamespace(rates=lambda: RATES, cached_fraction=0.0)
         replica = SimpleNamespace(scheduler=scheduler, step_stats=SimpleNamespace(step_time=step_time))
         core: Any = SimpleNamespace(replicas=[replica], queued=[], inbox=[])
         backlog = Backlog(core)
@@ -190,7 +190,7 @@ def test_times_of_steps_are_found_again() -> None:
     for step in [(0, 10), (0, 50), (100, 20), (400, 20)]:
         assert rates.step_s(*step) == pytest.approx(true.step_s(*step), rel=0.25)
     assert min(rates) >= 0
-    assert step_time.cached_share == pytest.approx(0.5)
+    assert step_time.cached_fraction == pytest.approx(0.5)
 
 
 def test_lengths_of_outputs_are_found_again() -> None:

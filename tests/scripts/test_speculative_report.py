@@ -41,7 +41,7 @@ def test_report_shows_every_proposer_and_that_a_random_draft_fails(tmp_path: Pat
 
 
 def test_expectation_of_a_tree_sums_the_products_of_its_paths() -> None:
-    tree = TokenTree.of([(0,), (1,), (0, 0), (0, 1), (1, 0)])
+    tree = TokenTree.from_paths([(0,), (1,), (0, 0), (0, 1), (1, 0)])
     assert expected_of_tree(tree, [[0.5, 0.2], [0.6, 0.1]]) == pytest.approx([1, 1.7, 1.7 + 0.5 * 0.7 + 0.2 * 0.6])
 
 
@@ -49,7 +49,7 @@ def test_chain_has_the_expectation_of_a_tree_with_one_child_each() -> None:
     """Two rounds of 2 and 3 tokens, of which 2 and 0 are accepted: 2 of the 3 tokens that were looked at."""
     drafts = [(2, 2, 3), (3, 0, 1)]
     chain = theory(drafts)
-    tree = theory(drafts, TokenTree.of([(0,), (0, 0), (0, 0, 0)]), [[chain["p"]]] * 3)
+    tree = theory(drafts, TokenTree.from_paths([(0,), (0, 0), (0, 0, 0)]), [[chain["p"]]] * 3)
     assert chain["p"] == pytest.approx(2 / 3)
     assert chain["expected"] == pytest.approx(((1 - (2 / 3) ** 3) + (1 - (2 / 3) ** 4)) / (1 / 3) / 2)
     assert (tree["expected"], tree["ratio"]) == pytest.approx((chain["expected"], chain["ratio"]))

@@ -145,7 +145,7 @@ def test_an_iteration_has_the_tokens_that_requests_get_in_it(server: Running) ->
 
 def test_tokens_of_experts_are_summed_over_layers(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "jaxserve:expert_tokens" not in families(server), "which are not counted"
-    monkeypatch.setattr(server.engine.stats, "expert_tokens", LayerCounts.of([(3, 0, 5), (1, 7, 0)]))
+    monkeypatch.setattr(server.engine.stats, "expert_tokens", LayerCounts.from_rows([(3, 0, 5), (1, 7, 0)]))
     assert [values(server, "jaxserve:expert_tokens_total", expert=str(n)) for n in range(3)] == [4, 7, 5]
 
 

@@ -53,7 +53,7 @@ class LogprobLayout:
     vocab_size: int
 
     @staticmethod
-    def of(max_logprobs: int, vocab_size: int) -> "LogprobLayout":
+    def from_sizes(max_logprobs: int, vocab_size: int) -> "LogprobLayout":
         """Return the layout for EngineConfig.max_logprobs; -1, or more than the vocabulary, stands for all tokens."""
         num_top = vocab_size if max_logprobs < 0 else min(max(max_logprobs, 1), vocab_size)
         return LogprobLayout(num_top, vocab_size)

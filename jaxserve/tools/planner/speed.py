@@ -50,7 +50,7 @@ class Roofline:
 
     def ttft_ms(self, prompt_tokens: int) -> float:
         """Return the time of all prefill steps of a prompt that runs alone."""
-        budget = self.schedule.of_shard.max_num_batched_tokens
+        budget = self.schedule.shard_config.max_num_batched_tokens
         starts = range(0, prompt_tokens, budget)
         return sum(self.step_ms([start], [min(budget, prompt_tokens - start)]) for start in starts)
 
