@@ -52,7 +52,6 @@ NOT_YET = {
     "jaxserve/layers/weight_formats",
     "jaxserve/tools/quantizer",
     "jaxserve/execution/sampling",
-    "jaxserve/scheduling",
     "jaxserve/server",
     "jaxserve/server/batches",
     "jaxserve/spec_decode",

@@ -1,4 +1,4 @@
-"""Admission: whether a shard could start a request now, and what it has to do before."""
+"""Admission: whether a shard could start a request now."""
 
 import sys
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from jaxserve.scheduling.starts import Starts
 
 @dataclass(slots=True)
 class Changes:
-    """Changes of what `Admission` answers, but for requests that were added, since their balancer has looked.
+    """Changes in the answers of `Admission` since its balancer last looked, apart from added requests.
 
     Attributes:
-        was_planned: True if a plan was asked for.
-        has_lost_cache: True if all cached pages were lost.
-        changed: indices of targets with changes.
+        was_planned: True if a plan was requested.
+        has_lost_cache: True if all cached pages were dropped.
+        changed: indices of changed targets.
         index: index of this target.
     """
 
@@ -28,31 +28,30 @@ class Changes:
     index: int = 0
 
     def note(self) -> None:
-        """Note some change."""
         self.changed.add(self.index)
 
     def planned(self) -> None:
-        """Note that a plan was asked for."""
+        """Note that a plan was requested."""
         self.was_planned = True
         self.changed.add(self.index)
 
     def lost_cache(self) -> None:
-        """Note that nothing is cached any more."""
+        """Note that all cached pages were dropped."""
         self.has_lost_cache = True
         self.note()
 
 
 class Admission:
-    """Answers to a balancer, from the state of a shard, which they only read.
+    """Read-only answers to a balancer, from the state of a shard.
 
     Args:
-        ledger: requests and pages of the shard.
-        prompts: its unfinished prompts.
-        starts: start of its requests.
-        changes: changes of the shard.
+        ledger: requests and pages.
+        prompts: unfinished prompts.
+        starts: starter of waiting requests.
+        changes: changes to report.
 
     Attributes:
-        changes: changes of the shard.
+        changes: changes to report.
     """
 
     def __init__(self, ledger: Ledger, prompts: Prompts, starts: Starts, changes: Changes) -> None:
@@ -60,47 +59,46 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without pages and slot."""
+        """Number of requests without pages and slot."""
         return len(self._ledger.waiting)
 
     @property
     def is_idle(self) -> bool:
-        """True if there are no requests."""
         return not (self._ledger.running or self._ledger.waiting)
 
     @property
     def load(self) -> int:
-        """Tokens to compute before those of a request added now, and a charge for every request."""
+        """Tokens to compute before a request added now, plus a charge per request."""
         ledger, num_running = self._ledger, len(self._ledger.running)
         num_tokens = num_running + ledger.num_prefill_tokens + ledger.num_waiting_tokens
         return num_tokens + ROW_CHARGE_TOKENS * (num_running + len(ledger.waiting))
 
     def is_open(self, priority: int = sys.maxsize) -> bool:
-        """Return whether the next plan could start some request of a class behind those that wait."""
+        """Return whether the next plan could start any request of this class after the waiting ones."""
         ledger = self._ledger
         may_displace = bool(ledger.running) and ledger.lowest_priority > priority
         return may_displace or self._num_pages_left() >= ledger.groups.size
 
     def could_start(self, request: Request) -> Start:
-        """Return whether the next plan could start a request behind those that wait.
+        """Return whether the next plan could start a request after the waiting ones.
 
-        Rows in decode that need a page in that plan may still take pages that count as free.
+        Decoding rows that need a page in that plan may still take pages counted as free here.
         """
         ledger, num_left = self._ledger, self._num_pages_left()
         if self._starts.would_skip(request):
             return Start.LATER
-        if ledger.groups.num_blocks(request.num_tokens) * ledger.groups.size <= num_left:  # whatever of it is cached
+        if ledger.groups.num_blocks(request.num_tokens) * ledger.groups.size <= num_left:  # even with nothing cached
             return Start.NOW
         fits = num_left > 0 and ledger.num_pages_taken(request, request.num_shared_tokens) <= num_left
         return Start.NOW if fits or self._could_preempt(request) else Start.FULL
 
     def prefix(self, request: Request) -> Prefix:
-        """Return the sampled prefixes of a request that others may share with it."""
+        """Return the sampled prefixes that other requests may share."""
         page_size = self._ledger.page_size
         return Prefix.from_hashes(self._ledger.store.hashes(request), page_size, (request.num_known_tokens - 1) // page_size)
 
     def _num_pages_left(self) -> int:
-        """Pages left for newcomers behind those that wait; 0 if there is no slot or no token left."""
+        """Return the pages left for newcomers after the waiting requests; 0 without a free slot or token."""
         ledger = self._ledger
         has_slot = len(ledger.waiting) < len(ledger.free_slots)
         if not has_slot or ledger.num_waiting_tokens >= self._prompts.next_budget_left():
@@ -108,7 +106,7 @@ class Admission:
         return ledger.num_available - self._prompts.num_pages_kept - ledger.num_waiting_pages
 
     def _could_preempt(self, request: Request) -> bool:
-        """Return whether rows of lower classes would give way to a request behind those of its class that wait."""
+        """Return whether preempting lower classes would fit the request after the waiting ones of its class."""
         ledger = self._ledger
         if not ledger.running or ledger.lowest_priority <= request.priority:
             return False

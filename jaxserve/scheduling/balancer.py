@@ -1,4 +1,4 @@
-"""Balancer: the queue before several targets, replicas or shards, which chooses one for each request."""
+"""Balancer: the queue before several targets (replicas or shards), which chooses a target for each request."""
 
 from __future__ import annotations
 
@@ -14,66 +14,65 @@ from jaxserve.scheduling.waiting import WaitingQueue
 
 @runtime_checkable
 class Target(Protocol):
-    """Where requests are queued, start and run: a replica, or a shard of its rows."""
+    """A replica or a shard, which queues and runs requests."""
 
     @property
     def admission(self) -> Admission:
-        """Answers to whether requests could start."""
+        """Interface to ask whether requests could start."""
 
     @property
     def load(self) -> int:
-        """Tokens to compute before those of a request added now."""
+        """Tokens to compute before a request added now."""
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
+    def add(self, request: Request) -> None: ...
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request if it has not ended already."""
+        """End a request unless it has ended already."""
 
     def withdraw(self) -> list[Request]:
-        """Hand back the requests that wait, as far as all their tokens are known, in their order."""
+        """Remove and return, in order, the waiting requests whose tokens are all known."""
 
 
 class Balancer:
-    """Queue before targets that gives a request to one when that can start it at once.
+    """Queue that gives a request to a target once the target can start it immediately.
 
-    There is nothing to choose before a single target: it gets all requests, whose order it decides itself.
+    A single target leaves no choice: it gets all requests immediately and orders them itself.
 
-    The router chooses the target. If that is closed, because it holds a prefix whose computing costs more than the
-    wait, or because it would start other requests first, the request stays in the queue and later ones are routed, a
-    bounded number of times. No target is idle while a request waits that it could start: requests that a target did not
-    start after all, or had to preempt, come back to the queue, and an idle target takes requests that wait for others.
+    The router chooses the target. If that target is closed, because it holds a prefix that costs more to recompute than
+    to wait for, or because it would start other requests first, the request stays queued and later ones are routed, up
+    to a limit. No target idles while it could start a queued request: requests that a target did not start, or
+    preempted, return to the queue, and an idle target takes requests that wait for other targets.
 
-    The queue has the order of one target's: by class, and inside a class by what tenants have got. A request of a class
-    above others does not wait for a prefix, as rows of those could give way to it elsewhere.
+    The queue is ordered like a single target's: by class, then by the service that tenants have received. A request of
+    a higher class than others does not wait for a prefix, because it could preempt their rows on another target.
 
     Args:
-        targets: replicas of one model and one configuration, or shards of equal sizes.
-        weights: weights of tenants; 1 for others.
+        targets: replicas with one model and configuration, or shards with equal sizes.
+        weights: weights by tenant; 1 for others.
 
     Attributes:
-        num_queued_tokens: tokens to compute of requests in no target.
-        num_deferred: requests that wait for a target which has their prefix.
+        num_queued_tokens: number of uncomputed tokens in queued requests.
+        num_deferred: requests that wait for a target with their prefix.
     """
 
     def __init__(self, targets: Sequence[Target], weights: Mapping[str, float]) -> None:
         self._targets, self._weights = targets, weights
         self._has_choice = len(targets) > 1
-        self._changed: set[int] = set()  # targets whose state the router does not know
+        self._changed: set[int] = set()  # targets whose state the router has not seen
         if self._has_choice:
             for index, target in enumerate(targets):
                 target.admission.changes.changed, target.admission.changes.index = self._changed, index
         self.restart()
 
     def restart(self) -> None:
-        """Forget all requests, whatever a failure has left of them."""
+        """Forget all requests, even after a failure."""
         count = len(self._targets)
         self._router = Router(count)
         self._target_of: dict[str, int] = {}  # keyed by request id
-        self._bound: dict[str, Request] = {}  # requests that were chosen a target for, by id
+        self._bound: dict[str, Request] = {}  # requests assigned by the router, by id
         self._queue = WaitingQueue(self._weights, self._bound)
         self.num_queued_tokens = 0
-        self._prefixes: dict[str, Prefix] = {}  # prefixes of queued requests that were routed, by request id
+        self._prefixes: dict[str, Prefix] = {}  # prefixes of routed requests in the queue, by request id
         self._idle = dict.fromkeys(range(count))  # targets without requests
         self._with_waiting: dict[int, None] = {}  # targets with waiting requests
         self._changed.update(range(count))
@@ -81,16 +80,16 @@ class Balancer:
 
     @property
     def num_queued(self) -> int:
-        """Number of requests in no target."""
+        """Number of requests without a target."""
         return len(self._queue)
 
     @property
     def queued(self) -> list[Request]:
-        """Requests in no target, by class and by tenant."""
+        """Requests without a target, by class and by tenant."""
         return list(self._queue)
 
     def locate(self, request: Request) -> int:
-        """Return the index of the target that has a request; one that is queued is given to the first."""
+        """Return the index of a request's target; give a queued request to the first."""
         if request in self._queue:
             request.num_shared_tokens = 0
             self.bind(request, 0)
@@ -98,11 +97,11 @@ class Balancer:
         return self._target_of[request.request_id]
 
     def ids_on(self, index: int) -> list[str]:
-        """Return the ids of the requests in a target."""
+        """Return the ids of the requests on a target."""
         return [request_id for request_id, other in self._target_of.items() if other == index]
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Queue new requests, for which every target is large enough."""
+        """Queue new requests; every target is large enough for them."""
         for request in requests:
             if self._has_choice:
                 self._queue.append(request)
@@ -121,11 +120,11 @@ class Balancer:
         if reason is not None:
             if index is not None:
                 self._targets[index].finish(request, reason)
-            if request.status is not RequestStatus.FINISHED:  # no target knows it
+            if request.status is not RequestStatus.FINISHED:  # no target has it
                 request.status, request.finish_reason = RequestStatus.FINISHED, reason
 
     def lose(self, index: int) -> list[str]:
-        """Forget the requests of a target, which has lost them; return their ids."""
+        """Forget the requests that a target has lost; return their ids."""
         lost = self.ids_on(index)
         for request_id in lost:
             del self._target_of[request_id]
@@ -134,7 +133,7 @@ class Balancer:
         return lost
 
     def dispatch(self) -> None:
-        """Give requests, in their order, to targets that could start them now."""
+        """Give queued requests, in order, to targets that could start them now."""
         if not self._has_choice:
             return
         self._give_to_idle(self._look())
@@ -142,13 +141,13 @@ class Balancer:
             self._give_to_idle(self._route())
 
     def bind(self, request: Request, index: int) -> None:
-        """Give a queued request to a target, which will have its prefix."""
+        """Give a queued request to a target, which will then hold its prefix."""
         self._queue.started(request, request.num_shared_tokens)
         self._bound[request.request_id] = request
         self._give(request, index)
         self._router.note(index, self._prefix(request))
         del self._prefixes[request.request_id]
-        self._note(index, is_open=True)  # `could_start` says whether it still is
+        self._note(index, is_open=True)  # `could_start` decides whether it is still open
 
     def _dequeue(self, request: Request) -> None:
         self._queue.remove(request)
@@ -159,9 +158,9 @@ class Balancer:
         self._targets[index].add(request)
 
     def _look(self) -> list[Request]:
-        """Note what has changed; return requests taken back, which targets did not start or, if any is idle, will not.
+        """Note changes; return requests taken back because a target did not start them or because another one is idle.
 
-        A plan made since the last look has passed over all that waits.
+        A plan made since the last look has skipped all waiting requests.
         """
         overdue: list[int] = []
         for index in sorted(self._changed):
@@ -178,7 +177,7 @@ class Balancer:
         return self._take_back(list(indices)) if indices else []
 
     def _note(self, index: int, *, is_open: bool) -> None:
-        """Report the load of a target to the router, and note whether it has requests and whether any waits."""
+        """Report a target's load to the router; note whether it is idle and whether requests wait there."""
         target = self._targets[index]
         admission = target.admission
         self._router.set_load(index, target.load, is_open=is_open)
@@ -192,7 +191,7 @@ class Balancer:
             self._with_waiting.pop(index, None)
 
     def _take_back(self, indices: Sequence[int]) -> list[Request]:
-        """Take back what waits in some targets; return it in the order of the queue."""
+        """Take waiting requests back from some targets; return them in queue order."""
         returned: list[Request] = []
         for index in indices:
             withdrawn = self._targets[index].withdraw()
@@ -207,7 +206,7 @@ class Balancer:
         return returned
 
     def _route(self) -> list[Request]:
-        """Bind queued requests until no target is open; return those that wait for one that has their prefix."""
+        """Assign queued requests until no target is open; return those that wait for a target with their prefix."""
         queue, bound, waiting = self._queue, [], []
         has_classes = queue.num_classes > 1
         if has_classes:
@@ -235,12 +234,12 @@ class Balancer:
     def _could_start(self, request: Request, route: Route) -> Start:
         request.num_shared_tokens = route.num_shared_tokens
         answer = self._targets[route.replica].admission.could_start(request)
-        if answer is Start.FULL:  # another request may fit when we look next
+        if answer is Start.FULL:  # a smaller request may fit at the next look
             self._changed.add(route.replica)
         return answer
 
     def _give_to_idle(self, requests: Sequence[Request]) -> None:
-        """Bind queued requests to idle targets, one to each, wherever their prefixes are."""
+        """Give one queued request to each idle target, wherever its prefix is."""
         if not requests:
             return
         for index, request in zip(list(self._idle), requests, strict=False):
@@ -258,7 +257,7 @@ class Balancer:
         return self._prefix(request) if request.read_prefix_cache else NO_PREFIX
 
     def check_integrity(self, unfinished: Iterable[str]) -> None:
-        """Raise AssertionError unless each of these requests is either queued or in a target."""
+        """Raise AssertionError unless each of these requests is either queued or on a target."""
         queued = {request.request_id for request in self._queue}
         assert set(unfinished) == self._target_of.keys() | queued
         assert not self._target_of.keys() & queued

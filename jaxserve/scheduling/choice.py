@@ -1,4 +1,4 @@
-"""StepChoice: limits of the next plan, as the chooser decides them, the scheduler takes them and the log has them."""
+"""StepChoice: limits of the next plan, as chosen by the step chooser, applied by the scheduler and logged."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 
 class Timing(NamedTuple):
-    """Times that a plan depends on.
+    """Predicted times that a plan depends on.
 
     Attributes:
-        starts_s: time at which the device will begin with it.
-        prefill_step_s: time of a step with prompt tokens, before it computes any.
-        prefill_token_s: time of a prompt token.
-        decode_token_s: time of a row in decode.
+        starts_s: time at which the device will start the step.
+        prefill_step_s: fixed time of a step with prompt tokens.
+        prefill_token_s: time per prompt token.
+        decode_token_s: time per decoding row.
     """
 
     starts_s: float
@@ -23,15 +23,15 @@ class Timing(NamedTuple):
 
 
 class StepChoice(NamedTuple):
-    """Limits of the next plan. Which tokens come of it does not depend on them.
+    """Limits of the next plan. The sampled tokens do not depend on them.
 
     Attributes:
         max_steps: maximum steps, or rounds with drafts.
-        num_drafts: tokens to draft by slot, if all rows are in decode; empty for a plan without drafts. If they do not
-            fit, the plan has one step.
-        timing: times by which rows in decode get their tokens in time; None without targets, or before steps were
-            measured.
-        may_split: True if a plan of one step without drafts may be split for rows that wait for tokens.
+        num_drafts: number of tokens to draft by slot, if all rows are decoding; empty for a plan without drafts. If the
+            drafts do not fit, the plan has one step.
+        timing: times that decide how many prompt tokens fit before the next deadline; None without targets, or before
+            steps were measured.
+        may_split: True if a one-step plan without drafts may be split into two programs for rows that wait for tokens.
     """
 
     max_steps: int = 1

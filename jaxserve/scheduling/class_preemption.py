@@ -1,10 +1,10 @@
 """Preemption for requests of a higher class, before a plan has any rows.
 
-A waiting request whose class is above that of running ones does not wait for them: where slots or pages are full, the
-last admitted of the lowest class gives way, then the next, until the request can start in the plan that is being made.
-A victim loses no tokens. It goes to the head of its tenant's queue, its full pages stay in the prefix cache as long as
-nobody needs them, and it is computed again from there. Nobody gives way in vain: where all rows of lower classes have
-too few pages, or the request would have to wait for prompts of its own class, nothing changes.
+A waiting request need not wait for running requests of lower classes. If slots or pages are full, the last admitted
+lowest-class request is preempted, then the next, until the waiting request can start in the current plan. A victim
+loses no tokens: it moves to the head of its tenant's queue, its full pages stay cached until they are evicted, and it
+continues from there. Preemption never happens in vain: if all rows of lower classes hold too few pages, or the request
+would have to wait for prompts of its own class, nothing changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 def preempt_lower_classes(ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
-    """Preempt running requests of lower classes until those of higher classes can go on, or start, in this plan."""
+    """Preempt running lower-class requests until higher ones can continue, or start, in this plan."""
     running = ledger.running
     if len(ledger.num_running_of) > 1:
         for request in list(running.values()):
@@ -29,7 +29,7 @@ def preempt_lower_classes(ledger: Ledger, policy: Policy, plan: StepPlan) -> Non
     num_rows = len(running) - sum(map(in_prefill, running.values()))
     budget_left = max(ledger.max_num_batched_tokens - num_rows, policy.reserved_prefill_tokens)
     num_starts = num_pages = 0
-    rows: _Rows | None = None  # rows as a class sees them
+    rows: _Rows | None = None  # running rows, counted for the current class
     ledger.waiting.settle()
     with closing(ledger.waiting.in_order()) as order:
         for request in order:
@@ -43,23 +43,22 @@ def preempt_lower_classes(ledger: Ledger, policy: Policy, plan: StepPlan) -> Non
             if max_left <= 0 or rows.has_to_wait(request, max_left):
                 return
             num_starts += 1
-            num_pages += ledger.num_pages_taken(request) + ledger.groups.size  # and a block to grow
+            num_pages += ledger.num_pages_taken(request) + ledger.groups.size  # plus a block to grow
             if not rows.preempt_for(num_starts, num_pages, plan):
                 return
             budget_left -= policy.first_chunk(request.num_tokens, max_left)
 
 
 class _Rows:
-    """Running rows, as waiting requests of a class see them: rows of lower classes give way. Counted once for all.
+    """Running rows as seen by one class of waiting requests: lower classes can be preempted. Counted once per class.
 
     Args:
-        priority: the class.
-        ledger: all requests.
-        policy: policy that chooses who gives way.
+        priority: class of the waiting requests.
+        policy: policy that chooses victims.
 
     Attributes:
-        priority: the class.
-        num_prompt_tokens: tokens left of the unfinished prompts of the class and those above.
+        priority: class of the waiting requests.
+        num_prompt_tokens: remaining tokens in unfinished prompts of this class and above.
     """
 
     def __init__(self, priority: int, ledger: Ledger, policy: Policy) -> None:
@@ -72,11 +71,13 @@ class _Rows:
         self._num_lower, self._num_freed = _lower(priority, ledger)
 
     def has_to_wait(self, request: Request, budget_left: int) -> bool:
-        """Return whether a request must wait for unfinished prompts of its class or above, whatever is free."""
+        """Return whether a request must wait for unfinished prompts in its class or above, whatever is free."""
         return request.num_tokens > self._policy.max_left_to_start(budget_left, self._num_unfinished, self._num_long)
 
     def preempt_for(self, num_starts: int, num_pages: int, plan: StepPlan) -> bool:
-        """Preempt rows of lower classes until there are so many slots and pages; False, and no change, if in vain."""
+        """Preempt lower classes until enough slots and pages are free; return False, without a change, if that cannot
+        succeed.
+        """
         ledger = self._ledger
         if len(ledger.free_slots) + self._num_lower < num_starts or self._num_free + self._num_freed < num_pages:
             return False
@@ -92,18 +93,18 @@ class _Rows:
 
     @property
     def _num_free(self) -> int:
-        """Pages left of those that are free when running rows have got what they need, and what is kept for them."""
+        """Free pages after running rows got theirs, minus the reserved ones."""
         ledger = self._ledger
         return ledger.num_available - self._num_short - ledger.num_pages_to_grow - self._num_kept
 
 
 def _prompts_before(priority: int, ledger: Ledger) -> list[Request]:
-    """Unfinished prompts of a class or above."""
+    """Return the unfinished prompts in a class or above."""
     return [other for other in ledger.running.values() if other.priority <= priority and in_prefill(other)]
 
 
 def _preempt_for_prompt(request: Request, ledger: Ledger, policy: Policy, plan: StepPlan) -> None:
-    """Preempt rows of classes below that of an unfinished prompt until it has the pages of its next share."""
+    """Preempt lower-class rows until an unfinished prompt has the pages for its next chunk."""
     num_tokens = policy.first_chunk(num_remaining(request), ledger.max_num_batched_tokens)
     num_wanted = ledger.groups.num_blocks(request.num_computed_tokens + num_tokens) * ledger.groups.size
     num_wanted -= len(request.pages)
@@ -112,29 +113,29 @@ def _preempt_for_prompt(request: Request, ledger: Ledger, policy: Policy, plan: 
 
 
 def fits_after_preemption(priority: int, num_starts: int, num_pages: int, ledger: Ledger) -> bool:
-    """Return whether so many slots and pages are free when all rows of classes below one have given way."""
+    """Return whether enough slots and pages would be free with all lower classes preempted."""
     num_lower, num_freed = _lower(priority, ledger)
     num_free = _num_free_pages(ledger) - _num_kept(priority, ledger) + num_freed
     return len(ledger.free_slots) + num_lower >= num_starts and num_free >= num_pages
 
 
 def _lower(priority: int, ledger: Ledger) -> tuple[int, int]:
-    """Return the number of rows of classes below one, and the pages that they free if all give way."""
+    """Return the number of rows in lower classes, and the pages that preempting them frees."""
     lower = [other for other in ledger.running.values() if other.priority > priority]
     return len(lower), sum(_num_freed(other, ledger) for other in lower)
 
 
 def _num_freed(request: Request, ledger: Ledger) -> int:
-    """Pages that a row frees if it gives way, those at most that it would have needed and that were kept for it."""
+    """Return the pages that preempting a row frees, including those it would have needed and those reserved for it."""
     return len(request.pages) + 2 * ledger.groups.size
 
 
 def _num_kept(priority: int, ledger: Ledger) -> int:
-    """Pages that the rest of unfinished prompts of a class, or above, takes beyond what is kept for them to grow."""
+    """Return the pages reserved for unfinished prompts in a class or above, beyond the reserve for growth."""
     prompts, size = _prompts_before(priority, ledger), ledger.groups.size
     return sum(ledger.num_pages_kept(other) - size * ledger.can_grow(other) for other in prompts)
 
 
 def _num_free_pages(ledger: Ledger) -> int:
-    """Pages left when running rows have got what they need in this plan, and what is kept for them to grow."""
+    """Return the free pages after running rows got theirs in this plan, minus the reserve for growth."""
     return ledger.num_available - ledger.num_pages_short(1) - ledger.num_pages_to_grow

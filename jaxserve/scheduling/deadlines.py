@@ -1,13 +1,12 @@
-"""Deadlines of tokens, and what they leave of a step for prompts (FairBatching, arXiv 2510.14392).
+"""Token deadlines, and the number of prompt tokens that they leave in a step (FairBatching, arXiv 2510.14392).
 
-The first token of a request is due its class's time to first token after its arrival, each further one its class's time
-between tokens after the one before: a row that is ahead of its deadlines has slack. The least slack of the rows in
-decode is the time that a step may take. Measured times of steps turn what its rows leave of that into tokens of
-prompts, at least the share that is reserved for them. Requests of a class without targets have no deadlines; their
-prompts take what those of higher classes leave.
+A request's first token is due one time-to-first-token target after its arrival, each further one an inter-token target
+after the previous one. A row ahead of its deadlines has slack, and the least slack among decoding rows limits the step
+time. Measured step times convert the rest of that time into prompt tokens, but never fewer than the reserved number.
+Requests of a class without targets have no deadlines; their prompts take the tokens that higher classes leave.
 
-A first token that comes late moves the deadlines behind it: rows that can never be in time again would otherwise slow
-down prompts as long as they run. All is a function of the request and of times that come with the event of the plan.
+A late first token moves the deadlines after it; otherwise rows that can never catch up would slow down prompts for as
+long as they run. Everything here depends only on the request and on times recorded with the plan's event.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from jaxserve.scheduling.choice import Timing
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.step_plan import StepPlan
 
-Target = tuple[int | None, float, float]  # class (None for any other), time to first token, time between tokens
+Target = tuple[int | None, float, float]  # class (None for all others), time to first token, time between tokens
 
 
 class Deadlines:
-    """Deadlines of requests by their classes.
+    """Deadlines of requests, by class.
 
     Args:
-        targets: targets of classes.
         reserved_prefill_tokens: tokens of a step that are reserved for prompts.
     """
 
@@ -38,7 +36,7 @@ class Deadlines:
         return self._targets.get(request.priority) or self._targets.get(None)
 
     def next_token_s(self, request: Request) -> float | None:
-        """Return when the next token of a request is due; None if its class has no targets."""
+        """Return when a request's next token is due; None if its class has no targets."""
         target = self._target(request)
         if target is None:
             return None
@@ -46,13 +44,13 @@ class Deadlines:
         return first_s + (request.num_tokens - request.num_prompt_tokens) * target[1]
 
     def max_prefill_tokens(self, plans: Sequence[StepPlan], timing: Timing | None) -> int:
-        """Return the most tokens of prompts in each of some plans beside rows in decode, which these have already.
+        """Return the maximum number of prompt tokens in each plan, alongside the decoding rows already in it.
 
-        The plans of one step share its slack: the measured time of a token is that of one more in any of them.
+        The plans of one step share its slack: a further token in any of them lengthens the step by the measured time.
 
         Args:
-            plans: plans of the rows in decode: one, or those of all shards.
-            timing: times of the step; None where they are not known.
+            plans: plans with their decoding rows: one per shard.
+            timing: predicted times; None if unknown.
         """
         if timing is None or not self._targets:
             return sys.maxsize
@@ -65,12 +63,12 @@ class Deadlines:
         return max(int(left_s / max(timing.prefill_token_s, 1e-9)) // len(plans), self._prefill_share)
 
     def next_due_s(self, request: Request) -> float | None:
-        """Return when the token that a row of a plan samples is due: it counts as computed already."""
+        """Return when the token that a planned row samples is due; it already counts as computed."""
         target, due_s = self._target(request), self.next_token_s(request)
         return None if target is None or due_s is None else due_s - target[1]
 
     def note_first_tokens(self, plans: Sequence[StepPlan], timing: Timing | None) -> None:
-        """Note when further tokens are due of requests whose first one the plans of a step sample."""
+        """Set the due time of each request whose first token this step samples; later deadlines follow from it."""
         if timing is None or not self._targets:
             return
         ends_s = timing.starts_s + timing.prefill_step_s

@@ -1,4 +1,4 @@
-"""Decodes: gives running rows in decode their next token, before all prompts."""
+"""Decodes: gives decoding rows their next token, before any prompt gets tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Decodes:
-    """The rows in decode, and whose turn it is to miss a step for prompts.
+    """Decoding rows, and whose turn it is to be held back so that prompts progress.
 
     Args:
-        ledger: ledger of all requests.
-        policy: policy that says how much of a step is for prompts, and which row gives way.
-        num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
+        policy: policy that reserves tokens for prompts and chooses victims.
+        num_spare_tokens: number of tokens that a row with drafts may compute and discard, beyond the sampled ones.
     """
 
     def __init__(self, ledger: Ledger, policy: Policy, num_spare_tokens: int = 0) -> None:
@@ -27,18 +26,20 @@ class Decodes:
         self._num_slots = len(ledger.free_slots)
         self._decode_limit = (
             ledger.max_num_batched_tokens - policy.reserved_prefill_tokens
-        )  # most rows in decode while prompts wait
-        self._next_held_slot = 0  # slot from which rows in decode are held back next
+        )  # maximum decoding rows while prompts wait
+        self._next_held_slot = 0  # slot from which rows are held back next
 
     def feasible_steps(self, limit: int, num_drafts: Sequence[int] = (), *, has_queue: bool = False) -> int:
-        """Return the most steps that one plan may have, if all rows are in decode and pages for their tokens are there.
+        """Return the number of steps that one plan may have; more than 1 only if all rows are decoding and their pages
+        fit.
 
-        Where requests wait, a row that ends limits them, as one could join in its slot; 0 if one can join at once.
+        While requests wait, the first row that ends limits the steps, because a request could take its slot; 0 if one
+        could start immediately.
 
         Args:
-            limit: most steps.
-            num_drafts: tokens to draft by slot; empty for a plan without drafts.
-            has_queue: True if requests wait elsewhere that could join.
+            limit: maximum number of steps.
+            num_drafts: number of tokens to draft by slot; empty for a plan without drafts.
+            has_queue: True if requests wait in the balancer.
         """
         ledger = self._ledger
         num_tokens, num_spare = 1 + max(num_drafts, default=0), self._num_spare_tokens if num_drafts else 0
@@ -50,22 +51,22 @@ class Decodes:
         return num_steps
 
     def steps_left(self, num_drafts: Sequence[int] = ()) -> int:
-        """Return the steps that the row with the most tokens left has; 0 without rows."""
+        """Return the number of steps until the last row ends; 0 without rows."""
         return -(-max(self._left(), default=0) // (1 + max(num_drafts, default=0)))
 
     def _left(self) -> list[int]:
-        """Return the tokens that rows may still sample."""
+        """Return how many tokens each row may still sample."""
         return [request.max_total_tokens - request.num_tokens for request in self._ledger.running.values()]
 
     def rows_to_hold_back(self) -> list[Request]:
-        """Rows in decode that would take the prompts' share of the budget, in turn; none without prompts to compute."""
+        """Return the decoding rows to hold back, in turn, in favour of prompts; empty without prompts."""
         ledger = self._ledger
         if len(ledger.running) <= self._decode_limit:
             return []
         rows = ledger.running.values()
         if not (ledger.waiting and ledger.free_slots) and not any(map(in_prefill, rows)):
             return []
-        # Rows at their length limit compute nothing more: `_can_decode`.
+        # Rows at their length limit compute nothing more: see `_can_decode`.
         in_decode = [
             row
             for row in rows
@@ -75,14 +76,14 @@ class Decodes:
         return in_decode[: max(len(in_decode) - self._decode_limit, 0)]
 
     def schedule(self, plan: StepPlan, held_back: list[Request], num_drafts: Sequence[int] = ()) -> list[Request]:
-        """Give running rows in decode their tokens; return those in prefill, of which some may be preempted.
+        """Give decoding rows their tokens; return the rows in prefill, some of which may have been preempted.
 
-        Both are in the order of their classes, and of their admission inside a class.
+        Both are ordered by class, then by admission.
 
         Args:
             plan: plan to fill.
-            held_back: rows that miss the step.
-            num_drafts: tokens to draft by slot; empty for a plan without drafts.
+            held_back: rows that miss this step.
+            num_drafts: number of tokens to draft by slot; empty for a plan without drafts.
         """
         num_steps, rows_in_prefill = plan.num_steps, []
         num_spare = self._num_spare_tokens if num_drafts else 0
@@ -119,21 +120,21 @@ class Decodes:
         return rows_in_prefill
 
     def _rows(self, held_back: list[Request]) -> list[Request]:
-        """Return the running rows but for those held back: by class, and by admission inside a class."""
+        """Return the running rows that are not held back, by class, then by admission."""
         rows = list(self._ledger.running.values())
-        if len(self._ledger.num_running_of) > 1:  # the lowest class last: its rows may have to give way to others
+        if len(self._ledger.num_running_of) > 1:  # the lowest class last: its rows may be preempted
             rows.sort(key=attrgetter("priority"))
         if held_back:
             held = set(held_back)
             rows = [request for request in rows if request not in held]
-            for request in held_back:  # now, so that prompts find the pages, whether these rows get a token or not
+            for request in held_back:  # release now, so that prompts can use the pages even if these rows get no token
                 self._ledger.store.release_unseen(request)
         return rows
 
     def schedule_held_back(self, plan: StepPlan, held_back: list[Request]) -> None:
-        """Give rows held back what prompts left of the budget, those last whose turn it is to miss the step.
+        """Give held-back rows the budget that prompts left over, beginning with those whose turn comes last.
 
-        Takes no pages from anyone: all others may have rows in this plan already.
+        Preempts nobody: all others may have rows in this plan already.
         """
         num_missing = len(held_back)
         for request in reversed(held_back):
@@ -155,8 +156,8 @@ class Decodes:
             self._next_held_slot = (held_back[num_missing - 1].slot + 1) % self._num_slots
 
     def _can_decode(self, request: Request, most: int, plan: StepPlan, num_spare: int = 0) -> bool:
-        """Return whether a row in decode goes on; if so, allocate its pages and set `quiet_until`."""
-        # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
+        """Return whether a decoding row continues; if so, allocate its pages and set `quiet_until`."""
+        # A row that reaches its limit with a token still on the device computes nothing more; update() will end it.
         if most < 1:
             return False
         max_computed, num_tokens = request.max_total_tokens - 1, most
@@ -165,15 +166,15 @@ class Decodes:
         ledger = self._ledger
         if ledger.groups.sliding:
             ledger.store.release_unseen(request)
-        while not ledger.allocate(request, num_tokens, plan):  # one of the running requests gives way
+        while not ledger.allocate(request, num_tokens, plan):  # preempt until the row's pages fit
             victim = self._policy.victim(ledger.running)
             ledger.preempt(victim, plan)
-            if victim is request:  # it never is the oldest, which alone fits the pool: there is progress
+            if victim is request:  # never the oldest request, which fits the pool by itself: progress is guaranteed
                 return False
         if request.params.logprobs is not None:
             plan.wants_logprobs = True
         elif not request.waits_for_tokens:
-            # Spare tokens are allowed for, though only steps with drafts compute them.
+            # Spare tokens have pages although only steps with drafts compute them.
             request.quiet_until = min(ledger.num_tokens_held(request), max_computed) - self._num_spare_tokens
         if request.waits_for_tokens:
             request.status = RequestStatus.BLOCKED
@@ -181,5 +182,5 @@ class Decodes:
 
 
 def may_sample_late(request: Request) -> bool:
-    """Return whether a row waits for a token of its own that it can compute before the host has read it."""
+    """Return whether a blocked row can compute its last token before the host has read it."""
     return request.status is RequestStatus.BLOCKED and not request.may_be_extended

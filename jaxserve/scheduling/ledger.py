@@ -1,4 +1,4 @@
-"""Ledger: who waits and who runs, the slots and pages that they hold, and what there is to compute of them."""
+"""Ledger: waiting and running requests, their slots and pages, and the tokens left to compute."""
 
 from __future__ import annotations
 
@@ -14,31 +14,27 @@ from jaxserve.scheduling.waiting import WaitingQueue
 if TYPE_CHECKING:
     from jaxserve.scheduling.schedule_config import ScheduleConfig
 
-RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
+RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # these have pages and a slot
 
 
 class Ledger:
-    """Requests by state, with counts that every change updates, so that no caller iterates over requests.
+    """Requests by state, with counts updated on every change so that callers need not iterate.
 
     Args:
-        sizes: sizes of the shard's steps and pool.
-        store: all pages.
-        weights: weights of tenants; 1 for others.
-        first_slot: number of the first slot.
+        sizes: sizes of the shard's steps and page pool.
+        store: store of all pages.
+        weights: weights by tenant; 1 for others.
 
     Attributes:
-        page_size: tokens per page.
-        groups: groups of layers with pages of their own.
-        max_num_batched_tokens: token budget of a step.
-        store: all pages.
-        waiting: waiting requests.
-        running: running requests by id, in the order of admission.
-        num_running_of: number of running requests by class; none for classes without.
-        free_slots: slots without a request.
-        num_prefill_tokens: tokens that running rows have to compute beyond one each.
-        num_growing: running rows that may need a further page.
-        num_waiting_tokens: tokens that waiting requests have to compute, as far as is known.
-        num_waiting_pages: pages that the start of all waiting requests takes.
+        groups: layer groups that have pages of their own.
+        store: store of all pages.
+        waiting: queue of waiting requests.
+        running: running requests by id, in admission order.
+        num_running_of: number of running requests by class; no entry for 0.
+        num_prefill_tokens: tokens that running rows have yet to compute, not counting one per row.
+        num_growing: running rows that may need another page.
+        num_waiting_tokens: known tokens that waiting requests have yet to compute.
+        num_waiting_pages: pages needed to start all waiting requests.
     """
 
     def __init__(self, sizes: ScheduleConfig, store: PageStore, weights: Mapping[str, float], first_slot: int) -> None:
@@ -58,32 +54,29 @@ class Ledger:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated."""
         return self.store.num_available
 
     @property
     def num_pages_used(self) -> int:
-        """Pages that requests own or that move between tiers; the others are free or can be evicted."""
+        """Pages owned by requests or moving between tiers; the others are free or evictable."""
         return self._num_pages - self.store.num_available
 
     # The queue
 
     def enqueue(self, request: Request) -> None:
-        """Put a request at the end of the queue."""
         self.waiting.append(request)
         self.count(request)
 
     def dequeue(self, request: Request) -> None:
-        """Take a request out of the queue."""
         self.count(request, -1)
         self.waiting.remove(request)
         self.store.abandon(request)
         request.has_failed, request.num_kept_tokens = False, 0
 
     def count(self, request: Request, sign: int = 1) -> None:
-        """Count a request as one that waits; with -1 as one that waits no more, before its tokens change."""
+        """Add a waiting request to the counts; with sign=-1, remove it before its tokens change."""
         num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
-        # Columns of a first chunk, and one more, which the scheduler keeps free for every row that can grow.
+        # Blocks of the first chunk, plus one that the scheduler keeps free for every row that can grow.
         num_blocks = self.groups.num_blocks(min(num_tokens, self.max_num_batched_tokens)) + 1
         self.num_waiting_tokens += sign * num_tokens
         self.num_waiting_pages += sign * num_blocks * self.groups.size
@@ -91,15 +84,16 @@ class Ledger:
     # Running rows
 
     def start(self, request: Request, pages: list[int], num_computed_tokens: int) -> None:
-        """Give a request a slot and pages, of which the first hold so many tokens already."""
+        """Give a request a slot and its pages, the first of which hold `num_computed_tokens` tokens."""
         request.status = RequestStatus.RUNNING
         request.has_failed, request.num_kept_tokens = False, 0
         request.slot = self.free_slots.pop()
         request.pages = pages
         request.num_computed_tokens = num_computed_tokens
-        request.quiet_outputs = 0  # pages of outputs are registered by its slot, and a replay knows of no earlier one
+        # its slot decides when output pages are registered, and a replay must not depend on an earlier slot
+        request.quiet_outputs = 0
         request.num_registered_blocks = num_computed_tokens // self.page_size
-        if self.groups.sliding:  # its only pages are those of the cached prefix
+        if self.groups.sliding:  # only the pages of the cached prefix exist
             num_cached = num_computed_tokens // self.page_size
             request.num_released_blocks = max(num_cached - self.groups.num_window_blocks, 0)
         self.running[request.request_id] = request
@@ -109,11 +103,10 @@ class Ledger:
         self.num_growing += self.can_grow(request)
 
     def stop(self, request: Request, *, keep: bool = False) -> None:
-        """Take slot and pages from a running request.
+        """Take the slot and pages from a running request.
 
         Args:
-            request: the request.
-            keep: True to swap it out: its pages, partly filled ones included, are cached for it to continue from.
+            keep: True to swap it out: cache its pages, partly filled ones included, so that it can continue from them.
         """
         self.waiting.stopped(request)
         del self.running[request.request_id]
@@ -129,13 +122,13 @@ class Ledger:
         request.quiet_until = 0
 
     def preempt(self, request: Request, plan: StepPlan) -> None:
-        """Send a running request back to the head of its tenant's queue, to continue from pages that stay cached.
+        """Return a running request to the head of its tenant's queue, to continue later from cached pages.
 
-        With lower tiers it is swapped out; without, its last page is not worth a copy.
+        With lower tiers it is swapped out; without them its last page is not worth a copy.
         """
         assert request not in plan.requests, "a row of this plan must keep its pages"
         request.num_tokens_when_preempted = request.num_tokens
-        self.waiting.put_back(request)  # first: its tenant must not count as idle meanwhile
+        self.waiting.put_back(request)  # first, so that its tenant does not become idle meanwhile
         self.stop(request, keep=self.store.has_tiers)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
@@ -145,17 +138,17 @@ class Ledger:
 
     @property
     def lowest_priority(self) -> int:
-        """Lowest class of a running request, thus the largest number; some request must run."""
+        """Lowest class of the running requests (the largest number); there must be one."""
         return max(self.num_running_of)
 
     # Pages
 
     def num_tokens_held(self, request: Request) -> int:
-        """Tokens that the pages of a running request hold, those released included."""
+        """Return how many tokens a running request's pages can hold, released pages included."""
         return len(request.pages) // self._group_size * self.page_size
 
     def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Give a running request the pages of its next `num_tokens`; False, and no change, where too few are free."""
+        """Allocate pages for a running request's next `num_tokens`; False, without a change, if too few are free."""
         num_new = self.store.grow(request, num_tokens)
         if num_new:
             if len(request.pages) * self.page_size >= (request.max_total_tokens - 1) * self._group_size:
@@ -164,24 +157,26 @@ class Ledger:
         return num_new is not None
 
     def token_capacity(self, cached: Sequence[int]) -> int:
-        """Return the tokens that the whole pool has room for beside the cached pages of a prefix.
+        """Return how many tokens fit the whole pool alongside the cached pages of a prefix.
 
-        A request with more tokens than these runs only because its windows release pages.
+        A longer request runs only because its sliding windows release pages.
         """
         num_held = sum(page != RELEASED for page in cached) if self.groups.sliding else len(cached)
         return (self._num_pages - num_held) // self.groups.size * self.page_size
 
     def can_grow(self, request: Request) -> bool:
-        """Return whether a running request may need a further page."""
+        """Return whether a running request may need another page."""
         return len(request.pages) * self.page_size < (request.max_total_tokens - 1) * self._group_size
 
     @property
     def num_pages_to_grow(self) -> int:
-        """Pages kept free for rows in decode and in prefill that can grow: a block for each."""
+        """Pages kept free for running rows that can grow: a block for each."""
         return self.num_growing * self.groups.size
 
     def num_pages_kept(self, request: Request) -> int:
-        """Pages that newcomers leave a running request: those of the rest of its prompt, or a block if it can grow."""
+        """Return the pages that newcomers must leave for a running request: for the rest of its prompt, or one block to
+        grow.
+        """
         groups = self.groups
         num_to_grow = groups.size * self.can_grow(request)
         if not in_prefill(request):
@@ -190,7 +185,9 @@ class Ledger:
         return max(groups.num_pages(request.num_tokens) - num_held, num_to_grow)
 
     def num_pages_short(self, num_steps: int, rows: Iterable[Request] | None = None) -> int:
-        """New pages that some or all running rows need for so many tokens each, or as many as they have left."""
+        """Return how many new pages some or all running rows need for their next `num_steps` tokens, or up to their
+        limits.
+        """
         groups, num_short = self.groups, 0
         for request in self.running.values() if rows is None else rows:
             num_tokens = min(request.num_computed_tokens + num_steps, request.max_total_tokens - 1)
@@ -198,15 +195,16 @@ class Ledger:
         return num_short
 
     def cached_pages(self, request: Request) -> list[int]:
-        """Pages of the prefix of a waiting request that it need not compute."""
+        """Return the cached pages for a waiting request's prefix."""
         return self.store.match(request) if request.read_prefix_cache else []
 
     def num_pages_taken(self, request: Request, num_expected: int = 0) -> int:
-        """Return the free pages that the start of a request takes: new ones, and cached ones without an owner.
+        """Return the number of free pages that starting a request takes: new pages, and cached ones without an owner.
 
         Args:
             request: waiting request.
-            num_expected: tokens that will be cached when it starts. Plans must not depend on what a router expects.
+            num_expected: number of tokens expected to be cached when it starts. Plans must not depend on a router's
+                expectations.
         """
         groups, cached = self.groups, self.cached_pages(request)
         num_shared = max(len(cached) // groups.size, num_expected // self.page_size)
@@ -216,11 +214,11 @@ class Ledger:
         return self.store.num_evictable(cached) + num_new * groups.size
 
     def check_integrity(self) -> None:
-        """Assert that pages and slots are conserved, that requests are where their status says, and the counts."""
+        """Assert that pages and slots are conserved, and that states and counts are consistent."""
         owners: dict[int, int] = {}
         for request in self.running.values():
             assert request.status in RUNS, f"{request.request_id} runs as {request.status}"
-            # More than that only what a plan of several steps has left.
+            # Blocks beyond this number are left over from a plan with several steps.
             num_blocks, groups = self.num_tokens_held(request) // self.page_size, self.groups
             assert num_blocks * groups.size == len(request.pages), request
             assert num_blocks >= groups.num_blocks(request.num_computed_tokens), request
@@ -255,7 +253,7 @@ class Ledger:
 
 
 def num_remaining(request: Request) -> int:
-    """Tokens that are left to compute of a running request, before it samples its next."""
+    """Return how many tokens a running request must compute before it samples the next one."""
     return request.num_tokens - request.num_computed_tokens
 
 

@@ -1,29 +1,30 @@
-"""Pacer: chooses the rounds of a dispatch and the tokens to draft, by measured times and by how many are accepted.
+"""Pacer: chooses rounds and drafted tokens per dispatch, from measured times and acceptance.
 
-A dispatch of several steps saves the host's work between steps, and the device's start and end of a program. In
-exchange a request that comes meanwhile waits for it, and for the one planned behind it. Which of the two weighs more
-depends on device, model and host, and on what else runs there, so single plain steps, dispatches of several and rounds
-with each number of drafted tokens are kinds of dispatches, whose times are measured while serving.
+A dispatch with several steps saves the host's work between steps and program start-up, but a request that arrives
+meanwhile must wait for it and for the dispatch planned after it. Which effect dominates depends on device, model, host
+and other load. Single plain steps, dispatches with several steps, and rounds with each draft length are therefore
+dispatch kinds, timed while serving.
 
-A round with k drafted tokens yields E(k) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k tokens of a row, where a_i is the
-probability that its i-th drafted token is accepted once those before it were. For all a_i = p that is
-(1 - p^(k+1)) / (1 - p) (Leviathan et al. 2023). A round takes the time of one verification and of k draft steps. The
-kind with the most tokens per second is taken. Tokens are the same either way.
+A round with k drafted tokens yields E(k) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k tokens per row. Here a_i is the
+probability that draft token i is accepted if all earlier ones were. For all a_i = p, E(k) = (1 - p^(k+1)) / (1 - p)
+(Leviathan et al. 2023). A round takes one verification and k draft steps. The kind with the highest token rate is
+chosen; the tokens are the same either way.
 
-Drafts for several rows take the time of the longest, so that k is chosen for all rows together; a row whose drafts
-would hardly ever be accepted so far asks for fewer.
+Drafting for several rows takes as long as the longest draft, so k is chosen for all rows together. A row whose drafts
+are hardly ever accepted requests fewer.
 
-Plain steps tell nothing about acceptance, rounds with drafts nothing about the time of plain steps, and both change. So
-some dispatches are probes of another kind: after plain steps the other plain kind, the largest k, which shows the
-acceptance of all positions, and the best k but for 0; after rounds with drafts all others. The kind whose measurement
-is the oldest goes first. Plain probes, those with drafts and scouts may each lose a share of the time of each program,
-beyond their gain: with many rows that a draft model has to catch up with, a probe costs more than hundreds with one
-row, and those must not wait for it; nor must plain steps, where drafts do not pay any more.
+Plain steps reveal nothing about acceptance, rounds with drafts nothing about plain step time, and both change over
+time. Some dispatches are therefore probes of another kind. Plain steps are followed by probes of the other plain kind,
+of the largest k, which reveals acceptance at all positions, and of the best k > 0; rounds with drafts by probes of all
+other kinds, the oldest measurement first. Plain probes, draft probes and scouts may each lose a fraction of each
+program's time, beyond their gain: if a draft model has many rows to catch up with, one probe costs more than hundreds
+with a single row. A single row must not wait for that cost to be earned, nor must plain steps when drafts no longer
+pay.
 
-Scouts are probes in which only some of many rows draft, others in each. While plain steps are the best, they show the
-acceptance, and a draft model catches up with a few rows alone; their times are not kept. Where they are accepted so
-often that rounds of all rows should pay, by the times that those took before, such rounds follow; otherwise probes of
-all rows, which only measure these times again, may be rare.
+Scouts are probes in which only a few rows draft, different ones each time. They reveal acceptance while plain steps are
+best, and a draft model catches up with only a few rows; their times are discarded. If their acceptance suggests that
+rounds for all rows would pay, by earlier measured times, such rounds follow. Otherwise probes of all rows, which then
+only refresh these times, may be rare.
 """
 
 from __future__ import annotations
@@ -40,30 +41,30 @@ from numpy.typing import NDArray
 from jaxserve.scheduling.step_plan import StepShape
 from jaxserve.scheduling.step_time import FRESH, SEVERAL, SINGLE, STRETCH, StepTime
 
-DISPATCH_S = 0.010  # time that rounds may take together; a new request may have to wait for two dispatches
-DECAY = 0.95  # factor on the weight of a round's acceptance with each later round
-PRIOR_ROUNDS = 4.0  # weight, in rounds, of the acceptance of all requests in the estimate of one
-FIRST_ROUNDS = 2  # rounds of a dispatch before any time is known
-FIRST_GUESS = 0.6  # acceptance before any draft was verified
-PLAIN, DRAFTS, SCOUT = "plain", "drafts", "scout"  # sorts of probes
-PROBE_FRACTION = {PLAIN: 0.002, DRAFTS: 0.01, SCOUT: 0.01}  # share of the time that probes may lose
-RARE_FRACTION = 0.001  # share of probes of all rows where scouts show the acceptance
-SCOUTS = 4  # rows of a scout that draft
-SURPRISE = 0.1  # weight left to earlier acceptance if a scout finds the text changed
-MAX_CREDIT_S = 0.02  # maximum of time that probes may have to lose, and what they begin with
-PROBES = 2  # dispatches of a probe with drafts; the first is not timed
+DISPATCH_S = 0.010  # maximum time per dispatch; a new request may wait for two dispatches
+DECAY = 0.95  # factor on a round's acceptance weight with each later round
+PRIOR_ROUNDS = 4.0  # weight, in rounds, of the overall acceptance in a single request's estimate
+FIRST_ROUNDS = 2  # rounds per dispatch before any time is known
+FIRST_GUESS = 0.6  # assumed acceptance before any draft was verified
+PLAIN, DRAFTS, SCOUT = "plain", "drafts", "scout"  # probe kinds
+PROBE_FRACTION = {PLAIN: 0.002, DRAFTS: 0.01, SCOUT: 0.01}  # time fraction that probes may lose
+RARE_FRACTION = 0.001  # fraction for probes of all rows while scouts reveal acceptance
+SCOUTS = 4  # drafting rows in a scout
+SURPRISE = 0.1  # weight of earlier acceptance after a scout finds that the text has changed
+MAX_CREDIT_S = 0.02  # maximum time credit of probes, and their initial credit
+PROBES = 2  # dispatches per draft probe; the first is not timed
 NO_DRAFTS: NDArray[np.int64] = np.zeros(0, np.int64)
-WORTHLESS = 0.01  # probability of acceptance below which a token is not drafted
+WORTHLESS = 0.01  # minimum acceptance probability to draft a token
 
 
 class Acceptance:
-    """Decayed counts of drafted tokens by position, of each slot and of all requests together.
+    """Decayed counts of drafted tokens by position, per slot and overall.
 
-    Rounds of some slots make the counts of others older, too.
+    A round with some slots ages the counts of all slots.
 
     Args:
-        max_drafts: most tokens drafted in a round, K.
-        num_slots: number of slots, S.
+        max_drafts: maximum tokens drafted in a round, K.
+        num_slots: S.
     """
 
     def __init__(self, max_drafts: int, num_slots: int) -> None:
@@ -73,13 +74,13 @@ class Acceptance:
         self._all_accepted: NDArray[Any] = np.full(max_drafts, PRIOR_ROUNDS * FIRST_GUESS)
 
     def admit(self, slots: Sequence[int]) -> None:
-        """Forget the counts of the requests that had these slots."""
+        """Reset the counts for newly used slots."""
         self._offered[slots] = self._accepted[slots] = 0
 
     def add(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
         """Count rounds [rows, rounds] of some slots.
 
-        A position counts where a token was wanted there, found or not, and all before it were accepted.
+        A position counts if a token was wanted there, proposed or not, and all earlier ones were accepted.
         """
         drafting = wanted.any(axis=1)
         chosen, wanted, accepted = np.asarray(slots)[drafting], wanted[drafting], accepted[drafting]
@@ -96,14 +97,14 @@ class Acceptance:
         self._all_accepted += taken.sum(axis=(0, 1)) / len(chosen)
 
     def fade(self, factor: float) -> None:
-        """Give all that was counted less weight."""
+        """Reduce all earlier counts."""
         self._offered *= factor
         self._accepted *= factor
         self._all_offered *= factor
         self._all_accepted *= factor
 
     def chances(self, slots: Sequence[int]) -> NDArray[np.float64]:
-        """Return the probability that each drafted token of these slots is accepted, those before it included."""
+        """Return the probability that each drafted token of these slots is accepted together with all earlier ones."""
         prior = (self._all_accepted + FIRST_GUESS) / (self._all_offered + 1)
         found = self._accepted[slots] + PRIOR_ROUNDS * prior
         chances: NDArray[np.float64] = np.cumprod(found / (self._offered[slots] + PRIOR_ROUNDS), axis=1)
@@ -112,27 +113,27 @@ class Acceptance:
 
 @dataclass(slots=True)
 class _Probe:
-    """Dispatches of another kind than the best."""
+    """Dispatches of a kind other than the best."""
 
     program: StepShape
     kind: int
-    sort: str  # sort of probe whose time it may lose
-    num_left: int  # dispatches to choose
+    sort: str  # kind of probe that its loss is charged to
+    num_left: int  # dispatches not yet chosen
     is_scout: bool = False
-    usual_s: float = 0.0  # time that a token of each row takes otherwise
+    usual_s: float = 0.0  # usual time per token of every row
     num_running: int = 0  # dispatches in flight
 
 
 class Pacer:
-    """Chooses the number of drafted tokens and of rounds in a dispatch. Times come in as numbers, of any clock.
+    """Chooses drafted tokens and rounds per dispatch. Times are plain numbers, from any clock.
 
     Args:
-        step_time: times of dispatches, which it adds to.
-        max_drafts: most tokens drafted in a round, K.
-        num_slots: number of slots.
-        adaptive: choose by measurements; otherwise always draft K tokens where there may be drafts.
-        dispatch_s: time that the rounds of a dispatch may take together; infinite for as many rounds as there may be,
-            where plain dispatches are of one kind.
+        step_time: dispatch times, updated here.
+        max_drafts: maximum tokens drafted in a round, K.
+        num_slots: slots of the device state.
+        adaptive: True to choose by measurements; otherwise always draft K tokens if drafts are possible.
+        dispatch_s: maximum total time of a dispatch's rounds; infinite for the maximum number of rounds, with a single
+            kind of plain dispatch.
     """
 
     def __init__(
@@ -148,28 +149,29 @@ class Pacer:
         self._max_drafts, self._adaptive = max_drafts, adaptive
         self._dispatch_s, self._is_timed = dispatch_s, math.isfinite(dispatch_s)
         self._acceptance = Acceptance(max_drafts, num_slots)
-        # Time that probes may lose by now, by program and sort.
+        # Time credit of probes, by program and probe kind.
         self._credit_s = defaultdict[StepShape, dict[str, float]](lambda: dict.fromkeys(PROBE_FRACTION, MAX_CREDIT_S))
-        self._last: tuple[StepShape, int, bool] | None = None  # program and kind of the latest end, if a scout's
+        # program and kind of the dispatch that ended last, and whether it was a scout
+        self._last: tuple[StepShape, int, bool] | None = None
         self._now_s = 0.0
         self._probe: _Probe | None = None
-        self._again: tuple[StepShape, int] | None = None  # program and most steps of a choice that does not change yet
+        self._again: tuple[StepShape, int] | None = None  # program and max_steps of a choice that cannot change yet
         self._is_probe = False  # the latest choice is a dispatch of the probe
-        self._next_scout = 0  # place of the first row of the next scout that drafts, among the running ones
+        self._next_scout = 0  # index among the running rows: first drafting row in the next scout
 
     def admit(self, slots: Sequence[int]) -> None:
-        """Forget the counts of the requests that had these slots."""
+        """Reset the counts for newly used slots."""
         self._acceptance.admit(slots)
 
     def choose(self, program: StepShape, slots: Sequence[int], max_steps: int = 1) -> tuple[NDArray[np.int64], int]:
-        """Return the tokens to draft for each of the running slots, and the most rounds of the dispatch.
+        """Return the tokens to draft for each running slot, and the maximum rounds of the dispatch.
 
-        The tokens are all zero where plain steps are to be taken.
+        All zeros mean plain steps.
 
         Args:
-            program: program that holds the rows, with drafts if there are slots.
+            program: program that holds the rows, with drafts if slots are given.
             slots: slots of the running requests; empty if none may draft.
-            max_steps: most steps of a plain dispatch of these rows.
+            max_steps: maximum steps of a plain dispatch with these rows.
         """
         if not slots and (program, max_steps) == self._again:
             return NO_DRAFTS, 1
@@ -192,13 +194,13 @@ class Pacer:
         return wanted, num_rounds
 
     def launched(self, num_drafts: int, num_rounds: int) -> bool:
-        """Note the most tokens drafted for a row, and the rounds, of the dispatch planned after the latest choice.
+        """Note the largest draft and the number of rounds in the dispatch planned after the latest choice.
 
-        It may be another one than was chosen, where pages are short or a request can join. A probe is then given up,
-        and if it was one with drafts, it is some time until the next.
+        It may differ from the choice if pages are short or a request can join. A probe is then given up, and after a
+        draft probe it takes some time until the next.
 
         Returns:
-            True if the dispatch is one of a scout.
+            True if the dispatch is a scout.
         """
         probe = self._probe
         if probe is None or not self._is_probe:
@@ -210,7 +212,7 @@ class Pacer:
         if probe.kind > 0:
             self._credit_s[probe.program][probe.sort] = -MAX_CREDIT_S
         times = self._step_time.dispatches(probe.program)
-        times.kinds[probe.kind].measured_s = self._now_s  # the next is of another kind
+        times.kinds[probe.kind].measured_s = self._now_s  # schedule a different kind next
         probe.num_left = 0
         if not probe.num_running:
             self._probe = None
@@ -227,19 +229,18 @@ class Pacer:
         *,
         is_scout: bool = False,
     ) -> None:
-        """Note the end of a dispatch in which all rows were in decode.
+        """Note the end of a dispatch in which all rows were decoding.
 
         Args:
-            program: program of the choice for so many rows.
-            num_drafts: most tokens drafted for a row in a round; 0 in a plain dispatch.
-            num_planned: rounds, or steps, that were planned.
-            num_rounds: rounds, or steps, that ran.
-            num_tokens: tokens of a row, on average; of a row that drafted in a dispatch of a scout.
-            end_s: time of the end.
-            is_scout: True for a dispatch of a scout.
+            program: program that was chosen for this number of rows.
+            num_drafts: maximum tokens drafted for a row in a round; 0 in a plain dispatch.
+            num_planned: planned rounds or steps.
+            num_rounds: executed rounds or steps.
+            num_tokens: mean tokens per row; in a scout, per drafting row.
+            end_s: end time.
 
-        The time of a dispatch is that since the previous end, so that the host's share is included. The first dispatch
-        of a kind is left out: a draft model may have had to catch up.
+        The time since the previous end counts, so that host time is included. The first dispatch of a kind is excluded,
+        because a draft model may have had to catch up.
         """
         kind, last, seconds = self._kind(num_drafts, num_planned), self._last, end_s - self._now_s
         self._last, self._now_s = (program, kind, is_scout), end_s
@@ -260,24 +261,24 @@ class Pacer:
         for sort, fraction in PROBE_FRACTION.items():
             is_rare = sort == DRAFTS and times.has_scouts
             credit_s[sort] = min(credit_s[sort] + (RARE_FRACTION if is_rare else fraction) * seconds, MAX_CREDIT_S)
-        credit_s[PLAIN] = max(credit_s[PLAIN], -MAX_CREDIT_S)  # a moment was slow, rather than a kind
+        credit_s[PLAIN] = max(credit_s[PLAIN], -MAX_CREDIT_S)  # the machine was slow for a moment, not this kind
         is_timed = last == self._last and num_rounds and not is_scout
         if not is_timed or times.add(kind, num_rounds, seconds, end_s, is_probe=is_probe):
             self._again = None
 
     def accepted(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
-        """Note how many drafted tokens were wanted and accepted in each round [rows, rounds] of some slots."""
+        """Note the wanted and accepted draft tokens in each round [rows, rounds] of some slots."""
         self._acceptance.add(slots, wanted, accepted)
 
     def pause(self) -> None:
-        """Note that something else ran, so that the time of the next dispatch cannot be told from its end."""
+        """Note that other work ran, so that the next end reveals no dispatch time."""
         self._last = self._probe = None
 
     def _kind(self, num_drafts: int, num_rounds: int) -> int:
         return num_drafts or (SEVERAL if self._is_timed and num_rounds > 1 else SINGLE)
 
     def _best(self, program: StepShape, chances: NDArray[np.float64] | None, max_steps: int) -> tuple[int, bool]:
-        """Return the kind of the next dispatch, and whether it is chosen to be measured: then it must be just that."""
+        """Return the kind of the next dispatch, and whether it must be exactly that kind to be measured."""
         times, drafts = self._step_time.dispatches(program), self._max_drafts if chances is not None else 0
         has_several = self._is_timed and max_steps > 1 and times.step_s <= self._dispatch_s / 2
         plain = [SINGLE, SEVERAL] if has_several else [SINGLE]
@@ -297,9 +298,11 @@ class Pacer:
         return self._probed(program, usual, [*plain, *others], usual_s)
 
     def _probed(self, program: StepShape, usual: int, kinds: Sequence[int], usual_s: float) -> tuple[int, bool]:
-        """Return the same as `_best`, for a probe while one is due; a token of each row usually takes `usual_s`."""
+        """Return the same as `_best`, replaced by a probe if one is due; `usual_s` is the usual time per token of every
+        row.
+        """
         if self._probe is not None and (self._probe.program != program or self._probe.kind == usual):
-            self._probe = None  # the choice has followed it if its rounds paid
+            self._probe = None  # the probed kind became the usual one, or the program changed
         times, credit_s = self._step_time.dispatches(program), self._credit_s[program]
         due = [kind for kind in kinds if kind != usual and credit_s[DRAFTS if kind > 0 else PLAIN] > 0]
         if self._probe is None and due and times.num_usual >= FRESH:
@@ -317,7 +320,7 @@ class Pacer:
         return self._probe.kind, True
 
     def _num_rounds(self, program: StepShape, kind: int, max_steps: int) -> int:
-        """Return the most rounds of a dispatch of a kind; of plain ones, at most `max_steps`."""
+        """Return the maximum rounds of a dispatch; for plain kinds, at most `max_steps`."""
         most = program.num_rounds if kind > 0 else max_steps
         if not self._is_timed:
             return most

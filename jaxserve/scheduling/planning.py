@@ -1,21 +1,21 @@
-"""Planning: makes the plan of a step from one token budget: rows give way, then decode, then prompts fill it.
+"""Planning: makes a step's plan from one token budget: preemption by class, then decode, then prompts.
 
-The budget. Rows in decode come first, with a token each; then prompts, as the module `prefill` says. Where that would
-leave prompts less than `reserved_prefill_tokens`, some rows in decode are held back: they get what the prompts did
-not need, and otherwise take turns to miss a step. That can only be where max_num_batched_tokens is less than 8/7 of
-max_num_seqs; everywhere else no row in decode ever waits.
+Budget. Decoding rows get one token each; prompts get the rest, see `prefill`. If that leaves prompts fewer than
+`reserved_prefill_tokens`, some decoding rows are held back: they get left-over budget, and otherwise take turns to miss
+a step. This happens only if max_num_batched_tokens is less than 8/7 of max_num_seqs; in all other cases no decoding row
+ever waits.
 
-Progress. A row in decode that lacks a page preempts the last admitted, which has no row in the plan yet, because rows
-in decode enter it in the order of admission; if that is itself, it gives way. A row in prefill takes only pages that
-nobody needs, or those of younger rows in prefill. Still the oldest running request ends after finitely many steps, and
-with it, one after the other, every request:
+Progress. A decoding row without a page preempts the last admitted request, which has no row in the plan yet because
+decoding rows are planned in admission order; if it is the last itself, it is preempted. A row in prefill takes only
+unneeded pages or pages of younger rows in prefill. The oldest running request still ends after finitely many steps, and
+then every other request in turn:
 
-- In decode it gets its page in any step, for alone it fits the pool. If others are held back before it, it is its turn
-  again after as many steps as there are slots; and at least one row in decode is never held back.
-- In prefill it lacks pages only while there are rows in decode that own them, or for which the last free ones are kept:
-  without any, it takes all that are free, and then those of all others in prefill, and alone it fits the pool. While it
-  lacks them nobody is admitted, so that those rows get fewer: by the same argument the oldest of them, who preempts
-  only younger ones, ends after finitely many steps. What they leave goes to the oldest prompt first.
+- A decoding request gets its page in any step, because it fits the pool by itself. If it is held back, its turn comes
+  again within as many steps as there are slots, and at least one decoding row is never held back.
+- A request in prefill lacks pages only while decoding rows own them or have the last free ones reserved. Without
+  decoding rows it takes all free pages, then those of all other rows in prefill, and it fits the pool by itself. Nobody
+  is admitted while it lacks pages, so the number of decoding rows falls: the oldest of them preempts only younger ones
+  and ends after finitely many steps. Its pages go to the oldest prompt first.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Planning:
-    """Makes plans. The shards of a step have one each, and agree on how far it may go.
+    """Makes plans. Each shard has its own plan, and all agree on the number of steps.
 
     Args:
         shards: all shards.
-        balancer: queue before the shards.
-        deadlines: deadlines of tokens, whose slack the shards share.
+        balancer: queue in front of the shards.
+        deadlines: token deadlines, with slack shared by all shards.
     """
 
     def __init__(self, shards: Sequence[Shard], balancer: Balancer, deadlines: Deadlines) -> None:
         self._shards, self._balancer, self._deadlines = shards, balancer, deadlines
 
     def make(self, step_id: int, choice: StepChoice) -> list[StepPlan]:
-        """Return the plan of each shard, some or all of them without rows."""
+        """Return a plan per shard, possibly without rows."""
         self._balancer.dispatch()
         plans = [StepPlan(step_id) for _ in self._shards]
         parts = list(zip(self._shards, plans, strict=True))
@@ -58,19 +58,19 @@ class Planning:
         return plans
 
     def _agree(self, choice: StepChoice) -> StepChoice:
-        """Return the limits of the choice, as far as every shard with requests can come to them."""
+        """Return the limits, reduced to those that every shard with requests can meet."""
         max_steps, num_drafts, timing, may_split = choice
         if max_steps == 1 and not num_drafts and not may_split:
             return choice
         num_steps = self._feasible_steps(max_steps, num_drafts) if num_drafts else 0
         if not num_steps:
-            if num_drafts:  # `max_steps` are rounds: no program may go several steps without drafts for so many rows
+            if num_drafts:  # `max_steps` are rounds: no program may run several steps without drafts for so many rows
                 num_drafts, max_steps = (), 1
             num_steps = self._feasible_steps(max_steps) if max_steps > 1 else 1
         return StepChoice(max(num_steps, 1), num_drafts, timing, may_split and bool(self._feasible_steps(1)))
 
     def _feasible_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
-        """Return the most steps that the plans of all shards with requests may have; see `Decodes.feasible_steps`."""
+        """Return the number of steps that all shards with requests can plan; see `Decodes.feasible_steps`."""
         busy = [shard.decodes for shard in self._shards if not shard.admission.is_idle]
         num_steps = min(limit, max((decodes.steps_left(num_drafts) for decodes in busy), default=0))
         has_queue = self._balancer.num_queued > 0
@@ -80,11 +80,11 @@ class Planning:
 
 
 def join(plans: Sequence[StepPlan], num_shard_pages: int) -> StepPlan:
-    """Return the plan of all rows: those of one shard after those of another.
+    """Return one plan with the rows of all shards, one shard after another.
 
     Args:
-        plans: plans of all shards, some or all of them without rows.
-        num_shard_pages: pages of each shard.
+        plans: one plan per shard, possibly without rows.
+        num_shard_pages: pages per shard.
     """
     joined = StepPlan(plans[0].step_id)
     for index, part in enumerate(plans):

@@ -1,11 +1,11 @@
-"""Policy: order of requests, and division of a step's tokens among prompts.
+"""Policy: order of requests, and division of each step among prompts.
 
-It is a value of plain numbers with pure functions, used by the scheduler. It is below the configuration in the module
-hierarchy, which resolves it, so that it is available together with the sizes of a schedule.
+Plain numbers with pure functions. The configuration, which is above it in the module hierarchy, resolves it as part of
+the schedule's sizes.
 
-Long prompts. A prompt with more tokens left than `long_threshold` is long. Few long prompts are computed at a time, and
-the first share of each is half of the remaining step, so that other prompts can start. It then gets what these leave;
-while rows decode, its chunk is at most `long_chunk`, because their next tokens wait for the whole step.
+Long prompts. A prompt with more than `long_threshold` tokens left is long. Only a few long prompts are computed at a
+time, and the first chunk of each is half the remaining budget, so that other prompts can start. It then gets the tokens
+they leave; while rows decode, its chunk is limited to `long_chunk`, because their next tokens wait for the whole step.
 """
 
 import sys
@@ -19,27 +19,28 @@ _priority = attrgetter("priority")
 
 
 def reserved_prefill_tokens(max_num_batched_tokens: int) -> int:
-    """Return the tokens of a step that are reserved for prompts while there are any: an eighth, at least one.
+    """Return the tokens per step that are reserved for prompts: an eighth, at least one.
 
-    Prompts thus progress whatever the number of rows in decode, which lose at most an eighth of their speed.
+    Prompts thus progress alongside any decoding rows, which lose at most an eighth of their speed.
     """
     return max(1, max_num_batched_tokens // 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Shares of prompts, and the victim: shorter prompts overtake long ones, the last admitted is preempted.
+    """Chunk sizes and victims: short prompts overtake long ones, and the last admitted request is preempted first.
 
     Attributes:
-        reserved_prefill_tokens: tokens of a step that are reserved for prompts while there are any to compute.
-        max_unfinished: most prompts between two chunks at a time.
-        max_long: most long prompts among these.
-        long_threshold: tokens left to compute above which a prompt is long.
-        long_chunk: most tokens of a long prompt in a step with rows in decode.
-        max_skipped: most waiting requests that a plan skips to start later ones.
-        max_lookups: most of these whose cached pages the plan looks up; a quarter of it for prompts too long to start.
-        weights: tenants and their weights, where these are not 1.
-        targets: class (None for any other), time to first token and time between tokens, in seconds.
+        reserved_prefill_tokens: tokens per step reserved for prompts, if there are any.
+        max_unfinished: maximum prompts between two chunks.
+        max_long: maximum long prompts among these.
+        long_threshold: remaining tokens above which a prompt is long.
+        long_chunk: maximum tokens of a long prompt in a step with decoding rows.
+        max_skipped: maximum waiting requests that a plan skips to start later ones.
+        max_lookups: maximum cache lookups for skipped requests in a plan; a quarter of it for prompts too long to
+            start.
+        weights: tenants with weights other than 1.
+        targets: class (None for all others), time to first token and inter-token time, in seconds.
     """
 
     reserved_prefill_tokens: int
@@ -62,7 +63,7 @@ class Policy:
         weights: tuple[tuple[str, float], ...] = (),
         targets: tuple[tuple[int | None, float, float], ...] = (),
     ) -> "Policy":
-        """Resolve the configured options; a threshold of 0 means the token budget, with chunks of half of it."""
+        """Resolve configured options. A threshold of 0 means the token budget, with half-budget chunks."""
         return cls(
             reserved_prefill_tokens(max_num_batched_tokens),
             max_num_partial_prefills,
@@ -74,31 +75,30 @@ class Policy:
         )
 
     def victim(self, running: dict[str, Request]) -> Request:
-        """Return the running request to preempt: the last admitted of the lowest class.
+        """Return the request to preempt: the last admitted one in the lowest class.
 
         Args:
-            running: running requests in the order of admission.
+            running: running requests in admission order.
         """
         return max(reversed(running.values()), key=_priority)
 
     def is_long(self, num_left: int) -> bool:
-        """Return whether a prompt with `num_left` tokens left to compute is long."""
         return num_left > self.long_threshold
 
     def first_chunk(self, num_left: int, budget_left: int) -> int:
-        """Return the tokens of a prompt with `num_left` to compute, before others get a share of `budget_left`."""
+        """Return a prompt's first tokens in this step, given the tokens it has left and the remaining budget."""
         if self.is_long(num_left):
             return min(num_left, self.long_chunk, (budget_left + 1) // 2)
         return min(num_left, budget_left)
 
     def further_chunk(self, num_left: int, num_taken: int, budget_left: int, *, decode_waits: bool) -> int:
-        """Return the further tokens of a prompt after others got their shares.
+        """Return a prompt's further tokens in this step, after other prompts got their first chunks.
 
         Args:
-            num_left: tokens left to compute beyond its first share.
-            num_taken: tokens of its first share.
-            budget_left: tokens of the step that are not assigned yet.
-            decode_waits: True if rows in decode wait for the step.
+            num_left: tokens left after its first chunk.
+            num_taken: tokens of its first chunk.
+            budget_left: unassigned tokens of the step.
+            decode_waits: True if decoding rows wait for the step.
         """
         most = min(num_left, budget_left)
         if decode_waits and self.is_long(num_left + num_taken):
@@ -106,14 +106,14 @@ class Policy:
         return max(most, 0)
 
     def max_left_to_start(self, budget_left: int, num_unfinished: int, num_long: int) -> int:
-        """Return the most tokens left to compute with which a waiting request may start now.
+        """Return the maximum uncomputed tokens with which a waiting request may start now.
 
         Args:
-            budget_left: tokens of the step that are not assigned yet.
+            budget_left: unassigned tokens of the step.
             num_unfinished: prompts between two chunks.
             num_long: long prompts among them.
         """
-        if num_unfinished >= self.max_unfinished:  # the request must not become a further unfinished one
+        if num_unfinished >= self.max_unfinished:  # the request must finish its prompt in this step
             return min(self.long_threshold, budget_left)
         if num_long >= self.max_long:
             return self.long_threshold

@@ -1,18 +1,18 @@
-"""Prefills: gives prompts what rows in decode leave of a step: those between two chunks, then those that start.
+"""Prefills: gives prompts the tokens that decoding rows leave: first prompts between two chunks, then new ones.
 
-Order. Prompts between two chunks come first, oldest first, then the waiting requests in their order, while there are
-slots, budget and pages. A long prompt leaves others half of that, and gets at the end what they did not take; while
-rows decode, no more than its chunk may have (`Policy`).
+Order. Prompts between two chunks come first, oldest first, then waiting requests in their order, as long as slots,
+budget and pages last. A long prompt leaves half the budget to others, and finally gets the tokens they did not take;
+while rows decode, at most its chunk (`Policy`).
 
-Pages. A prompt that lacks any takes as many tokens as the free pages hold, but for those of the rest of older prompts,
-and a page for each row in decode that can grow: these would otherwise take them back, perhaps from this very prompt. If
-that is no token, younger rows in prefill give way, the last first. None of them has a row in the plan, which is made in
-the order of their age; rows in decode never give way to a prompt. If that does not help either, the prompt waits a
-step. Nobody is admitted in a step in which a running row lacks pages.
+Pages. A prompt short of pages takes as many tokens as the free pages hold, not counting pages reserved for older
+prompts and a block for each decoding row that can grow: those rows would otherwise take the pages back, perhaps from
+this very prompt. If no token fits, younger rows in prefill are preempted, the last first. None of them has a row in the
+plan yet, because rows are planned by age; decoding rows are never preempted for a prompt. If that does not help, the
+prompt waits a step. Nobody is admitted in a step in which a running row lacks pages.
 
-States. Layers without attention keep a state of a sequence in its slot, which goes on from zeros, or from a snapshot
-that an earlier plan took behind a cached page. A snapshot is taken inside a row's tokens, at the last full page of its
-prompt, or where others were seen to begin alike though there was none.
+States. A recurrent layer keeps a sequence's state in its slot, starting from zeros or from a snapshot that an earlier
+plan took after a cached page. A row takes a snapshot at the last full page of its prompt, or at a common prefix of
+several requests that has no snapshot yet.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Prefills:
-    """The prompts between two chunks, and what they leave to requests that start.
+    """Plans prompts between two chunks and the start of further requests.
 
     Args:
-        ledger: ledger of all requests.
-        policy: policy that says how much of a step a prompt has.
+        policy: policy that sizes chunks.
         prompts: unfinished prompts.
-        starts: start of requests.
+        starts: starter of waiting requests.
     """
 
     def __init__(self, ledger: Ledger, policy: Policy, prompts: Prompts, starts: Starts) -> None:
@@ -52,15 +51,14 @@ class Prefills:
         num_displaced: int,
         max_tokens: int = sys.maxsize,
     ) -> None:
-        """Add rows to a plan that has those in decode.
+        """Add rows to a plan that already has its decoding rows.
 
         Args:
             plan: plan to add to.
-            in_prefill_before: running rows between two chunks, in the order of classes and of admission; some may be
-                preempted.
-            decode_waits: True if any row in decode waits for this step.
+            in_prefill_before: running rows between two chunks, by class and admission; some may have been preempted.
+            decode_waits: True if any decoding row waits for this step.
             num_displaced: rows preempted by `preempt_lower_classes`, for requests of higher classes.
-            max_tokens: most tokens of prompts, so that rows in decode get theirs in time.
+            max_tokens: maximum prompt tokens, so that decoding rows meet their deadlines.
         """
         rows = [request for request in in_prefill_before if request.status in RUNS]
         self._prompts.begin(plan, max_tokens)
@@ -82,12 +80,13 @@ class Prefills:
         self._take_snapshots(plan, first_row)
 
     def _continue(self, rows: Sequence[Request], start: int, stop: int, plan: StepPlan) -> bool:
-        """Give rows in prefill of one class their first share, oldest first; returns whether one of them lacks pages.
+        """Give the rows in prefill of one class their first chunk, oldest first; return whether one of them lacks
+        pages.
 
         Args:
-            rows: all rows in prefill; those behind `stop` are of lower classes.
+            rows: all rows in prefill; those from `stop` on have lower classes.
             start: index of the first row of the class.
-            stop: index behind its last.
+            stop: index after its last row.
             plan: plan to add to.
         """
         ledger, is_short = self._ledger, False
@@ -114,7 +113,7 @@ class Prefills:
         return is_short
 
     def _distribute_rest(self, plan: StepPlan, first_row: int, *, decode_waits: bool) -> None:
-        """Give unfinished prompts that are in the plan what nobody else took, oldest first."""
+        """Give planned unfinished prompts the rest of the budget, oldest first."""
         unfinished = self._prompts.unfinished
         row_of = dict(zip(plan.requests[first_row:], count(first_row), strict=False))
         kept = _Kept(self._ledger, unfinished)
@@ -134,14 +133,14 @@ class Prefills:
                 self._prompts.compute(row, num_tokens, plan)
 
     def _take_snapshots(self, plan: StepPlan, first_row: int) -> None:
-        """Have rows from one on take snapshots of their states where they are worth it."""
+        """Take state snapshots at useful positions of the rows from `first_row` on."""
         ledger = self._ledger
         if (states := ledger.store.states) is None:
             return
         for row in range(first_row, plan.num_rows):
             request, start = plan.requests[row], plan.starts[row]
             stop, num_known = start + plan.counts[row], request.num_tokens - plan.max_new[row]
-            last = (num_known - 1) // ledger.page_size * ledger.page_size  # its last token is computed in any case
+            last = (num_known - 1) // ledger.page_size * ledger.page_size  # the last token is computed in any case
             num_tokens = next((place for place in (request.branch_tokens, last) if start < place <= stop), None)
             if num_tokens is None or request in ledger.store.unshared:
                 continue
@@ -151,14 +150,14 @@ class Prefills:
 
 
 class _Kept:
-    """Pages kept from each prompt in turn, oldest first: for older prompts, and for decoding rows to grow.
+    """Pages reserved during each prompt's turn, oldest first: for older prompts, and for decoding rows to grow.
 
-    The sums go along with the turns: tokens may be appended to many rows at once, all of which are prompts then.
+    The sums follow the turns: one call may append tokens to many rows, which then all count as prompts.
 
     Args:
         ledger: ledger of all requests.
-        prompts: prompts whose turn comes.
-        num_older_pages: pages kept for the rest of prompts before these.
+        prompts: prompts that take turns.
+        num_older_pages: pages reserved for prompts before these.
     """
 
     def __init__(self, ledger: Ledger, prompts: Sequence[Request], num_older_pages: int = 0) -> None:
@@ -166,10 +165,10 @@ class _Kept:
         self._num_older_pages = num_older_pages
         self._num_growing = sum(map(ledger.can_grow, prompts))  # prompts whose turn is now or later
         self._last: Request | None = None
-        self._can_last_grow = False  # it could when its turn came
+        self._can_last_grow = False  # whether it could grow when its turn began
 
     def begin_turn(self, request: Request) -> None:
-        """Go on to the next prompt."""
+        """Advance to the next prompt."""
         ledger, last = self._ledger, self._last
         if last is not None:
             self._num_growing -= self._can_last_grow
@@ -181,7 +180,7 @@ class _Kept:
         self._num_growing -= self._ledger.can_grow(request)
 
     def num_affordable(self, request: Request, most: int) -> int:
-        """Return the tokens that the prompt whose turn it is may have, and leave others the pages they need."""
+        """Return how many tokens the current prompt may have so that others get the pages they need."""
         ledger, size = self._ledger, self._size
         num_kept = ledger.num_pages_to_grow + self._num_older_pages - size * self._num_growing
         num_blocks = (len(request.pages) + max(ledger.num_available - num_kept, 0)) // size

@@ -1,4 +1,4 @@
-"""Prompts: those between two chunks, with the tokens and pages that they leave to others, and their rows in a plan."""
+"""Prompts: prompts between two chunks, the tokens and pages they leave to others, and their rows in a plan."""
 
 from __future__ import annotations
 
@@ -11,39 +11,36 @@ from jaxserve.scheduling.step_plan import StepPlan, wants_prompt_logprobs
 
 
 class Prompts:
-    """Unfinished prompts, which the plan being made continues and starts.
+    """Unfinished prompts, which the current plan continues and starts.
 
     Args:
-        ledger: ledger of all requests.
-        policy: policy that says how much of a step a prompt has.
+        policy: policy that sizes chunks.
 
     Attributes:
-        unfinished: rows in prefill after the last plan, or already in the one being made, in the order of their classes
-            and ages.
+        unfinished: prompts unfinished after the last plan, or already in the current one, by class and age.
     """
 
     def __init__(self, ledger: Ledger, policy: Policy) -> None:
         self._ledger, self._policy = ledger, policy
         self.unfinished: list[Request] = []
-        self._limit = ledger.max_num_batched_tokens  # tokens of the plan being made
+        self._limit = ledger.max_num_batched_tokens  # maximum tokens of the current plan
 
-    # The plan being made
+    # The current plan
 
     def begin(self, plan: StepPlan, max_tokens: int) -> None:
-        """Begin the prompts of a plan that has its rows in decode: of so many tokens at most."""
+        """Begin the prompts of a plan that already has its decoding rows, with at most `max_tokens` prompt tokens."""
         self._limit = min(plan.num_tokens + max_tokens, self._ledger.max_num_batched_tokens)
         self.unfinished = []
 
     def budget_left(self, plan: StepPlan) -> int:
-        """Return the tokens that the plan has left for prompts."""
         return self._limit - plan.num_tokens
 
     def settle(self) -> None:
-        """Forget prompts that the plan has come to the end of, or that it has preempted."""
+        """Forget prompts that the plan has finished or preempted."""
         self.unfinished = [request for request in self.unfinished if request.status in RUNS and in_prefill(request)]
 
     def add_row(self, request: Request, plan: StepPlan) -> int:
-        """Add a row of no tokens yet; returns its index."""
+        """Add a row without tokens; return its index."""
         plan.requests.append(request)
         plan.starts.append(request.num_computed_tokens)
         plan.counts.append(0)
@@ -51,7 +48,7 @@ class Prompts:
         return plan.num_rows - 1
 
     def compute(self, row: int, num_tokens: int, plan: StepPlan) -> None:
-        """Put the next tokens of the request of a row into the plan, and count them as computed."""
+        """Add the next tokens of a row's request to the plan, and count them as computed."""
         request = plan.requests[row]
         start = request.num_computed_tokens
         samples = num_remaining(request) == num_tokens
@@ -66,16 +63,15 @@ class Prompts:
         plan.wants_prompt_logprobs |= wants_prompt_logprobs(request, start)
         self._ledger.store.register_blocks(request, request.num_computed_tokens // self._ledger.page_size)
 
-    # What they leave to others
+    # Capacity for others
 
     @property
     def num_long(self) -> int:
-        """Number of long ones."""
         return sum(self._policy.is_long(num_remaining(request)) for request in self.unfinished)
 
     @property
     def num_pages_kept(self) -> int:
-        """Free pages that newcomers leave to running rows."""
+        """Free pages that newcomers must leave for running rows."""
         ledger, num_kept = self._ledger, self._ledger.num_pages_to_grow
         for request in self.unfinished:
             if request.status in RUNS:
@@ -83,7 +79,7 @@ class Prompts:
         return num_kept
 
     def next_chunks(self) -> Iterator[tuple[Request, int]]:
-        """Yield the unfinished prompts with the first share that each has of the next plan."""
+        """Yield the unfinished prompts with each one's first chunk in the next plan."""
         unfinished = [request for request in self.unfinished if request.status in RUNS]
         budget_left = self._ledger.max_num_batched_tokens - (len(self._ledger.running) - len(unfinished))
         for request in unfinished:
@@ -92,6 +88,6 @@ class Prompts:
             yield request, chunk
 
     def next_budget_left(self) -> int:
-        """Return the tokens that the next plan has left for newcomers."""
+        """Return the number of tokens that the next plan has left for newcomers."""
         num_tokens = self._ledger.max_num_batched_tokens - len(self._ledger.running)
         return num_tokens - sum(chunk - 1 for _, chunk in self.next_chunks()) if self.unfinished else num_tokens

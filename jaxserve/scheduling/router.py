@@ -1,11 +1,11 @@
-"""Router: choice of the replica for a request, by load and by the prefixes that each replica has computed.
+"""Router: chooses a replica for each request, by load and by the prefixes that each replica has computed.
 
-The replicas may be those of one engine, the engines of a fleet, or simulated ones: the router handles only numbers and
-hashes. Its caller keeps the queue, updates loads as they change, and assigns requests late, to replicas that are open.
+Replicas may belong to one engine, be engines of a fleet, or be simulated: the router handles only numbers and hashes.
+Its caller keeps the queue, updates changed loads, and assigns requests late, to open replicas.
 
-The cost of a replica is its load plus the tokens of the request that it would have to compute, less for a shared
-prefix. Repeated work delays the request itself and later ones, so saved tokens count twice: requests with a common
-prefix go to the same replica until the difference in load exceeds that.
+A replica's cost is its load plus the request's uncached tokens there. Repeated work delays the request itself and later
+ones, so saved tokens count twice: requests with a common prefix go to the same replica until the difference in load
+exceeds that.
 """
 
 import enum
@@ -17,11 +17,11 @@ from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
-ROW_CHARGE_TOKENS = 16  # tokens of a prompt that slow other rows as much as one running row
+ROW_CHARGE_TOKENS = 16  # prompt tokens that slow other rows as much as one running row does
 CLOSED_CHARGE_TOKENS = 64  # cost of waiting for a closed replica, in computed tokens
-MAX_SKIPPED = 128  # most requests that wait for a replica while later ones are assigned
+MAX_SKIPPED = 128  # maximum requests that wait for a replica while later ones are assigned
 _SAVING_WEIGHT = 2
-_MAX_HOLDERS = 8  # remembered holders of a prefix; the least loaded replica is always considered too
+_MAX_HOLDERS = 8  # remembered replicas per prefix; the least loaded replica is always considered too
 _MAX_PREFIXES = 2**16
 _CLOSED = sys.maxsize
 
@@ -40,9 +40,10 @@ _DEPTHS = _geometric_depths()
 
 @lru_cache(maxsize=2**16)
 def sample_depths(num_blocks: int) -> Sequence[int]:
-    """Return the prefix lengths, in blocks, that are hashed: all small ones, then each a quarter larger.
+    """Return the prefix lengths, in blocks, that are hashed: all small ones, then each a quarter longer.
 
-    A long prompt has about thirty, and at least four fifths of a shared prefix are found. The last is `num_blocks`.
+    A long prompt has about thirty, and at least four fifths of any shared prefix are found. The last length is
+    `num_blocks`.
     """
     depths = _DEPTHS[: bisect_right(_DEPTHS, num_blocks)]
     return depths if not num_blocks or depths[-1] == num_blocks else [*depths, num_blocks]
@@ -52,16 +53,16 @@ class Start(enum.Enum):
     """Answer to whether a job could start now."""
 
     NOW = enum.auto()
-    LATER = enum.auto()  # it waits for unfinished prompts, and jobs behind it start before
-    FULL = enum.auto()  # it does not fit yet, and jobs behind it wait, too
+    LATER = enum.auto()  # it waits for unfinished prompts, and later jobs start before it
+    FULL = enum.auto()  # it does not fit yet, and later jobs wait too
 
 
 class Prefix(NamedTuple):
     """Sampled prefixes of a prompt, shortest first.
 
     Attributes:
-        lengths: tokens of each.
-        hashes: hash of each.
+        lengths: number of tokens per prefix.
+        hashes: hash per prefix.
     """
 
     lengths: Sequence[int]
@@ -69,12 +70,12 @@ class Prefix(NamedTuple):
 
     @classmethod
     def from_hashes(cls, hashes: Sequence[bytes], block_size: int, num_blocks: int | None = None) -> "Prefix":
-        """Return the samples of a prompt.
+        """Sample the prefixes of a prompt.
 
         Args:
-            hashes: hash of each block and all before it.
-            block_size: tokens of a block.
-            num_blocks: blocks at the start of the prompt that are sampled; None for all.
+            hashes: hash per block, covering all earlier blocks.
+            block_size: tokens per block.
+            num_blocks: number of leading blocks to sample; None for all.
         """
         lengths, pick = _sampler(len(hashes) if num_blocks is None else num_blocks, block_size)
         return cls(lengths, pick(hashes))
@@ -85,10 +86,10 @@ NO_PREFIX = Prefix((), ())
 
 @lru_cache(maxsize=2**16)
 def _sampler(num_blocks: int, block_size: int) -> tuple[Sequence[int], Callable[[Sequence[bytes]], Sequence[bytes]]]:
-    """Return the lengths of the samples, and the function that picks their hashes out of those of all blocks."""
+    """Return the sampled lengths, and a function that selects their hashes from the hashes of all blocks."""
     depths = sample_depths(num_blocks)
     lengths = tuple(depth * block_size for depth in depths)
-    if len(depths) < 2:  # `itemgetter` of one index returns no tuple
+    if len(depths) < 2:  # `itemgetter` with one index returns no tuple
         return lengths, lambda hashes: tuple(hashes[: len(depths)])
     return lengths, itemgetter(*[depth - 1 for depth in depths])
 
@@ -97,9 +98,8 @@ class Route(NamedTuple):
     """Replica chosen for a request.
 
     Attributes:
-        replica: index of the replica.
-        is_open: True if the replica takes the request now; else the request should wait for it.
-        num_shared_tokens: tokens of the prompt that the replica is expected to have computed.
+        is_open: True if the replica takes the request now; otherwise the request should wait for it.
+        num_shared_tokens: prompt tokens that the replica is expected to have computed.
     """
 
     replica: int
@@ -110,25 +110,25 @@ class Route(NamedTuple):
 class Router:
     """Router over the loads of replicas and the prefixes that each has computed or will compute.
 
-    Choosing takes one look-up per sampled depth of the prompt and a minimum over the replicas, about 0.01 us each. A
-    heap would cost more, as all loads change between two requests.
+    A choice takes one lookup per sampled depth and a minimum over the replicas, about 0.01 us each. A heap would cost
+    more, because all loads change between two requests.
 
     Args:
-        num_replicas: number of replicas; all are closed until `set_load` opens them.
+        num_replicas: number of replicas; all start closed until `set_load` opens them.
     """
 
     def __init__(self, num_replicas: int) -> None:
         self._loads = [0] * num_replicas
         self._waiting_loads = [0] * num_replicas  # loads of jobs that wait for each replica, while `assign` runs
         self._is_open = [False] * num_replicas
-        self._open_loads = [_CLOSED] * num_replicas  # both loads of open replicas, else `_CLOSED`
-        # Epochs by replica, oldest first, of prefixes in the order in which they were noted. Values are replaced, never
-        # modified: prefixes with one holder share a value. An OrderedDict takes five times as long for a new one.
+        self._open_loads = [_CLOSED] * num_replicas  # both loads of open replicas, otherwise `_CLOSED`
+        # Epochs by replica, oldest first, for each prefix in the order noted. Values are replaced, never modified:
+        # prefixes with one holder share a value. An OrderedDict takes five times as long to create.
         self._holders: dict[bytes, dict[int, int]] = {}
         self._epochs = [0] * num_replicas  # prefixes noted in an earlier epoch are lost
 
     def set_load(self, replica: int, load: int, *, is_open: bool) -> None:
-        """Set the load of a replica, in tokens, and whether it takes requests."""
+        """Set a replica's load, in tokens, and whether it accepts requests."""
         self._loads[replica], self._is_open[replica] = load, is_open
         self._open_loads[replica] = load + self._waiting_loads[replica] if is_open else _CLOSED
 
@@ -138,11 +138,12 @@ class Router:
         self._open_loads[replica] = _CLOSED
 
     def choose(self, prefix: Prefix, *, only_open: bool = False) -> Route | None:
-        """Return the replica of least cost for a request; None if no replica is open.
+        """Return the cheapest replica for a request; None if no replica is open.
 
         Args:
             prefix: sampled prefixes of the prompt.
-            only_open: True to consider only open replicas; else a closed one is chosen if waiting for it costs less.
+            only_open: True to consider only open replicas; otherwise a closed one is chosen if waiting for it costs
+                less.
         """
         least = min(self._open_loads)
         if least == _CLOSED:
@@ -172,16 +173,16 @@ class Router:
     ) -> Iterator[tuple[Job, Route]]:
         """Route the jobs of a queue in order until no replica is open.
 
-        For an open route, the caller must give the job to the replica and set its new load before the next iteration. A
-        job with a closed route is skipped; until the end it counts in the load of the replica that it waits for.
+        After an open route, the caller must give the job to the replica and set its new load before the next iteration.
+        A job with a closed route is skipped; until the end it counts towards the load of the replica that it waits for.
 
         Args:
             queue: jobs in order; must not change during the iteration.
-            prefix_of: function that returns the sampled prefixes of a job's prompt.
-            could_start: function that returns whether an open replica could start a job now. A job that it could start
-                later has a closed route; a full replica is closed until its next `set_load`.
-            load_of: function that returns the load, in tokens, that a job adds to a replica.
-            may_wait: predicate, True of a job that may wait for a closed replica which has computed its prefix.
+            prefix_of: returns the sampled prefixes of a job's prompt.
+            could_start: returns whether an open replica could start a job now. A job that can only start later gets a
+                closed route; a full replica is closed until its next `set_load`.
+            load_of: returns the load, in tokens, that a job adds to a replica.
+            may_wait: returns whether a job may wait for a closed replica that has computed its prefix.
         """
         num_skipped = 0
         try:
@@ -215,19 +216,19 @@ class Router:
             if prefix_hash not in all_holders:
                 break
             num_held += 1
-        # Longest first, so that the shortest is evicted last. Of those behind one that is not held, none is looked up.
+        # Longest first, so that the shortest is evicted last. Prefixes longer than an unknown one need no lookup.
         for prefix_hash in reversed(hashes[num_held:]):
             all_holders[prefix_hash] = alone
         for prefix_hash in reversed(hashes[:num_held]):
-            holders = all_holders.pop(prefix_hash)  # it becomes the last
+            holders = all_holders.pop(prefix_hash)  # reinsert it as the most recent
             others = [entry for entry in holders.items() if entry[0] != replica]
             all_holders[prefix_hash] = dict(others[-(_MAX_HOLDERS - 1) :]) | alone if others else alone
-        if len(all_holders) > _MAX_PREFIXES:  # many at once: a dict steps over all that was deleted to find its first
+        if len(all_holders) > _MAX_PREFIXES:  # delete in bulk: finding a dict's first key steps over all deleted ones
             for oldest in list(islice(all_holders, len(all_holders) - _MAX_PREFIXES + _MAX_PREFIXES // 64)):
                 del all_holders[oldest]
 
     def forget(self, replica: int) -> None:
-        """Drop all prefixes of a replica whose cache was lost."""
+        """Forget all prefixes of a replica that lost its cache."""
         self._epochs[replica] += 1
 
     def _set_open_load(self, replica: int) -> None:
@@ -235,7 +236,7 @@ class Router:
         self._open_loads[replica] = load if self._is_open[replica] else _CLOSED
 
     def _find_holders(self, prefix: Prefix) -> dict[int, int]:
-        """Return the replicas that hold a part of the prompt, with the number of tokens of the longest such part."""
+        """Return the replicas that hold a prefix of the prompt, with the number of tokens in the longest one."""
         found: dict[int, int] = {}
         held: list[dict[int, int]] = []
         for prefix_hash in prefix.hashes:

@@ -1,37 +1,37 @@
-"""Decides which request computes which tokens in the next step, from one token budget.
+"""Scheduler: decides which request computes which tokens in the next step, within one token budget.
 
-There are no phases: every request has `num_computed_tokens` of `num_tokens`, and a step gives it some more until they
-meet, which samples one further token. Chunked prefill, prefix-cache hits and recompute after preemption are that one
-case. The scheduler is a pure function of its state and the order of calls: no clock, no randomness.
+There are no phases: every request has `num_computed_tokens` out of `num_tokens`, and each step computes more until both
+are equal, which samples one further token. Chunked prefill, prefix-cache hits and recomputation after preemption are
+all this one case. The scheduler is a pure function of its state and the order of calls: no clock, no randomness.
 
-One request. `add` queues it in the `Ledger`. Each `schedule` has `Planning` make a plan: rows in decode (`Decodes`),
-then prompts and requests that start (`Prefills`, `Starts`). `update` has `Updates` append what a plan has sampled, and
-end the requests of which that was the last; `finish` ends others. All change requests through the `Ledger`, which alone
-moves them between queue, slots and pages.
+One request. `add` queues it in the `Ledger`. Each `schedule` makes a plan (`Planning`): decoding rows (`Decodes`), then
+prompts and new requests (`Prefills`, `Starts`). `update` appends the sampled tokens of a plan and ends finished
+requests (`Updates`); `finish` ends others. Only the `Ledger` moves requests between queue, slots and pages.
 
-Shards. Where attention is data parallel, the devices of a shard have the keys and values of its rows alone, and a step
-gives each shard an equal share of the token axis. So each `Shard` has a ledger of its own, and their plans are joined:
-the rows of one shard follow those of another. A `Balancer` gives each request to the shard that can start it.
+Shards. With data-parallel attention, a shard's devices hold only the keys and values of its own rows, and a step gives
+each shard an equal part of the token axis. Each `Shard` therefore has its own ledger, and their plans are joined, one
+shard's rows after another's. A `Balancer` gives each request to a shard that can start it.
 
-Step-ahead. Plan n + 1 may be made before the tokens of plan n are read, so `schedule()` already counts the tokens that
-a plan computes, and `num_pending_tokens` counts those sampled but not read. The caller promises one thing: every plan
-is packed before the next call into the scheduler, the device runs all plans in order, and `update()` gets them in that
-order. Then what a request frees can be handed out at once, although a step in flight may still write to it:
+Step-ahead. Plan n + 1 may be made before the tokens of plan n are read. `schedule()` therefore already counts a plan's
+tokens as computed, and `num_pending_tokens` counts tokens sampled but not read. The caller guarantees one thing: every
+plan is packed before the next call into the scheduler, the device runs all plans in order, and `update()` receives them
+in that order. Resources freed by a request can then be reused immediately, although a step in flight may still write to
+them:
 
-- Pages. The next owner computes the page's positions in a later step, thus after that write.
-- Slots. The next owner is marked `admitted` in a later plan and from then on sets every position that it reads.
+- Pages. The next owner computes the page's positions in a later step, after that write.
+- Slots. The next owner is `admitted` in a later plan and then sets every position that it reads.
 
 Shared pages. A page is registered in the prefix cache when all its ids are known and all its positions are in plans
-made, or in rows already in the plan being made: those of a prompt at once, those of an output some at a time, and what
-is left when its request stops. A request that finds a page attends to it in that same plan at the earliest, and
-`ragged_paged_attention` writes all new keys and values of a step before any row of the step attends: the page is
-complete before its content is read. Steps in flight write nothing but this content to it. A row of a plan keeps its
-pages while the plan is made, so that no page registered by it can be handed to another row of the same step.
+already made, or in rows already in the current plan: prompt pages immediately, output pages several together, and the
+rest when the request stops. A request that finds a page attends to it in that same plan at the earliest, and
+`ragged_paged_attention` writes all new keys and values of a step before any row attends: the page is complete before it
+is read. Steps in flight write only this same content to it. A planned row keeps its pages while the plan is made, so no
+page that it registered can move to another row of the same step.
 
-Waiting. A request whose `waits_for_tokens` is set samples when the host has read its last token: it is BLOCKED from a
-plan that samples for it to the update of that plan, keeps slot and pages, and others go on meanwhile. It may take part
-in a split plan, whose sampling starts behind that update, though its last token is computed before, unless tokens may
-be appended behind that one.
+Waiting. A request with `waits_for_tokens` samples only after the host has read its last token: it is BLOCKED from a
+plan that samples for it until that plan's update, keeps its slot and pages, and others continue meanwhile. It may take
+part in a split plan, which computes its last token before that update and samples after it, unless tokens may be
+appended to the last one.
 """
 
 from __future__ import annotations
@@ -60,11 +60,7 @@ if TYPE_CHECKING:
 
 
 class Rows:
-    """Running rows of all shards, as they decide what the next plan may be.
-
-    Args:
-        shards: all shards.
-    """
+    """Running rows of all shards, with the properties that limit the next plan."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
@@ -80,39 +76,36 @@ class Rows:
 
     @property
     def slots(self) -> list[int]:
-        """Slots of all rows, in the order of admission."""
+        """Slots of all rows, by shard and admission."""
         return [request.slot for request in self._all]
 
     @property
     def waiting_slots(self) -> list[int]:
-        """Slots of the rows whose every token must be read before the next is sampled."""
+        """Slots of the rows that sample only after their last token is read."""
         return [request.slot for request in self._all if request.waits_for_tokens]
 
     @property
     def has_split(self) -> bool:
-        """True if a row can compute a token before it is read, but not sample the next."""
+        """True if a row can compute a token before it is read, but not sample the next one."""
         return any(request.waits_for_tokens and not request.may_be_extended for request in self._all)
 
     @property
     def wants_logprobs(self) -> bool:
-        """True if a row wants log probabilities of its samples."""
         return any(request.params.logprobs is not None for request in self._all)
 
 
 class Scheduler:
-    """Continuous batching over the page pools of one shard or several.
+    """Continuous batching over the page pools of one or several shards.
 
     Args:
-        sizes: sizes of steps and pool.
-        policy: order of requests, and a prompt's share of a shard's step; None for the policy of the sizes.
-        tiers: tiers of pages below device memory, of a single shard.
+        sizes: sizes of steps and page pool.
+        policy: order of requests and chunk sizes; None for the policy in `sizes`.
+        tiers: page tiers below device memory, for a single shard.
 
     Attributes:
-        sizes: sizes of steps and pool.
-        policy: order of requests, and a prompt's share of a shard's step.
-        max_prompt_tokens: most tokens of one prompt in a step.
-        shards: all shards.
-        rows: running rows.
+        sizes: sizes of steps and page pool.
+        policy: order of requests and chunk sizes.
+        max_prompt_tokens: maximum tokens of one prompt in a step.
     """
 
     def __init__(self, sizes: ScheduleConfig, policy: Policy | None = None, tiers: Sequence[Tier] = ()) -> None:
@@ -130,7 +123,7 @@ class Scheduler:
             self.shards, self._balancer, Deadlines(self.policy.targets, self.policy.reserved_prefill_tokens)
         )
         self._requests: dict[str, Request] = {}  # waiting and running
-        self._parts: dict[int, list[StepPlan]] = {}  # plans of all shards in flight, by id
+        self._parts: dict[int, list[StepPlan]] = {}  # plans in flight, one per shard, by step id
         self._next_step_id = 0
         self._last_updated_step_id = -1
 
@@ -141,51 +134,49 @@ class Scheduler:
 
     @property
     def admission(self) -> Admission:
-        """Answers to a balancer of several replicas, whose rows are not divided; another object after `restart`."""
+        """Interface for a balancer of several replicas with one shard each; replaced by `restart`."""
         return self.shards[0].admission
 
     @property
     def running(self) -> list[Request]:
-        """Requests with pages and a slot, shard by shard in the order of admission."""
+        """Requests with pages and a slot, by shard and admission."""
         return [request for shard in self.shards for request in shard.ledger.running.values()]
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests without: by class, by tenant, in the order of arrival."""
+        """Requests without pages and slot: by class, by tenant, in the order of arrival."""
         return [*self._balancer.queued, *(request for shard in self.shards for request in shard.ledger.waiting)]
 
     @property
     def num_waiting(self) -> int:
-        """Requests without pages and slot, new or preempted."""
+        """Number of requests without pages and slot, new or preempted."""
         return self._balancer.num_queued + sum(len(shard.ledger.waiting) for shard in self.shards)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens that these have to compute, as far as is known; on any thread."""
+        """Number of tokens known to be uncomputed in waiting requests; callable on any thread."""
         return self._balancer.num_queued_tokens + sum(shard.ledger.num_waiting_tokens for shard in self.shards)
 
     @property
     def num_deferred(self) -> int:
-        """Waiting requests that wait for a prompt with which they share a prefix, not for slots or pages."""
+        """Number of requests that wait for a prompt with a common prefix, not for slots or pages."""
         return self._balancer.num_deferred + sum(shard.starts.num_held for shard in self.shards)
 
     @property
     def num_running(self) -> int:
-        """Requests with pages and a slot."""
         return sum([len(shard.ledger.running) for shard in self.shards])
 
     @property
     def num_pages_used(self) -> int:
-        """Pages that running requests own; the others are free or can be evicted."""
+        """Number of pages owned by running requests; the others are free or evictable."""
         return sum(shard.ledger.num_pages_used for shard in self.shards)
 
     @property
     def num_wasted_tokens(self) -> int:
-        """Tokens that were sampled for requests that had ended, since the last restart."""
+        """Number of tokens sampled for requests that had already ended, since the last restart."""
         return sum(shard.updates.num_wasted_tokens for shard in self.shards)
 
     def has_unfinished(self) -> bool:
-        """Return whether any request waits or runs."""
         return bool(self._requests)
 
     # Events
@@ -194,7 +185,7 @@ class Scheduler:
         """Queue a new request.
 
         Raises:
-            RequestError: the id is in use, or the request could not run to its end even alone.
+            RequestError: the id is in use, or the request could not finish even by itself.
         """
         if request.request_id in self._requests:
             raise RequestError(
@@ -206,7 +197,7 @@ class Scheduler:
         self._balancer.add([request])
 
     def check_fits(self, request: Request) -> None:
-        """Raise RequestError where a request could not run to its end even alone."""
+        """Raise RequestError if a request could not finish even by itself."""
         num_prompt, max_total = request.num_prompt_tokens, request.max_total_tokens
         longest, groups = self.sizes.max_total_tokens, self._shard_sizes.kv_groups
         if not 0 < num_prompt < max_total <= longest:
@@ -225,9 +216,9 @@ class Scheduler:
             )
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
-        """End a request in whatever state it is; None when no unfinished request has this id.
+        """End a request in any state; return None if no unfinished request has this id.
 
-        Frees its pages and slot. Tokens of it that are still on the device will be dropped by `update()`.
+        Frees its pages and slot. `update()` drops its tokens that are still on the device.
         """
         request = self._requests.pop(request_id, None)
         if request is not None:
@@ -235,9 +226,9 @@ class Scheduler:
         return request
 
     def withdraw(self) -> list[Request]:
-        """Forget the requests that wait and return them in their order, for another scheduler to take.
+        """Remove and return the waiting requests in order, for another scheduler.
 
-        Those with tokens on the device stay: what there is to compute of them is not known yet.
+        Requests with tokens on the device stay, because their uncomputed tokens are not known yet.
         """
         withdrawn = self._balancer.queued + [request for shard in self.shards for request in shard.withdraw()]
         for request in withdrawn:
@@ -248,25 +239,26 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forget all cached content, as after a change of weights.
 
-        Running requests keep their pages, but no one else will find what they compute on top of them.
+        Running requests keep their pages, but no other request will find them.
         """
         for shard in self.shards:
             shard.reset_prefix_cache()
 
     def transferred(self, keys: Sequence[int], *, ok: bool) -> None:
-        """Take the end of moves of pages between tiers; those from before a restart are ignored.
+        """Note that page moves between tiers have ended; moves from before a restart are ignored.
 
         Args:
-            keys: their numbers.
+            keys: keys of the moves.
             ok: False if their content is lost.
         """
         for shard in self.shards:
             shard.transferred(keys, ok=ok)
 
     def restart(self) -> None:
-        """Go on as a new scheduler would: nothing is cached, and whatever broke off has left nothing behind.
+        """Return to the initial state after a failure: nothing is cached, and nothing is left of the step that broke
+        off.
 
-        All requests have been ended.
+        All requests must have ended.
         """
         for tier in self._tiers:
             tier.restart()
@@ -279,7 +271,7 @@ class Scheduler:
     # One step
 
     def schedule(self, choice: StepChoice = ONE_STEP) -> StepPlan | None:
-        """Plan the next step, or up to `choice.max_steps` at once; None when nothing can run.
+        """Plan the next dispatch, with up to `choice.max_steps` steps; None if nothing can run.
 
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
         """
@@ -292,10 +284,10 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, sampled: Sequence[list[int]]) -> list[Request]:
-        """Take the token ids that each row of `plan` has sampled, as many as the device came to.
+        """Take the token ids that each row of `plan` has sampled, possibly fewer than planned.
 
-        Returns the requests that they ended. Ids behind the one that ended a request are deleted from its list, as are
-        all of a request that had ended before.
+        Returns the requests that they ended. Ids after a request's end are deleted from its list, as are all ids of a
+        request that had already ended.
         """
         assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
         self._last_updated_step_id = plan.step_id
@@ -312,9 +304,9 @@ class Scheduler:
         return ended
 
     def extend(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
-        """Append tokens that no plan has sampled to a request all of whose samples were read.
+        """Append unsampled tokens to a request without samples in flight.
 
-        They are computed like those of a prompt. Returns them up to the one that ended the request.
+        They are computed like prompt tokens. Returns the tokens up to one that ended the request.
         """
         request = self._requests[request_id]
         taken = self.shards[self._balancer.locate(request)].updates.extend(request, token_ids)
@@ -327,7 +319,7 @@ class Scheduler:
         self._balancer.finish(request)
 
     def check_integrity(self) -> None:
-        """Assert that pages and slots are conserved and that every request is where its status says."""
+        """Assert that pages and slots are conserved and that every request is in the right collection."""
         held = [*self._balancer.queued]
         for index, shard in enumerate(self.shards):
             shard.check_integrity()

@@ -1,7 +1,7 @@
-"""Shard: slots, pages and a prefix cache of their own, and the requests that have or wait for them.
+"""Shard: requests with their slots, pages and prefix cache.
 
-Every replica has one, unless its attention is data parallel: then the devices of a shard have the keys and values of
-its rows alone.
+Every replica has one, unless its attention is data parallel: then the devices of a shard hold only the keys and values
+of its rows.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from jaxserve.scheduling.updates import Updates
 
 
 class Shard:
-    """Requests of a shard, and the parts that change them. A scheduler has its plans made, all others only read.
+    """Requests of a shard, and the components that change them. Changes are made while planning; other components only
+    read.
 
     Args:
         new_ledger: returns an empty ledger.
-        policy: order of requests, and a prompt's share of a step.
-        num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
+        policy: request order and chunk sizes.
+        num_spare_tokens: tokens that a row with drafts may compute and discard, beyond the sampled ones.
 
     Attributes:
-        policy: order of requests, and a prompt's share of a step.
-        changes: changes of the requests.
-        ledger: requests and pages; this and the following are other objects after `restart`.
-        starts: start of requests.
-        prefills: rows in prefill.
-        decodes: rows in decode.
-        updates: what becomes of plans.
-        admission: answers to a balancer.
+        policy: request order and chunk sizes.
+        changes: request changes.
+        ledger: requests and pages; this and the following attributes are replaced by `restart`.
+        starts: starter of waiting requests.
+        prefills: planner of rows in prefill.
+        decodes: planner of decoding rows.
+        updates: updater of requests after a step.
+        admission: interface for a balancer.
     """
 
     def __init__(self, new_ledger: Callable[[], Ledger], policy: Policy, num_spare_tokens: int) -> None:
@@ -56,15 +57,17 @@ class Shard:
         self.updates = Updates(ledger, self.starts)
         self.changes.lost_cache()
         self.admission = Admission(ledger, prompts, self.starts, self.changes)
-        # The plan being made
-        self._num_displaced = 0  # rows preempted for requests of higher classes
-        self._held_back: list[Request] = []  # decoding rows that get the tokens that prompts leave
+        # The current plan
+        self._num_displaced = 0  # rows preempted for higher classes
+        self._held_back: list[Request] = []  # held-back decoding rows, which get left-over tokens
         self._in_prefill: list[Request] = []  # running rows between two chunks
-        self._decode_waits = False  # True if any row in decode waits for the step
+        self._decode_waits = False  # True if any decoding row waits for the step
 
     @property
     def load(self) -> int:
-        """Tokens to compute before those of a request added now, and to attend to: shards take equally long if even."""
+        """Tokens to compute before a request added now, plus those to attend to: with even loads, shards take equally
+        long.
+        """
         return self.admission.load + self.ledger.num_pages_used * self.ledger.page_size // self.ledger.groups.size
 
     def add(self, request: Request) -> None:
@@ -72,14 +75,13 @@ class Shard:
         self.ledger.enqueue(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request in whatever state it is."""
         self.updates.end(request, reason)
         self.changes.note()
 
     def withdraw(self) -> list[Request]:
-        """Forget requests that wait and return them in their order.
+        """Remove and return the waiting requests in order.
 
-        Those with tokens on the device stay: what there is to compute of them is not known yet.
+        Requests with tokens on the device stay, because their uncomputed tokens are not known yet.
         """
         withdrawn = [request for request in self.ledger.waiting.in_order() if not request.num_pending_tokens]
         for request in withdrawn:
@@ -89,19 +91,18 @@ class Shard:
         return withdrawn
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached content, but for what running requests have pages of."""
+        """Forget all cached content; running requests keep their pages."""
         self.ledger.store.reset(self.ledger.running.values())
         self.changes.lost_cache()
 
     def transferred(self, keys: Iterable[int], *, ok: bool) -> None:
-        """Take the end of moves of pages between tiers."""
         self.ledger.store.transferred(keys, ok=ok)
         self.changes.note()
 
-    # A plan: each part is made once, in their order here
+    # Parts of a plan, each called once, in this order
 
     def preempt_lower_classes(self, plan: StepPlan) -> None:
-        """Have rows give way to waiting requests of higher classes."""
+        """Preempt rows for higher-class waiting requests."""
         self.changes.planned()
         if (states := self.ledger.store.states) is not None:
             states.begin_plan()
@@ -109,7 +110,7 @@ class Shard:
         self._num_displaced = len(plan.preempted)
 
     def decode(self, plan: StepPlan, limits: StepChoice) -> None:
-        """Give decoding rows their tokens, as far as there are pages."""
+        """Give decoding rows their tokens, as far as pages are free."""
         rows = self.ledger.running.values()
         plan.num_steps = limits.max_steps
         plan.is_split = limits.may_split and any(map(may_sample_late, rows))
@@ -119,7 +120,7 @@ class Shard:
         self._decode_waits = has_row or any(row.status is RequestStatus.BLOCKED for row in rows)
 
     def fill(self, plan: StepPlan, max_prefill_tokens: int) -> None:
-        """Fill the plan with rows in prefill, up to a number of tokens, and with decoding rows held back before."""
+        """Add rows in prefill, up to a token limit, then held-back decoding rows."""
         self.prefills.schedule(
             plan,
             self._in_prefill,
@@ -135,6 +136,6 @@ class Shard:
         plan.num_pages_used = self.ledger.num_pages_used
 
     def check_integrity(self) -> None:
-        """Assert that pages and slots are conserved and that every request is where its status says."""
+        """Assert that pages and slots are conserved and that every request is in the right collection."""
         self.ledger.check_integrity()
         self.starts.check_integrity()

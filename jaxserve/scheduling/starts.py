@@ -1,19 +1,19 @@
-"""Starts: the start of waiting requests, by what prompts between two chunks leave of a step.
+"""Starts: starts waiting requests with the tokens that unfinished prompts leave in a step.
 
-Passing over. A waiting request may have to wait for unfinished prompts: because as many are unfinished as may be, or
-because one of them is just computing the next page that it would have to compute itself. Then it is passed over, and
-those behind it go on. Nobody starves by that: nothing that is passed over needs more than the end of a prompt that
-runs, or that this gets beyond the common part, and in the step in which that happens it is the first that is asked. So
-a prefix is computed once however many requests begin with it. A request is never passed over for want of pages or
-slots: then all behind it wait too. To know how much of a request is cached, one page is looked up, the one that must be
-cached for the request to start; the whole prefix is matched when that is. A request that waits for a prompt to get
-beyond their common part is remembered with that part, so that the next plans pass it over without a look.
+Skipping. A waiting request may have to wait for unfinished prompts: because their maximum number is reached, or because
+one of them is just computing the page that it needs next. Then it is skipped, and later requests may start. This
+starves nobody: a skipped request waits only until a running prompt ends or passes the common prefix, and in that step
+it is considered first. A prefix is thus computed once, however many requests begin with it. A request is never skipped
+for lack of pages or slots: then all later ones wait too. To find out how much of a request is cached, only one page is
+looked up, the one that must be cached for the request to start; the whole prefix is matched only if that page is found.
+A request that waits for a prompt to pass their common prefix is remembered with that prefix, so that the next plans
+skip it without a lookup.
 
-Pages. A newcomer leaves free what the rest of all unfinished prompts takes, and a page for every other row that can
-grow, so that they will rarely lack any.
+Pages. A newcomer leaves free the pages for the rest of all unfinished prompts, and a block for every other row that can
+grow, so that these rarely lack any.
 
-Tiers. A waiting request whose prefix lies in a tier below device memory loads it first, when its turn comes and there
-are pages for it; those behind it go on meanwhile. It starts by what is cached when all its transfers have ended.
+Tiers. A waiting request with a prefix in a lower tier loads it first, when its turn comes and pages are free; later
+requests continue meanwhile. It starts with the pages cached after all its transfers have ended.
 """
 
 from __future__ import annotations
@@ -31,21 +31,20 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Starts:
-    """The start of waiting requests.
+    """Starts waiting requests.
 
     Args:
-        ledger: ledger of all requests.
-        policy: policy that says who may start, and how much of a step a prompt has.
+        policy: policy that limits starts and sizes chunks.
         prompts: unfinished prompts.
     """
 
     def __init__(self, ledger: Ledger, policy: Policy, prompts: Prompts) -> None:
         self._ledger, self._policy, self._prompts = ledger, policy, prompts
-        # Waiting requests that were looked at: the prompt that each waits for, and their common tokens.
+        # For each request looked at: the prompt that it waits for, and the number of their common tokens.
         self._seen: dict[Request, tuple[Request, int]] = {}
 
     def start_waiting(self, plan: StepPlan, above: int | None) -> None:
-        """Start waiting requests in their order: those of classes above one, or of all where it is None."""
+        """Start waiting requests in order; only classes above `above` unless it is None."""
         ledger = self._ledger
         if not ledger.waiting or not ledger.free_slots:
             return
@@ -59,7 +58,7 @@ class Starts:
             self._seen.pop(request, None)
 
     def _start_in_turn(self, order: Iterator[Request], plan: StepPlan, above: int | None) -> list[Request]:
-        """Start requests, which stay in the queue, until one cannot; return them."""
+        """Start requests, which stay in the queue, until one cannot; return the started ones."""
         ledger = self._ledger
         num_kept = self._prompts.num_pages_kept  # a newcomer that takes the last pages is soon preempted
         started: list[Request] = []
@@ -72,7 +71,7 @@ class Starts:
                 break
             if above is not None and request.priority >= above:
                 break
-            # Of a preempted one, it is not known what there is to compute before its tokens are read.
+            # A preempted request's uncomputed tokens are unknown until its sampled tokens are read.
             if request.num_pending_tokens or self._lacks_pages_to_load(request, num_kept):
                 break
             if request.status is RequestStatus.LOADING:
@@ -83,8 +82,8 @@ class Starts:
                     budget_left, len(self._prompts.unfinished), self._prompts.num_long
                 )
                 is_too_long = request.num_tokens > max_left  # unless enough of it is cached
-                is_new = request.read_prefix_cache and request not in self._seen  # its pages are to be hashed
-                # To hash a long prompt can take as long as a step: one of those in vain is enough.
+                is_new = request.read_prefix_cache and request not in self._seen  # its pages must be hashed first
+                # Hashing a long prompt can take as long as a step: at most one per plan may be in vain.
                 if not is_too_long or ((may_hash or not is_new) and 4 * num_lookups <= self._policy.max_lookups):
                     may_hash &= not (is_too_long and is_new)
                     num_lookups += 1
@@ -102,35 +101,34 @@ class Starts:
         return started
 
     def _lacks_pages_to_load(self, request: Request, num_kept: int) -> bool:
-        """Begin to load what lower tiers have of a request's prefix; return whether there are too few pages for it."""
+        """Begin to load a request's prefix from lower tiers; return whether there are too few pages for it."""
         wanted = self._ledger.store.pages_below(request)
         return bool(wanted) and not self._ledger.store.load(request, wanted, num_kept)
 
     def _is_held(self, request: Request) -> bool:
-        """Return whether a waiting request was seen to begin like a prompt that has yet to get beyond that part."""
+        """Return whether a waiting request is known to share a prefix that a running prompt has not passed yet."""
         prompt, num_common = self._seen.get(request, (request, 0))
         runs_here = self._ledger.running.get(prompt.request_id) is prompt
         return runs_here and prompt.num_computed_tokens < num_common and prompt not in self._ledger.store.unshared
 
     @property
     def num_held(self) -> int:
-        """Waiting requests that were passed over, because a prompt computes what they begin with; on any thread."""
+        """Number of requests skipped because a prompt is computing their prefix; callable on any thread."""
         return sum(map(self._is_held, list(self._seen)))
 
     def forget(self, request: Request) -> None:
-        """Forget what was seen of a request that leaves the queue; should it come back, plans take it for a new one."""
+        """Forget a request that leaves the queue; if it returns, it counts as new."""
         self._seen.pop(request, None)
 
     def check_integrity(self) -> None:
-        """Assert that only waiting requests are remembered."""
         assert self._seen.keys() <= set(self._ledger.waiting), "a request that left the queue is remembered"
 
     def _find_start(self, request: Request, max_left: int) -> list[int] | None:
-        """Return the cached pages of a request; None where it must wait for prompts that are unfinished.
+        """Return the cached pages of a request; None if it must wait for unfinished prompts.
 
         Args:
             request: waiting request.
-            max_left: most tokens that the request may have to compute.
+            max_left: maximum number of tokens that the request may have to compute.
         """
         store = self._ledger.store
         if not request.read_prefix_cache:
@@ -147,7 +145,7 @@ class Starts:
         return cached if request.num_tokens - self._num_cached_tokens(cached) <= max_left else None
 
     def would_skip(self, request: Request) -> bool:
-        """Return whether the next plan would pass over a new request because of unfinished prompts."""
+        """Return whether the next plan would skip a new request because of unfinished prompts."""
         if not self._prompts.unfinished:
             return False
         left = [(other, chunk) for other, chunk in self._prompts.next_chunks() if num_remaining(other) - chunk > 1]
@@ -162,25 +160,26 @@ class Starts:
         return request.num_tokens - self._num_cached_tokens(self._ledger.cached_pages(request)) > max_left
 
     def _prompt_ahead(self, request: Request, computed: Iterable[tuple[Request, int]]) -> Request | None:
-        """Return the unfinished prompt that is at the page which a request needs next; None if there is none.
+        """Return an unfinished prompt that will compute the page that `request` needs next; None if there is none.
 
         Args:
             request: waiting request.
-            computed: unfinished prompts in the order of their classes, with their computed tokens.
+            computed: unfinished prompts, by class, with their numbers of computed tokens.
         """
         for other, num_computed_tokens in computed:
-            if other.priority > request.priority:  # it waits for nobody of a lower class
+            if other.priority > request.priority:  # it waits for no lower class
                 break
             if self._is_computing(other, num_computed_tokens, request):
                 return other
         return None
 
     def _num_cached_tokens(self, pages: Sequence[int]) -> int:
-        """Tokens of so many pages, of all groups."""
         return len(pages) // self._ledger.groups.size * self._ledger.page_size
 
     def _is_computing(self, other: Request, num_computed_tokens: int, request: Request) -> bool:
-        """Return whether an unfinished prompt with so many tokens computed is at the page that `request` needs next."""
+        """Return whether `other` will compute the page that `request` needs next, so that `request` should wait and
+        share it.
+        """
         ledger = self._ledger
         if ledger.store.states is not None:  # states inside a prompt have no snapshots
             return False
@@ -192,14 +191,14 @@ class Starts:
         return page_hash == theirs[index] and not ledger.store.has(page_hash)
 
     def _num_common_tokens(self, other: Request, request: Request) -> int:
-        """Return how many tokens of pages that may be shared two requests have in common."""
+        """Return the number of tokens in the shareable pages that two requests have in common."""
         theirs, own = self._ledger.store.hashes(other), self._ledger.store.hashes(request)
         stop = min(len(theirs), (request.num_known_tokens - 1) // self._ledger.page_size)
-        # A page's hash covers all pages before it.
+        # A page's hash covers all earlier pages.
         return self._ledger.page_size * bisect_left(range(stop), True, key=lambda index: own[index] != theirs[index])
 
     def _admit(self, request: Request, cached: list[int], num_kept: int, plan: StepPlan) -> bool:
-        """Start one request with its cached pages and a first share; False, and no change, where pages are short."""
+        """Start one request with its cached pages and a first chunk; False, without a change, if pages are short."""
         ledger = self._ledger
         if request.read_prefix_cache:
             copied = ledger.store.match_last(request, len(cached) // ledger.groups.size)
@@ -208,13 +207,13 @@ class Starts:
         return self._start(request, cached, [], num_kept, plan)
 
     def _start(self, request: Request, cached: list[int], copied: list[int], num_kept: int, plan: StepPlan) -> bool:
-        """Start a request whose page behind the cached ones is a copy of those in `copied`, if there are any."""
+        """Start a request; if `copied` has pages, copies of them follow the cached ones."""
         ledger = self._ledger
         start = num_last_tokens(request) if copied else self._num_cached_tokens(cached)
         num_tokens = self._policy.first_chunk(request.num_tokens - start, self._prompts.budget_left(plan))
         num_tokens = min(num_tokens, ledger.token_capacity(cached))
         num_pages = ledger.groups.num_blocks(start + num_tokens) * ledger.groups.size
-        ledger.store.retain(copied)  # lest the allocation evicts them
+        ledger.store.retain(copied)  # so that the allocation does not evict them
         pages = ledger.store.acquire(request, cached, num_pages - len(cached), num_kept)
         ledger.store.release(copied)
         if pages is None:

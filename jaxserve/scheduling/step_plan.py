@@ -1,4 +1,4 @@
-"""StepPlan: what one step computes, between the scheduler that makes it and the packer that lays it out."""
+"""StepPlan: the work of one step, passed from the scheduler to the packer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxserve.scheduling.request import Request
 
 
 class StepShape(NamedTuple):
-    """Shape of a step, and key of a program, which runs the steps that fit its shape.
+    """Shape of a step, and key of the program that runs all steps fitting the shape.
 
     Attributes:
         num_tokens: length of the token axis; the number of rows if all rows are decoding.
         num_rounds: maximum number of rounds.
         has_drafts: True if rounds draft tokens.
-        samples_late: True if the model and the sampling are two programs.
+        samples_late: True if model and sampling are separate programs.
     """
 
     num_tokens: int
@@ -32,7 +32,7 @@ class StepShape(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the program, as it is stored and logged."""
+        """Name of the program in storage and logs."""
         if self.samples_late:
             return f"split {self.num_tokens}"
         if self.num_rounds == 1 and not self.has_drafts:
@@ -47,47 +47,46 @@ def cheapest(programs: Iterable[StepShape], step: StepShape) -> StepShape | None
 
 @dataclass(slots=True)
 class StepPlan:
-    """Work of one step: rows in decode first, then those in prefill, then the newly admitted.
+    """Work of one step: decoding rows first, then rows in prefill, then newly admitted ones.
 
-    Rows in decode that were held back for the share of prompts and got the rest of the budget come last. Where rows are
-    divided among shards, all rows of a shard are in this order, and those of the next follow.
+    Decoding rows that were held back in favour of prompts, but got left-over budget, come last. With several shards,
+    the rows of each shard have this order, one shard after another.
 
-    A row is one request's share of the step: tokens [start, start + count) of the request are computed. Rows are kept
-    as columns. An object per row and step would cost more to make than all else that a row in decode needs, and many
-    of them alive at once set off full collections of garbage, each of them 0.1 s or more.
+    A row computes the tokens [start, start + count) of one request. Rows are stored as columns: an object per row and
+    step would cost more than everything else a decoding row needs, and many live objects trigger full garbage
+    collections of 0.1 s or more.
 
-    What happens may be less than planned: a row that has stopped, as a token of an earlier plan has shown the device,
-    computes nothing. `starts`, `counts` and `max_new` are upper bounds, for which there are pages.
+    The device may do less than planned: a row computes nothing after a stop token sampled in an earlier plan. `starts`,
+    `counts` and `max_new` are upper bounds, and their pages are allocated.
 
     Attributes:
-        step_id: counts plans from 0.
-        requests: one per row, at least one; its `pages` hold all tokens that the row may compute.
-        slots: slot of each row in the device state.
+        step_id: number of the plan, from 0.
+        requests: one request per row, at least one; its `pages` hold all tokens that the row may compute.
+        slots: device slot of each row.
         starts: tokens of each row computed before this step.
-        counts: tokens of each row computed at once, at least 1. Ids are known except the last one's, if it is still
-            on the device.
-        max_new: most tokens that each row may sample. 0 where the share does not reach the request's last token; 1
-            where it does; more in a plan of several steps, in which each token but the last is computed, too.
-        num_decode_tokens: tokens of rows that had exactly one token left, already running before this step.
+        counts: tokens that each row computes together, at least 1. All ids are known except possibly the last one,
+            which may still be on the device.
+        max_new: maximum tokens that each row may sample: 0 if the chunk does not reach the request's last token, 1 if
+            it does, and more in a plan with several steps, which also computes each sampled token except the last.
+        num_decode_tokens: tokens of rows that were already running and had exactly one token left.
         num_prefill_tokens: all other tokens.
-        num_cached_tokens: tokens that this step's admissions found in the prefix cache.
+        num_cached_tokens: tokens that admitted requests found in the prefix cache.
         preempted: requests that lost their pages to older ones while this plan was made; none has a row.
-        admitted: requests that start with this plan; their per-request device state must be set.
-        grown: requests whose pages this plan extended; one may be there twice, or admitted, or have lost them.
-        copies: pages to copy before the step, each with the page that it is copied to.
-        restored: rows whose states go on from a snapshot, each with its entry.
-        snapshots: rows that take a snapshot of their state, each with the tokens of the row behind which it is taken,
-            and its entry. No row of the plan reads that.
-        num_pages_used: pages that running requests own once the plan is made.
-        wants_logprobs: True if any row asked for log probabilities.
-        wants_prompt_logprobs: True if any row asked for those of prompt tokens.
-        num_steps: rounds that the device goes at most; without drafts the largest of `max_new`, and 1 at least.
-        num_drafts: tokens to draft for each row in each round, so that a round may sample one more than that; empty in
-            plans without drafts. All rows of a plan with drafts are in decode.
-        num_uneven_tokens: tokens that shards have less than the one with the most, all together, where rows are divided
-            among shards with equal shares of the token axis.
-        is_split: True if the model and the sampling are two programs, of which the second starts once the plans before
-            are updated. All rows of such a plan are in decode.
+        admitted: requests that start with this plan and need their device state set.
+        grown: requests whose pages this plan extended; possibly repeated, also admitted, or preempted since.
+        copies: pages to copy before the step, as (source, target).
+        restored: rows that continue from a state snapshot, as (row, entry).
+        snapshots: state snapshots to take, as (row, tokens of the row before it, entry). No row of the plan reads them.
+        num_pages_used: pages owned by running requests after this plan.
+        wants_logprobs: True if any row requests log probabilities.
+        wants_prompt_logprobs: True if any row requests prompt log probabilities.
+        num_steps: maximum rounds on the device; without drafts the largest `max_new`, at least 1.
+        num_drafts: number of tokens to draft per row and round (a round may sample one more); empty in plans without
+            drafts. All rows of a plan with drafts are decoding.
+        num_uneven_tokens: padding tokens that give each shard as many tokens as the largest one, summed over
+            data-parallel shards.
+        is_split: True if model and sampling are separate programs, and sampling starts after earlier plans are updated.
+            All rows of such a plan are decoding.
     """
 
     step_id: int
@@ -115,33 +114,34 @@ class StepPlan:
 
     @property
     def shape(self) -> StepShape:
-        """Shape that the program of the plan must hold."""
+        """Shape that the plan's program must hold."""
         if self.num_drafts:
             return StepShape(self.num_rows, self.num_steps, has_drafts=True)
         return StepShape(self.num_even_tokens, self.num_steps, samples_late=self.is_split)
 
     @property
     def num_rows(self) -> int:
-        """Requests that take part."""
         return len(self.requests)
 
     @property
     def num_tokens(self) -> int:
-        """Length of a step's token axis, before padding."""
+        """Length of the token axis before padding."""
         return self.num_decode_tokens + self.num_prefill_tokens
 
     @property
     def num_even_tokens(self) -> int:
-        """Length of the token axis, before padding, if each shard has as much of it as the one with the most tokens."""
+        """Length of the token axis before padding, if every shard had as many tokens as the largest."""
         return self.num_tokens + self.num_uneven_tokens
 
     @property
     def num_even_rows(self) -> int:
-        """Rows in decode, if there are no others and each shard had as many as the one with the most."""
+        """Number of rows in a decode batch, if every shard had as many as the largest."""
         return self.num_rows + self.num_uneven_tokens
 
     def digest(self, previous: int) -> int:
-        """Return a checksum of the plans so far, of which that before this one is `previous`. Ask before the next."""
+        """Return a checksum of all plans up to this one, given the `previous` checksum. Call it before the next plan is
+        made.
+        """
         pages = [page for request in self.admitted for page in request.pages]
         pages += [entry for request in self.grown for entry in (len(request.pages), *request.pages[-1:])]
         copies = [page for copy in self.copies for page in copy]
@@ -153,7 +153,7 @@ class StepPlan:
 
 
 def wants_prompt_logprobs(request: Request, start: int) -> bool:
-    """Return whether a row predicts prompt tokens whose log probabilities are wanted. One sample does it for all."""
+    """Return whether a row computes requested prompt log probabilities. With several samples, only one request does."""
     return (
         request.params.prompt_logprobs is not None
         and not request.read_prefix_cache

@@ -1,7 +1,7 @@
-"""StepTime: how long steps take, learnt from those that have ended, for whoever has to foretell the next ones.
+"""StepTime: predicts step times from the measured times of earlier steps.
 
-Steps of any rows and prompts are foretold by `Rates`, which are fitted to all. Of dispatches that only the rows in
-decode take part in, the times are kept by program and kind, too: which kind is faster depends on less than a fit tells.
+`Rates`, fitted to all steps, predict a step with any rows and prompts. Dispatches with only decoding rows are also
+timed by program and kind: the difference between kinds is smaller than the fit error.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from numpy.typing import NDArray
 
 from jaxserve.scheduling.step_plan import StepShape
 
-SINGLE, SEVERAL = 0, -1  # kinds of plain dispatches by their steps, beside numbers of drafted tokens
+SINGLE, SEVERAL = 0, -1  # plain dispatch kinds: one step, several; positive kinds count drafted tokens
 STRETCH = {SINGLE: 8, SEVERAL: 3}  # steps, or dispatches, timed together: each overlaps its neighbours, or ends late
-FRESH = 5  # samples of the usual kind between two probes, so that how fast the machine is now is known
-_TRIALS = 2  # samples of a kind before it is judged
-_MAX_TRIALS = 4  # samples of a kind whose dispatches are shorter than they may be
-_KEPT_SAMPLES = 0.85  # weight of all earlier samples of a kind when another one comes
-_MAX_SLOWDOWN = 2.0  # a sample counts as at most so many times slower than those before
-_ROUND_PER_STEP = 3.0  # plain steps in the time of a round, before that is known
-_KEPT = 0.99  # weight of all earlier steps when another one comes: some hundred steps count
-_MIN_STEPS = 3.0  # sum of the weights below which nothing is foretold
-_MAX_OVERRUN = 4.0  # a step counts as at most so many times longer than it was foretold: others may use the machine
-_FIT_INTERVAL = 16  # measurements taken at once
-# Spread of what is expected before any step is measured, by which it weighs less than steps, relative to:
-_NOISE = 0.3  # the time of a step: that of measurements
-_TOKEN = 0.1  # the time of a step: a token, expected to take none
-_STEP = 0.3  # the time of a step without tokens: steps with prompt tokens and those without, expected to be the same
-_KIND = 0.5  # the time of a token: prompt tokens and rows, expected to differ as their FLOPs do
-_MIN_S = 1e-9  # time of a dispatch, and mean time of a step, on a device that takes none
-_MIN_TOKEN = 1 / 500  # the time of a step: the least time of a token to which `_KIND` is relative
+FRESH = 5  # usual samples between two probes, so that the machine's current speed is known
+_TRIALS = 2  # samples per kind before it is judged
+_MAX_TRIALS = 4  # the same for a kind measured only in short dispatches
+_KEPT_SAMPLES = 0.85  # weight of earlier samples in a kind when another one arrives
+_MAX_SLOWDOWN = 2.0  # maximum slowdown with which a sample counts, relative to earlier ones
+_ROUND_PER_STEP = 3.0  # assumed time of a round, in plain steps
+_KEPT = 0.99  # weight of earlier steps when another one arrives: a hundred steps dominate
+_MIN_STEPS = 3.0  # minimum total weight for a prediction
+_MAX_OVERRUN = 4.0  # maximum ratio of measured to predicted time with which a step counts: others may use the machine
+_FIT_INTERVAL = 16  # measurements between two fits
+# Standard deviations of the prior, relative to:
+_NOISE = 0.3  # the step time: measurements
+_TOKEN = 0.1  # the step time: a token, expected to take no time
+_STEP = 0.3  # the step time: steps with and without prompt tokens, expected to take the same fixed time
+_KIND = 0.5  # the token time: prompt tokens and rows, expected to differ as their FLOPs do
+_MIN_S = 1e-9  # minimum dispatch time and mean step time
+_MIN_TOKEN = 1 / 500  # minimum token time to which `_KIND` is relative, as a fraction of the step time
 
 
 class Rates(NamedTuple):
-    """Times of the parts of a step, and what it comes to.
+    """Component times per step, and tokens per row.
 
     Attributes:
-        prefill_step_s: time of a step with prompt tokens, before it computes any.
-        decode_step_s: time of a step of rows in decode alone, before it computes any.
-        prefill_token_s: time of a prompt token.
-        decode_token_s: time of a row in decode.
-        tokens_per_row: tokens that a row in decode gets in a step; more than one with accepted drafts.
-        drafting_rows: most rows in decode that lately got more than one: with more rows, drafts may not pay.
+        prefill_step_s: fixed time per step with prompt tokens.
+        decode_step_s: fixed time per step with only decoding rows.
+        prefill_token_s: time per prompt token.
+        decode_token_s: time per decoding row.
+        tokens_per_row: tokens per decoding row and step; more than one with accepted drafts.
+        drafting_rows: maximum decoding rows that recently got more than one token: with more rows, drafts may not pay.
     """
 
     prefill_step_s: float
@@ -57,25 +57,25 @@ class Rates(NamedTuple):
     drafting_rows: float = 0.0
 
     def row_tokens(self, num_rows: int | float) -> float:
-        """Return the tokens that each of `num_rows` decoding rows gets in a step."""
+        """Return the tokens per decoding row in a step."""
         return self.tokens_per_row if num_rows <= self.drafting_rows else min(self.tokens_per_row, 1.0)
 
     def step_s(self, num_prefill_tokens: int | float, num_rows: int | float) -> float:
-        """Return the time of a step of so many prompt tokens and rows in decode."""
+        """Return the predicted time of a step."""
         fixed_s = self.prefill_step_s if num_prefill_tokens else self.decode_step_s
         return fixed_s + num_prefill_tokens * self.prefill_token_s + num_rows * self.decode_token_s
 
 
 @dataclass(slots=True)
 class _Samples:
-    """Latest samples of one kind of dispatch, each of less weight than those after it.
+    """Decayed samples for one dispatch kind.
 
     Attributes:
         num: samples so far.
-        max_rounds: most rounds of a dispatch among them.
-        rounds: sum of their rounds, by how slow the machine was.
+        max_rounds: maximum rounds per dispatch.
+        rounds: sum of their rounds, weighted by the machine's slowness.
         seconds: sum of their times.
-        measured_s: time of the latest dispatch.
+        measured_s: end time of the latest dispatch.
     """
 
     num: int = 0
@@ -87,23 +87,23 @@ class _Samples:
 
 @dataclass(slots=True)
 class DispatchTimes:
-    """Times of one program's dispatches: seconds per round by the number of drafted tokens, and of plain steps.
+    """Dispatch times for one program: seconds per round by draft length, and per plain step.
 
-    A machine is now faster, now slower, and a kind that is not in use is measured seldom. So what is kept are the
-    samples of probes, as multiples of `slowness`, and all others tell `slowness`: it is known from the usual kind when
-    a probe begins. Samples of a kind that was usual just before would be kept with the slowness of another moment.
+    A machine's speed varies, and a kind that is not in use is rarely measured. Samples of probes are therefore stored
+    as multiples of `slowness`, and all other samples update `slowness`, so that the usual kind determines it when a
+    probe begins. Samples of a kind that was usual until recently would be stored with an outdated slowness.
 
-    A dispatch has a start and an end, so that a round of a long dispatch takes less than one of a short dispatch. Of a
-    kind that was measured in short dispatches only, as at first, before its time is known, more are measured.
+    A dispatch has fixed costs, so a round takes less time in a long dispatch than in a short one. A kind measured only
+    in short dispatches, as happens before its time is known, is measured more often.
 
     Attributes:
         kinds: samples by kind.
-        has_scouts: True if a few of the rows can show the acceptance of drafts, and need to.
-        slowness: time that a dispatch takes now, as a multiple of what is kept.
-        num_usual: samples since the latest one of a probe.
-        stretch_kind: kind of the latest dispatch.
-        stretch: number, rounds and seconds of the latest dispatches, all of that kind, that are in no sample yet.
-        several_s: seconds of a step in each of the latest two dispatches of several.
+        has_scouts: True if a few drafting rows suffice, and are needed, to measure acceptance.
+        slowness: current dispatch time as a multiple of the stored time.
+        num_usual: samples since the latest probe.
+        stretch_kind: latest kind.
+        stretch: number, rounds and seconds of the latest dispatches of that kind that are in no sample yet.
+        several_s: seconds per step in each of the latest two dispatches with several steps.
     """
 
     kinds: defaultdict[int, _Samples] = field(default_factory=lambda: defaultdict(_Samples))
@@ -115,7 +115,7 @@ class DispatchTimes:
     several_s: tuple[float, float] = (0.0, 0.0)
 
     def add(self, kind: int, num_rounds: int, seconds: float, now_s: float, *, is_probe: bool) -> bool:
-        """Add the time of a dispatch; return whether it ends a sample: one of drafts, or a stretch of plain ones."""
+        """Add a dispatch time; return whether it completes a sample: a draft round or a plain stretch."""
         samples, seconds = self.kinds[kind], max(seconds, _MIN_S)
         samples.measured_s = now_s
         if kind == SEVERAL:
@@ -139,29 +139,29 @@ class DispatchTimes:
         return True
 
     def round_s(self, kind: int) -> float:
-        """Return the seconds per round of a kind of dispatch; infinite for one that was not measured."""
+        """Return the seconds per round for a kind; infinite before it was measured."""
         samples = self.kinds[kind]
         return samples.seconds / samples.rounds * self.slowness if samples.num else math.inf
 
     @property
     def step_s(self) -> float:
-        """Seconds of a plain step of the faster kind."""
+        """Seconds per plain step of the faster plain kind."""
         return min(self.round_s(SINGLE), self.round_s(SEVERAL))
 
     def guess_s(self, num_drafts: int) -> float:
-        """Return the seconds per round of a number of drafts, or an estimate before any was measured."""
+        """Return the seconds per round with `num_drafts`, or an estimate before any was measured."""
         if self.kinds[num_drafts].num:
             return self.round_s(num_drafts)
         known = [self.round_s(k) for k, samples in self.kinds.items() if k > 0 and samples.num]
         return max(known) if known else _ROUND_PER_STEP * self.round_s(SINGLE)
 
     def is_tried(self, kind: int, num_rounds: int) -> bool:
-        """Return whether a kind of dispatch, that would have so many rounds now, was measured enough to judge it."""
+        """Return whether a kind that would now have `num_rounds` rounds was measured often enough to be judged."""
         samples = self.kinds[kind]
         return samples.num >= (_TRIALS if 2 * samples.max_rounds >= num_rounds else _MAX_TRIALS)
 
     def rounds_s(self, max_drafts: int, plain_s: float) -> list[float]:
-        """Return the seconds per round for each k from 0; where k was measured little, on a line by least squares."""
+        """Return the seconds per round for each k from 0; a least-squares line estimates rarely measured k."""
         k = np.array([k for k, samples in self.kinds.items() if k > 0 and samples.num], np.float64)
         seconds = np.array([self.round_s(int(each)) for each in k])
         weights = np.array([self.kinds[int(each)].rounds for each in k])
@@ -174,24 +174,24 @@ class DispatchTimes:
 
 
 class StepTime:
-    """Times of dispatches, and of all steps by least squares, with none of the four times below zero. It has no clock.
+    """Dispatch times, and a non-negative least-squares fit of four rates to all steps. It has no clock.
 
-    A step that is like the latest ones is foretold well, whatever the device: rates of a load that has passed fade.
-    Steps are taken several at once, as a fit takes as long as planning a step.
+    Steps like the latest ones are predicted well on any device; rates from an earlier load fade. Measurements are
+    fitted in batches, because a fit takes as long as planning a step.
 
-    What the steps so far do not tell apart is what they have in common. A step with prompt tokens and one without take
-    the same time before they compute any. The time of a prompt token shows the time of a row, by the FLOPs of both, as
-    single requests never show the time of a second row. Without prompts of several tokens all time is that of the step.
+    A prior decides whatever the steps do not distinguish. Fixed times with and without prompt tokens are expected to be
+    equal. The time per row follows from the time per prompt token and the FLOPs of both, because single requests never
+    reveal a second row's cost. Without multi-token prompts, all time is the step's fixed time.
 
     Args:
-        row_factor: FLOPs of a row in decode as a multiple of those of a prompt token.
+        row_factor: FLOPs of a decoding row as a multiple of a prompt token's.
     """
 
     def __init__(self, row_factor: float = 1.0) -> None:
         self._row_factor = row_factor
         self._dispatches: defaultdict[StepShape, DispatchTimes] = defaultdict(DispatchTimes)
-        self._products = np.zeros((4, 5))  # products of the counts of a step with each other and its time
-        # Sums: steps, times like those of the latest, prompt tokens, rows in decode, sampled and cached tokens.
+        self._products = np.zeros((4, 5))  # weighted products of a step's counts with each other and with its time
+        # Sums: steps, step times, prompt tokens, decoding rows, sampled and cached tokens.
         self._totals = np.zeros(6)
         self._drafting_rows = 0.0
         self._rates: Rates | None = None
@@ -207,15 +207,15 @@ class StepTime:
         num_sampled: int | None = None,
         num_cached_tokens: int = 0,
     ) -> None:
-        """Take the measurement of a dispatch.
+        """Record a dispatch.
 
         Args:
-            wall_s: time that it took, or by which it ended later than the one before.
+            wall_s: its duration, or the time since the end of the previous dispatch.
             num_prefill_tokens: prompt tokens.
-            num_rows: rows in decode in its first step.
-            num_steps: steps, all of rows in decode if there are several.
-            num_sampled: tokens that the rows in decode sampled; None for one each and step.
-            num_cached_tokens: tokens of the prompts it started that were cached.
+            num_rows: decoding rows in its first step.
+            num_steps: steps; several only if all rows are decoding.
+            num_sampled: tokens sampled by the decoding rows; None for one per row and step.
+            num_cached_tokens: cached tokens of the prompts that it started.
         """
         row_steps = num_rows * num_steps
         prefill_steps, decode_steps = (1, 0) if num_prefill_tokens else (0, num_steps)
@@ -227,14 +227,14 @@ class StepTime:
             self._take()
 
     def _take(self) -> None:
-        """Take the measurements so far, and fit the rates."""
+        """Add the collected measurements, and fit the rates."""
         measured = np.array(self._untaken, np.float64)
         counts, wall_s = measured[:, 1:5], measured[:, 0]
         typical_s = wall_s
         if self._rates is not None:
             predicted_s = counts @ np.array(self._rates[:4])
             typical_s = np.where(predicted_s > 0, predicted_s, wall_s)
-        # Relative errors count, by the time foretold: by the time measured, mean rates would be too low.
+        # Errors count relative to the predicted time: relative to the measured time, mean rates would be too low.
         decay, kept = _KEPT ** np.arange(len(measured))[::-1], _KEPT ** len(measured)
         weights = (decay / np.maximum(typical_s, 1e-6) ** 2)[:, None] * counts
         wall_s = np.minimum(wall_s, _MAX_OVERRUN * typical_s)
@@ -248,7 +248,7 @@ class StepTime:
             self._rates = Rates._make([*self._fit().tolist(), max(per_row, 1e-3), self._drafting_rows])
 
     def _fit(self) -> NDArray[np.float64]:
-        """Return the four times: of what all steps have in common, then moved as far as steps tell them apart."""
+        """Return the four rates: a fit with common rates, refined as far as the steps distinguish them."""
         common = np.array([[1, 0], [1, 0], [0, 1], [0, self._row_factor]], np.float64)
         products, times = self._products[:, :4], self._products[:, 4]
         mean_s = max(self._totals[1] / self._totals[0], _MIN_S)
@@ -261,27 +261,27 @@ class StepTime:
         return _non_negative_fit(products + np.diag(weights), times + weights * expected)
 
     def dispatches(self, program: StepShape) -> DispatchTimes:
-        """Return the times of a program's dispatches without prompt tokens."""
+        """Return the dispatch times for a program without prompt tokens."""
         return self._dispatches[program]
 
     def rates(self) -> Rates | None:
-        """Return the times by the latest steps; None as long as there were too few. From any thread."""
+        """Return the current rates; None after too few steps. Callable from any thread."""
         return self._rates
 
     @property
     def cached_fraction(self) -> float:
-        """Share of prompt tokens that were found in the cache."""
+        """Fraction of prompt tokens found in the cache."""
         _, _, num_computed, _, _, num_cached = self._totals.tolist()
         return num_cached / (num_cached + num_computed) if num_cached else 0.0
 
 
 def _non_negative_fit(products: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the least squares' solution without negative entries: those that would be are left out, one by one."""
+    """Return the non-negative least-squares solution; entries that would be negative are removed one by one."""
     size = np.sqrt(np.maximum(products.diagonal(), 0.0))
     left = [index for index in range(len(times)) if size[index] > 0]
     solution = np.zeros(len(times))
     while left:
-        # Scaled to a diagonal of ones, so that rounding is the same for every count.
+        # Scaled to a unit diagonal, so that rounding errors are alike for every count.
         scale = size[left]
         part = np.linalg.solve(products[np.ix_(left, left)] / np.outer(scale, scale), times[left] / scale) / scale
         if part.min() >= 0:

@@ -1,15 +1,14 @@
-"""Updates: takes what has become of a plan: appends the tokens sampled, and ends requests whose last one has come.
+"""Updates: appends the sampled tokens of a plan, and ends requests that have sampled their last token.
 
-Upper bounds. What the device computes may be less than was planned: it stops a row with its last token, and goes on
-with the others. `num_computed_tokens` counts what plans allow for, and an update takes back what did not happen. A plan
-made meanwhile needs no condition: a row that has stopped computes nothing in it, and one that goes on is where the plan
-has it at most, for which its pages were allocated. Of a prompt, all that was planned is computed. Of an output, all but
-the last known token are computed for certain, because each token is sampled from the one before; only pages of these
-are registered.
+Upper bounds. The device may compute less than planned: it stops a row at its last token and continues the others.
+`num_computed_tokens` counts planned tokens, and an update takes back the uncomputed ones. A plan made meanwhile needs
+no special case: a stopped row computes nothing in it, and other rows stay within the planned positions, which have
+pages. All planned prompt tokens are computed. All output tokens except the last known one are certainly computed,
+because each token is sampled from the previous one; only their pages are registered.
 
-Quiet tokens. Nearly all tokens of a row change only the list of its output, and an update appends them without looking
-at the row. `quiet_outputs` is the length up to which that is so: a token beyond it, or one of the stop ids, has the
-request reviewed, which may end it, registers its full pages, and says when the next review is due.
+Quiet tokens. Nearly every token only extends its request's output list, and an update appends it without examining the
+row. That holds up to a length of `quiet_outputs`: a longer output, or a stop id, triggers a review, which may end the
+request, registers its full pages, and sets the next review.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from jaxserve.scheduling.step_plan import StepPlan
 
 
 class Updates:
-    """Changes of requests as their tokens become known.
+    """Changes to requests as their tokens become known.
 
-    Plans come in the order in which they were made, once each. A request may have been preempted since, or have ended.
+    Plans arrive in order, once each. A request may have been preempted or have ended since.
 
     Args:
-        ledger: ledger of all requests.
-        starts: start of requests, which knows waiting ones that an update may end.
+        starts: starter of waiting requests, notified when an update ends one.
 
     Attributes:
-        num_wasted_tokens: tokens that were sampled for requests that had ended.
+        num_wasted_tokens: tokens sampled for requests that had ended.
     """
 
     def __init__(self, ledger: Ledger, starts: Starts) -> None:
@@ -40,9 +38,9 @@ class Updates:
         self.num_wasted_tokens = 0
 
     def take(self, plan: StepPlan, sampled: Sequence[list[int]]) -> list[Request]:
-        """Take the token ids that each row of a plan has sampled; return the requests that they ended.
+        """Append the token ids sampled by each row of a plan; return the requests that they ended.
 
-        Ids behind the one that ended a request are deleted from its list, as are all of a request that had ended.
+        Ids after a request's end are deleted from its list, as are all ids of a request that had already ended.
         """
         ended: list[Request] = []
         running = RequestStatus.RUNNING
@@ -50,7 +48,7 @@ class Updates:
             output = request.output_token_ids
             if most == len(token_ids) == 1:
                 token_id, is_quiet = token_ids[0], len(output) < request.quiet_outputs
-                if is_quiet and token_id not in request.stop_ids:  # nearly always: the shortest way
+                if is_quiet and token_id not in request.stop_ids:  # nearly always: the fast path
                     output.append(token_id)
                     continue
                 if request.status is running:
@@ -74,9 +72,9 @@ class Updates:
         return ended
 
     def extend(self, request: Request, token_ids: Sequence[int]) -> list[int]:
-        """Append tokens that no plan has sampled to a request without samples in flight, up to one that ends it.
+        """Append unsampled tokens to a request without samples in flight, up to a token that ends it.
 
-        They are computed like those of a prompt. Returns those appended.
+        They are computed like prompt tokens. Returns the appended tokens.
         """
         assert not request.num_pending_tokens, "samples in flight come first"
         output, ledger = request.output_token_ids, self._ledger
@@ -95,7 +93,7 @@ class Updates:
         return list(token_ids)
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """End an unfinished request in whatever state it is; the tokens it has in flight will be dropped."""
+        """End an unfinished request in any state; its tokens in flight will be dropped."""
         if request.status in RUNS:
             self._ledger.stop(request)
         else:
@@ -106,7 +104,7 @@ class Updates:
         request.num_tokens_when_preempted = request.quiet_outputs = 0
 
     def _take_back(self, request: Request, num_tokens: int) -> None:
-        """Count tokens that the device did not come to as not computed."""
+        """Take back tokens that the device did not compute."""
         if request.status in RUNS:
             request.num_computed_tokens -= num_tokens
             request.quiet_until = 0
@@ -116,7 +114,7 @@ class Updates:
             self._ledger.count(request)
 
     def _append(self, request: Request, token_ids: Sequence[int]) -> int:
-        """Append tokens until one ends the request; returns how many those are."""
+        """Append tokens until one ends the request; return their number."""
         output = request.output_token_ids
         for num_taken, token_id in enumerate(token_ids, start=1):
             output.append(token_id)
@@ -128,14 +126,14 @@ class Updates:
         return len(token_ids)
 
     def _review(self, request: Request) -> None:
-        """Look at a request whose last token may end it or come behind full pages that are registered together."""
+        """Examine a request whose last token may end it or complete pages that are registered together."""
         output, num_prompt, page_size = request.output_token_ids, request.num_prompt_tokens, self._ledger.page_size
         num_known, max_total, interval = (
             num_prompt + len(output),
             request.max_total_tokens,
             self._ledger.store.blocks_at_once,
         )
-        shift = request.slot % interval  # rows that began together take turns
+        shift = request.slot % interval  # rows that started together take turns
         num_full = ((num_known - 1) // page_size + shift) // interval * interval - shift
         if num_full * page_size == num_known - 1 <= request.num_computed_tokens:
             self._ledger.store.register_blocks(request, num_full)
@@ -149,6 +147,6 @@ class Updates:
 
 
 def _may_stop(request: Request) -> bool:
-    """Return whether the token just appended may end the request."""
-    # The device masks stop ids for the first min_tokens tokens, so that the first that may end a request follows those.
+    """Return whether the last token may end the request."""
+    # The device masks stop ids for the first min_tokens tokens.
     return len(request.output_token_ids) > request.params.min_tokens

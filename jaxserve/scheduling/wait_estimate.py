@@ -1,8 +1,8 @@
-"""Estimates of how long a request waits: the requests ahead are served in thought, as the scheduler serves them.
+"""Estimates a request's waiting time by simulating the scheduler for the requests ahead.
 
-The scheduler's rules are simplified, and steps alike are taken at once. Prompts are computed in their order, rows in
-decode get a token in each step, and a request starts when a slot, pages and a part of a step's budget are free for it.
-Where pages run out, the youngest row goes back to the queue. All is a function of its arguments: no clock, no state.
+The simulated rules are simplified, and similar steps are combined. Prompts are computed in order, decoding rows get a
+token in each step, and a request starts when a slot, pages and step budget are free for it. If pages run out, the
+youngest row returns to the queue. Everything is a function of its arguments: no clock, no state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.step_time import Rates
 
-MOST_SERVED = 192  # waiting requests that are served in thought; the rest is estimated from the pace of these
+MOST_SERVED = 192  # maximum waiting requests that are simulated; the rest is extrapolated from their pace
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -25,12 +25,12 @@ Number = int | float
 
 
 class Work(NamedTuple):
-    """Work that a request still is.
+    """Remaining work of a request.
 
     Attributes:
-        num_prompt_tokens: tokens to compute before its next one is sampled; at most 1 of a row in decode.
+        num_prompt_tokens: tokens to compute before the next one is sampled; at most 1 for a decoding row.
         num_output_tokens: tokens to sample.
-        num_held_tokens: tokens that it has keys and values of.
+        num_held_tokens: tokens whose keys and values it holds.
     """
 
     num_prompt_tokens: Number
@@ -42,12 +42,13 @@ class Sizes(NamedTuple):
     """Sizes of a scheduler.
 
     Attributes:
-        num_slots: most running requests.
+        num_slots: maximum running requests.
         num_batched_tokens: token budget of a step.
         num_kv_tokens: tokens that the page pool holds.
         page_size: tokens per page.
-        long_threshold: tokens above which a prompt is long; one is computed at a time, and others pass those that wait.
-        long_chunk: most tokens of a long prompt in a step with rows in decode.
+        long_threshold: tokens above which a prompt is long; only one long prompt is computed at a time, and shorter
+            ones overtake those waiting.
+        long_chunk: maximum tokens of a long prompt in a step with decoding rows.
     """
 
     num_slots: int
@@ -63,7 +64,7 @@ class Wait(NamedTuple):
 
     Attributes:
         start_s: time until its first tokens are computed.
-        first_token_s: time until its first token is there.
+        first_token_s: time until its first token is available.
     """
 
     start_s: Number
@@ -71,26 +72,26 @@ class Wait(NamedTuple):
 
 
 class OutputLengths:
-    """Lengths of outputs that may end before their limit: each token is as likely as the others to be the last.
+    """Distribution of output lengths that may end before their limit: each token is equally likely to be the last.
 
-    The likelihood is that of the latest outputs, of which those that reached their limit count as unfinished.
+    The probability comes from recent outputs; outputs that reached their limit count as unfinished.
     """
 
     def __init__(self) -> None:
         self._num_stopped, self._num_tokens = 0.0, 0.0
 
     def ended(self, num_tokens: int, *, at_limit: bool) -> None:
-        """Take the length of an output, and whether its limit ended it."""
+        """Record an output's length, and whether it ended at its limit."""
         self._num_stopped = 0.99 * self._num_stopped + (not at_limit)
         self._num_tokens = 0.99 * self._num_tokens + num_tokens
 
     def left(self, most: int, *, may_stop: bool, at: Number) -> Number:
-        """Return how many tokens an output still has.
+        """Return how many tokens an output has left.
 
         Args:
             most: tokens up to its limit.
-            may_stop: True if it may end before.
-            at: position in the distribution, in [0, 1); a share `at` of outputs has fewer tokens left.
+            may_stop: True if it may end earlier.
+            at: quantile of the distribution, in [0, 1).
         """
         if not (may_stop and self._num_stopped):
             return float(max(most, 1))
@@ -99,12 +100,11 @@ class OutputLengths:
 
 
 def remaining_work(requests: Iterable[Request], lengths: OutputLengths, cached_fraction: Number = 0.0) -> list[Work]:
-    """Return the work of requests, whose lengths are spread over the distribution of all.
+    """Return the remaining work of requests, with output lengths spread over their distribution.
 
     Args:
         requests: unfinished requests; another thread may be changing them.
-        lengths: lengths of outputs.
-        cached_fraction: share of the prompts of waiting requests that is found in the cache.
+        cached_fraction: fraction of waiting prompts that is found in the cache.
     """
     works = []
     for index, request in enumerate(requests):
@@ -119,20 +119,20 @@ def remaining_work(requests: Iterable[Request], lengths: OutputLengths, cached_f
 
 
 def estimate_wait(rates: Rates, sizes: Sizes, running: Sequence[Work], waiting: Sequence[Work], own: Work) -> Wait:
-    """Return when a request starts, and when it has its first token, behind those that wait.
+    """Return when a request will start, and when it will have its first token, after those that wait.
 
     Args:
-        rates: times of steps.
+        rates: measured times of steps.
         sizes: sizes of the scheduler.
-        running: work of the running requests, in the order of admission.
-        waiting: work of those that wait before it, in their order.
+        running: work of the running requests, in admission order.
+        waiting: work of the requests that wait before it, in order.
         own: work of the request itself.
     """
     served = waiting[:MOST_SERVED]
     course = _Course(rates, sizes, running, [*served, own])
     course.run()
     if len(served) < len(waiting):
-        # Starts before the first slot was free, or while there were several, say nothing about the pace.
+        # Starts before the first slot was free, or while several were free, do not reveal the pace.
         pace_s = course.pace_s([work.num_prompt_tokens + work.num_output_tokens for work in served])
         rest = sum(work.num_prompt_tokens + work.num_output_tokens for work in waiting[MOST_SERVED:])
         return Wait(course.start_s + rest * pace_s, course.first_token_s + rest * pace_s)
@@ -141,7 +141,7 @@ def estimate_wait(rates: Rates, sizes: Sizes, running: Sequence[Work], waiting: 
 
 @dataclass(slots=True)
 class _Row:
-    """Request in thought. `end` and `base` are on the axis of tokens that each row in decode has got so far."""
+    """Simulated request. `end` and `base` count the tokens that every decoding row has got so far."""
 
     prompt: Number
     output: Number
@@ -153,7 +153,7 @@ class _Row:
 
 
 class _Queue:
-    """Rows in order, of which those with long prompts may be passed over."""
+    """Rows in order; rows with long prompts may be overtaken."""
 
     def __init__(self, threshold: int, rows: Iterable[_Row]) -> None:
         self._threshold = threshold
@@ -176,26 +176,25 @@ class _Queue:
         (self._long if self._long and self._long[0] is row else self._short).popleft()
 
     def put_back(self, row: _Row) -> None:
-        """Put a row before all others."""
         self._first -= 1
         row.order = self._first
         (self._long if row.prompt > self._threshold else self._short).appendleft(row)
 
 
 class _Course:
-    """Course of events until the last waiting request has its first token."""
+    """Simulation until the last waiting request has its first token."""
 
     def __init__(self, rates: Rates, sizes: Sizes, running: Sequence[Work], waiting: Sequence[Work]) -> None:
         self._rates, self._sizes = rates, sizes
         self._now_s = self._decoded = 0.0
-        self._long: _Row | None = None  # long prompt that is being computed
-        self._prefills: deque[_Row] = deque()  # others
-        self._prefill_left = 0.0  # tokens of these
-        self._rows: list[_Row] = []  # rows in decode, in the order of admission, as far as they have not ended
+        self._long: _Row | None = None  # long prompt being computed
+        self._prefills: deque[_Row] = deque()  # other prompts being computed
+        self._prefill_left = 0.0  # tokens left in these
+        self._rows: list[_Row] = []  # decoding rows in admission order; the last ones are removed when they end
         self._ends: list[tuple[Number, int]] = []  # heap: end, index in `_rows`
         self._num_decoding = 0
-        self._held = 0.0  # tokens of all rows, but for those that rows in decode got since they began to
-        self._base = 0.0  # sum of `base` of rows in decode
+        self._held = 0.0  # tokens of all rows, except those that decoding rows got since they began to decode
+        self._base = 0.0  # sum of `base` over decoding rows
         rows = [_Row(work.num_prompt_tokens, work.num_output_tokens, 0.0) for work in waiting]
         self._own = rows[-1]
         self._waiting = _Queue(sizes.long_threshold, rows)
@@ -217,20 +216,20 @@ class _Course:
                 self._compute_prompts()
             elif self._num_decoding:
                 self._decode(self._ends[0][0] - self._decoded)
-            else:  # it is larger than the pool, by roundings
+            else:  # a row larger than the pool, by rounding
                 row = self._waiting.first(may_be_long=True)
                 assert row is not None, "it ends with the first token of the last row"
                 self._start(row)
             self._preempt()
 
     def pace_s(self, tokens: Sequence[Number]) -> Number:
-        """Return the time for each token of the requests that started after the first quarter of them."""
+        """Return the time per token of the requests that started after the first quarter."""
         starts_s = sorted(self._starts_s)
         first = len(tokens) // 4
         span_s = starts_s[min(len(tokens), len(starts_s) - 1)] - starts_s[first]
         return span_s / max(sum(tokens[first:]), 1.0)
 
-    # Parts
+    # Components
 
     @property
     def _num_running(self) -> int:
@@ -238,12 +237,12 @@ class _Course:
 
     @property
     def _num_free_tokens(self) -> Number:
-        """Tokens that free pages hold, where each row leaves half a page empty."""
+        """Number of tokens that fit the free pages, if each row leaves half a page empty."""
         held = self._held + self._decoded * self._num_decoding - self._base
         return self._sizes.num_kv_tokens - held - self._num_running * self._sizes.page_size / 2
 
     def _shares(self) -> tuple[Number, Number]:
-        """Return the tokens of a step for the long prompt, at first, and for all others."""
+        """Return the tokens of a step for the long prompt, initially, and for all others."""
         budget = self._sizes.num_batched_tokens
         share = max(budget - self._num_decoding, budget / 8, 1.0)
         if self._long is None:
@@ -262,7 +261,7 @@ class _Course:
             row = waiting.first(may_be_long=self._long is None)
             if row is None:
                 return
-            # What is left of prompts keeps its room, and every other row a page to grow.
+            # Unfinished prompts keep their pages, and every other row a page to grow.
             kept = self._prefill_left + (self._long.prompt if self._long else 0.0)
             needed = row.prompt + kept + (self._num_running + 1) * sizes.page_size
             if needed > self._num_free_tokens and self._num_running:
@@ -284,7 +283,7 @@ class _Course:
             self._prefill_left += row.prompt
 
     def _compute_prompts(self) -> None:
-        """Do one step with prompt tokens, or several alike: until a prompt or a row ends."""
+        """Simulate a step with prompt tokens, or several like it: until a prompt or a row ends."""
         num_long, share = self._shares()
         others = min(share, self._prefill_left)
         num_steps = 1
@@ -313,7 +312,7 @@ class _Course:
         self._end_rows()
 
     def _take_prompts(self, left: Number) -> None:
-        """Take tokens from the prompts that are not long, in their order."""
+        """Take tokens from the short prompts, in order."""
         while self._prefills and left >= self._prefills[0].prompt - 1e-6:
             row = self._prefills.popleft()
             left -= row.prompt
@@ -335,7 +334,7 @@ class _Course:
             self._held -= row.held
 
     def _decode(self, most: Number) -> None:
-        """Do steps of rows in decode alone, until the first row ends or pages run out."""
+        """Simulate steps with only decoding rows, until the first row ends or pages run out."""
         tokens = max(most, 1e-9)
         if self._waiting:
             tokens = min(tokens, max(self._num_free_tokens, 0.0) / self._num_decoding + 1.0)
@@ -356,14 +355,14 @@ class _Course:
             self._leave(self._rows[heappop(self._ends)[1]])
 
     def _leave(self, row: _Row) -> None:
-        """Take a row out of decode."""
+        """Remove a row from the decoding rows."""
         row.decodes = False
         self._num_decoding -= 1
         self._base -= row.base
         self._held -= row.held
 
     def _preempt(self) -> None:
-        """Send the youngest rows back to the queue where there is no page for the others."""
+        """Return the youngest rows to the queue if pages run out."""
         while self._num_free_tokens < 0 and self._num_decoding > 1:
             while not self._rows[-1].decodes:
                 self._rows.pop()

@@ -1,19 +1,19 @@
-"""WaitingQueue: requests that wait, by class, and inside a class by what their tenants have got.
+"""WaitingQueue: waiting requests, ordered by class and then by the service that tenants have received.
 
-Classes. A request has a `priority`; those of a lower number come first, whatever else waits.
+Classes. A request has a `priority`; lower numbers always come first.
 
-Tenants. Inside a class each tenant has a virtual token counter (VTC, arXiv 2401.00588): the service that it has got, a
-unit for each computed prompt token and two for each output token, divided by the weight of the tenant. The tenant with
-the smallest counter comes first, and its requests in the order of arrival. Whoever comes after an idle time has its
-counter lifted to the smallest of those that wait, so that idling gives no credit; where nobody waits, to that of the
-tenant who left the queue last. As long as two tenants of one class have requests waiting, what they get differs by at
-most twice the larger of the longest prompt and of the output tokens, times two, that all running rows can have.
+Tenants. Inside a class each tenant has a virtual token counter (VTC, arXiv 2401.00588): the service it has received,
+one unit per computed prompt token and two per output token, divided by the tenant's weight. The tenant with the
+smallest counter comes first, and its requests in arrival order. When a tenant returns from idling, its counter is
+raised to the smallest counter among waiting tenants, so that idling gives no credit; if nobody waits, to the counter of
+the tenant that left the queue last. As long as two tenants of a class have waiting requests, their service differs by
+at most twice the larger of the longest prompt and of twice the maximum output tokens in all running rows.
 
-Cost. A tenant's counter is charged with a prompt when the request starts. Its output tokens are charged when somebody
-needs to know, which is where requests of several tenants of a class wait and one can start, not in every step. The
-tenants of a class are in a heap whose entries are corrected when they come to its top. So a plan that starts nobody
-does nothing here, and one that does looks at its running rows and at few tenants, however many wait. A request that
-comes after an idle time looks at the rows of its tenant, and of those whose counters are the smallest.
+Cost. A prompt is charged to its tenant when the request starts. Output tokens are charged only when the order matters:
+when requests of several tenants of a class wait and one can start, not in every step. The tenants of a class are in a
+heap whose entries are corrected when they reach its top. A plan that starts nobody therefore does nothing here, and one
+that does examines its running rows and a few tenants, however many wait. A request after an idle time examines its
+tenant's rows, and the rows of tenants with the smallest counters.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from collections.abc import Generator, Iterator, Mapping
 
 from jaxserve.scheduling.request import Request
 
-PROMPT_COST = 1.0  # service of a computed prompt token
-OUTPUT_COST = 2.0  # service of an output token
-MAX_IDLE = 4096  # idle tenants of a class whose counters are kept
+PROMPT_COST = 1.0  # service per computed prompt token
+OUTPUT_COST = 2.0  # service per output token
+MAX_IDLE = 4096  # maximum idle tenants per class whose counters are kept
 
 
 class _Tenant:
-    """Requests of a tenant in one class.
+    """A tenant's requests in one class.
 
     Attributes:
-        cost: growth of the counter for a unit of service.
-        counter: service got, divided by the weight.
-        queue: waiting requests by id, in the order of arrival, preempted ones in front.
-        charged: tokens of its running requests that it was charged for.
-        serial: number of its valid entry in the heap; -1 without one.
+        cost: counter increase per unit of service.
+        counter: service received, divided by the weight.
+        queue: waiting requests by id, in arrival order, preempted ones in front.
+        charged: by running request, its tokens already charged.
+        serial: serial number of its valid heap entry; -1 without one.
     """
 
     __slots__ = ("charged", "cost", "counter", "queue", "serial")
@@ -64,7 +64,7 @@ class _Tenant:
         return self.counter != before
 
 
-_Entry = tuple[float, int, int, _Tenant]  # counter, arrival of the first request, serial
+_Entry = tuple[float, int, int, _Tenant]  # counter, first arrival, serial
 
 
 class _Class:
@@ -83,10 +83,10 @@ class _Class:
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._heap: list[_Entry] = []
         self._num_pushes = 0
-        self._last: _Tenant | None = None  # tenant that left the queue last
+        self._last: _Tenant | None = None  # the tenant that left the queue last
 
     def enter(self, name: str, cost: float) -> _Tenant:
-        """Return the tenant of a request that comes."""
+        """Return the tenant of an arriving request."""
         tenant = self.tenants.get(name)
         if tenant is None:
             tenant = self.tenants[name] = _Tenant(cost)
@@ -96,7 +96,7 @@ class _Class:
         return tenant
 
     def leave(self, name: str, tenant: _Tenant) -> None:
-        """Note that a request of a tenant has ended."""
+        """Note that a tenant's request has ended."""
         if tenant.is_idle:
             self.num_active -= 1
             self._idle[name] = None
@@ -105,7 +105,7 @@ class _Class:
                 del self.tenants[oldest]
 
     def lift(self, tenant: _Tenant) -> None:
-        """Take from a tenant who had nothing waiting the credit of that time."""
+        """Raise the counter of a tenant that had nothing waiting, to remove the credit of that time."""
         if self.num_active > 1:
             tenant.settle()
         while (top := self._top()) is not None and top[3].settle():  # another one may be the first now
@@ -118,20 +118,20 @@ class _Class:
             tenant.counter = max(tenant.counter, self._last.counter)
 
     def push(self, tenant: _Tenant) -> None:
-        """Give a tenant with waiting requests an entry in the heap."""
+        """Add a heap entry for a tenant with waiting requests."""
         self._num_pushes += 1
         tenant.serial = self._num_pushes
         first = next(iter(tenant.queue.values()))
         heapq.heappush(self._heap, (tenant.counter, first.arrival, tenant.serial, tenant))
 
     def left_queue(self, tenant: _Tenant) -> None:
-        """Note that nothing of a tenant waits any more."""
+        """Note that a tenant has no waiting requests any more."""
         tenant.serial = -1
         self.num_queued -= 1
         self._last = tenant
 
     def _top(self) -> _Entry | None:
-        """Return the entry of the tenant with the smallest counter, after correcting those that are not up to date."""
+        """Return the entry of the tenant with the smallest counter, after correcting outdated entries."""
         heap = self._heap
         while heap:
             counter, _, serial, tenant = heap[0]
@@ -145,14 +145,15 @@ class _Class:
         return None
 
     def in_order(self) -> Iterator[Request]:
-        """Yield the waiting requests, of the tenant first whose counter is the smallest then."""
+        """Yield the waiting requests, each from the tenant with the smallest counter at that time."""
         if self.num_queued == 1:
             top = self._top()
             assert top is not None, "a tenant with waiting requests has an entry"
             yield from top[3].queue.values()
             return
-        asked: dict[_Tenant, Iterator[Request]] = {}  # requests that follow, of tenants asked in this round
-        again: list[tuple[float, int, int, _Tenant, Request]] = []  # heap of tenants asked, with the next request
+        asked: dict[_Tenant, Iterator[Request]] = {}  # remaining requests by visited tenant
+        # heap of these tenants, with their next requests
+        again: list[tuple[float, int, int, _Tenant, Request]] = []
         try:
             while True:
                 top = self._top()
@@ -176,7 +177,7 @@ class _Class:
                 self.push(tenant)
 
     def check_integrity(self, running: Mapping[str, int]) -> None:
-        """Assert that the counts are those of the requests, given the running ones by tenant."""
+        """Assert that the counts match the requests, given the running counts by tenant."""
         tenants = self.tenants
         assert {name: len(t.charged) for name, t in tenants.items() if t.charged} == running
         assert self.num_waiting == sum(len(t.queue) for t in tenants.values())
@@ -192,36 +193,34 @@ class WaitingQueue:
     """Waiting requests in the order in which they may start.
 
     Args:
-        weights: weights of tenants; 1 for others.
-        running: running requests by id, which belong to the owner of the queue.
+        weights: weights by tenant; 1 for others.
+        running: running requests by id, owned by the caller.
     """
 
     def __init__(self, weights: Mapping[str, float], running: Mapping[str, Request]) -> None:
         self._weights, self._running = weights, running
         self._classes: dict[int, _Class] = {}
-        self._priorities: list[int] = []  # keys of `_classes` in order
+        self._priorities: list[int] = []  # sorted keys
         self._num_waiting = 0
 
     def __len__(self) -> int:
-        """Return the number of waiting requests."""
         return self._num_waiting
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield all waiting requests: by class, by tenant, in the order of arrival."""
+        """Yield all waiting requests: by class, by tenant, in arrival order."""
         for priority in self._priorities:
             for tenant in self._classes[priority].tenants.values():
                 yield from tenant.queue.values()
 
     def __contains__(self, request: Request) -> bool:
-        """Return whether a request waits here."""
         group = self._classes.get(request.priority)
         tenant = None if group is None else group.tenants.get(request.tenant)
         return tenant is not None and tenant.queue.get(request.request_id) is request
 
     def in_order(self) -> Generator[Request]:
-        """Yield the waiting requests in their order, which charges meanwhile change.
+        """Yield the waiting requests in order, which charges change meanwhile.
 
-        The queue must not change before the iterator is closed, but for classes behind that of the last request.
+        The queue must not change before the iterator is closed, except for classes below the last request's.
         """
         for priority in list(self._priorities):
             group = self._classes.get(priority)
@@ -230,27 +229,26 @@ class WaitingQueue:
 
     @property
     def first_priority(self) -> int:
-        """Highest class of a waiting request; some request must wait."""
+        """Highest class of a waiting request; there must be one."""
         return next(priority for priority in self._priorities if self._classes[priority].num_waiting)
 
     @property
     def last_priority(self) -> int:
-        """Lowest class with a request that waits or runs; there must be some."""
+        """Lowest class with waiting or running requests; there must be one."""
         return self._priorities[-1]
 
     @property
     def num_classes(self) -> int:
-        """Number of classes with requests that wait or run."""
         return len(self._priorities)
 
     def num_ahead(self, priority: int) -> int:
-        """Return the number of waiting requests of a class and those above."""
+        """Return the number of waiting requests in a class and above."""
         return sum(self._classes[each].num_waiting for each in self._priorities if each <= priority)
 
     # Requests
 
     def append(self, request: Request) -> None:
-        """Put a request at the end of its tenant's queue."""
+        """Append a request to its tenant's queue."""
         group, tenant = self._enter(request)
         if not tenant.queue:
             group.lift(tenant)
@@ -261,10 +259,9 @@ class WaitingQueue:
         group, tenant = self._enter(request)
         self._insert(request, group, tenant)
         tenant.queue.move_to_end(request.request_id, last=False)
-        group.push(tenant)  # its first request is another one
+        group.push(tenant)  # its first request has changed
 
     def remove(self, request: Request) -> None:
-        """Take a request out of the queue."""
         group = self._classes[request.priority]
         tenant = group.tenants[request.tenant]
         del tenant.queue[request.request_id]
@@ -291,14 +288,14 @@ class WaitingQueue:
 
     def _leave(self, request: Request, group: _Class, tenant: _Tenant) -> None:
         group.leave(request.tenant, tenant)
-        if not group.num_active:  # nobody has a claim to anything any more
+        if not group.num_active:  # no tenant has any claim left
             del self._classes[request.priority]
             self._priorities.remove(request.priority)
 
     # Service
 
     def started(self, request: Request, num_cached_tokens: int) -> None:
-        """Charge the tenant of a request for the prompt; the request runs, and is about to leave the queue."""
+        """Charge a request's tenant for the prompt; the request runs, and is about to leave the queue."""
         tenant = self._classes[request.priority].tenants[request.tenant]
         num_tokens = request.num_tokens
         if not request.num_preemptions:
@@ -307,7 +304,7 @@ class WaitingQueue:
         tenant.charged[request] = num_tokens
 
     def stopped(self, request: Request) -> None:
-        """Charge the tenant of a request that runs no more for the rest of its tokens."""
+        """Charge a stopped request's remaining tokens to its tenant."""
         group = self._classes[request.priority]
         tenant = group.tenants[request.tenant]
         self._charge(request, tenant)
@@ -315,7 +312,7 @@ class WaitingQueue:
         self._leave(request, group, tenant)
 
     def take_back(self, request: Request, num_cached_tokens: int) -> None:
-        """Put a request that was given away at the head of its tenant's queue; one that never ran costs nothing."""
+        """Return a request to the head of its tenant's queue; one that never ran costs nothing."""
         self.put_back(request)
         self.stopped(request)
         if not request.num_preemptions:
@@ -325,7 +322,7 @@ class WaitingQueue:
             group.push(tenant)
 
     def settle(self) -> None:
-        """Charge tenants for the output of running requests, where that decides who comes first."""
+        """Charge tenants for the output of running requests, if that decides who comes first."""
         classes = self._classes
         if self._num_waiting < 2 or all(group.num_queued < 2 for group in classes.values()):
             return
@@ -339,11 +336,11 @@ class WaitingQueue:
         if num_new:
             tenant.counter += OUTPUT_COST * num_new * tenant.cost
             tenant.charged[request] += num_new
-            if num_new < 0 and tenant.queue:  # its entry would come to the top too late
+            if num_new < 0 and tenant.queue:  # its heap entry would reach the top too late
                 self._classes[request.priority].push(tenant)
 
     def check_integrity(self) -> None:
-        """Assert that counts and heaps are those of the requests."""
+        """Assert that counts and heaps match the requests."""
         tenants = [tenant for group in self._classes.values() for tenant in group.tenants.values()]
         assert {request for tenant in tenants for request in tenant.charged} == set(self._running.values())
         assert self._priorities == sorted(self._classes)

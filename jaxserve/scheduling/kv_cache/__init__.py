@@ -1,1 +1,1 @@
-"""KV pages as the host sees them."""
+"""KV pages on the host: allocation, prefix cache, eviction and tiers."""

@@ -1,4 +1,4 @@
-"""EvictionOrder: which cached page without owners goes next, so that tenants have equal shares of the cache."""
+"""EvictionOrder: chooses the cached page to evict, so that tenants get equal parts of the cache."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ from heapq import heapify, heappop, heappush
 
 from jaxserve.scheduling.kv_cache.pages import Content
 
-_SPARE_ENTRIES = 256  # outdated entries of a heap beyond which it is made anew
+_SPARE_ENTRIES = 256  # outdated heap entries that trigger a rebuild
 
 
 class EvictionOrder:
     """Cached pages without owners, by tenant.
 
-    The tenant with the most cached pages, in use or not, gives up the one released first. So whoever fills the cache
-    evicts pages of others only as long as these have more than an equal share; with a single tenant, the order is the
-    order of release.
+    The tenant with the most cached pages, in use or not, loses the page it released first. A tenant that fills the
+    cache thus evicts others' pages only while they hold more than an equal part; with a single tenant, eviction follows
+    release order.
 
     Attributes:
-        num_evictable: number of these pages.
+        num_evictable: number of evictable pages.
     """
 
     def __init__(self) -> None:
-        self._evictable: dict[str, OrderedDict[int, None]] = {}  # pages by tenant, the page released first in front
+        # evictable pages by tenant, the first released in front
+        self._evictable: dict[str, OrderedDict[int, None]] = {}
         self.num_evictable = 0
-        # Heap of evictable tenants by their cached pages, with outdated entries; None until an eviction needs it.
+        # Heap of evictable tenants by number of cached pages, with outdated entries; None until an eviction needs it.
         self._by_size: list[tuple[int, str]] | None = None
         self._num_cached: Counter[str] = Counter()  # pages with content by tenant, in use or not
 
     def cached(self, tenant: str) -> None:
-        """Note that a page of a tenant has become cached."""
+        """Count a newly cached page of a tenant."""
         self._num_cached[tenant] += 1
         if self._by_size is not None:
             self._note_size(tenant)
 
     def add(self, page: int, tenant: str) -> None:
-        """Note that a cached page of a tenant has lost its last owner."""
+        """Add a cached page that lost its last owner."""
         pages = self._evictable.get(tenant)
         if pages is None:
             pages = self._evictable[tenant] = OrderedDict()
@@ -44,7 +45,7 @@ class EvictionOrder:
         self.num_evictable += 1
 
     def remove(self, page: int, tenant: str) -> None:
-        """Note that an evictable page of a tenant is owned again, or evicted."""
+        """Remove an evictable page that is owned again or evicted."""
         pages = self._evictable[tenant]
         del pages[page]
         if not pages:
@@ -52,7 +53,7 @@ class EvictionOrder:
         self.num_evictable -= 1
 
     def pop(self, tenant: str) -> int:
-        """Return the page to evict for a tenant, which goes first among those with equally many cached pages."""
+        """Return the page to evict for a tenant; on a tie, its own page."""
         if len(self._evictable) == 1:
             (largest,) = self._evictable
             self._by_size = None
@@ -82,7 +83,7 @@ class EvictionOrder:
         return pages
 
     def check_integrity(self, content: dict[int, Content], idle: set[int]) -> None:
-        """Assert that pages are where their content says; `idle` are the cached pages without owners."""
+        """Assert that pages match their content; `idle` are the cached pages without owners."""
         evictable = {page: tenant for tenant, pages in self._evictable.items() for page in pages}
         assert evictable.keys() == idle, f"evictable and cached without owner differ: {evictable.keys() ^ idle}"
         assert all(content[page][-1] == tenant for page, tenant in evictable.items()), "a page changed hands"
@@ -92,7 +93,7 @@ class EvictionOrder:
         assert self._num_cached == Counter(tenant for *_, tenant in content.values())
 
     def _largest_tenant(self) -> str:
-        """Return the tenant with evictable pages that has the most cached ones; of equal ones the first by name."""
+        """Return the evictable tenant with the most cached pages; on a tie, the first by name."""
         heap = self._by_size
         if heap is None:
             heap = self._by_size = [(-self._num_cached[name], name) for name in self._evictable]
@@ -101,12 +102,12 @@ class EvictionOrder:
             count, name = heap[0]
             if name in self._evictable and -count == self._num_cached[name]:
                 return name
-            heappop(heap)  # out of date: whenever a count changes, an entry is added
+            heappop(heap)  # outdated: every change of a count adds an entry
 
     def _note_size(self, tenant: str) -> None:
-        """Add an entry for a tenant to the heap, if it is needed.
+        """Add a heap entry for a tenant if a heap exists.
 
-        Pages may come and go for as long as no page is evicted, which alone drops what is outdated.
+        Pages may come and go for long without an eviction, and only evictions drop outdated entries.
         """
         if self._by_size is None or tenant not in self._evictable:
             return

@@ -1,4 +1,6 @@
-"""Kinds of KV groups: which pages of earlier tokens the next one sees, and thus what is a hit and what is released."""
+"""Kinds of KV groups: which earlier pages the next token sees, and hence which prefixes hit and which pages are
+released.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from jaxserve.scheduling.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.scheduling.kv_cache.pages import CACHED, Pages
 from jaxserve.scheduling.request import Request
 
-Cached = Sequence[Container[bytes]]  # hashes of the pages that are cached, by group; those of states come last
+Cached = Sequence[Container[bytes]]  # hashes of cached pages by group; those of states come last
 
 
 @runtime_checkable
@@ -25,15 +27,15 @@ class GroupKind(Protocol):
     groups: tuple[int, ...]
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the blocks of the longest prefix after which a token finds all that it sees.
+        """Return the number of blocks in the longest prefix after which a token finds all pages it sees.
 
         Args:
-            hashes: hashes of the prefix's blocks.
+            hashes: hash per block of the prefix.
             cached: hashes of cached pages, by group.
         """
 
     def seen(self, num_blocks: int) -> range:
-        """Return the blocks that the token after the first `num_blocks` sees."""
+        """Return the blocks that the token after the first `num_blocks` blocks sees."""
 
     def release_unseen(self, request: Request) -> list[int]:
         """Take from a running request the pages that no later token sees; return them, the first one last."""
@@ -41,30 +43,28 @@ class GroupKind(Protocol):
 
 
 class FullAttention(GroupKind):
-    """Groups in which every token sees all before it; those of latent attention are among them."""
+    """Groups in which every token sees all earlier ones, MLA included."""
 
     def __init__(self, groups: KVGroups) -> None:
         self.groups = groups.full
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the length of the longest run of cached blocks from the first."""
         return min((_num_leading(cached[group], hashes) for group in self.groups), default=len(hashes))
 
     def seen(self, num_blocks: int) -> range:
-        """Return all blocks."""
         return range(num_blocks)
 
 
 class SlidingWindow(GroupKind):
-    """Groups in which a token sees the last ones. If windows differ, all keep what the largest reaches."""
+    """Groups in which a token sees only the last tokens. If windows differ, all groups keep the largest window."""
 
     def __init__(self, groups: KVGroups) -> None:
         self.groups = groups.sliding
         self._sizes = groups
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the end of the last run of blocks that is as long as a window reaches, or begins at the first."""
-        needed, num_last = self._sizes.num_window_blocks, 0  # blocks cached without a gap
+        """Return the end of the last run of cached blocks that covers a window or starts at the first block."""
+        needed, num_last = self._sizes.num_window_blocks, 0  # consecutive cached blocks
         tables = [cached[group] for group in self.groups]
         for block in range(len(hashes) - 1, -1, -1):
             if num_last == needed:
@@ -73,13 +73,12 @@ class SlidingWindow(GroupKind):
         return num_last
 
     def seen(self, num_blocks: int) -> range:
-        """Return the last blocks."""
         return range(max(num_blocks - self._sizes.num_window_blocks, 0), num_blocks)
 
     def release_unseen(self, request: Request) -> list[int]:
-        """Take the pages of blocks before the window of the next token.
+        """Take the pages of blocks before the next token's window.
 
-        All known tokens but the last are computed for certain, by steps in flight at the latest.
+        All known tokens except the last are certainly computed, at the latest by steps in flight.
         """
         certain = min(request.num_computed_tokens, request.num_known_tokens - 1)
         released, first = request.num_released_blocks, self._sizes.first_block(certain)
@@ -95,17 +94,17 @@ class SlidingWindow(GroupKind):
 
 
 class RecurrentState(GroupKind):
-    """The group of layers without attention, whose pages are snapshots of a sequence's state after a block.
+    """The group of recurrent layers, whose pages are snapshots of a sequence's state after a block.
 
-    They lie in a pool of their own. A plan owns those that it reads and those that it takes: these are written while
-    its step runs, so that only later plans find them, and no page that it reads is written by it. The least recently
-    used one is given up first.
+    Snapshots have their own pool. A plan owns the snapshots that it reads and takes. New ones are written while its
+    step runs, so only later plans find them, and no page that a plan reads is written by it. Eviction is least recently
+    used first.
 
     Args:
         num_pages: number of snapshots.
 
     Attributes:
-        cached: pages by hash, the least recently used one in front.
+        cached: pages by hash, the least recently used first.
     """
 
     groups: tuple[int, ...] = ()
@@ -116,22 +115,19 @@ class RecurrentState(GroupKind):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all content."""
         self._pages = Pages(self._num_pages)
         self.cached.clear()
         self._taken: dict[bytes, int] = {}  # snapshots that the last plan takes
-        self._read: list[int] = []  # pages that the last plan reads, once for each row
+        self._read: list[int] = []  # pages that the last plan reads, once per row
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the blocks up to the last snapshot."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in cached[-1]), 0)
 
     def seen(self, num_blocks: int) -> range:
-        """Return the last block."""
         return range(max(num_blocks - 1, 0), num_blocks)
 
     def begin_plan(self) -> None:
-        """Note that a new plan begins, whose step runs after those of all plans before."""
+        """Begin a new plan, whose step runs after the steps of all earlier plans."""
         pages = self._pages
         for page_hash, page in self._taken.items():
             pages.states[page], pages.content[page] = CACHED, (0, page_hash, "")
@@ -150,7 +146,7 @@ class RecurrentState(GroupKind):
         return page
 
     def take(self, page_hash: bytes) -> int | None:
-        """Return the page for a snapshot that a row of the plan takes; None if there is one, or no page is free."""
+        """Return the page for a snapshot that a row of the plan takes; None if it exists, or no page is free."""
         if page_hash in self._taken:
             return None
         if page_hash in self.cached:
@@ -169,7 +165,6 @@ class RecurrentState(GroupKind):
         return page
 
     def check_integrity(self) -> None:
-        """Assert that every page is in one place."""
         owned = [*self._taken.values(), *self._read]
         self._pages.check_integrity({page: owned.count(page) for page in owned})
         assert {page: page_hash for page, (_, page_hash, _) in self._pages.content.items()} == {
@@ -179,7 +174,9 @@ class RecurrentState(GroupKind):
 
 
 def longest_hit(kinds: Sequence[GroupKind], hashes: Sequence[bytes], cached: Cached) -> int:
-    """Return the blocks of the longest prefix that is a hit for all kinds; they shorten it in turn until none does."""
+    """Return the number of blocks in the longest prefix that all kinds accept; each shortens it in turn until all
+    agree.
+    """
     num_blocks, num_agreed = len(hashes), 0
     for kind in cycle(kinds):
         num_hit = kind.longest_hit(hashes[:num_blocks], cached)
@@ -191,7 +188,7 @@ def longest_hit(kinds: Sequence[GroupKind], hashes: Sequence[bytes], cached: Cac
 
 
 def pages_seen(kinds: Sequence[GroupKind], num_blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield block and group of each page of the pool that the token after the first `num_blocks` sees."""
+    """Yield block and group of each KV page that the token after the first `num_blocks` blocks sees."""
     for kind in kinds:
         for block in kind.seen(num_blocks):
             for group in kind.groups:
@@ -199,5 +196,5 @@ def pages_seen(kinds: Sequence[GroupKind], num_blocks: int) -> Iterator[tuple[in
 
 
 def _num_leading(cached: Container[bytes], hashes: Sequence[bytes]) -> int:
-    """Return the length of the longest run of cached hashes from the first."""
+    """Return the number of leading hashes that are cached."""
     return next((index for index, page_hash in enumerate(hashes) if page_hash not in cached), len(hashes))

@@ -1,15 +1,15 @@
-"""PageStore: all pages of a pool, from allocation to eviction, and the content by which requests find them.
+"""PageStore: all pages of a pool, from allocation to eviction, and the hashes by which requests find cached pages.
 
-A page is free; computing, while requests that own it fill it; or cached: found by the hash of everything up to its last
-token, by whoever begins alike. A cached page that loses its last owner keeps its content until no free page is left.
+A page is free; computing, while its owners fill it; or cached: requests with the same prefix find it by the hash of all
+tokens up to its last one. A cached page without owners keeps its content until no free page is left.
 
-Device memory is the first of the tiers that keep content by its hash. Where there are lower ones, a cached page without
-owners is storing first, and found meanwhile; and a request whose prefix lies lower gets pages that are loading. Either
-is nobody else's until its transfer has ended, whoever owned it has ended or not. Then it is cached, or, if it failed
-to load or its content was forgotten meanwhile, free.
+Device memory is the first of several tiers that store content by hash. With lower tiers, a cached page without owners
+is first storing, and can still be found; a request whose prefix lies in a lower tier gets pages that are loading.
+Neither can be reused before its transfer has ended, even without owners. Then it is cached, or free if it failed to
+load or its content was forgotten meanwhile.
 
-Each KV group has pages of its own, and what a token sees of them depends on the kind of the group (`group_kinds.py`). A
-prefix is cached if all kinds find what the next token sees.
+Each KV group has pages of its own, and the kind of the group decides which of them a token sees (`group_kinds.py`). A
+prefix is cached if every kind finds all pages that the next token sees.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from jaxserve.scheduling.kv_cache.prefix_hashes import PrefixHashes
 from jaxserve.scheduling.kv_cache.transfers import Transfers
 from jaxserve.scheduling.request import Request, RequestStatus
 
-TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one they take twice as long
+TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one takes twice as long
 
 
 class _Anywhere:
-    """Hashes of the pages of a group that are cached, or can be loaded."""
+    """Hashes of a group's pages that are cached or can be loaded."""
 
     def __init__(self, group: int, cached: Container[bytes], transfers: Transfers) -> None:
         self._group, self._cached, self._transfers = group, cached, transfers
@@ -55,16 +55,16 @@ class PageStore:
 
     Args:
         num_pages: pages in the pool.
-        groups: groups of layers with pages of their own.
-        transfers: moves to lower tiers and from them.
+        groups: layer groups that have pages of their own.
+        transfers: moves between tiers.
 
     Attributes:
         page_size: tokens per page.
-        order: order in which cached pages are evicted.
+        order: eviction order of cached pages.
         has_tiers: True if there are tiers below device memory.
         blocks_at_once: blocks of output tokens that are registered together; the rest when their request stops.
-        states: snapshots of states; None if all layers have attention.
-        unshared: running requests that were there when the cache was reset last: nobody finds what they compute.
+        states: state snapshots; None if no layer is recurrent.
+        unshared: running requests from before the last reset: nobody finds their pages.
     """
 
     def __init__(self, num_pages: int, groups: KVGroups, transfers: Transfers) -> None:
@@ -76,12 +76,12 @@ class PageStore:
         self._transfers = transfers
         self._hashes = PrefixHashes(groups.page_size)
         self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
-        self._cached: list[Container[bytes]] = [*self._page_by_hash]  # pages of each group, then of states
+        self._cached: list[Container[bytes]] = [*self._page_by_hash]  # KV groups, then states
         self._anywhere: list[Container[bytes]] = [
             _Anywhere(group, cached, transfers) for group, cached in enumerate(self._page_by_hash)
         ]
         self._full = FullAttention(groups)
-        self._first = groups.full[0] if groups.full else 0  # group that `has` asks
+        self._first = groups.full[0] if groups.full else 0  # group that `has` looks up
         self._kinds: list[GroupKind] = [self._full]
         self.states: RecurrentState | None = None
         if groups.sliding:
@@ -96,29 +96,28 @@ class PageStore:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be allocated: free and evictable ones."""
+        """Number of free and evictable pages."""
         return len(self._pages.free_pages) + self.order.num_evictable
 
     # Hits
 
     def hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of a request's full pages of known tokens."""
+        """Return the hashes of a request's full pages with known tokens."""
         return self._hashes.full_pages(request)
 
     def has(self, page_hash: bytes) -> bool:
-        """Return whether a page with this hash is cached."""
         return page_hash in self._page_by_hash[self._first]
 
     def may_match(self, request: Request, num_blocks: int) -> bool:
-        """Return False if a single look-up shows that `match` would find fewer blocks than this."""
+        """Return False if a single lookup shows that `match` would find fewer blocks."""
         if num_blocks > _num_matchable(request, self.page_size):
             return False
         return not self._full.groups or num_blocks < 1 or self.has(self.hashes(request)[num_blocks - 1])
 
     def match(self, request: Request) -> list[int]:
-        """Return the pages of a request's longest cached prefix, block by block; takes no references.
+        """Return the pages of a request's longest cached prefix, block by block, without taking references.
 
-        At least one known token is left over, because sampling needs the hidden state of the last one.
+        At least one known token is left over, because sampling needs the last one's hidden state.
         """
         hashes = self.hashes(request)[: _num_matchable(request, self.page_size)]
         hashes = hashes[: longest_hit(self._kinds, hashes, self._cached)]
@@ -131,7 +130,7 @@ class PageStore:
         return pages
 
     def num_full_blocks(self, request: Request) -> int:
-        """Return the blocks of a request's prefix whose pages all groups of full attention have."""
+        """Return the number of leading blocks that are cached in all full-attention groups."""
         return self._full.longest_hit(
             self.hashes(request)[: _num_matchable(request, self.page_size)], self._page_by_hash
         )
@@ -139,8 +138,8 @@ class PageStore:
     def match_last(self, request: Request, num_blocks: int) -> list[int]:
         """Return the pages, one per group, that hold the `num_last_tokens` of a request after its cached blocks.
 
-        Empty if there are none: they are partly filled, and cached if a request whose last page is shared ended so, or
-        if this one was swapped out.
+        Empty if not cached. These pages are partly filled: they exist if a request with shares_last_page ended at this
+        prefix, or if this request was swapped out.
         """
         page_hash = self._last_hash(request, num_blocks)
         pages = [
@@ -149,27 +148,27 @@ class PageStore:
         return pages if len(pages) == self._groups.size else []
 
     def _last_hash(self, request: Request, num_blocks: int) -> bytes | None:
-        """Return the hash of a request's partly filled page after so many blocks; None if it is not to be found."""
+        """Return the hash of a request's partly filled page after `num_blocks` blocks; None if it cannot be cached."""
         num_tokens = num_last_tokens(request)
         if self.states is not None or not (request.shares_last_page or request.num_kept_tokens):
-            return None  # snapshots of states are taken after full pages
+            return None  # state snapshots are taken only after full pages
         if num_tokens // self.page_size != num_blocks or not num_tokens % self.page_size:
             return None
         return self._hashes.last_page(request, num_tokens)
 
     def num_evictable(self, pages: Iterable[int]) -> int:
-        """Return how many of these cached pages nobody owns."""
+        """Return how many of these cached pages have no owner."""
         states, num_owners = self._pages.states, self._pages.num_owners
         return sum(page != RELEASED and states[page] is CACHED and not num_owners[page] for page in pages)
 
     # Owners
 
     def allocate(self, num_pages: int, tenant: str = "") -> list[int] | None:
-        """Return new pages with one owner each and no content, or None (and no change) if there are too few.
+        """Return new pages with one owner each and no content; None, without a change, if too few are free or
+        evictable.
 
         Args:
-            num_pages: number of pages.
-            tenant: tenant that they are for. Its own cached pages go before those of others that have as many.
+            tenant: tenant that gets the pages. On a tie its own cached pages are evicted first.
         """
         num_lacking = num_pages - len(self._pages.free_pages)
         if num_lacking > 0:
@@ -184,15 +183,15 @@ class PageStore:
         return self._pages.take(num_pages)
 
     def acquire(self, request: Request, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
-        """Take `cached` pages and `num_new` after them; None, and no change, unless `num_kept` stay free.
+        """Take `cached` pages and `num_new` after them; None, without a change, unless `num_kept` stay free.
 
         Args:
-            request: request that they are for.
+            request: request that gets the pages.
             cached: cached pages of its prefix.
             num_new: number of further pages.
             num_kept: number of pages that stay free.
         """
-        self.retain(cached)  # first of all, lest the allocation evicts them
+        self.retain(cached)  # first, so that the allocation does not evict them
         new = self.allocate(num_new, request.tenant) if num_new + num_kept <= self.num_available else None
         if new is None:
             self.release(cached)
@@ -200,7 +199,9 @@ class PageStore:
         return cached + new
 
     def grow(self, request: Request, num_tokens: int) -> int | None:
-        """Give a running request the pages of its next `num_tokens`, and return how many are new; None if too few."""
+        """Give a running request the pages for its next `num_tokens`, and return how many are new; None if too few are
+        free.
+        """
         pages, groups = request.pages, self._groups
         num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) * groups.size - len(pages)
         if num_new <= 0:
@@ -215,7 +216,6 @@ class PageStore:
         return num_new
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add an owner to each of these pages."""
         states, num_owners, content = self._pages.states, self._pages.num_owners, self._pages.content
         for page in pages:
             if page != RELEASED:
@@ -224,9 +224,9 @@ class PageStore:
                 num_owners[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Take an owner from each of a request's pages, given in token order.
+        """Remove an owner from each of a request's pages, given in token order.
 
-        Goes from the last page to the first, so that tails are evicted before the heads that more requests share.
+        Goes from the last page to the first, so that tails are evicted before more widely shared heads.
         """
         states, num_owners, content = self._pages.states, self._pages.num_owners, self._pages.content
         for page in reversed(pages):
@@ -249,22 +249,22 @@ class PageStore:
     def release_unseen(self, request: Request) -> None:
         """Release the pages of a running request that no later token sees.
 
-        The next owner of a page writes to it in a later step or in the plan being made. In that plan the request must
-        not have a row yet, so that its row no longer reads the page.
+        The next owner of a page writes to it in the current plan or a later one. The request must not have a row in the
+        current plan yet, so that no row still reads the page.
         """
         for kind in self._kinds:
             self.release(kind.release_unseen(request))
 
     def leave(self, request: Request, *, keep: bool = False) -> None:
-        """Take all pages from a request that stops running; what it has computed stays cached.
+        """Take all pages from a request that stops running; its computed pages stay cached.
 
         Args:
-            request: the request.
-            keep: True if it will continue from its last token for which this is possible, partly filled pages included.
+            keep: True to also cache a partly filled last page, so that the request can continue from it.
         """
-        num_certain = request.num_known_tokens - bool(request.output_token_ids)  # the last output may not be computed
+        # the last output token may not be computed
+        num_certain = request.num_known_tokens - bool(request.output_token_ids)
         num_tokens = min(request.num_computed_tokens, num_certain)
-        # The last output of a preempted request may be at the end of a page that is registered already.
+        # A preempted request's last output token may end a page that is already registered.
         num_tokens = max(num_tokens, request.num_registered_blocks * self.page_size)
         block, size = num_tokens // self.page_size, self._groups.size
         self.register_blocks(request, block)
@@ -283,10 +283,10 @@ class PageStore:
     # Lower tiers
 
     def pages_below(self, request: Request) -> list[tuple[int, int, bytes]]:
-        """Return block, group and hash of the pages of a waiting request's longest prefix that any tiers have.
+        """Return block, group and hash of the pages in a waiting request's longest prefix found in any tier.
 
-        Empty if device memory has them all. What was loaded may be evicted before the request starts; then it loads it
-        again, but not after a failure.
+        Empty if device memory has them all. If loaded pages are evicted before the request starts, it loads them again,
+        except after a failure.
         """
         if not self.has_tiers or request.has_failed or request.pages or not request.read_prefix_cache:
             return []
@@ -299,10 +299,9 @@ class PageStore:
         return wanted if any(page_hash not in self._cached[group] for _, group, page_hash in wanted) else []
 
     def load(self, request: Request, wanted: Sequence[tuple[int, int, bytes]], num_kept: int) -> bool:
-        """Begin to load pages of a waiting request's prefix; False, and no change, unless `num_kept` stay free.
+        """Begin to load pages for a waiting request's prefix; False, without a change, unless `num_kept` stay free.
 
         Args:
-            request: the request.
             wanted: block, group and hash of the pages.
             num_kept: number of pages that stay free.
         """
@@ -349,7 +348,7 @@ class PageStore:
                     self.abandon(request)
 
     def abandon(self, request: Request) -> None:
-        """Have a request load no more: it waits, and has no pages. What is under way will be cached."""
+        """Stop a request's loading: it waits without pages. Moves in flight end up cached."""
         self._transfers.abandon(request)
         self.release(request.pages)
         request.pages, request.status = [], RequestStatus.WAITING
@@ -357,15 +356,14 @@ class PageStore:
     # Content
 
     def register(self, page_hash: bytes, page: int, group: int = 0, tenant: str = "") -> None:
-        """Make an owned page findable. If another page has the same content already, that one stays the cached one.
+        """Make an owned page findable, unless another page with the same content is already cached.
 
-        The caller vouches that the content is in the pool before any row that could find the page attends to it.
+        The caller guarantees that the content is in the pool before any row that could find the page attends to it.
 
         Args:
-            page_hash: hash of everything up to the page's last token.
-            page: the page.
+            page_hash: hash of all tokens up to the page's last one.
             group: its KV group.
-            tenant: tenant whose share of the cache it counts for.
+            tenant: tenant whose part of the cache it counts towards.
         """
         page_by_hash = self._page_by_hash[group]
         if page_hash in page_by_hash:
@@ -377,7 +375,7 @@ class PageStore:
         self.order.cached(tenant)
 
     def register_blocks(self, request: Request, stop: int) -> None:
-        """Register the pages of the blocks before `stop` that were not yet; all their tokens are known and certain."""
+        """Register the unregistered pages in the blocks before `stop`; all their tokens are known and certain."""
         first = request.num_registered_blocks
         if first >= stop or request in self.unshared:
             return
@@ -389,7 +387,7 @@ class PageStore:
         request.num_registered_blocks = stop
 
     def reset(self, running: Iterable[Request]) -> None:
-        """Forget all content. Pages in use stay with their owners, of which `running` are all."""
+        """Forget all content. Pages in use stay with their owners; `running` are all owners."""
         evictable = self.order.clear()
         for page in self._pages.content:
             if self._pages.states[page] is CACHED:
@@ -408,7 +406,7 @@ class PageStore:
         """Assert that pages are conserved.
 
         Args:
-            owners: number of owners of each page in use.
+            owners: number of owners by page in use.
             loading: requests that wait for pages to be loaded.
         """
         content = self._pages.content
@@ -423,10 +421,10 @@ class PageStore:
 
 
 def num_last_tokens(request: Request) -> int:
-    """Return the tokens after which a partly filled page of a waiting request may be cached."""
+    """Return the number of tokens up to which a waiting request's partly filled page may be cached."""
     return request.num_kept_tokens or request.num_known_tokens - 1
 
 
 def _num_matchable(request: Request, page_size: int) -> int:
-    """Return the full pages before the last known token."""
+    """Return the number of full pages before the last known token."""
     return (request.num_known_tokens - 1) // page_size

@@ -1,4 +1,4 @@
-"""Pages: the record of a pool's pages, with the state, the owners and the content of each."""
+"""Pages: state, owners and content of each page in a pool."""
 
 from __future__ import annotations
 
@@ -7,33 +7,29 @@ from collections.abc import Mapping
 
 
 class PageState(enum.Enum):
-    """State of a page."""
-
-    FREE = enum.auto()  # listed as free, without owner and content
-    COMPUTING = enum.auto()  # has owners, and nobody else finds its content
-    CACHED = enum.auto()  # is found by the hash of its content, with or without owners
-    LOADING = enum.auto()  # is written with the content of a lower tier, with or without owners
-    STORING = enum.auto()  # is cached, or was, and is read by a lower tier, with or without owners
+    FREE = enum.auto()  # in the free list, without owner and content
+    COMPUTING = enum.auto()  # has owners, and cannot be found
+    CACHED = enum.auto()  # found by the hash of its content, with or without owners
+    LOADING = enum.auto()  # being written from a lower tier, with or without owners
+    STORING = enum.auto()  # being read by a lower tier, still cached or not, with or without owners
 
 
-FREE, COMPUTING, CACHED, LOADING, STORING = PageState  # names of a module are read faster than those of an enum
+FREE, COMPUTING, CACHED, LOADING, STORING = PageState  # module globals are read faster than enum members
 
 
-# KV group of a cached page, hash of everything up to its last token, and the tenant whose share of the cache it counts
-# for. A plain tuple is made in a tenth of the time of a named one.
+# KV group of a cached page, hash of all tokens up to its last one, and the tenant whose part of the cache it counts
+# towards. A plain tuple is created in a tenth of a named tuple's time.
 Content = tuple[int, bytes, str]
 
 
 class Pages:
-    """Pages 0 .. num_pages - 1 of a pool. Every operation takes constant time for each page.
+    """Pages 0 .. num_pages - 1 of a pool. Every operation takes constant time per page.
 
     Asserts guard against double frees: they are bugs here, never a caller's mistake.
 
     Attributes:
-        states: state of each page.
-        num_owners: number of owners of each page.
-        content: content of the pages that are found by it.
-        free_pages: free pages, the next one last.
+        content: content of the pages that can be found.
+        free_pages: free pages, the next one at the end.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -43,7 +39,7 @@ class Pages:
         self.free_pages = list(range(num_pages - 1, -1, -1))  # low ids first
 
     def take(self, num_pages: int) -> list[int]:
-        """Return this number of free pages, now with one owner each. They must be there."""
+        """Return `num_pages` free pages, now with one owner each; they must exist."""
         states, num_owners = self.states, self.num_owners
         if num_pages == 1:  # a decoding row takes one at a time
             page = self.free_pages.pop()
@@ -60,14 +56,14 @@ class Pages:
         return pages
 
     def free(self, page: int) -> None:
-        """Put a page without owners back into the free list."""
+        """Return a page without owners to the free list."""
         assert not self.num_owners[page], f"page {page} is still in use"
         assert self.states[page] is not FREE, f"page {page} is freed twice"
         self.states[page] = FREE
         self.free_pages.append(page)
 
     def check_integrity(self, owners: Mapping[int, int]) -> None:
-        """Assert that the record is sound; `owners` maps each page in use to its number of owners."""
+        """Assert consistency; `owners` maps each page in use to its number of owners."""
         free = set(self.free_pages)
         assert len(free) == len(self.free_pages), "a page is twice in the free list"
         for page, (state, num_owners) in enumerate(zip(self.states, self.num_owners, strict=True)):
@@ -79,5 +75,4 @@ class Pages:
             assert has_content == (page in self.content), f"page {page} is {state}: {self.content.get(page)}"
 
     def in_state(self, state: PageState) -> list[int]:
-        """Return the pages in a state."""
         return [page for page, own in enumerate(self.states) if own is state]

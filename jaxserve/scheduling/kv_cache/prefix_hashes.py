@@ -1,4 +1,4 @@
-"""PrefixHashes: the chain of hashes by which pages are found, in whatever tier they are."""
+"""PrefixHashes: the chain of hashes by which pages are found in any tier."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxserve.scheduling.request import Request
 
 DIGEST_SIZE = 16
 _TOKEN_BYTES = calcsize("i")
-_NEW_HASH = blake2b(digest_size=DIGEST_SIZE, person=b"page")  # a copy takes half the time of a new one
+_NEW_HASH = blake2b(digest_size=DIGEST_SIZE, person=b"page")  # copying takes half the time of creating
 
 
 class PrefixHashes:
-    """Hashes of pages, each of everything up to the page's last token.
+    """Page hashes, each covering all tokens up to the page's last one.
 
-    A page's hash covers the hash of the page before it (the salt, for the first), so that equal hashes mean equal salts
-    and equal token prefixes, which is what keys and values depend on.
+    A page's hash also covers the previous page's hash (the salt, for the first page). Equal hashes thus mean equal
+    salts and equal token prefixes, on which keys and values depend.
 
     Args:
         page_size: tokens per page.
@@ -25,13 +25,13 @@ class PrefixHashes:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        # The prompt hashed last: the samples of one prompt come one after the other, and need it hashed but once.
+        # The latest prompt: several samples of a prompt arrive in sequence, and hash it only once.
         self._last_prompt: TokenIds = []
         self._last_salt = b""
         self._last_hashes: list[bytes] = []  # hashes of the prompt's full pages
 
     def full_pages(self, request: Request) -> list[bytes]:
-        """Return the hashes of a request's full pages of known tokens; kept on the request, and extended with these."""
+        """Return the hashes of a request's full pages with known tokens, cached on the request."""
         hashes, size = request.page_hashes, self._page_size
         num_full = (len(request.prompt_token_ids) + len(request.output_token_ids)) // size
         if len(hashes) < num_full:
@@ -41,13 +41,13 @@ class PrefixHashes:
         return hashes
 
     def last_page(self, request: Request, num_tokens: int) -> bytes:
-        """Return the hash of the page, partly filled, that the first `num_tokens` of a request end in."""
+        """Return the hash of the partly filled page that holds the last of the first `num_tokens` tokens."""
         block, hashes = num_tokens // self._page_size, self.full_pages(request)
         previous = hashes[block - 1] if block else _root_hash(request.salt)
         return _page_hash(previous, _packed(request.tokens(block * self._page_size, num_tokens)))
 
     def _prompt_hashes(self, request: Request) -> list[bytes]:
-        """Hashes of the full pages of the request's prompt; computed once for requests in a row with one prompt."""
+        """Return the hashes of the prompt's full pages, computed once for consecutive requests with the same prompt."""
         prompt, salt = request.prompt_token_ids, request.salt
         if salt != self._last_salt or (prompt is not self._last_prompt and prompt != self._last_prompt):
             self._last_prompt, self._last_salt, self._last_hashes = prompt, salt, []
@@ -55,7 +55,7 @@ class PrefixHashes:
         return self._last_hashes
 
     def _extend(self, hashes: list[bytes], request: Request, num_pages: int) -> None:
-        """Hash the request's pages that follow those of `hashes`, up to `num_pages` in all."""
+        """Append the hashes of the request's next pages, up to `num_pages` in all."""
         previous = hashes[-1] if hashes else _root_hash(request.salt)
         first, size = len(hashes), self._page_size
         token_ids = _packed(request.tokens(first * size, num_pages * size))
@@ -66,7 +66,7 @@ class PrefixHashes:
 
 
 def _root_hash(salt: bytes) -> bytes:
-    # Hashed under another personalisation than pages: no salt that a user chooses can pose as a page's hash.
+    # Its personalisation differs from a page's, so that no chosen salt can imitate a page hash.
     return blake2b(salt, digest_size=DIGEST_SIZE, person=b"salt").digest()
 
 

@@ -1,9 +1,9 @@
-"""Transfers: moves of pages between the device and the tiers below it, and the requests that wait for them.
+"""Transfers: page moves between the device and lower tiers, and the requests that wait for them.
 
-The scheduler decides what moves, and names it by values; a connector moves the bytes, and leaves an event `Transferred`
-when moves have ended. What is asked for while a plan is made moves after the step of that plan, which may copy from a
-page that is to be loaded, and before those of later plans. Until a move has ended nobody else gets its page: while it
-loads, because it is written, and while it is stored, because it is read.
+The scheduler decides on moves and describes them by values; a connector moves the bytes, and emits a `Transferred`
+event when moves have ended. A move requested while a plan is made runs after that plan's step, which may still copy
+from a page to be loaded, and before later steps. Nobody reuses a page until its move has ended, because it is written
+(load) or read (store) meanwhile.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jaxserve.scheduling.request import Request
 
 
 class Move(NamedTuple):
-    """A copy of a page's content from a lower tier, or to it.
+    """A copy of a page's content from or to a lower tier.
 
     Attributes:
-        key: number of the move; none has it again.
+        key: unique number of the move.
         is_load: True if the page is written, False if it is read.
-        page: page of the device.
+        page: device page.
         group: its KV group.
-        page_hash: hash of the content.
+        page_hash: content hash.
     """
 
     key: int
@@ -36,29 +36,27 @@ class Move(NamedTuple):
 
 @runtime_checkable
 class Tier(Protocol):
-    """A tier below device memory, as the scheduler sees it. Its answers follow from the calls before, in their order.
+    """A tier below device memory, as seen by the scheduler. Its answers depend only on earlier calls and their order.
 
-    So whoever replays the events of a scheduler makes the same plans, with a tier of the same sizes. A move is known by
-    its key: other moves may have the same content, before and after `clear`.
+    A replay of the scheduler's events thus makes the same plans with a tier of the same size. A move is identified by
+    its key, because other moves may have the same content, before and after `clear`.
     """
 
     def has(self, group: int, page_hash: bytes) -> bool:
         """Return whether a page can be loaded."""
 
-    def load(self, move: Move) -> None:
-        """Begin to write a page."""
+    def load(self, move: Move) -> None: ...
 
-    def store(self, move: Move) -> None:
-        """Begin to read a page."""
+    def store(self, move: Move) -> None: ...
 
     def transferred(self, move: Move, *, ok: bool) -> None:
-        """Note the end of a move: a page that was stored can be loaded, one whose load failed cannot."""
+        """Note the end of a move: a stored page can now be loaded; a page that failed to load cannot."""
 
     def clear(self) -> None:
-        """Forget all content, as after a change of weights; moves go on, and their ends are of no use."""
+        """Forget all content, as after a change of weights; moves continue, but their results are useless."""
 
     def restart(self) -> None:
-        """Forget all content and all moves: none of them reads or writes a page any more once this returns."""
+        """Forget all content and moves: once this returns, none of them accesses a page."""
 
 
 @dataclass
@@ -66,11 +64,10 @@ class Transfer:
     """A move that has not ended.
 
     Attributes:
-        move: the move.
         tier: tier that makes it.
-        content: content of the page when it has ended.
+        content: content of the page after the move.
         waiting: requests that wait for its end.
-        is_of_use: False if it has failed, or if its content is forgotten.
+        is_of_use: False if it failed, or its content was forgotten.
     """
 
     move: Move
@@ -84,12 +81,12 @@ class Transfers:
     """Moves that have not ended.
 
     Args:
-        tiers: tiers below device memory, the next one first.
-        keys: numbers of moves; other ones after a restart.
+        tiers: lower tiers, the next one first.
+        keys: unique move numbers, also across restarts.
 
     Attributes:
-        tiers: tiers below device memory.
-        loading: pages that are being loaded, by group and hash.
+        tiers: lower tiers.
+        loading: pages being loaded, by group and hash.
     """
 
     def __init__(self, tiers: Sequence[Tier], keys: Iterator[int]) -> None:
@@ -100,11 +97,11 @@ class Transfers:
         self._by_page: dict[int, Transfer] = {}
 
     def reaches(self, group: int, page_hash: Any) -> bool:
-        """Return whether a page can be loaded, or is being."""
+        """Return whether a page can be loaded or is being loaded."""
         return (group, page_hash) in self.loading or any(tier.has(group, page_hash) for tier in self.tiers)
 
     def wants(self, content: Content) -> bool:
-        """Return whether a page that nobody owns is to be stored before it is evicted."""
+        """Return whether a page without owners should be stored before it is evicted."""
         return bool(self.tiers) and not self.reaches(*content[:2])
 
     def load(self, page: int, content: Content) -> None:
@@ -114,7 +111,6 @@ class Transfers:
         tier.load(self._begin(page, content, tier, is_load=True))
 
     def store(self, page: int, content: Content) -> None:
-        """Begin to store a page in the next tier."""
         self.tiers[0].store(self._begin(page, content, self.tiers[0], is_load=False))
 
     def _begin(self, page: int, content: Content, tier: Tier, *, is_load: bool) -> Move:
@@ -123,7 +119,7 @@ class Transfers:
         return move
 
     def wait(self, request: Request) -> None:
-        """Have a request wait for those of its pages that are being loaded."""
+        """Make a request wait for its pages that are being loaded."""
         for page in request.pages:
             if (transfer := self._by_page.get(page)) is not None and transfer.move.is_load:
                 transfer.waiting.append(request)
@@ -145,14 +141,14 @@ class Transfers:
         return transfer
 
     def abandon(self, request: Request) -> None:
-        """Have a request wait no more; the pages that it waited for are loaded nevertheless."""
+        """Stop a request from waiting; its pages are loaded nevertheless."""
         for page in request.pages:
             if (transfer := self._by_page.get(page)) is not None and request in transfer.waiting:
                 transfer.waiting.remove(request)
         request.num_transfers = 0
 
     def clear(self) -> None:
-        """Forget the content of all tiers, and of pages that move."""
+        """Forget the content of all tiers and of moving pages."""
         for transfer in self._by_key.values():
             transfer.is_of_use = False
         self.loading.clear()
@@ -160,12 +156,12 @@ class Transfers:
             tier.clear()
 
     def check_integrity(self, loading: Collection[int], storing: Collection[int], waiting: Sequence[Request]) -> None:
-        """Assert that pages and requests are as the moves say.
+        """Assert that pages and requests match the moves.
 
         Args:
-            loading: pages in this state.
-            storing: pages in this state.
-            waiting: requests in the state LOADING.
+            loading: pages in state LOADING.
+            storing: pages in state STORING.
+            waiting: requests in status LOADING.
         """
         assert self._by_page == {transfer.move.page: transfer for transfer in self._by_key.values()}
         moves = [transfer.move for transfer in self._by_key.values()]
