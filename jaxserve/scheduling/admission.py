@@ -95,7 +95,9 @@ class Admission:
     def prefix(self, request: Request) -> Prefix:
         """Return the sampled prefixes that other requests may share."""
         page_size = self._ledger.page_size
-        return Prefix.from_hashes(self._ledger.store.hashes(request), page_size, (request.num_known_tokens - 1) // page_size)
+        return Prefix.from_hashes(
+            self._ledger.store.hashes(request), page_size, (request.num_known_tokens - 1) // page_size
+        )
 
     def _num_pages_left(self) -> int:
         """Return the pages left for newcomers after the waiting requests; 0 without a free slot or token."""

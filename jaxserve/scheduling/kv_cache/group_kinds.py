@@ -13,7 +13,7 @@ from jaxserve.scheduling.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.scheduling.kv_cache.pages import CACHED, Pages
 from jaxserve.scheduling.request import Request
 
-Cached = Sequence[Container[bytes]]  # hashes of cached pages by group; those of states come last
+Cached = Sequence[Container[bytes]]  # hashes of cached pages by group; states come last
 
 
 @runtime_checkable
@@ -27,10 +27,10 @@ class GroupKind(Protocol):
     groups: tuple[int, ...]
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the number of blocks in the longest prefix after which a token finds all pages it sees.
+        """Return the longest prefix, in blocks, after which a token finds all pages it sees.
 
         Args:
-            hashes: hash per block of the prefix.
+            hashes: prefix hash per block.
             cached: hashes of cached pages, by group.
         """
 
@@ -63,7 +63,7 @@ class SlidingWindow(GroupKind):
         self._sizes = groups
 
     def longest_hit(self, hashes: Sequence[bytes], cached: Cached) -> int:
-        """Return the end of the last run of cached blocks that covers a window or starts at the first block."""
+        """Return the end of the last cached run that covers a window or starts at the first block."""
         needed, num_last = self._sizes.num_window_blocks, 0  # consecutive cached blocks
         tables = [cached[group] for group in self.groups]
         for block in range(len(hashes) - 1, -1, -1):
@@ -76,7 +76,7 @@ class SlidingWindow(GroupKind):
         return range(max(num_blocks - self._sizes.num_window_blocks, 0), num_blocks)
 
     def release_unseen(self, request: Request) -> list[int]:
-        """Take the pages of blocks before the next token's window.
+        """Take the pages before the next token's window.
 
         All known tokens except the last are certainly computed, at the latest by steps in flight.
         """
@@ -94,14 +94,14 @@ class SlidingWindow(GroupKind):
 
 
 class RecurrentState(GroupKind):
-    """The group of recurrent layers, whose pages are snapshots of a sequence's state after a block.
+    """The group of recurrent layers, whose pages are state snapshots after a block.
 
     Snapshots have their own pool. A plan owns the snapshots that it reads and takes. New ones are written while its
     step runs, so only later plans find them, and no page that a plan reads is written by it. Eviction is least recently
     used first.
 
     Args:
-        num_pages: number of snapshots.
+        num_pages: snapshots in the pool.
 
     Attributes:
         cached: pages by hash, the least recently used first.
@@ -127,7 +127,7 @@ class RecurrentState(GroupKind):
         return range(max(num_blocks - 1, 0), num_blocks)
 
     def begin_plan(self) -> None:
-        """Begin a new plan, whose step runs after the steps of all earlier plans."""
+        """Begin a new plan, whose step runs after all earlier ones."""
         pages = self._pages
         for page_hash, page in self._taken.items():
             pages.states[page], pages.content[page] = CACHED, (0, page_hash, "")
@@ -174,9 +174,7 @@ class RecurrentState(GroupKind):
 
 
 def longest_hit(kinds: Sequence[GroupKind], hashes: Sequence[bytes], cached: Cached) -> int:
-    """Return the number of blocks in the longest prefix that all kinds accept; each shortens it in turn until all
-    agree.
-    """
+    """Return the longest prefix, in blocks, that all kinds accept; each shortens it in turn until all agree."""
     num_blocks, num_agreed = len(hashes), 0
     for kind in cycle(kinds):
         num_hit = kind.longest_hit(hashes[:num_blocks], cached)
@@ -188,7 +186,7 @@ def longest_hit(kinds: Sequence[GroupKind], hashes: Sequence[bytes], cached: Cac
 
 
 def pages_seen(kinds: Sequence[GroupKind], num_blocks: int) -> Iterator[tuple[int, int]]:
-    """Yield block and group of each KV page that the token after the first `num_blocks` blocks sees."""
+    """Yield (block, group) for each KV page that the token after the first `num_blocks` blocks sees."""
     for kind in kinds:
         for block in kind.seen(num_blocks):
             for group in kind.groups:

@@ -1,4 +1,4 @@
-"""KVGroups: layer groups that have KV pages of their own, within one space of page ids."""
+"""KVGroups: layer groups that have KV pages of their own, within one page id space."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _AHEAD = 4  # maximum tokens by which plans in flight run ahead of tokens known 
 class KVGroups:
     """Groups with the same number of layers each, so that a page has the same size in every group.
 
-    A block of `page_size` tokens takes one page in every group. A sequence keeps their ids in one list, block by block.
-    A group of sliding-window layers needs only the blocks within the window: earlier entries are RELEASED, and their
-    pages reused. If windows differ, all sliding groups keep the largest one.
+    A block (`page_size` tokens) takes one page in every group. A sequence keeps their ids in one list, block by block.
+    A sliding-window group needs only the blocks within the window: earlier entries are RELEASED, and their pages
+    reused. If windows differ, all sliding groups keep the largest one.
 
     Attributes:
         page_size: tokens per page.
-        windows: sliding window of each group in tokens; None for full attention.
-        num_snapshots: maximum state snapshots of recurrent layers; None without such layers.
+        windows: sliding window per group in tokens; None for full attention.
+        num_snapshots: maximum state snapshots for recurrent layers; None without such layers.
     """
 
     page_size: int
@@ -29,7 +29,7 @@ class KVGroups:
 
     @cached_property
     def size(self) -> int:
-        """Number of groups, and of pages per block."""
+        """Number of groups, and pages per block."""
         return len(self.windows)
 
     @cached_property
@@ -42,12 +42,12 @@ class KVGroups:
 
     @cached_property
     def num_window_blocks(self) -> int:
-        """Number of earlier blocks that a window may reach from the first token of a block."""
+        """Maximum earlier blocks that a window reaches from a block's first token."""
         return -(-(max(window for window in self.windows if window is not None) - 1) // self.page_size)
 
     @cached_property
     def num_held_blocks(self) -> int:
-        """Maximum blocks of a sliding group that a sequence holds if it is computed a page at a time."""
+        """Maximum blocks that a sequence holds in a sliding group if it is computed a page at a time."""
         window = max(window for window in self.windows if window is not None)
         return -(-(window - 1 + _AHEAD) // self.page_size) + 1
 
@@ -62,7 +62,7 @@ class KVGroups:
         return num_blocks * len(self.full) + min(num_blocks, self.num_held_blocks) * len(self.sliding)
 
     def max_tokens(self, num_pages: int) -> int | None:
-        """Return the length of the longest sequence that fits `num_pages`; None if any length fits."""
+        """Return the longest sequence length that fits `num_pages`; None if any length fits."""
         num_blocks = num_pages // self.size
         if self.sliding and num_blocks >= self.num_held_blocks:
             if not self.full:
@@ -71,6 +71,6 @@ class KVGroups:
         return num_blocks * self.page_size
 
     def first_block(self, num_tokens: int) -> int:
-        """Return the first block within the window of the token after the first `num_tokens`."""
+        """Return the first block that a window reaches from the token after the first `num_tokens`."""
         window = max(window for window in self.windows if window is not None)
         return max(num_tokens - window + 1, 0) // self.page_size

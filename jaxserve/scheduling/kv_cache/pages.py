@@ -1,4 +1,4 @@
-"""Pages: state, owners and content of each page in a pool."""
+"""Pages: state, owners and content of all pages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Mapping
 
 
 class PageState(enum.Enum):
+    """Exclusive state of a page."""
+
     FREE = enum.auto()  # in the free list, without owner and content
     COMPUTING = enum.auto()  # has owners, and cannot be found
-    CACHED = enum.auto()  # found by the hash of its content, with or without owners
+    CACHED = enum.auto()  # found by its content hash, with or without owners
     LOADING = enum.auto()  # being written from a lower tier, with or without owners
     STORING = enum.auto()  # being read by a lower tier, still cached or not, with or without owners
 
@@ -17,8 +19,8 @@ class PageState(enum.Enum):
 FREE, COMPUTING, CACHED, LOADING, STORING = PageState  # module globals are read faster than enum members
 
 
-# KV group of a cached page, hash of all tokens up to its last one, and the tenant whose part of the cache it counts
-# towards. A plain tuple is created in a tenth of a named tuple's time.
+# KV group of a cached page, hash up to its last token, and the tenant whose part of the cache it counts towards. A
+# plain tuple is created in a tenth of a named tuple's time.
 Content = tuple[int, bytes, str]
 
 

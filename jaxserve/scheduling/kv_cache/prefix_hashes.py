@@ -1,4 +1,4 @@
-"""PrefixHashes: the chain of hashes by which pages are found in any tier."""
+"""PrefixHashes: the hash chain by which pages are found in any tier."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class PrefixHashes:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        # The latest prompt: several samples of a prompt arrive in sequence, and hash it only once.
+        # The latest prompt: samples for one prompt arrive in sequence, and hash it only once.
         self._last_prompt: TokenIds = []
         self._last_salt = b""
-        self._last_hashes: list[bytes] = []  # hashes of the prompt's full pages
+        self._last_hashes: list[bytes] = []  # its full pages' hashes
 
     def full_pages(self, request: Request) -> list[bytes]:
-        """Return the hashes of a request's full pages with known tokens, cached on the request."""
+        """Return the hashes for a request's full pages with known tokens, cached on the request."""
         hashes, size = request.page_hashes, self._page_size
         num_full = (len(request.prompt_token_ids) + len(request.output_token_ids)) // size
         if len(hashes) < num_full:
@@ -41,13 +41,13 @@ class PrefixHashes:
         return hashes
 
     def last_page(self, request: Request, num_tokens: int) -> bytes:
-        """Return the hash of the partly filled page that holds the last of the first `num_tokens` tokens."""
+        """Return the hash of the partly filled page that holds token `num_tokens - 1`."""
         block, hashes = num_tokens // self._page_size, self.full_pages(request)
         previous = hashes[block - 1] if block else _root_hash(request.salt)
         return _page_hash(previous, _packed(request.tokens(block * self._page_size, num_tokens)))
 
     def _prompt_hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of the prompt's full pages, computed once for consecutive requests with the same prompt."""
+        """Return the its full pages' hashes, computed once for consecutive requests with the same prompt."""
         prompt, salt = request.prompt_token_ids, request.salt
         if salt != self._last_salt or (prompt is not self._last_prompt and prompt != self._last_prompt):
             self._last_prompt, self._last_salt, self._last_hashes = prompt, salt, []
@@ -55,7 +55,7 @@ class PrefixHashes:
         return self._last_hashes
 
     def _extend(self, hashes: list[bytes], request: Request, num_pages: int) -> None:
-        """Append the hashes of the request's next pages, up to `num_pages` in all."""
+        """Append hashes for the request's next pages, up to `num_pages` in all."""
         previous = hashes[-1] if hashes else _root_hash(request.salt)
         first, size = len(hashes), self._page_size
         token_ids = _packed(request.tokens(first * size, num_pages * size))
