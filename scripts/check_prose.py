@@ -81,8 +81,6 @@ NOT_YET = {
     "scripts/speculative",
     "scripts/synthetic",
     "scripts/training",
-    "weights",
-    "weights/default",
 }
 _SECTION = re.compile(r"(?:Args|Attributes):$")
 _ENTRY = re.compile(r"    \*{0,2}\w+: (.+)")

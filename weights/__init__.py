@@ -1,4 +1,4 @@
-"""Checkpoints: the only code that knows file formats. Callers describe the tensors by rows (see `TensorRow`).
+"""Checkpoints: the only code that knows file formats. Callers describe each tensor by a row (see `TensorRow`).
 
 Orbax is imported only to write Orbax checkpoints, because its import is slow.
 """

@@ -1,4 +1,4 @@
-"""Checkpoint directories made from others: in the other form, safetensors or Orbax, or with other tensors."""
+"""Checkpoint directories made from others: converted between safetensors and Orbax, or with other tensors."""
 
 import os
 import shutil
@@ -31,23 +31,23 @@ def convert(
 ) -> None:
     """Write the checkpoint in `source` to `target`: as safetensors if it is Orbax, else as Orbax.
 
-    Every tensor keeps its name, its dtype and its bits, or has those that the blocks of a GGUF file are read as. All
-    other files of the model are copied, so that `target` serves by itself; that of a GGUF file lacks its tokenizer.
-    `target` appears once it is complete; an unfinished directory of a killed conversion is removed first.
+    Every tensor keeps its name, its dtype and its bits, except that GGUF blocks become elements and scales. All other
+    files of the model are copied, so that `target` can be served by itself; only a GGUF file's tokenizer is missing.
+    `target` appears once it is complete; the unfinished directory of a killed conversion is removed first.
 
     Args:
-        source: checkpoint of any form.
+        source: checkpoint in any format.
         target: directory that is absent or empty.
-        specs: one row per tensor of the model.
-        schemes: schemes of a quantised checkpoint.
-        use_tqdm: show progress in bytes where stderr is a terminal.
+        specs: one row per tensor in the model.
+        schemes: schemes if the checkpoint is quantised.
+        use_tqdm: show progress in bytes if stderr is a terminal.
 
     Raises:
         CheckpointError: see `load`; also if `target` is taken, inside `source`, or being written by another process.
         OSError: `target` cannot be written.
     """
     source, target = FilePath(source), FilePath(target)
-    _check_places(source, target)
+    _check_directories(source, target)
     check(source, specs, schemes)
     tensors = stored_tensors(source)
     store = safetensors_store if is_orbax(source) else orbax_store
@@ -69,37 +69,37 @@ def derive(
     *,
     max_shard_bytes: int = safetensors_store.MAX_SHARD_BYTES,
 ) -> None:
-    """Write other tensors and another config.json to `target` as safetensors, beside copies of the files of `source`.
+    """Write other tensors and another config.json to `target` as safetensors, and copy the other files of `source`.
 
-    Tensors are read in their order, one at a time, while they are written. `target` appears as in `convert`.
+    Tensors are read in order, one at a time, while they are written. `target` appears as in `convert`.
 
     Args:
-        source: checkpoint directory whose tokenizer, generation config and other files are copied.
+        source: checkpoint directory from which tokenizer, generation config and other files are copied.
         target: directory that is absent or empty.
         tensors: tensors by name.
         hf_config: contents of config.json.
-        max_shard_bytes: size above which weights go to several files.
+        max_shard_bytes: maximum file size; a larger tensor gets its own file.
 
     Raises:
         CheckpointError: `target` is taken, inside `source`, or being written by another process.
         OSError: `target` cannot be written.
     """
     source, target = FilePath(source), FilePath(target)
-    _check_places(source, target)
+    _check_directories(source, target)
     with new_directory(target) as scratch:
         _copy_others(source, scratch)
         safetensors_store.write_config(scratch, hf_config)
         safetensors_store.write_tensors(scratch, tensors, max_shard_bytes=max_shard_bytes)
 
 
-def _check_places(source: FilePath, target: FilePath) -> None:
+def _check_directories(source: FilePath, target: FilePath) -> None:
     require_free(target)
     if source.absolute().resolve() in target.absolute().resolve().parents:
-        raise CheckpointError(f"{target} must not be inside {source}; choose another place")
+        raise CheckpointError(f"{target} must not be inside {source}; choose another directory")
 
 
 def _copy_others(source: FilePath, target: FilePath) -> None:
-    """Copy all files of a directory except weights, of any form, and hidden files; of its folders those it names."""
+    """Copy all files except weights in any format and hidden files; among folders only templates and modules."""
     for file in source.iterdir() if source.is_dir() else ():
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(file, target / file.name)

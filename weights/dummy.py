@@ -1,4 +1,4 @@
-"""Random weights for tests, benchmarks and the start of a training run."""
+"""Random weights for tests, benchmarks and training from scratch."""
 
 import math
 import zlib
@@ -25,10 +25,10 @@ def dummy(
     shardings: Shardings | None = None,
     transform: Callable[[Any, Array], Any] | None = None,
 ) -> Params:
-    """Return random parameters, each a function of `seed`, its path and its shape, whatever the devices.
+    """Return random parameters that depend only on `seed`, path and shape, not on the devices.
 
     "normal" rows are nearly normal with standard deviation 0.02; "ones" and "zeros" are constant. `transform` takes a
-    row and its array, and returns what replaces the array in the tree.
+    row and its array, and returns the leaf of the tree.
     """
 
     def leaf(row: TensorRow) -> Any:
@@ -48,15 +48,15 @@ def dummy(
 
 @lru_cache(maxsize=64)
 def _generator(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None) -> Callable[[Array], Array]:
-    """Return a compiled program for one shape; a model has many tensors of few shapes."""
+    """Return a compiled program for one shape; a model's many tensors have few shapes."""
     return jax.jit(partial(_nearly_normal, shape=shape, dtype=dtype), out_shardings=sharding)
 
 
 def _nearly_normal(key: Array, *, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """Return sums of the four bytes of a hash of each element's index (Irwin-Hall).
+    """Return the sum of the four bytes in a hash of each element's index (Irwin-Hall).
 
-    Ten times as fast as Threefry on a CPU, and elementwise, so that any sharding gives the same values. The hash is the
-    32-bit mixer of Ettinger, "lowbias32".
+    Ten times as fast as Threefry on a CPU, and elementwise, so that any sharding gives the same values. The hash is
+    Ettinger's 32-bit mixer "lowbias32".
     """
     x = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
@@ -66,5 +66,5 @@ def _nearly_normal(key: Array, *, shape: tuple[int, ...], dtype: np.dtype) -> Ar
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     x ^= x >> 15
     total = (x & 255) + ((x >> 8) & 255) + ((x >> 16) & 255) + (x >> 24)
-    std = math.sqrt(4 * (256**2 - 1) / 12)  # standard deviation of the sum of four uniform bytes
+    std = math.sqrt(4 * (256**2 - 1) / 12)  # standard deviation of such a sum
     return ((total.astype(jnp.float32) - 510) * (_STD / std)).astype(dtype)

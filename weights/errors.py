@@ -1,4 +1,4 @@
-"""CheckpointError, and the description of a checkpoint that does not fit its model."""
+"""CheckpointError, and how a checkpoint differs from its model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ _MAX_LISTED = 32
 
 
 class CheckpointError(ValueError):
-    """Raised where a checkpoint cannot be read or lacks what the model needs."""
+    """Raised if a checkpoint cannot be read or does not match the model."""
 
 
 @dataclass
 class Mismatch:
-    """Differences between the tensors that a model needs and those that a checkpoint holds."""
+    """Differences between the tensors that a model needs and the tensors in a checkpoint."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -20,14 +20,14 @@ class Mismatch:
     mistyped: list[str] = field(default_factory=list)
 
     def raise_if_any(self, where: object, advice: str) -> None:
-        """Raise a CheckpointError that names the first 32 differences of each kind, if there are any."""
-        kinds = {
+        """Raise a CheckpointError with the first 32 differences of each type, if there are any."""
+        differences = {
             "missing": self.missing,
             "unexpected": self.unexpected,
             "of another shape": self.misshapen,
             "of an unsupported dtype": self.mistyped,
         }
-        lines = [f"  {len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+        lines = [f"  {len(names)} {label}: {_listed(names)}" for label, names in differences.items() if names]
         if lines:
             raise CheckpointError("\n".join([f"{where} must hold the tensors of the model, got", *lines, advice]))
 

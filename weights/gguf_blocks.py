@@ -1,4 +1,4 @@
-"""Blocks of GGUF's quantised types, decoded to elements, scales and minima when they are read.
+"""GGUF's quantised blocks, decoded to elements, scales and minima when they are read.
 
 A matrix row is a sequence of blocks, each with the values and scales for 32 or 256 columns:
 https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h.
@@ -21,11 +21,11 @@ Bytes = NDArray[np.uint8]
 
 
 class Field(NamedTuple):
-    """Part of a block that has one role.
+    """The part of a block with one role.
 
     Attributes:
         width: number of values per block.
-        dtype: dtype of the values.
+        dtype: value dtype.
         decode: function from blocks [rows, blocks, bytes] to values [rows, blocks, width].
     """
 
@@ -40,7 +40,7 @@ class BlockType(NamedTuple):
     Attributes:
         num_columns: columns per block.
         num_bytes: bytes per block.
-        fields: block content by role; elements with 4 bits are pairs, the lower column in the low bits.
+        fields: block content by role; 4-bit elements are pairs, the lower column in the low bits.
     """
 
     num_columns: int
@@ -49,14 +49,14 @@ class BlockType(NamedTuple):
 
 
 def _bit_fields(packed: Bytes, width: int, run: int) -> Bytes:
-    """Return the values with `width` bits in each `run` bytes: first the lowest bits of every byte, then the next."""
+    """Return all `width`-bit values, from each `run` bytes first the lowest bits in every byte, then the next."""
     groups = packed.reshape(*packed.shape[:2], -1, 1, run)
     values: Bytes = groups >> np.arange(0, 8, width, dtype=np.uint8)[:, None] & np.uint8((1 << width) - 1)
     return values.reshape(*packed.shape[:2], -1)
 
 
 def _float16(blocks: Bytes, start: int) -> NDArray[np.float32]:
-    """Return the float16 at a byte of each block, as float32."""
+    """Return the float16 at byte `start` in each block, as float32."""
     return blocks[..., start : start + 2].view(np.float16).astype(np.float32)
 
 
@@ -67,31 +67,31 @@ def _five_bits(blocks: Bytes, start: int) -> NDArray[np.int8]:
 
 
 def _q2_k_grid(blocks: Bytes, *, minima: bool) -> NDArray[np.float32]:
-    """Return scales or minima: four-bit multiples of the first or second float16 after the elements."""
+    """Return scales or minima: four bits times the first or second float16 after the elements."""
     fours = blocks[..., :16] >> np.uint8(4) if minima else blocks[..., :16] & np.uint8(15)
     return fours.astype(np.float32) * _float16(blocks, 82 if minima else 80)
 
 
 def _q3_k_elements(blocks: Bytes) -> Bytes:
-    """Return pairs of elements, from -4 to 3 plus 8; the first 32 bytes hold the third bit of each column."""
+    """Return element pairs, from -4 to 3 plus 8; the first 32 bytes hold the third bits."""
     third = _bit_fields(blocks[..., :32], 1, 32) << np.uint8(2)
     return packed_pairs(_bit_fields(blocks[..., 32:96], 2, 32) + third + np.uint8(4))
 
 
 def _q3_k_scale(blocks: Bytes) -> NDArray[np.float32]:
-    """Return scales: six-bit multiples, less 32, of the last float16; the low four bits of all come first."""
+    """Return scales: six bits, less 32, times the last float16; bytes with the low four bits come first."""
     sixes = _bit_fields(blocks[..., 96:104], 4, 8) | _bit_fields(blocks[..., 104:108], 2, 4) << np.uint8(4)
     return (sixes.astype(np.float32) - np.float32(32)) * _float16(blocks, 108)
 
 
 def _q5_k_elements(blocks: Bytes) -> NDArray[np.int8]:
-    """Return elements from 0 to 31: bytes 16 to 47 hold the highest bit of each column, the rest the low four."""
+    """Return elements from 0 to 31: bytes 16 to 47 hold the highest bits, the rest the low four."""
     high = _bit_fields(blocks[..., 16:48], 1, 32)
     return (_bit_fields(blocks[..., 48:], 4, 32) | high << np.uint8(4)).view(np.int8)
 
 
 def _k_grid(blocks: Bytes, *, minima: bool) -> NDArray[np.float32]:
-    """Return scales or minima: six-bit multiples of the first or second float16 of a block."""
+    """Return scales or minima: six bits times the first or second float16 in a block."""
     scales, mins, rest = (blocks[..., start : start + 4] for start in (4, 8, 12))
     first, low = (mins, rest >> np.uint8(4)) if minima else (scales, rest & np.uint8(15))
     sixes = np.concatenate([first & np.uint8(63), low | first >> np.uint8(2) & np.uint8(48)], axis=-1)
@@ -99,7 +99,7 @@ def _k_grid(blocks: Bytes, *, minima: bool) -> NDArray[np.float32]:
 
 
 def _q6_k_elements(blocks: Bytes) -> NDArray[np.int8]:
-    """Return elements; 64 and 32 bytes hold the low four and the high two bits of 128 columns."""
+    """Return elements; for each 128 columns, 64 bytes hold the low four bits and 32 the high two."""
     high = _bit_fields(blocks[..., 128:192], 2, 32)
     return (_bit_fields(blocks[..., :128], 4, 64) | high << np.uint8(4)).view(np.int8) - np.int8(32)
 
@@ -168,10 +168,10 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
 
 @dataclass(frozen=True)
 class BlockTensor(MatrixPart):
-    """Rows and columns of one role's values in a matrix of blocks, still unread.
+    """Values with one role in some rows and columns of a block matrix, still unread.
 
     Attributes:
-        blocks: all blocks of the matrix, [rows, blocks, bytes], a view of a mapped file.
+        blocks: all blocks in the matrix, [rows, blocks, bytes], mapped from the file.
         field: the role's part of a block.
         head_size: rows per head if the file alternates rows from a head's halves; None if rows are in order.
     """
@@ -188,12 +188,10 @@ class BlockTensor(MatrixPart):
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype of the values."""
         return self.field.dtype
 
     @property
     def nbytes(self) -> int:
-        """Size of the values in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
@@ -211,7 +209,7 @@ class BlockTensor(MatrixPart):
 
 
 def alternating(rows: NDArray[np.int64], head_size: int) -> NDArray[np.int64]:
-    """Return the file's indices of query or key rows whose heads it stores interleaved: first half, second half."""
+    """Return the stored indices for query or key rows if the file interleaves the two halves of each head."""
     head, row = np.divmod(rows, head_size)
     half, index = np.divmod(row, head_size // 2)
     return head * head_size + 2 * index + half

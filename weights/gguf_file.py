@@ -1,6 +1,6 @@
-"""The container of GGUF files: metadata without the vocabulary, and views of the tensors, of all shards of a model.
+"""The GGUF container: metadata without the vocabulary, and tensor views, from all shards of a model.
 
-The gguf package reads it; it is imported only where there is such a file.
+The gguf package reads it; it is imported only for such files.
 """
 
 import os
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 SUFFIX = ".gguf"
 AGAIN = "download or convert it again"
-_MAX_ELEMENTS = 4096  # longest array of metadata that is read: some have an element per layer
+_MAX_ELEMENTS = 4096  # longest metadata array that is read: some have an element per layer
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 FLOATS = {
     "F32": np.dtype(np.float32),
@@ -32,20 +32,20 @@ FLOATS = {
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of a file: its type, its shape and a view of its bytes."""
+    """A tensor in a file: its type, its shape and a view of its bytes."""
 
-    kind: str
+    type: str
     shape: tuple[int, ...]
     data: NDArray[Any]
 
     def floats(self) -> NDArray[Any]:
-        """Return the view as floats, if it is of a type of floats."""
-        return self.data.view(FLOATS[self.kind]).reshape(self.shape)
+        """Return the view as floats; the type must be one of `FLOATS`."""
+        return self.data.view(FLOATS[self.type]).reshape(self.shape)
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file, its metadata without the vocabulary, and its tensors by their names in it."""
+    """A file, its metadata without the vocabulary, and its tensors by name."""
 
     path: FilePath
     metadata: Mapping[str, Any]
@@ -53,11 +53,11 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """Name of the architecture, with which its keys begin."""
+        """Architecture name, which is also the first component of its metadata keys."""
         return str(self.metadata.get("general.architecture"))
 
     def get(self, key: str) -> Any:
-        """Return the value of a key of the architecture, None if it is absent; that of all layers if it is a list."""
+        """Return an architecture key's value, None if absent; a list must have equal elements and yields one."""
         value = self.metadata.get(f"{self.architecture}.{key}")
         if isinstance(value, list):
             if len(set(value)) != 1:
@@ -66,27 +66,26 @@ class GgufFile:
         return value
 
     def fault(self, must: str, got: object, advice: str = "use a file of such a model") -> CheckpointError:
-        """Return the error that names the file."""
         return CheckpointError(f"{self.path} must {must}, got {got}; {advice}")
 
 
-def file_of(path: str | os.PathLike[str]) -> FilePath | None:
-    """Return the file that a path stands for: itself, or the only one of a directory; None if there is none.
+def find_file(path: str | os.PathLike[str]) -> FilePath | None:
+    """Return the file for a path: itself, or the only model in a directory; None if there is none.
 
-    Of a model in shards it is the first file, if that is there.
+    For a sharded model it is the first file, if that exists.
     """
     path = FilePath(path)
     if path.suffix == SUFFIX and path.is_file():
         found = {path}
     else:
         found = set(path.glob(f"*{SUFFIX}")) if path.is_dir() else set()
-    if len(firsts := {shards_of(file)[0] for file in found}) != 1:
+    if len(firsts := {list_shards(file)[0] for file in found}) != 1:
         return None
     return next((first for first in firsts if first.is_file()), next(iter(found)))
 
 
-def shards_of(file: FilePath) -> list[FilePath]:
-    """Return the files of the model whose name one of them has, the first one first; the file itself if it has none."""
+def list_shards(file: FilePath) -> list[FilePath]:
+    """Return all files of the model that a shard's name belongs to, in order; only the file if it is no shard."""
     match = _SHARD.fullmatch(file.name)
     if match is None:
         return [file]
@@ -94,23 +93,23 @@ def shards_of(file: FilePath) -> list[FilePath]:
 
 
 def open_file(path: str | os.PathLike[str]) -> GgufFile:
-    """Return the model of a path, parsed once while its files are the same; CheckpointError if they are damaged."""
-    file = file_of(path)
+    """Return the model at a path, parsed again only if its files change; CheckpointError if they are damaged."""
+    file = find_file(path)
     if file is None:
         raise CheckpointError(f"{path} must be a {SUFFIX} file, or a directory with one, got neither")
-    stats = [(shard, shard.stat()) for shard in dict.fromkeys([file, *shards_of(file)]) if shard.is_file()]
+    stats = [(shard, shard.stat()) for shard in dict.fromkeys([file, *list_shards(file)]) if shard.is_file()]
     return parse(tuple((shard, stat.st_mtime_ns, stat.st_size) for shard, stat in stats))
 
 
 @lru_cache(maxsize=4)  # config, weights and their check each want the parsed header
 def parse(files: tuple[tuple[FilePath, int, int], ...]) -> GgufFile:
-    """Return the model of files, the first one first, each with its time and size, which tell changed ones apart."""
+    """Return the model in these files, in shard order; times and sizes distinguish changed files in the cache."""
     path = files[0][0]
     first = _parse_file(path, files[0][2])
     num_shards = first.metadata.get("split.count") or 1
     if num_shards == 1:
         return first
-    expected = shards_of(path)
+    expected = list_shards(path)
     if first.metadata.get("split.no") != 0 or len(expected) != num_shards or expected[0] != path:
         name = f"{path.name} with split.no {first.metadata.get('split.no')} and split.count {num_shards}"
         raise first.fault("be the first of a model's files, named -00001-of-00003.gguf if there are 3", name, AGAIN)
@@ -151,11 +150,11 @@ def _parse_file(path: FilePath, num_bytes: int) -> GgufFile:
 
 
 def _header_reader(path: FilePath) -> Any:
-    """Return the package's reader of a file, whose metadata lacks the elements of arrays as long as a vocabulary.
+    """Return the package's reader for a file, without the elements of arrays as long as a vocabulary.
 
-    Those take the package several objects each: seconds, and a gigabyte, for a common vocabulary.
+    The package creates several objects per element: seconds, and a gigabyte, for a common vocabulary.
     """
-    from gguf import GGUFReader, GGUFValueType  # noqa: PLC0415 - optional, and needed for such files alone
+    from gguf import GGUFReader, GGUFValueType  # noqa: PLC0415 - optional, and needed only for such files
 
     class HeaderReader(GGUFReader):
         def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
@@ -165,12 +164,12 @@ def _header_reader(path: FilePath) -> Any:
 
         def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
             if raw_type == GGUFValueType.ARRAY:
-                kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
-                if kind == GGUFValueType.ARRAY:
+                item_type, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
+                if item_type == GGUFValueType.ARRAY:
                     raise ValueError("it has an array of arrays")
                 start = orig_offs + 12
-                item = self.gguf_scalar_to_np.get(kind)
-                if count > _MAX_ELEMENTS and (item is not None or kind == GGUFValueType.STRING):
+                item = self.gguf_scalar_to_np.get(item_type)
+                if count > _MAX_ELEMENTS and (item is not None or item_type == GGUFValueType.STRING):
                     size = _strings_size(self.data, start, count) if item is None else count * np.dtype(item).itemsize
                     if start + size > len(self.data):
                         raise ValueError(f"an array of {count} elements is longer than the file")
@@ -184,8 +183,8 @@ def _header_reader(path: FilePath) -> Any:
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
-    """Return the shape of the package's tensor; ValueError if that is empty, or so large that its size overflows."""
-    from gguf import GGML_QUANT_SIZES  # noqa: PLC0415 - optional, and needed for such files alone
+    """Return a tensor's shape; ValueError if it is empty, or contradicts the number of bytes (overflow)."""
+    from gguf import GGML_QUANT_SIZES  # noqa: PLC0415 - optional, and needed only for such files
 
     shape = tuple(map(int, reversed(tensor.shape)))
     num_columns, num_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
@@ -195,7 +194,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
 
 
 def _strings_size(data: Bytes, start: int, count: int) -> int:
-    """Return the bytes of consecutive strings, each behind its length; ValueError if they do not end in the file."""
+    """Return the size of consecutive length-prefixed strings; ValueError if they exceed the file."""
     view, offset = data.data, start
     for _ in range(count):
         if offset + 8 > len(view):
@@ -206,17 +205,17 @@ def _strings_size(data: Bytes, start: int, count: int) -> int:
 
 def _check(file: GgufFile) -> None:
     allowed = [*FLOATS, *BLOCK_TYPES]
-    if others := [f"{name} of {t.kind}" for name, t in file.tensors.items() if t.kind not in allowed]:
+    if others := [f"{name} of {t.type}" for name, t in file.tensors.items() if t.type not in allowed]:
         raise file.fault(
             f"have tensors of the types {', '.join(allowed)}", _listed(others), "quantise the model to one of these"
         )
-    if vectors := [f"{name} {t.kind} {list(t.shape)}" for name, t in file.tensors.items() if _is_wrong(name, t)]:
-        raise file.fault("have quantised types for matrices alone", _listed(vectors), "quantise the model again")
+    if vectors := [f"{name} {t.type} {list(t.shape)}" for name, t in file.tensors.items() if _is_wrong(name, t)]:
+        raise file.fault("have quantised types only for matrices", _listed(vectors), "quantise the model again")
 
 
 def _is_wrong(name: str, tensor: GgufTensor) -> bool:
     num_dims = 3 if name.endswith("_exps.weight") else 2
-    return tensor.kind not in FLOATS and (len(tensor.shape) != num_dims or not name.endswith(".weight"))
+    return tensor.type not in FLOATS and (len(tensor.shape) != num_dims or not name.endswith(".weight"))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Models of GGUF files: names of their tensors in Hugging Face's models, and what the converter does to the values."""
+"""Models in GGUF files: the Hugging Face names of their tensors, and how the converter changes the values."""
 
 import re
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ _PHI2 = {
     "ffn_up": "mlp.fc1",
     "ffn_down": "mlp.fc2",
 }
-_EXPERTS = {  # * is the number of an expert
+_EXPERTS = {  # * stands for the expert index
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.*.gate_proj",
     "ffn_up_exps": "mlp.experts.*.up_proj",
@@ -58,42 +58,42 @@ class GgufModel(NamedTuple):
     """A model.
 
     Attributes:
-        architecture: name of the architecture in a config.json.
-        model_type: name of the family there.
-        names: names of tensors beside Llama's, by those in files.
-        facts: further fields of the config.json, which files do not have since llama.cpp does nothing else.
-        is_alternating: True if the converter has reordered rows of queries and keys.
-        norm_offset: number that the converter has added to the weights of norms.
-        splits_qkv: True if Hugging Face's model has queries, keys and values apart, which a file may have in one.
-        epsilon: key of the number that norms add, and its name in a config.json.
+        architecture: architecture name in config.json.
+        model_type: family name in config.json.
+        names: tensor names that differ from Llama's, file name -> Hugging Face name.
+        constants: further config.json fields, which llama.cpp hard-codes and files lack.
+        is_interleaved: True if the converter interleaves the rows of query and key heads for RoPE.
+        norm_offset: amount that the converter adds to norm weights.
+        splits_qkv: True if Hugging Face's model has separate queries, keys and values, which a file may fuse.
+        epsilon: metadata key for the norms' epsilon, and its config.json field.
     """
 
     architecture: str
     model_type: str
     names: Mapping[str, str] = {}
-    facts: Mapping[str, Any] = {}
-    is_alternating: bool = False
+    constants: Mapping[str, Any] = {}
+    is_interleaved: bool = False
     norm_offset: float = 0.0
     splits_qkv: bool = False
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
 
     def hf_name(self, name: str) -> str:
-        """Return the name of a tensor in Hugging Face's model, with * for the number of experts; the same if unknown.
+        """Return a tensor's Hugging Face name, with * for the expert index; unknown names stay the same.
 
-        Early files have a tensor for each expert, with its number behind the name.
+        Early files have a tensor for each expert, whose index follows the name.
         """
         names = {**_NAMES, **self.names}
         match = _NAME.fullmatch(name)
-        own = None if match is None else match[2] if match[3] is None else f"{match[2]}_exps"
-        if match is None or own not in names:
+        stem = None if match is None else match[2] if match[3] is None else f"{match[2]}_exps"
+        if match is None or stem not in names:
             return name
         layer = "" if match[1] is None else f"model.layers.{match[1]}."
-        full = f"{layer}{names[own]}.{match[4]}"
+        full = f"{layer}{names[stem]}.{match[4]}"
         return full if match[3] is None else full.replace("*", match[3])
 
 
 _MODELS = {
-    "llama": GgufModel("LlamaForCausalLM", "llama", is_alternating=True),
+    "llama": GgufModel("LlamaForCausalLM", "llama", is_interleaved=True),
     "qwen2": GgufModel("Qwen2ForCausalLM", "qwen2"),
     "qwen3": GgufModel("Qwen3ForCausalLM", "qwen3"),
     "gemma2": GgufModel("Gemma2ForCausalLM", "gemma2", _GEMMA, norm_offset=1.0),
@@ -106,17 +106,17 @@ _MODELS = {
     "qwen3moe": GgufModel("Qwen3MoeForCausalLM", "qwen3_moe", _EXPERTS, {"norm_topk_prob": True}),
     "olmoe": GgufModel("OlmoeForCausalLM", "olmoe", _EXPERTS, {"norm_topk_prob": False}),
 }
-_LLAMA_MIXTURE = GgufModel("MixtralForCausalLM", "mixtral", _MIXTRAL, is_alternating=True)
+_LLAMA_MOE = GgufModel("MixtralForCausalLM", "mixtral", _MIXTRAL, is_interleaved=True)
 
 
-def model_of(file: GgufFile) -> GgufModel:
-    """Return the model of a file; CheckpointError if it is not supported."""
+def find_model(file: GgufFile) -> GgufModel:
+    """Return the model in a file; CheckpointError if it is not supported."""
     if file.architecture not in _MODELS:
         raise file.fault(f"be of an architecture in {sorted(_MODELS)}", file.architecture)
     if not (num_experts := file.get("expert_count")):
         return _MODELS[file.architecture]
     if file.architecture == "llama":
-        return _LLAMA_MIXTURE
+        return _LLAMA_MOE
     if "ffn_gate_exps" not in _MODELS[file.architecture].names:
         raise file.fault(f"be of a model without experts, as {file.architecture} is", f"{num_experts} of them")
     return _MODELS[file.architecture]

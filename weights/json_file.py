@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint, whose faults are CheckpointErrors, and the names of files in them."""
+"""A checkpoint's JSON files, whose faults are CheckpointErrors, and the file names in them."""
 
 import json
 from pathlib import Path as FilePath
@@ -6,12 +6,12 @@ from typing import Any
 
 from jaxserve.weights.errors import CheckpointError
 
-_MAX_BYTES = 100_000_000  # as of the header of safetensors; an index of a large model has a tenth
-_MAX_NESTING = 64  # far less than Python's recursion limit, which printing and copying the content meet too
+_MAX_BYTES = 100_000_000  # like a safetensors header; a large model's index has a tenth
+_MAX_NESTING = 64  # far below Python's recursion limit, which also applies to printing and copying
 
 
 def read_json(file: FilePath) -> Any:
-    """Return the content of a file; CheckpointError if it is unreadable, not JSON, too large or too deep."""
+    """Return a file's content; CheckpointError if it is unreadable, not JSON, too large or too deep."""
     try:
         if (size := file.stat().st_size) > _MAX_BYTES:
             raise CheckpointError(
@@ -30,7 +30,7 @@ def read_json(file: FilePath) -> Any:
 
 
 def read_object(file: FilePath) -> dict[str, Any]:
-    """Return the content of a file that must hold an object; CheckpointError as by `read_json`."""
+    """Return the object in a file; CheckpointError if it holds another type, and as for `read_json`."""
     value = read_json(file)
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold a JSON object, got a {type(value).__name__}")
@@ -38,7 +38,7 @@ def read_object(file: FilePath) -> dict[str, Any]:
 
 
 def leaves_directory(name: str) -> bool:
-    """Return whether a name in a file leads out of its directory by itself; links there may lead anywhere."""
+    """Return whether a relative name leads out of its directory, links aside."""
     path = FilePath(name)
     return path.is_absolute() or ".." in path.parts
 

@@ -1,4 +1,4 @@
-"""Parameter trees from checkpoints of any form, or from tensors in memory."""
+"""Parameter trees from checkpoints in any format, or from tensors in memory."""
 
 import logging
 import os
@@ -27,28 +27,28 @@ from jaxserve.weights.rows import (
 )
 from jaxserve.weights.stored_head import HEAD_NAMES, dropped_heads, with_tied_leaves, with_tied_tensors
 from jaxserve.weights.stored_tensor import Part, StoredTensor, Tensor, Tensors, host_rows
-from jaxserve.weights.stores import store_of
-from jaxserve.weights.tree import tensors_of
+from jaxserve.weights.stores import find_store
+from jaxserve.weights.tree import checkpoint_tensors
 from numpy.typing import NDArray
 
 logger = logging.getLogger(__name__)
 
 _NUM_READERS = 8
 _MASKS = tuple(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias"))
-_DRAFT_PROJECTION = "eh_proj.weight"  # end of the name of a tensor that only layers for multi-token prediction have
-_DRAFTING = "mtp."  # first part of the names of such layers where they do not follow the others
-# First parts of names in multimodal checkpoints, behind `model.` or not, of what turns other inputs into embeddings.
+_DRAFT_PROJECTION = "eh_proj.weight"  # name suffix of a tensor that only layers for multi-token prediction have
+_DRAFTING = "mtp."  # name prefix of such layers unless they are numbered like the others
+# Name prefixes in multimodal checkpoints, with or without `model.`, for encoders and projectors of other inputs.
 _OTHER_PARTS = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector."),
     *("audio_tower.", "embed_vision.", "embed_audio."),
 )
-# Matrices of an expert, by the names of tensors [E, rows, in] in which some checkpoints have those of all experts; so
-# transformers also stores the scales of blocks, whether or not the matrices are apart.
+# Matrices of one expert, by the name of the tensor [E, rows, in] in which some checkpoints stack them for all experts.
+# transformers stacks block scales in this way even if matrices are separate.
 _EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_COMPUTED = ("rotary_emb.inv_freq", *_MASKS)  # ends of names
+_COMPUTED = ("rotary_emb.inv_freq", *_MASKS)  # name suffixes
 
 TensorT = TypeVar("TensorT", bound=Tensor)
-Transform = Callable[[Any, StoredTensor], Any]  # function of a row, of the caller's own type, and its tensor
+Transform = Callable[[Any, StoredTensor], Any]  # function of a row and its tensor
 
 
 def load(
@@ -62,23 +62,23 @@ def load(
     prefix: str = "",
     use_tqdm: bool = False,
 ) -> Params:
-    """Read a checkpoint directory into the parameter tree that `specs` describe.
+    """Read a checkpoint into the parameter tree that `specs` describe.
 
-    Tensors are read one after the other, each in parallel pieces, so that the host holds little more than one of them
-    besides the result. Names may lack their first part, as in files of a model without its head. Rotary inverse
-    frequencies and causal masks are ignored, as are a head that equals embeddings that are tied, what `specs` name
-    unread, layers that draft tokens, and all but the text part of a multimodal model.
+    Tensors are read one after the other, each by several threads, so that the host holds little more than one tensor
+    in addition to the result. Names may lack their first component, as in files without a head. Ignored are rotary
+    inverse frequencies, causal masks, a head that equals tied embeddings, tensors that `specs` list as `unread`, layers
+    that draft tokens, and everything but the text part of a multimodal model.
 
     Args:
-        path: directory with `model.safetensors`, with `model.safetensors.index.json` and the files it names, or in the
-            form that `convert` writes; or a GGUF file, or a directory with one.
-        specs: one row per tensor of the result.
-        dtype: dtype of the result; None keeps that of the files (float32, float16 or bfloat16).
+        path: directory with `model.safetensors`, with `model.safetensors.index.json` and its files, or written by
+            `convert`; or a GGUF file, or a directory with one.
+        specs: one row per tensor in the result.
+        dtype: dtype of the result; None keeps the stored dtypes (float32, float16 or bfloat16).
         shardings: function of a row's path, or tree of shardings; each device reads only its own slices.
         transform: function of a row and its tensor that returns the leaf of the tree; by default it places the tensor.
-        schemes: schemes of a quantised checkpoint; without a transform, its matrices are dequantised.
-        prefix: beginning of the names of `specs`; tensors of other names are not read.
-        use_tqdm: show progress in bytes where stderr is a terminal.
+        schemes: schemes if the checkpoint is quantised; without a transform, its matrices are dequantised.
+        prefix: prefix of all names in `specs`; other tensors are not read.
+        use_tqdm: show progress in bytes if stderr is a terminal.
 
     Raises:
         CheckpointError: files are absent or damaged; tensors are missing, unexpected, of another shape or dtype (all
@@ -90,7 +90,7 @@ def load(
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint of which parts are read as they are needed.
+    """A checkpoint that is read as needed.
 
     Attributes:
         tensors: every tensor by its full name, still unread.
@@ -99,21 +99,26 @@ class OpenCheckpoint:
     tensors: Tensors
 
     def load(self, rows: Sequence[TensorRow], dtype: jax.typing.DTypeLike | None = None) -> Params:
-        """Return the tree of some rows, whose paths begin at its root, on the default device."""
+        """Return the tree for some rows, whose paths begin at its root, on the default device."""
         return _build(rows, self.tensors.__getitem__, dtype, None, None)
 
 
 def open_checkpoint(
     path: str | os.PathLike[str], specs: Sequence[TensorRow], schemes: Schemes | None = None, prefix: str = ""
 ) -> OpenCheckpoint:
-    """Open a checkpoint directory that has the tensors of `specs`; those of a quantised one by its `schemes`.
+    """Open the checkpoint that has the tensors in `specs`, and only these if all their names begin with `prefix`.
 
-    All names of `specs` begin with `prefix`; tensors of other names are left out.
+    Quantised matrices have the names that `specs` give to unquantised ones.
 
     Raises:
         CheckpointError: see `load`.
     """
-    return OpenCheckpoint(_with_full_names(specs, open_tensors(FilePath(path), specs, schemes, prefix)))
+    stored = with_tied_tensors(specs, _with_full_names(specs, stored_tensors(path)))
+    wanted = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    tensors = quantized_view(schemes, wanted, specs, path)
+    advice = "check that config.json belongs to these weights, and has their quantization_config if they are quantised"
+    _check(path, specs, tensors, advice)
+    return OpenCheckpoint(tensors)
 
 
 def assemble(
@@ -125,22 +130,22 @@ def assemble(
     *,
     schemes: Schemes | None = None,
 ) -> Params:
-    """Return what `load` makes of a checkpoint, from tensors in memory; each passes through host memory.
+    """Build the same tree as `load` from tensors in memory; each passes through host memory.
 
     Args:
-        tree: arrays by their names in a checkpoint, or the tree that `load` returns without a transform.
+        tree: arrays by their checkpoint names, or the tree that `load` returns without a transform.
         specs: see `load`.
         dtype: see `load`.
         shardings: see `load`.
         transform: see `load`.
-        schemes: see `load`; tensors by name are then those of a quantised checkpoint.
+        schemes: see `load`; `tree` then has the tensors of a quantised checkpoint by name.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, of another shape or dtype (all named).
     """
     advice = "give them under the names of the checkpoint, or as the tree that weights.load returns"
     if any(isinstance(value, Mapping | Sequence) for value in tree.values()):
-        tensors: Mapping[str, Tensor] = tensors_of(specs, with_tied_leaves(specs, dict(tree), advice), advice)
+        tensors: Mapping[str, Tensor] = checkpoint_tensors(specs, with_tied_leaves(specs, dict(tree), advice), advice)
     else:
         tensors = with_tied_tensors(specs, _with_full_names(specs, tree))
         tensors = quantized_view(schemes, tensors, specs, "the weights")
@@ -180,25 +185,23 @@ def _build(
 
 
 def _parts(row: TensorRow, open_tensor: Callable[[str], Part]) -> list[Part]:
-    """Return the rows of a parameter, from one checkpoint tensor after the other."""
-    names = dict.fromkeys(row.hf_names)
-    if row.stacked:
-        stacks = {name: open_tensor(name) for name in names}
-        places: Counter[str] = Counter()
-        matrices = []
-        num_parts = len(row.hf_names) // (len(names) * row.num_matrices)
-        for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):
-            number, part = divmod(places[name], num_parts)
-            matrix = stacks[name][number]
-            matrices.append(matrix if num_parts == 1 else matrix[part * num_rows : (part + 1) * num_rows])
-            places[name] += 1
-        return [matrix.T for matrix in matrices] if row.transposed else matrices
-    tensors = {name: open_tensor(name).T if row.transposed else open_tensor(name) for name in names}
-    starts: Counter[str] = Counter()
+    """Return a parameter's rows as parts of its checkpoint tensors, in order."""
+    tensors = {name: open_tensor(name) for name in dict.fromkeys(row.hf_names)}
+    if row.transposed and not row.stacked:
+        tensors = {name: tensor.T for name, tensor in tensors.items()}
+    num_parts = len(row.hf_names) // (len(tensors) * row.num_matrices)  # of each matrix, if stacked
+    taken: Counter[str] = Counter()
     parts = []
     for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):
-        parts.append(tensors[name][starts[name] : starts[name] + num_rows])
-        starts[name] += num_rows
+        if not row.stacked:
+            parts.append(tensors[name][taken[name] : taken[name] + num_rows])
+            taken[name] += num_rows
+            continue
+        index, part = divmod(taken[name], num_parts)
+        matrix = tensors[name][index]
+        rows = matrix if num_parts == 1 else matrix[part * num_rows : (part + 1) * num_rows]
+        parts.append(rows.T if row.transposed else rows)
+        taken[name] += 1
     return parts
 
 
@@ -207,59 +210,39 @@ def _on_host(tensor: Tensor) -> NDArray[Any]:
 
 
 def check(path: str | os.PathLike[str], specs: Sequence[TensorRow], schemes: Schemes | None = None) -> None:
-    """Raise CheckpointError unless a directory has all that `load` would read, as far as names and headers tell."""
-    open_tensors(FilePath(path), specs, schemes)
+    """Raise CheckpointError unless a checkpoint has the tensors in `specs`, according to names and headers."""
+    open_checkpoint(path, specs, schemes)
 
 
-def open_tensors(
-    directory: FilePath, specs: Sequence[TensorRow], schemes: Schemes | None = None, prefix: str = ""
-) -> Tensors:
-    """Return every tensor of a checkpoint by name, still unread; CheckpointError unless they are those of `specs`.
-
-    Quantised matrices come under the names that they have unquantised. Tensors are those whose names begin with
-    `prefix`.
-    """
-    stored = with_tied_tensors(specs, _with_full_names(specs, stored_tensors(directory)))
-    wanted = {name: tensor for name, tensor in stored.items() if name.startswith(prefix)}
-    tensors = quantized_view(schemes, wanted, specs, directory)
-    advice = "check that config.json belongs to these weights, and has their quantization_config if they are quantised"
-    _check(directory, specs, tensors, advice)
-    return tensors
-
-
-def stored_tensors(directory: FilePath) -> Tensors:
-    """Return every tensor of a checkpoint by the name that it has there, still unread."""
-    return store_of(directory).open_tensors(directory)
+def stored_tensors(path: str | os.PathLike[str]) -> Tensors:
+    """Return every stored tensor by its name in the file, still unread."""
+    return find_store(FilePath(path)).open_tensors(FilePath(path))
 
 
 def draft_layers(path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return the beginnings of the names of layers for multi-token prediction in a checkpoint directory.
+    """Return the name prefixes of a checkpoint's layers for multi-token prediction.
 
     Raises:
         CheckpointError: files are absent or damaged.
     """
-    return _draft_layers(_with_full_names([], stored_tensors(FilePath(path))))
-
-
-def _all_hf_shapes(specs: Sequence[TensorRow]) -> dict[str, tuple[int, ...]]:
-    return {name: shape for row in specs for name, shape in hf_shapes(row).items()}
+    return _draft_layers(_with_full_names([], stored_tensors(path)))
 
 
 def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
     """Return tensors by the names in `specs`.
 
-    Files of a model without its head lack the first part, as GPT-2's do; those of multimodal models have one more.
+    Files without a head, such as GPT-2's, lack the first component; multimodal models have one more.
     """
     tensors = {name.replace(TEXT_PART, "", 1): tensor for name, tensor in tensors.items()}
-    tensors = _with_experts_apart({name for row in specs for name in row.hf_names}, tensors)
+    tensors = _with_separate_experts({name for row in specs for name in row.hf_names}, tensors)
     names = {name.partition(".")[2]: name for row in specs for name in row.hf_names if name not in tensors}
-    return _with_own_axes(specs, {names.get(name, name): tensor for name, tensor in tensors.items()})
+    return _with_matrix_axes(specs, {names.get(name, name): tensor for name, tensor in tensors.items()})
 
 
-def _with_own_axes(specs: Sequence[TensorRow], tensors: dict[str, TensorT]) -> dict[str, TensorT]:
-    """Return tensors with stacks of matrices as `specs` have them, where files have each matrix transposed.
+def _with_matrix_axes(specs: Sequence[TensorRow], tensors: dict[str, TensorT]) -> dict[str, TensorT]:
+    """Return tensors, with stacked matrices transposed if files store them transposed.
 
-    Published checkpoints of some models have them so, and those that transformers writes of the same models not.
+    Published checkpoints of some models do, unlike checkpoints that transformers writes for the same models.
     """
     for row in specs:
         for name, (count, *sides) in hf_shapes(row).items() if row.stacked else ():
@@ -269,15 +252,15 @@ def _with_own_axes(specs: Sequence[TensorRow], tensors: dict[str, TensorT]) -> d
     return tensors
 
 
-def _with_experts_apart(expected: Set[str], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
-    """Return tensors with a view of each expert's matrices, where those are expected and one tensor holds them all."""
+def _with_separate_experts(expected: Set[str], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
+    """Return tensors, with views of each expert's matrices if `expected` has these, but one tensor holds them all."""
     found: dict[str, TensorT] = {}
     for name, tensor in tensors.items():
-        module, _, own = name.rpartition(".")
-        stack = own.removesuffix("_scale_inv")
-        parts, suffix = _EXPERT_PARTS.get(stack, ()), "weight" if stack == own else "weight_scale_inv"
-        is_apart = bool(parts) and f"{module}.0.{parts[0]}.weight" in expected and name not in expected
-        if not is_apart or not isinstance(tensor, np.ndarray | jax.Array) or tensor.ndim != 3:
+        module, _, last = name.rpartition(".")
+        stack = last.removesuffix("_scale_inv")
+        parts, suffix = _EXPERT_PARTS.get(stack, ()), "weight" if stack == last else "weight_scale_inv"
+        is_separate = bool(parts) and f"{module}.0.{parts[0]}.weight" in expected and name not in expected
+        if not is_separate or not isinstance(tensor, np.ndarray | jax.Array) or tensor.ndim != 3:
             found[name] = tensor
             continue
         num_rows = tensor.shape[1] // len(parts)
@@ -289,8 +272,7 @@ def _with_experts_apart(expected: Set[str], tensors: Mapping[str, TensorT]) -> d
 
 
 def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tensor], advice: str) -> None:
-    tensors = _with_full_names(specs, tensors)
-    expected = _all_hf_shapes(specs)
+    expected = {name: shape for row in specs for name, shape in hf_shapes(row).items()}
     shared = [name for name in expected if name in tensors]
     drafting = _draft_layers([name for name in tensors if name not in expected])
     unread = {name for row in specs for name in row.unread}
@@ -299,13 +281,13 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
     if drafting:
         logger.info("%s: layers that draft tokens are not part of the model: %s", where, ", ".join(drafting))
     if others := sorted({part for name in tensors if (part := _other_part(name)) is not None}):
-        logger.info("%s: the text part alone is served; these parts are not read: %s", where, ", ".join(others))
+        logger.info("%s: only the text part is served; these parts are not read: %s", where, ", ".join(others))
     Mismatch(
         missing=[name for name in expected if name not in tensors],
         unexpected=[
             f"{name}, which differs from the tied embeddings" if name in dropped else name
             for name in tensors
-            if name not in ignored and not _is_ignored(name, (*drafting, *others))
+            if not (name in ignored or name.endswith(_COMPUTED) or name.startswith((*drafting, *others)))
         ],
         misshapen=[
             f"{name} {tensors[name].shape} instead of {expected[name]}"
@@ -317,24 +299,16 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
 
 
 def _draft_layers(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the prefixes of layers for multi-token prediction: they have a projection, or names of their own.
-
-    Transformers ignores them too.
-    """
+    """Return the prefixes of layers for multi-token prediction, which transformers ignores too."""
     names = list(names)
     numbered = {name.removesuffix(_DRAFT_PROJECTION) for name in names if name.endswith(_DRAFT_PROJECTION)}
     return tuple(sorted(numbered | {_DRAFTING for name in names if name.startswith(_DRAFTING)}))
 
 
 def _other_part(name: str) -> str | None:
-    """Return the first part of a tensor's name if it is not of the text part of a multimodal model."""
+    """Return a tensor's name prefix if it is outside the text part of a multimodal model."""
     first = "model." if name.startswith("model.") else ""
     return next((first + part for part in _OTHER_PARTS if name.removeprefix(first).startswith(part)), None)
-
-
-def _is_ignored(name: str, prefixes: tuple[str, ...]) -> bool:
-    """Return whether a tensor is computed, or in a part with one of these prefixes."""
-    return name.endswith(_COMPUTED) or name.startswith(prefixes)
 
 
 def _dtype_of(parts: Sequence[Part], dtype: jax.typing.DTypeLike | None) -> np.dtype:

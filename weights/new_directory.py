@@ -18,9 +18,9 @@ def require_free(target: FilePath) -> None:
 
 @contextmanager
 def new_directory(target: FilePath) -> Iterator[FilePath]:
-    """Yield a hidden directory beside `target`, which is renamed to it on success and removed on failure.
+    """Yield a hidden directory next to `target`, which becomes `target` on success and is removed on failure.
 
-    A directory left by a killed process is removed first: the lock beside it admits one process at a time.
+    A directory left by a killed process is removed first: its lock file admits one process at a time.
 
     Raises:
         CheckpointError: `target` is taken, or another process is writing it.
@@ -49,8 +49,8 @@ def _remove(directory: FilePath) -> None:
 
 @contextmanager
 def _locked(path: FilePath, target: FilePath) -> Iterator[None]:
-    """Hold the lock of a temporary file; the system releases it when the process is killed."""
-    import fcntl  # noqa: PLC0415 - not every system has it
+    """Hold a lock on a temporary file; the system releases it when the process is killed."""
+    import fcntl  # noqa: PLC0415 - not available on Windows
 
     while True:
         with path.open("ab") as file:
@@ -58,7 +58,7 @@ def _locked(path: FilePath, target: FilePath) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise CheckpointError(
-                    f"another process is writing {target}; wait for it, or choose another place"
+                    f"another process is writing {target}; wait for it, or choose another directory"
                 ) from None
             if _is_at(path, file):  # else the previous holder removed the file while it was opened here
                 try:

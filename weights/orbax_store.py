@@ -1,9 +1,9 @@
 """Orbax checkpoints with the tensors of a Hugging Face checkpoint: same names, dtypes and shapes.
 
-The tensors are in a folder beside config.json. They do not depend on the number of devices or the form in which a model
-is served. They are stored in chunks, so that each device reads little more than its own rows and columns.
+The tensors are in a folder next to config.json. They depend neither on the number of devices nor on quantisation in
+serving. They are stored in chunks, so that each device reads little more than its own rows and columns.
 
-Orbax writes them; TensorStore, on which Orbax is built, reads them slice by slice, in any thread.
+Orbax writes them; TensorStore, on which Orbax is built, reads slices in any thread.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,16 +19,16 @@ from jaxserve.weights.stored_tensor import Tensor, Tensors
 from numpy.typing import NDArray
 
 FOLDER = "orbax"
-_STATE = "state"  # folder name that Orbax uses for a tree of arrays
+_STATE = "state"  # folder that Orbax creates for an array tree
 _ARRAY = "/zarr.json"  # suffix of each array's name
-_CHUNK_BYTES = 1 << 20  # the least that Orbax advises
-_GROUP_BYTES = 64 << 20  # upper bound of one write
-_CACHED_BANDS = 2  # rows of chunks that readers share: with one, many chunks are read twice
+_CHUNK_BYTES = 1 << 20  # minimum that Orbax advises
+_GROUP_BYTES = 64 << 20  # maximum size of one write
+_CACHED_BANDS = 2  # chunk rows in the shared cache: with one, many chunks are read twice
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedTensor:
-    """A tensor, or a slice of one, that is read when it is converted to a numpy array.
+    """A tensor, or a slice, that is read when it is converted to a numpy array.
 
     Attributes:
         store: a tensorstore.TensorStore.
@@ -40,26 +40,23 @@ class ChunkedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor or slice."""
         return tuple(self.store.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype in the checkpoint."""
         return np.dtype(self.store.dtype.numpy_dtype)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def T(self) -> "ChunkedTensor":  # noqa: N802 (numpy's name)
-        """Transpose, not read either."""
+        """Transpose, still unread."""
         return ChunkedTensor(self.store.T, self.source)
 
     def swapaxes(self, axis1: int, axis2: int, /) -> "ChunkedTensor":
-        """Return the tensor with two axes exchanged, not read either."""
+        """Return the tensor with two axes exchanged, still unread."""
         order = list(range(len(self.shape)))
         order[axis1], order[axis2] = axis2, axis1
         return ChunkedTensor(self.store.transpose(order), self.source)
@@ -83,12 +80,11 @@ class ChunkedTensor:
 
 
 def has_weights(directory: FilePath) -> bool:
-    """Return whether there is a folder that `open_tensors` reads."""
     return (directory / FOLDER).is_dir()
 
 
 def open_tensors(directory: FilePath) -> Tensors:
-    """Return every tensor of a checkpoint by name, still unread; CheckpointError if it is damaged."""
+    """Return every stored tensor by name, still unread; CheckpointError if the checkpoint is damaged."""
     folder = directory / FOLDER / _STATE
     try:
         bands = [_band_bytes(tensor.store) for tensor in _open(folder, cache_bytes=0).values()]
@@ -100,7 +96,7 @@ def open_tensors(directory: FilePath) -> Tensors:
 def write_tensors(
     directory: FilePath, tensors: Mapping[str, Tensor], wrote: Callable[[int], object] = lambda _: None
 ) -> None:
-    """Write every tensor as it is; `wrote` gets the bytes of each write. The folder appears once it is complete."""
+    """Write every tensor unchanged; `wrote` gets the size of each write. The folder appears once it is complete."""
     from orbax.checkpoint import v1 as ocp  # noqa: PLC0415 - slow to import
 
     context, path = ocp.Context(), (directory / FOLDER).absolute()
@@ -138,13 +134,13 @@ def _open(folder: FilePath, cache_bytes: int) -> dict[str, ChunkedTensor]:
 
 
 def _band_bytes(store: Any) -> int:
-    """Return the size of all the chunks that hold the first rows of a tensor."""
+    """Return the size of the first row of chunks."""
     chunk_rows = (store.chunk_layout.read_chunk.shape or ())[:1]  # a scalar has none
     return prod((*chunk_rows, *store.shape[1:])) * store.dtype.numpy_dtype.itemsize
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[Sequence[str]]:
-    """Yield names in order, in groups that can be written at once."""
+    """Yield names in order, in groups that are written together."""
     group: list[str] = []
     for name, tensor in tensors.items():
         if group and sum(tensors[other].nbytes for other in group) + tensor.nbytes > _GROUP_BYTES:

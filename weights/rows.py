@@ -1,4 +1,4 @@
-"""Description of each tensor by the caller, and the parameter tree built from it."""
+"""How callers describe tensors, and the parameter tree built from these rows."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -8,21 +8,21 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
-FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}  # dtypes of weights
-TEXT_PART = "language_model."  # part of a name in multimodal checkpoints that names of text models lack
-HEADS = ("lm_head", "embed_out")  # modules that compute logits, which tied embeddings replace
+FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}  # weight dtypes
+TEXT_PART = "language_model."  # name component in multimodal checkpoints that text models lack
+HEADS = ("lm_head", "embed_out")  # modules that compute logits unless embeddings are tied
 Path = tuple[str | int, ...]
-Params = dict[str, Any]  # nested dicts and lists; strings of a path are keys, integers are indices
+Params = dict[str, Any]  # nested dicts and lists: strings in a path are keys, integers are indices
 Shardings = Callable[[Path], Sharding] | Params
 
 
 @runtime_checkable
 class TensorRow(Protocol):
-    """One tensor of a model."""
+    """One tensor in a model."""
 
     @property
     def path(self) -> Path:
-        """Place in the parameter tree, e.g. ("layers", 3, "qkv_proj")."""
+        """Path in the parameter tree, e.g. ("layers", 3, "qkv_proj")."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -30,33 +30,33 @@ class TensorRow(Protocol):
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """Names of the Hugging Face tensors that are concatenated along axis 0 to make it.
+        """Names of the Hugging Face tensors that are concatenated along axis 0.
 
-        A name that is repeated stands for consecutive rows of that tensor.
+        A repeated name stands for consecutive rows in that tensor.
         """
 
     @property
     def hf_rows(self) -> tuple[int, ...]:
-        """Rows from each of those tensors."""
+        """Number of rows from each of these tensors."""
 
     @property
     def transposed(self) -> bool:
-        """True if the Hugging Face tensors are matrices [in, out], to be transposed."""
+        """True if the Hugging Face tensors are [in, out] and need a transpose."""
 
     @property
     def stacked(self) -> bool:
-        """True if tensors are [matrices, ...]; a name then stands for a matrix, or for as many parts of its rows.
+        """True if tensors are [matrices, ...]; each occurrence of a name then stands for one matrix.
 
-        If it is repeated more often than there are matrices, these are parts of equally many rows.
+        If a name is repeated more often, each occurrence stands for the same fraction of a matrix's rows.
         """
 
     @property
     def num_matrices(self) -> int:
-        """Number of matrices of equal shape that follow each other along axis 0."""
+        """Number of equally large matrices along axis 0."""
 
     @property
     def is_matrix(self) -> bool:
-        """True if the tensor is a matrix; only matrices are quantised."""
+        """True for matrices, which alone are quantised."""
 
     @property
     def init(self) -> str:
@@ -64,14 +64,14 @@ class TensorRow(Protocol):
 
     @property
     def unread(self) -> tuple[str, ...]:
-        """Names of Hugging Face tensors that may be there too, and have no part in this model."""
+        """Names of Hugging Face tensors that may exist too, but are not used."""
 
 
 RowT = TypeVar("RowT", bound=TensorRow)
 
 
 def build_tree(rows: Sequence[RowT], leaf: Callable[[RowT], Any]) -> Params:
-    """Return the nested parameter tree with leaves `leaf(row)`; rows of a list come in order of their index."""
+    """Return the nested parameter tree with leaves `leaf(row)`; list items must come in index order."""
     tree: Params = {}
     for row in rows:
         node: Any = tree
@@ -97,14 +97,14 @@ def leaf_at(tree: Any, path: Path) -> Any:
 
 
 def sharding_at(shardings: Shardings | None, path: Path) -> Sharding | None:
-    """Return the sharding of one tensor, from a function of its path or a tree shaped like the parameters."""
+    """Return one tensor's sharding, from a function of its path or a tree shaped like the parameters."""
     if shardings is None:
         return None
     return shardings(path) if callable(shardings) else leaf_at(shardings, path)
 
 
 def hf_shapes(row: TensorRow) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the checkpoint tensors of a row."""
+    """Return a row's checkpoint tensors: their names and shapes."""
     shapes = {name: (num_rows, *row.shape[1:]) for name, num_rows in hf_row_counts(row).items()}
     if row.transposed:
         shapes = {name: shape[::-1] for name, shape in shapes.items()}
@@ -118,7 +118,7 @@ def hf_shapes(row: TensorRow) -> dict[str, tuple[int, ...]]:
 
 
 def hf_row_counts(row: TensorRow) -> Counter[str]:
-    """Return how many rows of a parameter each of its checkpoint tensors has, in their order."""
+    """Return the number of parameter rows in each checkpoint tensor, in order."""
     counts: Counter[str] = Counter()
     for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):
         counts[name] += num_rows

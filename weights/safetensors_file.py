@@ -1,7 +1,7 @@
 """The safetensors format (https://github.com/huggingface/safetensors#format): a JSON header, then raw tensors.
 
-It is read and written here byte by byte, because a memory map lets each device take its own slices, in any dtype and
-without torch, while the numpy front end of the safetensors package does not read bfloat16.
+This module parses it itself: a memory map lets each device take its own slices, in any dtype and without torch, and the
+safetensors package cannot read bfloat16 into numpy.
 """
 
 import json
@@ -43,7 +43,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def map_file(file: FilePath) -> dict[str, NDArray[Any]]:
-    """Return every tensor of a file as a view of its memory map: nothing is read before it is copied.
+    """Return a file's tensors as views of its memory map: nothing is read before it is copied.
 
     Raises:
         CheckpointError: the file is damaged or has an unknown dtype.
@@ -62,7 +62,7 @@ def map_file(file: FilePath) -> dict[str, NDArray[Any]]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of the header; ValueError if a name is there twice, which the format forbids."""
+    """Return a header object; ValueError if it repeats a name, which the format forbids."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = Counter(name for name, _ in pairs)
@@ -71,11 +71,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _header_len(data: NDArray[np.uint8]) -> int:
-    """Return the claimed length of the header, checked before that many bytes are read."""
+    """Return the header length, checked before any of the header is read."""
     header_len = int(data[:8].view("<u8")[0])
-    most = min(data.size - 8, _MAX_HEADER_BYTES)
-    if header_len > most:
-        raise ValueError(f"its header can have at most {most} bytes and claims {header_len}")
+    max_len = min(data.size - 8, _MAX_HEADER_BYTES)
+    if header_len > max_len:
+        raise ValueError(f"its header can have at most {max_len} bytes and claims {header_len}")
     return header_len
 
 
@@ -110,5 +110,4 @@ def write_file(
 
 
 def num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
-    """Return the size of a tensor on disk."""
     return prod(tensor.shape) * tensor.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories: config.json beside safetensors, in one file or in shards with an index."""
+"""Hugging Face checkpoint directories: config.json and safetensors, in one file or in shards with an index."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from jaxserve.weights.stored_tensor import Tensor, Tensors
 from numpy.typing import NDArray
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
-_MODELOPT_CONFIG = "hf_quant_config.json"  # holds the quantisation of ModelOpt where config.json lacks it
+_MODELOPT_CONFIG = "hf_quant_config.json"  # has ModelOpt's quantisation if config.json lacks it
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER, _PIPELINE = "adapter_config.json", "model_index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the parsed config.json of a checkpoint directory; CheckpointError if it is missing or malformed."""
+    """Return a checkpoint directory's parsed config.json; CheckpointError if it is missing or malformed."""
     directory = FilePath(path)
     _require_directory(directory)
     _require_model(directory)
@@ -43,12 +43,11 @@ def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def has_config(directory: FilePath) -> bool:
-    """Return whether there is a file that `read_config` reads."""
     return (directory / _CONFIG).is_file()
 
 
 def has_weights(directory: FilePath) -> bool:
-    """Return whether there are files that `open_tensors` reads."""
+    """Return whether there are files that `open_tensors` can read."""
     return (directory / _SINGLE).is_file() or (directory / _INDEX).is_file()
 
 
@@ -59,7 +58,7 @@ def write_tensors(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write every tensor as it is, in one file or in shards with an index; `wrote` gets the bytes of each write."""
+    """Write every tensor unchanged, in one file or in shards with an index; `wrote` gets the size of each write."""
 
     def read(name: str) -> NDArray[Any]:
         wrote(tensors[name].nbytes)
@@ -74,12 +73,11 @@ def write_tensors(
 
 
 def write_config(directory: FilePath, hf_config: Mapping[str, Any]) -> None:
-    """Write config.json."""
     _write_json(directory / _CONFIG, hf_config)
 
 
 def replace(scratch: FilePath, directory: FilePath) -> None:
-    """Move the files of `scratch` into `directory`, and remove weights there that have other names."""
+    """Move the files in `scratch` to `directory`, and remove weights with other names from there."""
     new = sorted(file.name for file in scratch.iterdir())
     for name in new:
         os.replace(scratch / name, directory / name)
@@ -92,7 +90,7 @@ def replace(scratch: FilePath, directory: FilePath) -> None:
 
 
 def open_tensors(directory: FilePath) -> Tensors:
-    """Return every tensor of a checkpoint by name, still unread; CheckpointError if files are absent or damaged."""
+    """Return every stored tensor by name, still unread; CheckpointError if files are absent or damaged."""
     _require_directory(directory)
     if (directory / _SINGLE).is_file():
         return map_file(directory / _SINGLE)
@@ -129,12 +127,12 @@ def _require_directory(directory: FilePath) -> None:
 
 
 def _require_model(directory: FilePath) -> None:
-    """Raise a CheckpointError that names what the directory holds if that is not a model of language."""
+    """Raise a CheckpointError if the directory holds an adapter or a diffusion pipeline."""
     if (directory / _ADAPTER).is_file() and not has_weights(directory):
         base = read_object(directory / _ADAPTER).get("base_model_name_or_path") or "its base model"
         raise CheckpointError(
-            f"{directory} must hold a whole model, got a PEFT adapter of {base}, which has the changes of its weights "
-            f"alone; merge both with PEFT: AutoPeftModelForCausalLM.from_pretrained({str(directory)!r})"
+            f"{directory} must hold a whole model, got a PEFT adapter of {base}, which only changes its weights; merge "
+            f"both with PEFT: AutoPeftModelForCausalLM.from_pretrained({str(directory)!r})"
             f".merge_and_unload().save_pretrained(NEW), save the tokenizer there too, and serve NEW"
         )
     if (directory / _PIPELINE).is_file():
@@ -172,7 +170,7 @@ Shard = dict[str, jax.ShapeDtypeStruct]  # tensor name -> shape and dtype
 
 
 def _shards(tensors: Shard, max_bytes: int) -> dict[str, Shard]:
-    """Return tensors by file name, in order, each file as full as `max_bytes` allows."""
+    """Return tensors by file name, in order; each file is as full as `max_bytes` allows."""
     shards: list[Shard] = [{}]
     size = 0
     for name, tensor in tensors.items():

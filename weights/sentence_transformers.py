@@ -1,4 +1,4 @@
-"""Files of sentence-transformers beside a checkpoint: how embeddings are made of its hidden states."""
+"""Files that sentence-transformers adds to a checkpoint: how embeddings are computed from hidden states."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MODULES = "modules.json"
 
 
 class EmbeddingModules(NamedTuple):
-    """Modules behind the transformer.
+    """Modules that follow the transformer.
 
     Attributes:
-        pooling: name of the pooling module's mode: its field without `pooling_mode_` and `_tokens`, such as
-            "lasttoken", "mean" or "cls_token".
+        pooling: mode of the pooling module: its field without `pooling_mode_` and `_tokens`, such as "lasttoken",
+            "mean" or "cls_token".
         normalize: True if vectors are scaled to length 1.
-        others: types of modules besides.
+        others: types of all other modules.
     """
 
     pooling: str
@@ -28,7 +28,7 @@ class EmbeddingModules(NamedTuple):
 
 
 def module_folders(path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """Return the names of the folders of a directory's modules that are not the transformer's own.
+    """Return the folders of a directory's modules, except the transformer.
 
     Raises:
         CheckpointError: modules.json is malformed.
@@ -37,7 +37,7 @@ def module_folders(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def _modules(directory: FilePath) -> list[tuple[str, str]]:
-    """Return the type and the folder of each module; none where sentence-transformers has left no file."""
+    """Return each module's type and folder; none if sentence-transformers has written no file."""
     if not (directory / _MODULES).is_file():
         return []
     entries = read_json(directory / _MODULES)
@@ -51,7 +51,7 @@ def _modules(directory: FilePath) -> list[tuple[str, str]]:
 
 
 def read_embedding_modules(path: str | os.PathLike[str]) -> EmbeddingModules | None:
-    """Return the modules of a directory; None if sentence-transformers has left none.
+    """Return a directory's modules; None if sentence-transformers has written none.
 
     Raises:
         CheckpointError: a file is malformed.
@@ -69,7 +69,7 @@ def read_embedding_modules(path: str | os.PathLike[str]) -> EmbeddingModules | N
 
 
 def _mode(config: Any) -> str:
-    """Return the mode of a pooling module; several joined by "+"."""
+    """Return a pooling module's mode; several are joined by "+"."""
     if not isinstance(config, dict):
         return ""
     if isinstance(config.get("pooling_mode"), str):

@@ -1,4 +1,4 @@
-"""The matrix of logits in the files of a checkpoint, which may have one although its config.json ties it, or none."""
+"""The LM head in a checkpoint's files, which may exist although config.json ties it, or be absent."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 logger = logging.getLogger(__name__)
 
 _SWITCH = "tie_word_embeddings"
-_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # ends of architectures that have logits
+_GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")  # suffixes of architectures with logits
 _EMBEDDINGS = ("model.embed_tokens", "transformer.wte", "gpt_neox.embed_in")
 _BLOCK_BYTES = 4 << 20
 _EMBED, _HEAD = "embed", "lm_head"  # in parameter trees
@@ -25,14 +25,14 @@ TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 def with_stored_switch(config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: object) -> dict[str, Any]:
-    """Return a config.json with `tie_word_embeddings` as the files have it: they decide, as in transformers.
+    """Return config.json with `tie_word_embeddings` according to the stored tensors, as in transformers.
 
-    A stored head counts if it differs from the embeddings, and without one logits come from the embeddings. A switch
-    that is false is not doubted where there is a head, even an equal one: updates of the weights may part them.
+    A stored head is used if it differs from the embeddings; without one logits come from the embeddings. If the config
+    says false, even an equal head stays separate: weight updates may make them differ.
 
     Args:
         config: content of config.json.
-        tensors: every tensor of the checkpoint by the name that it has there.
+        tensors: every stored tensor by its name in the file.
         where: path of the checkpoint, for warnings.
     """
     names = config.get("architectures")
@@ -53,7 +53,7 @@ def with_stored_switch(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
         )
     if given is False and is_tied:
         logger.warning(
-            "%s: %s is false, but there is no head beside the embeddings, so they make the logits; set it to true",
+            "%s: %s is false, but no head is stored, so the embeddings compute the logits; set it to true",
             *(where, _SWITCH),
         )
     new: dict[str, Any] = {**config, _SWITCH: is_tied}
@@ -63,7 +63,7 @@ def with_stored_switch(config: Mapping[str, Any], tensors: Mapping[str, Tensor],
 
 
 def with_tied_tensors(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
-    """Return tensors by name with the embeddings as the head too, or the reverse, where `specs` want both."""
+    """Return tensors by name, with the embeddings also as the head, or the reverse, if `specs` want both."""
     found = dict(tensors)
     names = {row.path[0]: row.hf_names[0] for row in specs if row.path in ((_EMBED,), (_HEAD,))}
     embed, head = names.get(_EMBED), names.get(_HEAD)
@@ -73,16 +73,16 @@ def with_tied_tensors(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT]
         if (stored := next((name for name in HEAD_NAMES if name in found), None)) is not None:
             found[embed] = found[stored]
     elif head is not None and not any(name.startswith(f"{head.removesuffix('weight')}") for name in found):
-        logger.warning("there is no %s among the weights, so the embeddings make the logits", head)
+        logger.warning("there is no %s among the weights, so the embeddings compute the logits", head)
         found[head] = found[embed]
     return found
 
 
 def with_tied_leaves(specs: Sequence[TensorRow], tree: Params, advice: str) -> Params:
-    """Return a parameter tree with the embeddings as the head too, where `specs` want both.
+    """Return a parameter tree, with the embeddings also as the head if `specs` want both.
 
     Raises:
-        CheckpointError: there is a head that `specs` leave out although it differs from the embeddings.
+        CheckpointError: `specs` have no head, but the tree has one that differs from the embeddings.
     """
     expected, embed = {row.path[0] for row in specs}, tree.get(_EMBED)
     if embed is None or (_HEAD in expected) == (_HEAD in tree):
@@ -96,7 +96,7 @@ def with_tied_leaves(specs: Sequence[TensorRow], tree: Params, advice: str) -> P
 
 
 def dropped_heads(specs: Sequence[TensorRow], tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of heads that `specs` leave out although they differ from the embeddings."""
+    """Return the names of stored heads that are not in `specs` although they differ from the embeddings."""
     expected = {name for row in specs for name in (*row.hf_names, *row.unread)}
     embed = next((tensors.get(row.hf_names[0]) for row in specs if row.path == (_EMBED,)), None)
     left_out = [name for name in HEAD_NAMES if name in tensors and name not in expected]
@@ -108,7 +108,7 @@ def _last_part(module: str) -> str:
 
 
 def _module(tensors: Mapping[str, TensorT], modules: Collection[str]) -> dict[str, TensorT]:
-    """Return the tensors of a module, of which these are the possible names, by the last part of their own."""
+    """Return the tensors in the module with one of these names, by the last component of theirs."""
     found = {}
     for full, tensor in tensors.items():
         module, _, name = full.replace(TEXT_PART, "", 1).rpartition(".")
@@ -118,12 +118,12 @@ def _module(tensors: Mapping[str, TensorT], modules: Collection[str]) -> dict[st
 
 
 def _are_equal(head: Mapping[str, Tensor], embeddings: Mapping[str, Tensor]) -> bool:
-    """Return whether two modules stand for the same matrix; a quantised one differs from one that is not."""
+    """Return whether two modules hold the same matrix; a quantised and an unquantised one differ."""
     return head.keys() == embeddings.keys() and all(_is_equal(head[name], embeddings[name]) for name in head)
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same values, of which a few rows at a time are in memory."""
+    """Return whether two tensors have the same values; a few rows at a time are in memory."""
     if one is other:
         return True
     if tuple(one.shape) != tuple(other.shape):

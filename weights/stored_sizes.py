@@ -1,4 +1,4 @@
-"""Sizes in a config.json against the tensors of its checkpoint, before anything is built of them."""
+"""Check of the sizes in config.json against the stored tensors, before anything is allocated."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from jaxserve.weights.stored_tensor import Tensor
 
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_DIMENSIONS = (  # each is at most the size of a dimension of some tensor
+_DIMENSIONS = (  # none exceeds the largest dimension of all tensors
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
     *("shared_intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "global_head_dim"),
     *("num_global_key_value_heads", "n_embd", "n_head", "n_inner", "num_heads", "kv_lora_rank", "q_lora_rank"),
@@ -18,40 +18,40 @@ _DIMENSIONS = (  # each is at most the size of a dimension of some tensor
     *("linear_key_head_dim", "linear_value_head_dim", "mamba_n_heads", "mamba_d_state", "mamba_n_groups"),
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
 )
-_MAX_PACKED = 16  # elements in a word of a quantised matrix, at most
+_MAX_PACKED = 16  # elements per word in a quantised matrix
 _LAYER_NAME = re.compile(r"(?:(?:model|transformer|gpt_neox)\.)?(?:layers|h)\.(\d+)\.")
 _ROUTER_NAME = re.compile(r"\.(?:router|gate)\.")
 
 
 def check_sizes(config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: object) -> None:
-    """Raise a CheckpointError if a config.json claims more layers, experts or elements than the tensors can have.
+    """Raise a CheckpointError if config.json claims more layers, experts or elements than the tensors can have.
 
-    Only shapes are read. What may be built of the sizes then is not larger than the tensors; their exact shapes are
-    checked against the model.
+    Only shapes are read. Allocations by a checked config.json are not larger than the tensors; exact shapes are checked
+    later, against the model.
 
     Args:
         config: content of config.json.
-        tensors: every tensor of the checkpoint by the name that it has there.
+        tensors: every stored tensor by its name in the file.
         where: path of the checkpoint.
     """
     text = config.get("text_config")
-    own = text if isinstance(text, Mapping) else config
+    sizes = text if isinstance(text, Mapping) else config
     names = [name.replace(TEXT_PART, "", 1) for name in tensors]
-    numbers = [int(match[1]) for name in names if (match := _LAYER_NAME.match(name))]
-    if numbers:
-        _check(own, _LAYERS, max(numbers) + 1, f"layers in {where}")
+    layers = [int(match[1]) for name in names if (match := _LAYER_NAME.match(name))]
+    if layers:
+        _check(sizes, _LAYERS, max(layers) + 1, f"layers in {where}")
     routers = [max(tensors[name].shape, default=0) for name in tensors if _ROUTER_NAME.search(name)]
     if routers:
-        _check(own, _EXPERTS, max(routers), f"rows of a router in {where}")
+        _check(sizes, _EXPERTS, max(routers), f"rows of a router in {where}")
     longest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
     if longest:
-        _check(own, _DIMENSIONS, _MAX_PACKED * longest, f"elements of a dimension of the tensors in {where}")
+        _check(sizes, _DIMENSIONS, _MAX_PACKED * longest, f"elements of a dimension of the tensors in {where}")
 
 
-def _check(config: Mapping[str, Any], names: tuple[str, ...], most: int, what: str) -> None:
+def _check(config: Mapping[str, Any], names: tuple[str, ...], limit: int, counted: str) -> None:
     for name in names:
-        if isinstance(value := config.get(name), int) and value > most:
+        if isinstance(value := config.get(name), int) and value > limit:
             raise CheckpointError(
-                f"config.json: {name} must be at most {most}, the number of {what}, got {value}; take the config.json "
-                f"that belongs to these weights"
+                f"config.json: {name} must be at most {limit}, the number of {counted}, got {value}; take "
+                f"the config.json that belongs to these weights"
             )

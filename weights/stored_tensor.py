@@ -1,4 +1,4 @@
-"""Tensors read from a checkpoint: whole onto their devices, or slab by slab through host memory."""
+"""Tensors in a checkpoint, read whole onto their devices or slab by slab through host memory."""
 
 import dataclasses
 import mmap
@@ -17,22 +17,21 @@ from jax.sharding import Sharding
 from jaxserve.weights.mapped_array import MappedArray
 from numpy.typing import NDArray
 
-_READ_BYTES = 4 << 20  # bytes of a file per read of each reader
+_READ_BYTES = 4 << 20  # file bytes per read
 
 Index = tuple[slice, ...]
 
 
 @runtime_checkable
 class Tensor(Protocol):
-    """Array that comes to the host when it is converted to a numpy array."""
+    """Array that is read or copied to the host when it is converted to a numpy array."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the array."""
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     def dtype(self) -> Any:
-        """Dtype as stored."""
+        """Stored dtype."""
 
     @property
     def nbytes(self) -> int:
@@ -43,11 +42,11 @@ class Tensor(Protocol):
 
 @runtime_checkable
 class Part(Tensor, Protocol):
-    """A tensor of a checkpoint, or a slice of one, read when it is copied, such as a view of a mapped file."""
+    """A stored tensor, or a slice, that is read when it is copied, such as a view of a mapped file."""
 
     @property
     def T(self) -> Any:  # noqa: N802 (numpy's name)
-        """Transpose, not read either."""
+        """Transpose, still unread."""
 
     def __len__(self) -> int: ...
 
@@ -68,7 +67,6 @@ class MatrixPart(ABC):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of these rows and columns."""
         return (self.rows[1] - self.rows[0], self.columns[1] - self.columns[0])
 
     @property
@@ -91,20 +89,20 @@ class MatrixPart(ABC):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]: ...
 
 
-Piece = tuple[NDArray[Any], Part]  # target and source of a copy
+Piece = tuple[NDArray[Any], Part]  # copy target and source
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Concatenation of checkpoint tensors along axis 0, still unread.
+    """Checkpoint tensors that are concatenated along axis 0, still unread.
 
     Attributes:
         parts: stored tensors.
         dtype: dtype of the result.
         sharding: sharding of the result; None for the default device.
         readers: threads that read.
-        padding_rows: number of rows of zeros after all others.
-        row_parts: the same rows of the stored tensors with all of their columns; None where `parts` have all.
+        padding_rows: number of zero rows after all others.
+        row_parts: the same rows with all of their columns; None if `parts` already have all.
     """
 
     parts: Sequence[Part]
@@ -116,7 +114,6 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the concatenation."""
         return (sum(len(part) for part in self.parts) + self.padding_rows, *self.parts[0].shape[1:])
 
     def with_parts(
@@ -126,21 +123,21 @@ class StoredTensor:
         padding_rows: int = 0,
         row_parts: Sequence[Part] | None = None,
     ) -> "StoredTensor":
-        """Return another tensor made of slices of these parts, still unread."""
+        """Return another tensor, made from slices of these parts, still unread."""
         return dataclasses.replace(self, parts=parts, sharding=sharding, padding_rows=padding_rows, row_parts=row_parts)
 
     def whole_rows(self) -> "StoredTensor":
-        """Return the same rows with all columns, if this tensor has some of them."""
+        """Return the same rows with all columns."""
         return self if self.row_parts is None else dataclasses.replace(self, parts=self.row_parts, row_parts=None)
 
     def place(self) -> Array:
-        """Return the whole tensor on its devices, each of which reads its own slices."""
+        """Return the whole tensor on its devices; each device reads only its own slices."""
         if self.sharding is None:
             return jax.device_put(self._read(None))
         return jax.make_array_from_callback(self.shape, self.sharding, self._read)
 
     def each_slab(self, num_rows: int, use: Callable[[int, NDArray[Any]], None]) -> None:
-        """Call `use(start, rows)` for each `num_rows` rows, fewer at the end, from several threads at once."""
+        """Call `use(start, rows)` for each `num_rows` rows, fewer at the end, from several threads."""
 
         def read(start: int) -> None:
             end = min(start + num_rows, self.shape[0])
@@ -152,7 +149,7 @@ class StoredTensor:
         list(self.readers.map(read, range(0, self.shape[0], num_rows)))
 
     def each_slice(self, num_rows: int, use: Callable[[int, Part], None]) -> None:
-        """Call `use(start, part)` for each `num_rows` rows of each part, unread, from several threads at once."""
+        """Call `use(start, part)` for each `num_rows` rows in each part, still unread, from several threads."""
         starts = [0, *accumulate(map(len, self.parts))]
         slices = [
             (start + row, part[row : row + num_rows])
@@ -171,24 +168,24 @@ class StoredTensor:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:
-    """Return zeros in memory pages of their own.
+    """Return zeros in separate memory pages.
 
-    XLA:CPU takes over so aligned a buffer instead of copying it; and the pages return to the system with the last array
-    in them, whereas the heap would keep them.
+    XLA:CPU adopts a page-aligned buffer instead of copying it, and the pages return to the system with the last array
+    that uses them, whereas the heap would keep them.
     """
     pages = mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize), access=mmap.ACCESS_COPY)
     return np.ndarray(shape, dtype, pages)
 
 
 def host_rows(array: Any, rows: slice) -> NDArray[Any]:
-    """Return rows of an array on any number of devices; a copy, as jax keeps an array's host copy alive with it."""
+    """Return a copy of an array's rows, from any number of devices; jax would keep a whole host copy with the array."""
     part = array[rows]
-    # A slice of everything is the array itself. `copy` would compile a program for each shape.
+    # Slicing all rows yields the array itself. `copy` would compile a program for each shape.
     return np.asarray(jax.device_put(part, may_alias=False) if part is array else part)
 
 
 def _pieces(out: NDArray[Any], parts: Sequence[Part], index: Index) -> Iterator[Piece]:
-    """Yield the copies that fill `out` with the slice `index` of the concatenation of `parts`."""
+    """Yield the copies that fill `out` with the slice `index` of all concatenated parts."""
     offset = -(index[0].start or 0)  # row of `out` where the current part would begin
     for part in parts:
         low, high = max(0, -offset), min(len(part), len(out) - offset)
@@ -198,7 +195,7 @@ def _pieces(out: NDArray[Any], parts: Sequence[Part], index: Index) -> Iterator[
 
 
 def _blocks(out: NDArray[Any], source: Part) -> Iterator[Piece]:
-    """Yield blocks of rows small enough that several threads share one tensor."""
+    """Yield row blocks, so small that several threads can read one tensor."""
     step = max(1, _READ_BYTES * len(source) // max(1, source.nbytes))
     for row in range(0, len(source), step):
         yield out[row : row + step], source[row : row + step]

@@ -1,4 +1,4 @@
-"""Choice of the store that reads a checkpoint."""
+"""Selection of the store that reads a checkpoint."""
 
 import os
 from pathlib import Path as FilePath
@@ -12,40 +12,40 @@ from jaxserve.weights.stored_tensor import Tensors
 
 @runtime_checkable
 class Store(Protocol):
-    """Reader of one form of checkpoints."""
+    """Reader for one checkpoint format."""
 
     def has_weights(self, directory: FilePath, /) -> bool:
-        """Return whether there are weights that `open_tensors` reads."""
+        """Return whether there are weights that `open_tensors` can read."""
 
     def open_tensors(self, directory: FilePath, /) -> Tensors:
         """Return every tensor by name, still unread."""
 
 
-def store_of(path: FilePath) -> Store:
-    """Return the store that has weights there, safetensors before others; that of safetensors if there are none."""
+def find_store(path: FilePath) -> Store:
+    """Return the store that finds weights at a path, safetensors first; the safetensors store if none does."""
     stores: tuple[Store, ...] = (safetensors_store, orbax_store, gguf_store)
     return next((store for store in stores if store.has_weights(path)), safetensors_store)
 
 
 def is_orbax(directory: FilePath) -> bool:
-    """Return whether the weights of a directory are Orbax's."""
-    return store_of(directory) is orbax_store
+    """Return whether a directory's weights are in Orbax's format."""
+    return find_store(directory) is orbax_store
 
 
 def is_gguf(path: FilePath) -> bool:
-    """Return whether weights and config are those of a GGUF file."""
-    return store_of(path) is gguf_store
+    """Return whether weights and config come from a GGUF file."""
+    return find_store(path) is gguf_store
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the parsed config.json of a checkpoint, or what a GGUF file has in its place.
+    """Return a checkpoint's parsed config.json, or the equivalent from a GGUF file.
 
-    If it has weights, `tie_word_embeddings` is as they have it: see `with_stored_switch`.
+    If there are weights, they decide `tie_word_embeddings`: see `with_stored_switch`.
 
     Raises:
         CheckpointError: it is missing or malformed, or claims larger sizes than the weights have.
     """
-    store = store_of(FilePath(path))
+    store = find_store(FilePath(path))
     config = (gguf_store if store is gguf_store else safetensors_store).read_config(path)
     if not store.has_weights(FilePath(path)):
         return config

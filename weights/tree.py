@@ -1,4 +1,4 @@
-"""Checkpoint tensors from a parameter tree."""
+"""Checkpoint tensors made from a parameter tree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class _ParamRows:
-    """Rows `begin` to `end` of a parameter, transposed if the checkpoint has them so: one tensor of the checkpoint.
+    """One checkpoint tensor: rows `begin` to `end` of a parameter, transposed if the checkpoint stores [in, out].
 
     `num_matrices` is None unless the tensor is a stack of matrices.
     """
@@ -47,11 +47,11 @@ class _ParamRows:
         return np.ascontiguousarray(rows.swapaxes(-1, -2)) if self.transposed else rows
 
 
-def tensors_of(specs: Sequence[TensorRow], params: Params, advice: str) -> dict[str, Tensor]:
-    """Return every tensor of the checkpoint by name, still on its devices.
+def checkpoint_tensors(specs: Sequence[TensorRow], params: Params, advice: str) -> dict[str, Tensor]:
+    """Return the checkpoint's tensors by name, still on their devices.
 
     Raises:
-        CheckpointError: `params` is not what `specs` describe (all differences named); includes `advice`.
+        CheckpointError: `params` differs from `specs` (all differences named); the message ends with `advice`.
     """
     found = Mismatch()
     tensors: dict[str, Tensor] = {}

@@ -101,7 +101,7 @@ def test_the_text_part_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO):
         arch, token_ids, logits, _ = load_logits(tmp_path)
     others = OTHERS.get(NAMES[family], "model.visual.")
-    assert f"the text part alone is served; these parts are not read: {others}" in caplog.text
+    assert f"only the text part is served; these parts are not read: {others}" in caplog.text
     assert arch.tied_embeddings == tied
     with torch.no_grad():
         expected = model(input_ids=torch.tensor(token_ids.astype(np.int64))[None]).logits[0].numpy()

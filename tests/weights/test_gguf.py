@@ -332,7 +332,7 @@ def other_rope(tensors: dict[str, Any]) -> None:
 
 FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "type": ({"change": add_unknown_type}, r"tensors of the types F32.*got blk\.0\.ffn_up\.weight of MXFP4"),
-    "norm": ({"change": quantise_a_norm}, r"quantised types for matrices alone, got output_norm\.weight Q8_0"),
+    "norm": ({"change": quantise_a_norm}, r"quantised types only for matrices, got output_norm\.weight Q8_0"),
     "missing": ({"change": lambda t: t.pop("blk.0.ffn_down.weight")}, r"1 missing: model\.layers\.0\.mlp\.down_proj"),
     "missing part": ({"kind": "Q8_0", "change": lambda t: t.pop("blk.0.attn_k.weight")}, r"1 missing: .*k_proj"),
     "embedding": ({"change": lambda t: t.pop("token_embd.weight")}, r"must hold token_embd\.weight"),

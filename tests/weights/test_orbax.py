@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.weights import CheckpointError, convert, orbax_store, safetensors_store
-from jaxserve.weights.load import open_tensors
 from jaxserve.weights.new_directory import new_directory
 from jaxserve.weights.stored_tensor import Part, StoredTensor
 from orbax.checkpoint import v1 as ocp
@@ -241,7 +240,7 @@ def test_differences_are_named(tmp_path: Path, request: pytest.FixtureRequest, f
     with pytest.raises(CheckpointError) as error:
         convert(path, tmp_path / "target", other)
     with pytest.raises(CheckpointError) as loading:
-        open_tensors(path, other)
+        weights.check(path, other)
     assert str(error.value) == str(loading.value)
     for text in (
         "4 missing: model.layers.0.self_attn.q_proj.bias",
@@ -301,7 +300,7 @@ def test_what_a_kill_leaves_is_removed_by_the_next(tmp_path: Path, source: Path)
     convert(source, target, specs_of(source))
     assert list(tmp_path.iterdir()) == [target]
     assert not list(target.rglob("half"))
-    open_tensors(target, specs_of(source))
+    weights.check(target, specs_of(source))
 
 
 def test_of_many_at_once_one_writes(tmp_path: Path) -> None:
