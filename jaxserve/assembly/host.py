@@ -81,7 +81,7 @@ class CoreHost:
         claim_memory(config)
         check_sizes(config, arch)
         self.stats = EngineStats()
-        self.peers = processes.own_role() if executors is None else None
+        self.peers = processes.joined_role() if executors is None else None
         if self.peers is not None:
             self.peers.require_free()
             require_same_options(config, self.peers)

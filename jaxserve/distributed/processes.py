@@ -1,14 +1,15 @@
-"""Runs of one engine over many processes, each with its own devices (jax's multi-controller model).
+"""Runs of an engine over many processes, each with its devices (jax's multi-controller model).
 
 Every process runs the same command or script, and calls `initialize` first. Process 0 then continues; in the others,
 `LLM(...)` follows process 0 until that ends, and then ends the process.
 """
 
+import contextlib
 import socket
 from multiprocessing import AuthenticationError
 
 import jax
-from jax._src.distributed import global_state  # jax has no public interface to the address and the store
+from jax._src.distributed import global_state  # jax has no public interface to them
 
 from jaxserve.distributed.peers import (
     CONNECT_S,
@@ -20,15 +21,15 @@ from jaxserve.distributed.run_key import (
     check_reachable,
     given_key,
     is_loopback,
+    key_file,
     read_key,
-    write_key,
 )
 from jaxserve.errors import ConfigError
 
-SHUTDOWN_S = 30  # time that a process waits for the others before it ends
+SHUTDOWN_S = 30  # timeout of a process that waits for the others before it ends
 
 _ADDRESS = "jaxserve/leader"  # key in jax's key-value store
-_roles: list[Leader | Follower] = []  # one entry at most: jax too can join only one run
+_roles: list[Leader | Follower] = []  # at most one: jax, too, can join only one run
 
 
 def initialize(
@@ -42,10 +43,10 @@ def initialize(
 
     Args:
         coordinator_address: host:port at which the others reach process 0; the port must be free there. Process 0
-            listens at this address only, and opens a second port at it, which accepts only processes of this run.
+            listens at this address only, and opens a second port there, which accepts only processes of this run.
         num_processes: number of processes.
-        process_id: index of this process, from 0. Arguments that are None are detected by jax under SLURM or Open MPI,
-            and on the hosts of a TPU pod.
+        process_id: index of this process, from 0. jax detects arguments that are None under SLURM or Open MPI, and on
+            TPU pod hosts.
         key: secret that all processes share, of at least 16 characters; None takes the environment variable
             JAXSERVE_RUN_KEY. Without one, all processes must be of one user and machine, at a loopback address.
 
@@ -73,12 +74,12 @@ def initialize(
 
 
 def is_joined() -> bool:
-    """Return whether this process belongs to a run of several, without starting a jax backend."""
+    """Return whether this process belongs to a run with others, without starting a jax backend."""
     return bool(_roles) or (global_state.num_processes or 1) > 1
 
 
-def own_role() -> Leader | Follower | None:
-    """Return this process as the leader or a follower of the others; None if it is the only one.
+def joined_role() -> Leader | Follower | None:
+    """Return this process's role among the others; None if it is the only one.
 
     Raises:
         ConfigError: there are other processes, but no connection to them.
@@ -89,26 +90,19 @@ def own_role() -> Leader | Follower | None:
 
 
 def _connect(key: bytes | None) -> Leader | Follower:
-    """Connect to the other processes. Without a key, a file of this user's has one, whose name process 0 publishes."""
+    """Connect to the other processes. If there is no key, process 0 writes one to a file and publishes its name."""
     client, process_id = global_state.client, global_state.process_id
     assert client is not None, "jax has joined"
     host = _host(str(global_state.coordinator_address))
     if key is None and not is_loopback(host):  # the address was detected
         key = given_key(None, host)
     if process_id:
-        own_host, port, name = client.blocking_key_value_get(_ADDRESS, int(CONNECT_S * 1e3)).split()
-        return Follower((own_host, int(port)), key or read_key(name), process_id, socket.gethostname())
+        leader_host, port, name = client.blocking_key_value_get(_ADDRESS, int(CONNECT_S * 1e3)).split()
+        return Follower((leader_host, int(port)), key or read_key(name), process_id, socket.gethostname())
     listener = listen(host)
-    port = listener.getsockname()[1]
-    if key is not None:
-        client.key_value_set(_ADDRESS, f"{host} {port} -")
-        return Leader(listener, key, global_state.num_processes - 1)
-    name, secret, file = write_key()
-    try:
-        client.key_value_set(_ADDRESS, f"{host} {port} {name}")
+    with contextlib.nullcontext(("-", key)) if key is not None else key_file() as (name, secret):
+        client.key_value_set(_ADDRESS, f"{host} {listener.getsockname()[1]} {name}")
         return Leader(listener, secret, global_state.num_processes - 1)
-    finally:
-        file.unlink(missing_ok=True)
 
 
 def _host(address: str) -> str:

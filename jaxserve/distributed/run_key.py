@@ -1,4 +1,4 @@
-"""Run key: the secret that the processes of one run share, which no other process must be able to read."""
+"""Run key: the secret that a run's processes share, which no other process must be able to read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import secrets
 import socket
 import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jaxserve.errors import ConfigError
@@ -20,14 +21,14 @@ MIN_CHARS = 16
 
 
 def given_key(key: str | None, host: str | None) -> bytes | None:
-    """Return the key that the user has given; None for processes of one machine, which need none.
+    """Return the key that the user has given; None for processes on one machine, which need none.
 
     Args:
-        key: the key; None takes that of the environment.
+        key: the key; None takes the environment's.
         host: host of process 0; None if it is not known yet.
 
     Raises:
-        ConfigError: it is too short, or processes of several machines have none.
+        ConfigError: it is too short, or processes on several machines have none.
     """
     key = key or run_key()
     if key is None:
@@ -43,7 +44,7 @@ def given_key(key: str | None, host: str | None) -> bytes | None:
 
 
 def check_reachable(host: str) -> None:
-    """Raise ConfigError for a name other than localhost that stands for the loopback interface, as Debian has it."""
+    """Raise ConfigError for a name other than localhost that resolves to the loopback interface, as on Debian."""
     is_literal = host.replace(".", "").isdigit() or ":" in host
     if not is_literal and host != "localhost" and is_loopback(host):
         raise ConfigError(
@@ -53,7 +54,7 @@ def check_reachable(host: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is this machine's loopback interface, by all of its addresses."""
+    """Return whether all addresses of a host are loopback."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
     except OSError:
@@ -61,18 +62,22 @@ def is_loopback(host: str) -> bool:
     return bool(found) and all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in found)
 
 
-def write_key() -> tuple[str, bytes, Path]:
-    """Write a new key to a file of this user's alone, and return the file's name, the key and the file."""
+@contextmanager
+def key_file() -> Iterator[tuple[str, bytes]]:
+    """Write a new key to a file that only this user can read; yield the file's name and the key, then delete it."""
     file = _folder() / f"run-{secrets.token_hex(8)}"
     key = secrets.token_bytes(32)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as stream:
         stream.write(key)
-    return file.name, key, file
+    try:
+        yield file.name, key
+    finally:
+        file.unlink(missing_ok=True)
 
 
 def read_key(name: str) -> bytes:
-    """Return the key in a file of `write_key`; ConfigError if this user has no such file."""
+    """Return the key in a `key_file`; ConfigError if this user has no such file."""
     if not re.fullmatch(r"run-[0-9a-f]{16}", name):
         raise ConfigError(f"process 0 must name a file of its key, got {name[:40]!r}; is another program at its port?")
     try:
@@ -85,7 +90,7 @@ def read_key(name: str) -> bytes:
 
 
 def _folder() -> Path:
-    """Return the folder of keys, which belongs to this user and is closed to all others."""
+    """Return the folder for key files, which belongs to this user and is closed to all others."""
     folder = Path(tempfile.gettempdir()) / f"jaxserve-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
