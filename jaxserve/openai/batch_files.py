@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from jaxserve.api.config import EngineConfig
 from jaxserve.api.outputs import RequestFailure, RequestOutput
+from jaxserve.api.schema import one_of
 from jaxserve.core.batch_engine import BatchEngine
 from jaxserve.core.prompt import check_bound
 from jaxserve.errors import PeerLostError, RequestError, brief
@@ -39,9 +40,9 @@ from jaxserve.openai.batch_paths import check_output, open_input
 from jaxserve.openai.batch_progress import BatchProgress
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
+from jaxserve.openai.fields import ANY, BodyField, BodyReader, each, needed
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body
 from jaxserve.openai.pooling import PoolingReply, parse_pooling
-from jaxserve.openai.refusals import refuse_unknown
 from jaxserve.openai.replies import Reply, system_fingerprint
 
 if TYPE_CHECKING:
@@ -49,7 +50,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LINE_FIELDS = {"custom_id", "method", "url", "body"}
+_LINE_FIELDS = {
+    **each(ANY, "custom_id", "url", "body"),
+    "method": needed(BodyField(one_of(("POST",), words='"POST"'))),
+}
 _DUPLICATE = "duplicate_custom_id"  # code of the error
 
 
@@ -265,10 +269,7 @@ class _BatchRun:
                 yield from (_InFlight(line, index) for index in range(len(request.prompts)))
 
     def _parse(self, content: Json) -> ParsedRequest:
-        refuse_unknown("line", content, _LINE_FIELDS)
-        method, url = content.get("method"), content.get("url")
-        if method != "POST":
-            raise BadRequestError(f'method must be "POST", got {brief(method)}', "method")
+        url = BodyReader().read(content, _LINE_FIELDS, "the line").get("url")
         if url not in self.urls:
             message = f"url must be {' or '.join(self.urls)}, got {brief(url)}"
             raise BadRequestError(message, "url", "invalid_url")

@@ -10,7 +10,8 @@ from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import RequestError, brief
 from jaxserve.openai.chat_formats import ChatFormat
-from jaxserve.openai.errors import BadRequestError, Json, check_type
+from jaxserve.openai.errors import BadRequestError, Json
+from jaxserve.openai.fields import ANY, OBJECT, SWITCH, TEXT, ObjectFields, each
 from jaxserve.openai.tool_grammar import message_grammar
 from jaxserve.openai.tools import (
     MessageForm,
@@ -26,15 +27,12 @@ from jaxserve.text.messages import content_text
 from jaxserve.text.tokenizer import Tokenizer
 
 RESERVED = {"messages", "chat_template", "tokenize", "tools", "documents"}  # names not allowed in chat_template_kwargs
-_TYPES = {
-    "add_generation_prompt": bool,
-    "continue_final_message": bool,
-    "add_special_tokens": bool,
-    "chat_template": str,
-    "chat_template_kwargs": dict,
-    "documents": list,
+PROMPT_FIELDS: ObjectFields = {  # fields of all bodies that may have a chat as their prompt
+    "messages": ANY,
+    "chat_template": TEXT,
+    "chat_template_kwargs": OBJECT,
+    **each(SWITCH, "add_generation_prompt", "continue_final_message", "add_special_tokens"),
 }
-PROMPT_FIELDS = _TYPES.keys() - {"documents"} | {"messages"}  # fields of every body that may have a chat as its prompt
 
 
 def allow_any(text: str) -> None:
@@ -149,8 +147,6 @@ def read_prompt(
     Raises:
         BadRequestError: the chat template cannot render them, or a field does not go with the template.
     """
-    for name, wanted in _TYPES.items():
-        check_type(given, name, wanted)
     template, messages = given.get("chat_template"), check_messages(given.get("messages"))
     if template is not None and not takes_templates:
         message = "chat_template of requests is not trusted here; leave it out, or start the server with "

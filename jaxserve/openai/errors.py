@@ -1,10 +1,9 @@
 """Errors of OpenAI's interfaces: what is wrong with which field of a body."""
 
 from dataclasses import dataclass, field
-from types import UnionType
 from typing import Any
 
-from jaxserve.errors import EngineDiedError, PromptTooLongError, RequestError, brief
+from jaxserve.errors import EngineDiedError, PromptTooLongError, RequestError
 
 Json = dict[str, Any]
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 4096, 256
@@ -26,13 +25,6 @@ class BadRequestError(RequestError):
 
     def __str__(self) -> str:
         return self.message
-
-
-def check_type(given: Json, name: str, wanted: type | UnionType) -> None:
-    """Raise BadRequestError where a field is given and not of a type."""
-    if name in given and not isinstance(given[name], wanted):
-        kind = wanted.__name__ if isinstance(wanted, type) else wanted
-        raise BadRequestError(f"{name} must be a {kind}, got {brief(given[name])}", name)
 
 
 def check_output_len(given: Json, max_model_len: int | None) -> None:

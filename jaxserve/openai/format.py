@@ -6,20 +6,38 @@ Any other field is an error. A null means "not given": then the checkpoint's rec
 """
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
+from jaxserve.api import schema
 from jaxserve.api.pooling_params import PoolingParams
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.api.schema import FieldType
 from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.errors import PromptTooLongError, RequestError, brief
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_chat
-from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, check_output_len, check_type
+from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, check_output_len
+from jaxserve.openai.fields import (
+    ANY,
+    DROPPED,
+    INTEGER,
+    LIST,
+    OBJECT,
+    SWITCH,
+    TEXT,
+    BodyField,
+    BodyReader,
+    ObjectFields,
+    each,
+    ignored,
+    only,
+)
 from jaxserve.openai.prompts import Prompt, completion_prompts, plain_prompts
-from jaxserve.openai.refusals import refuse_features, refuse_unknown
 from jaxserve.openai.tools import MessageForm
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -27,120 +45,100 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EMBEDDINGS, POOLING, CLASSIFICATION = "/v1/embeddings", "/pooling", "/classify"
 SCORE_PATHS, RERANK_PATHS = ("/score", "/v1/score"), ("/rerank", "/v1/rerank", "/v2/rerank")
 
-_SAMPLING_FIELDS = {  # fields with the same name and meaning in SamplingParams
+SAMPLING = (  # fields that SamplingParams checks, under the same names
     *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs"),
     *("skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words"),
     *("truncate_prompt_tokens", "truncation_side"),
+)
+_REQUEST_ID = FieldType(
+    "up to 128 letters, digits, dots and dashes",
+    lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]{1,128}", value, re.ASCII) is not None,
+)
+_COMMON: ObjectFields = {  # fields of all bodies
+    "model": TEXT,
+    "user": ignored(TEXT),
+    "priority": INTEGER,
+    "cache_salt": BodyField(replace(schema.FILLED_TEXT, advice="; leave it out to share cached pages")),
+    "request_id": BodyField(_REQUEST_ID, "unsupported_value"),
+    "timeout": ANY,  # of clients that wait; the server reads it
 }
-_LABELS = {
-    "user": str,
-    "session_id": str,
-    "safety_identifier": str,
-    "metadata": dict,
-    "prompt_cache_key": str,
-    "prompt_cache_retention": str,
+_IN_BATCHES: ObjectFields = {  # fields that have no effect in a line of a batch file
+    "stream": only(False, why="a line of a batch file has a whole reply"),
+    "stream_options": only(why="a line of a batch file has a whole reply"),
+    "priority": only(0, why="all lines of a batch file are of one batch"),
+    "request_id": only(why="a line of a batch file has custom_id"),
 }
-_PREFERENCES = {
-    "verbosity": str,
-    "prediction": dict,
-    "reasoning_effort": str,
-}  # fields of chats; templates may have one
-_TYPES = {
-    "cache_salt": str,
-    "priority": int,
-    "echo": bool,
-    "add_special_tokens": bool,
-    "return_prompt_text": bool,
-    "model": str,
-    "response_format": dict,
-    "return_token_ids": bool,
-    "stream": bool,
-    "stream_options": dict,
-    "structured_outputs": dict,
-    "include_reasoning": bool,
-    "request_id": str,
-    "return_tokens_as_token_ids": bool,
-    "stop": str | list,
-    "stop_token_ids": list,
-    "allowed_token_ids": list,
-    "bad_words": list,
-    "top_n": int,
-    "return_documents": bool,
+_GENERATION: ObjectFields = {  # fields of completions and chats
+    **_COMMON,
+    **each(ANY, *SAMPLING, "max_tokens"),
+    **each(OBJECT, "response_format", "structured_outputs", "stream_options"),
+    **each(SWITCH, "stream", "return_token_ids", "return_tokens_as_token_ids"),
+    **each(ignored(TEXT), "session_id", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    "metadata": ignored(OBJECT),
+    "store": ignored(only(False)),
+    "service_tier": ignored(only("auto", "default")),
+    # vLLM's defaults, which some clients spell out
+    **each(only(False), "use_beam_search", "watermarking", "return_token_offsets", "return_weight_versions"),
+    **each(only({}), "vllm_xargs", "media_io_kwargs", "mm_processor_kwargs", "kv_transfer_params"),
+    **each(only(True), "detokenize", "spaces_between_special_tokens"),
+    **each(only(1), "length_penalty", "stream_interval"),
+    "thinking_token_budget": only(-1),
+    "routed_experts_prompt_start": only(0),
 }
-_NEUTRAL_SHARED = {"store": ["false"], "service_tier": ['"auto"', '"default"']}
-_NEUTRAL_SHARED |= {"detokenize": ["true"], "spaces_between_special_tokens": ["true"], "use_beam_search": ["false"]}
-_NEUTRAL_SHARED |= {  # vLLM's defaults, which some clients spell out
-    **{name: ["false"] for name in ("watermarking", "return_token_offsets", "return_weight_versions")},
-    **{name: ["{}"] for name in ("vllm_xargs", "media_io_kwargs", "mm_processor_kwargs", "kv_transfer_params")},
-    "length_penalty": ["1.0", "1"],
-    "stream_interval": ["1"],
-    "thinking_token_budget": ["-1"],
-    "routed_experts_prompt_start": ["0"],
+CHAT_FIELDS: ObjectFields = {
+    **_GENERATION,
+    **PROMPT_FIELDS,
+    **each(ANY, "max_completion_tokens", "top_logprobs", "tools", "tool_choice"),
+    **each(SWITCH, "logprobs", "echo", "return_prompt_text", "parallel_tool_calls", "include_reasoning"),
+    "documents": LIST,
+    "modalities": only(["text"]),
+    "verbosity": ignored(TEXT),
+    "prediction": ignored(OBJECT),
+    "reasoning_effort": replace(TEXT, is_ignored=True),  # unless the template reads it
 }
-_NEUTRAL = {  # values, as JSON, that switch off unsupported features
-    COMPLETIONS: _NEUTRAL_SHARED | {"suffix": ['""'], "best_of": ["1", "n"]},
-    CHAT: _NEUTRAL_SHARED | {"modalities": ['["text"]']},
+_VECTORS: ObjectFields = {**_COMMON, **PROMPT_FIELDS, "input": ANY, "padding": only("do_not_pad")}
+_ENCODED: ObjectFields = {
+    **_VECTORS,
+    "encoding_format": BodyField(schema.one_of(("float", "base64"))),
+    "embed_dtype": only("float32"),
+    "endianness": only("native", "little"),
 }
-_SHARED_FIELDS = {
-    "priority",
-    "model",
-    "max_tokens",
-    "logprobs",
-    "cache_salt",
-    "request_id",
-    "return_token_ids",
-    "return_tokens_as_token_ids",
-    "stream",
-    "stream_options",
-}
-_SHARED_FIELDS |= _SAMPLING_FIELDS | _LABELS.keys() | {"response_format", "structured_outputs"}
-_FIELDS = {
-    COMPLETIONS: _SHARED_FIELDS | _NEUTRAL[COMPLETIONS].keys() | {"prompt", "echo", "add_special_tokens"},
-    CHAT: _SHARED_FIELDS
-    | _NEUTRAL[CHAT].keys()
-    | _PREFERENCES.keys()
-    | PROMPT_FIELDS
-    | {"max_completion_tokens", "top_logprobs", "echo", "documents", "return_prompt_text"}
-    | {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"},
-}
-_WAITING = {"timeout"}  # fields of clients that wait; the server reads them
-_CHECKED = _TYPES | _LABELS | _PREFERENCES
 POOLING_PARAMETERS = {  # fields of requests for vectors that are parameters of their own
-    EMBEDDINGS: {"dimensions", "normalize", "use_activation", "truncate_prompt_tokens", "truncation_side"},
-    POOLING: {"dimensions", "normalize", "use_activation", "truncate_prompt_tokens", "truncation_side", "task"},
-    CLASSIFICATION: {"use_activation", "truncate_prompt_tokens", "truncation_side"},
+    EMBEDDINGS: ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens", "truncation_side"),
+    POOLING: ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens", "truncation_side", "task"),
+    CLASSIFICATION: ("use_activation", "truncate_prompt_tokens", "truncation_side"),
 }
-_INPUT_FIELDS = {"input", "model", "user", "priority", "request_id", "cache_salt"}
-_NEUTRAL |= {
-    url: {"embed_dtype": ['"float32"'], "endianness": ['"native"', '"little"'], "padding": ['"do_not_pad"']}
-    for url in (EMBEDDINGS, POOLING)
+_NUM_KEPT = BodyField(schema.integer(0, words="a non-negative integer, where 0 is no limit"))
+_SCORES: ObjectFields = {
+    **_COMMON,
+    **each(ANY, "use_activation", "truncate_prompt_tokens", "documents"),
+    **each(_NUM_KEPT, "max_tokens_per_query", "max_tokens_per_doc"),
 }
-_NEUTRAL[CLASSIFICATION] = {"padding": ['"do_not_pad"']}
-_FIELDS |= {
-    url: _INPUT_FIELDS | PROMPT_FIELDS | _NEUTRAL[url].keys() | names for url, names in POOLING_PARAMETERS.items()
+_PAIRS: ObjectFields = {**_SCORES, **each(ANY, "queries", "items", "text_1", "text_2", "data_1", "data_2")}
+_RANKED: ObjectFields = {**_SCORES, "query": ANY, "top_n": _NUM_KEPT, "return_documents": SWITCH}
+_FIELDS: dict[str, ObjectFields] = {
+    COMPLETIONS: {
+        **_GENERATION,
+        **each(ANY, "prompt", "logprobs"),
+        **each(SWITCH, "echo", "add_special_tokens"),
+        "suffix": only(""),
+        "best_of": DROPPED,
+    },
+    CHAT: CHAT_FIELDS,
+    EMBEDDINGS: {**_ENCODED, **each(ANY, *POOLING_PARAMETERS[EMBEDDINGS])},
+    POOLING: {**_ENCODED, **each(ANY, *POOLING_PARAMETERS[POOLING])},
+    CLASSIFICATION: {**_VECTORS, **each(ANY, *POOLING_PARAMETERS[CLASSIFICATION])},
+    **dict.fromkeys(SCORE_PATHS, _PAIRS),
+    **dict.fromkeys(RERANK_PATHS, _RANKED),
 }
-_FIELDS[EMBEDDINGS] |= {"encoding_format"}
-_SCORING_FIELDS = (_INPUT_FIELDS - {"input"}) | {
-    *("use_activation", "truncate_prompt_tokens", "max_tokens_per_query", "max_tokens_per_doc"),
-}
-_PAIRS = {"queries", "documents", "items", "text_1", "text_2", "data_1", "data_2"}
-_FIELDS |= dict.fromkeys(SCORE_PATHS, _SCORING_FIELDS | _PAIRS)
-_FIELDS |= dict.fromkeys(RERANK_PATHS, _SCORING_FIELDS | {"query", "documents", "top_n", "return_documents"})
-_FIELDS[POOLING] |= {"encoding_format"}
+_STREAM_OPTIONS = {"include_usage": SWITCH, "continuous_usage_stats": SWITCH, "include_obfuscation": DROPPED}
 _PROMPT_FIELDS = {
     COMPLETIONS: "prompt",
     CHAT: "messages",
     **dict.fromkeys((*SCORE_PATHS, *RERANK_PATHS), "documents"),
 }  # field of the prompt; "input" elsewhere
-_IGNORED = _LABELS.keys() | _PREFERENCES.keys() | {"store", "service_tier"}
-_NOT_IN_BATCHES = {"priority", "request_id", "stream", "stream_options"}
-WITHOUT_EFFECT = {  # fields that are accepted as long as they ask for nothing, by endpoint; errors do not advise them
-    url: frozenset((_IGNORED | _NEUTRAL.get(url, {}).keys()) - {"reasoning_effort"}) for url in _FIELDS
-}
-_FORM_WORDS = frozenset(each.name for each in fields(StructuredOutputsParams))
-_STREAM_OPTIONS = {"include_usage", "continuous_usage_stats"}
-_IDLE_STREAM_OPTIONS = {"include_obfuscation"}
+_FORM_WORDS = frozenset(each.name for each in dataclasses.fields(StructuredOutputsParams))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,14 +239,14 @@ def parse_body(
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
     """
-    given = check_fields(url, body, own_name, model_names, may_stream=may_stream)
+    given, ignored_fields = read_fields(url, body, own_name, model_names, may_stream=may_stream)
     is_chat = url == CHAT
     with naming_fields(url, _form_field(given)):
         params = _chat_params(given, defaults) if is_chat else _completion_params(given, defaults)
         check_output_len(given, max_model_len)
         read = partial(read_chat, response_role=response_role, takes_templates=takes_templates)
         chat = read(given, tokenizer, chat_format, params, check_prompt=check_prompt) if is_chat else None
-    options = _stream_options(given, may_stream=may_stream)
+    options = _stream_options(given)
     if given.get("stream") and given.get("prompt_logprobs"):
         message = "prompt_logprobs must be left out, or 0, with stream: true, as only whole replies have them, got "
         raise BadRequestError(f"{message}{given['prompt_logprobs']}", "prompt_logprobs", "unsupported_value")
@@ -274,7 +272,7 @@ def parse_body(
         echoed=chat.echoed if chat else "",
         prompt_text=chat.text if chat and given.get("return_prompt_text") else None,
         form_field="tools" if chat and chat.form.tools.are_forced else _form_field(given),
-        ignored=tuple(sorted((_IGNORED & given.keys()) - (chat.honoured if chat else set()))),
+        ignored=tuple(sorted(ignored_fields - (chat.honoured if chat else set()))),
     )
 
 
@@ -285,35 +283,26 @@ def _prompts(given: Json, tokenizer: Tokenizer | None, check_prompt: Callable[[s
     return plain_prompts(prompts, tokenizer, allow_any if "truncate_prompt_tokens" in given else check_prompt)
 
 
-def check_fields(
-    url: str, body: object, own_name: str, model_names: Sequence[str], *, may_stream: bool = False
-) -> Json:
-    """Return the fields of a body that are given, and the name of the model; the arguments are those of `parse_body`.
+def read_fields(
+    url: str, body: Any, own_name: str, model_names: Sequence[str], *, may_stream: bool = False
+) -> tuple[Json, set[str]]:
+    """Return the given fields of a body with the name of the model, and the ignored ones.
+
+    The arguments are those of `parse_body`.
 
     Raises:
-        BadRequestError: a field is not known, or of another type.
+        BadRequestError: a field is unknown or has a value of another type.
     """
-    if not isinstance(body, dict):
-        raise BadRequestError(f"body must be an object, got {brief(body)}", "body")
-    given = {name: value for name, value in body.items() if value is not None}
-    without_effect = WITHOUT_EFFECT[url] if may_stream else WITHOUT_EFFECT[url] | _NOT_IN_BATCHES
-    refuse_unknown("body", given, _FIELDS[url] | (_WAITING if may_stream else set()), without_effect)
-    refuse_features(given, _NEUTRAL.get(url, {}))
-    for name, wanted in _CHECKED.items():
-        if name in given:
-            check_type(given, name, wanted)
-    if given.get("priority") and not may_stream:
-        message = "a line of a batch file must have priority 0, as all lines are of one batch"
-        raise BadRequestError(message, "priority", "unsupported_value")
-    if "request_id" in given and not (may_stream and re.fullmatch(r"[\w.-]{1,128}", given["request_id"], re.ASCII)):
-        message = "request_id must be up to 128 letters, digits, dots and dashes; a line of a batch file has custom_id"
-        raise BadRequestError(message, "request_id", "unsupported_value")
-    if given.get("cache_salt") == "":
-        raise BadRequestError(
-            "cache_salt must be at least one character; leave it out to share cached pages", "cache_salt"
-        )
+    fields = _FIELDS[url]
+    if not may_stream:
+        fields = {name: _IN_BATCHES.get(name, field) for name, field in fields.items() if name != "timeout"}
+    reader = BodyReader()
+    given = reader.read(body, fields)
+    if url == COMPLETIONS and body.get("best_of") not in (None, 1, given.get("n", 1)):
+        message = f"best_of must be 1 or n, got {brief(body['best_of'])}: all samples are returned"
+        raise BadRequestError(message, "best_of", "unsupported_value")
     check_model(given.setdefault("model", own_name), model_names)
-    return given
+    return given, reader.ignored
 
 
 def check_model(model: object, model_names: Sequence[str]) -> None:
@@ -355,20 +344,12 @@ def _form_field(given: Json) -> str:
     return "tools" if given.get("tools") and "structured_outputs" not in given else "structured_outputs"
 
 
-def _stream_options(given: Json, *, may_stream: bool) -> Json:
-    stream, options = given.get("stream", False), given.get("stream_options", {})
-    options = {name: value for name, value in options.items() if value is not None}
-    if stream and not may_stream:
-        raise BadRequestError("stream is not supported: it must be false, got True", "stream", "unsupported_value")
-    if "stream_options" in given and not stream:
+def _stream_options(given: Json) -> Json:
+    if "stream_options" not in given:
+        return {}
+    if not given.get("stream"):
         raise BadRequestError("stream_options need stream: true", "stream_options")
-    if unknown := sorted(options.keys() - _STREAM_OPTIONS - _IDLE_STREAM_OPTIONS):
-        message = f"stream_options must be of {sorted(_STREAM_OPTIONS)}, got {unknown}"
-        raise BadRequestError(message, "stream_options", "unsupported_parameter")
-    for name, value in options.items():
-        if not isinstance(value, bool):
-            raise BadRequestError(f"{name} must be a bool, got {brief(value)}", "stream_options")
-    return options
+    return BodyReader().read(given["stream_options"], _STREAM_OPTIONS, "stream_options", "stream_options")
 
 
 def _completion_params(given: Json, defaults: SamplingParams) -> SamplingParams:
@@ -382,7 +363,7 @@ def _completion_params(given: Json, defaults: SamplingParams) -> SamplingParams:
 
 
 def _sampling_fields(given: Json) -> Json:
-    return {name: given[name] for name in _SAMPLING_FIELDS & given.keys()} | _output_form(given)
+    return {name: given[name] for name in SAMPLING if name in given} | _output_form(given)
 
 
 def _output_form(given: Json) -> Json:
@@ -406,7 +387,6 @@ def _output_form(given: Json) -> Json:
 
 
 def _chat_params(given: Json, defaults: SamplingParams) -> SamplingParams:
-    check_type(given, "logprobs", bool)
     wanted = given.get("logprobs", False)
     if given.get("top_logprobs", 0) != 0 and not wanted:
         raise BadRequestError("top_logprobs needs logprobs: true", "top_logprobs")

@@ -13,7 +13,7 @@ from jaxserve.openai import messages, responses
 from jaxserve.openai.errors import BadRequestError, error_body
 from jaxserve.openai.format import CHAT, CLASSIFICATION, COMPLETIONS, EMBEDDINGS, ParsedRequest, naming_fields
 from jaxserve.openai.message_replies import MessageReply, message_error_body
-from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES, chat_of_count, chat_of_message
+from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES, chat_of_message
 from jaxserve.openai.pooling import TASKS, PoolingReply
 from jaxserve.openai.replies import Reply
 from jaxserve.openai.response_replies import ResponseReply
@@ -197,7 +197,7 @@ INTERFACES = {
     RESPONSES: _OF_RESPONSES,
     INPUT_TOKENS: _OF_RESPONSES,
     MESSAGES: _OF_MESSAGES,
-    COUNT_TOKENS: replace(_OF_MESSAGES, translate=chat_of_count),
+    COUNT_TOKENS: replace(_OF_MESSAGES, translate=partial(chat_of_message, has_output=False)),
 }
 
 

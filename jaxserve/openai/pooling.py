@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, PoolingParams
-from jaxserve.errors import brief
 from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_prompt
-from jaxserve.openai.errors import BadRequestError, check_type
+from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import (
     CLASSIFICATION,
     EMBEDDINGS,
     POOLING,
     POOLING_PARAMETERS,
     ParsedRequest,
-    check_fields,
     naming_fields,
+    read_fields,
 )
 from jaxserve.openai.prompts import Prompt, completion_prompts, plain_prompts
 from jaxserve.openai.tools import Tools, detected_format
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
 
 TASKS = {EMBEDDINGS: EMBED, POOLING: None, CLASSIFICATION: CLASSIFY}  # tasks by path; None is the model's own
-_FORMATS = ("float", "base64")
 
 
 def parse_pooling(
@@ -65,13 +63,9 @@ def parse_pooling(
     Raises:
         BadRequestError: the body cannot be served.
     """
-    given = check_fields(url, body, own_name, model_names, may_stream=may_stream)
-    form = given.get("encoding_format", "float")
-    if form not in _FORMATS:
-        message = f"encoding_format must be one of {list(_FORMATS)}, got {brief(form)}"
-        raise BadRequestError(message, "encoding_format")
+    given, ignored = read_fields(url, body, own_name, model_names, may_stream=may_stream)
     with naming_fields(url):
-        options = {"task": TASKS[url]} | {name: given[name] for name in POOLING_PARAMETERS[url] & given.keys()}
+        options = {"task": TASKS[url]} | {name: given[name] for name in POOLING_PARAMETERS[url] if name in given}
         params = PoolingParams(**options)
     return ParsedRequest(
         url,
@@ -83,8 +77,8 @@ def parse_pooling(
         priority=given.get("priority"),
         pooling=params,
         labels=tuple(labels),
-        is_base64=form == "base64",
-        ignored=("user",) if "user" in given else (),
+        is_base64=given.get("encoding_format") == "base64",
+        ignored=tuple(ignored),
     )
 
 
@@ -93,9 +87,8 @@ def _prompts(
 ) -> list[Prompt]:
     """Return the prompts of a body: its input, or a chat."""
     if "messages" not in given:
-        if unread := sorted(given.keys() & PROMPT_FIELDS - {"add_special_tokens"}):
+        if unread := sorted(given.keys() & PROMPT_FIELDS.keys() - {"add_special_tokens"}):
             raise BadRequestError(f"{unread[0]} needs messages, and the body has input", unread[0])
-        check_type(given, "add_special_tokens", bool)
         prompts = completion_prompts(given.get("input"), "input")
         if given.get("add_special_tokens", True):
             return prompts

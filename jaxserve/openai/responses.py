@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.errors import brief
-from jaxserve.openai.errors import BadRequestError
-from jaxserve.openai.translation import SAMPLING, Fields, Json, Translation, by_type
+from jaxserve.openai.errors import BadRequestError, Json
+from jaxserve.openai.fields import (
+    ANY,
+    DROPPED,
+    IGNORED,
+    INTEGER,
+    LIST,
+    OBJECT,
+    SWITCH,
+    TEXT,
+    BodyReader,
+    ObjectFields,
+    choice,
+    each,
+    ignored,
+    needed,
+    only,
+)
+from jaxserve.openai.format import CHAT_FIELDS
+from jaxserve.openai.translation import CALLED_DIRECTLY, FUNCTION, SHARED_FIELDS, Translation, shared_values
 from jaxserve.text.messages import content_text
 
 RESPONSES, INPUT_TOKENS = "/v1/responses", "/v1/responses/input_tokens"
@@ -20,18 +38,77 @@ NAMES = {  # names of a chat's fields in a response's request
     "logprobs": "include",
 }
 
-_SAME = ("model", "stream", "temperature", "top_p", "parallel_tool_calls", "cache_salt", "priority")
-_SAMPLING = ("stop", "top_k", "chat_template_kwargs", "include_reasoning", *SAMPLING)
-_LABELS = (
-    *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-    "client_metadata",
-)
+_SAME = ("parallel_tool_calls", "stop", "include_reasoning")
 _LEFT_OUT = {  # tools that a model here cannot call, which coding agents send with every request
     *("web_search", "web_search_preview", "image_generation", "code_interpreter", "file_search", "mcp", "tool_search"),
     *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "custom", "namespace"),
 }
-_NOT_STORED = "responses are not stored; send the earlier items in input"
 _LOGPROBS, _ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+_NOT_STORED = "responses are not stored; send the earlier items in input"
+_FIELDS: ObjectFields = {
+    **SHARED_FIELDS,
+    **{name: CHAT_FIELDS[name] for name in _SAME},
+    **each(IGNORED, "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    **each(IGNORED, "prompt_cache_options", "client_metadata"),
+    "max_tool_calls": IGNORED,  # a limit of tools that the server runs, and there are none
+    "service_tier": ignored(only("auto", "default")),
+    "store": ignored(only(False, why=_NOT_STORED)),
+    "background": only(False, why=_NOT_STORED),
+    **each(only(why=_NOT_STORED), "previous_response_id", "conversation"),
+    "prompt": only(why="there are no stored prompts; send their text in input"),
+    "metadata": replace(OBJECT, is_kept=False),  # part of the reply
+    "truncation": choice("disabled", "auto"),
+    "max_output_tokens": ANY,
+    "enable_response_messages": SWITCH,
+    "instructions": TEXT,
+    "input": ANY,
+    "tools": LIST,
+    "tool_choice": ANY,
+    "include": LIST,
+    "top_logprobs": INTEGER,
+    **each(OBJECT, "stream_options", "text", "reasoning"),
+}
+_STREAM_OPTIONS: ObjectFields = {"include_obfuscation": DROPPED}
+_TEXT: ObjectFields = {"verbosity": IGNORED, "format": OBJECT}
+_REASONING: ObjectFields = {
+    "effort": TEXT,
+    **each(IGNORED, "summary", "generate_summary"),
+    "context": only("auto", "all_turns"),
+    "mode": only("standard"),
+}
+_FORMATS: Mapping[str, ObjectFields] = {
+    "text": {},
+    "json_object": {},
+    "json_schema": {"name": needed(TEXT), "schema": needed(OBJECT), "strict": SWITCH, "description": TEXT},
+}
+_TOOL = {"function": {**FUNCTION, "parameters": OBJECT, "output_schema": DROPPED}}  # what the function returns
+_NAMED = {"function": {"name": needed(TEXT)}}
+_CHOICES = {**_NAMED, "allowed_tools": {"tools": needed(LIST), "mode": needed(TEXT)}}
+_ITEM = each(DROPPED, "id", "status")
+_ITEMS: Mapping[str, ObjectFields] = {
+    "message": {
+        **_ITEM,
+        "phase": DROPPED,
+        "role": needed(choice("user", "assistant", "system", "developer")),
+        "content": ANY,
+    },
+    "reasoning": {
+        **_ITEM,
+        "content": LIST,
+        "summary": LIST,
+        "encrypted_content": only(why="it cannot be read here; send reasoning as reasoning_text"),
+    },
+    "function_call": {**_ITEM, **CALLED_DIRECTLY, **each(needed(TEXT), "name", "arguments", "call_id")},
+    "function_call_output": {**_ITEM, **CALLED_DIRECTLY, "name": DROPPED, "call_id": needed(TEXT), "output": ANY},
+}
+_TEXT_PART: ObjectFields = {
+    "text": needed(TEXT),
+    **each(DROPPED, "annotations", "logprobs", "prompt_cache_breakpoint"),
+}
+_PARTS: Mapping[str, ObjectFields] = {
+    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), _TEXT_PART),
+    "refusal": {"refusal": needed(TEXT)},
+}
 
 
 def chat_of_response(body: Json) -> Translation:
@@ -40,49 +117,39 @@ def chat_of_response(body: Json) -> Translation:
     Raises:
         BadRequestError: the request asks for something that there is not here; it names the field.
     """
-    fields = Fields(body, "the body", None)
-    ignored = set(fields.skip(*_LABELS, "max_tool_calls"))  # it limits tools that the server runs, and there are none
-    fields.take("metadata", dict)  # part of the reply
-    fields.any("timeout")  # the server has read it
-    options = Fields(fields.take("stream_options", dict, {}), "stream_options", "stream_options")
-    ignored |= {"stream_options"} if options.skip("include_obfuscation") else set()
-    options.end()
-    fields.demand("store", False, why=_NOT_STORED)
-    ignored |= {"store"} & body.keys() if body.get("store") is not None else set()
-    fields.demand("service_tier", "auto", "default")
-    ignored |= {"service_tier"} if body.get("service_tier") is not None else set()
-    fields.demand("previous_response_id", why=_NOT_STORED)
-    fields.demand("conversation", why=_NOT_STORED)
-    fields.demand("background", False, why=_NOT_STORED)
-    truncation = fields.choose("truncation", "disabled", "auto")
-    fields.demand("prompt", why="there are no stored prompts; send their text in input")
-    chat = fields.of_chats(*_SAME, *_SAMPLING)
-    if (limit := fields.any("max_output_tokens")) is not None:
-        chat["max_tokens"] = limit
-    if fields.take("enable_response_messages", bool):
+    reader = BodyReader()
+    given = reader.read(body, _FIELDS)
+    options = given.get("stream_options", {})
+    reader.read(options, _STREAM_OPTIONS, "stream_options", "stream_options")
+    reader.ignored |= {"stream_options"} if options else set()
+    chat = shared_values(given) | {name: given[name] for name in _SAME if name in given}
+    if "max_output_tokens" in given:
+        chat["max_tokens"] = given["max_output_tokens"]
+    if given.get("enable_response_messages"):
         chat["return_prompt_text"] = True
-    instructions = fields.take("instructions", str)
-    chat["messages"] = _messages(instructions, fields.any("input"))
-    given = fields.take("tools", list, [])
-    ignored |= {f"tools.{kind}" for tool in given if (kind := _left_out(tool)) is not None}
-    if tools := [tool for tool in given if _left_out(tool) is None]:
-        chat["tools"] = [by_type(tool, {"function": _tool}, "a tool", "tools") for tool in tools]
-    if (choice := fields.any("tool_choice")) is not None:
-        chat["tool_choice"] = _tool_choice(choice, ignored)
-    _read_text(chat, Fields(fields.take("text", dict, {}), "text", "text"), ignored)
-    _read_reasoning(chat, Fields(fields.take("reasoning", dict, {}), "reasoning", "reasoning"), ignored)
-    _read_logprobs(chat, fields.take("include", list, []), fields.take("top_logprobs", int), ignored)
-    fields.end()
-    return Translation(chat, frozenset(ignored), drops_turns=truncation == "auto")
+    chat["messages"] = _messages(reader, given.get("instructions"), given.get("input"))
+    if tools := _called_tools(given.get("tools", []), reader, "tools"):
+        read = (reader.read_variant(tool, _TOOL, "a tool", "tools")[1] for tool in tools)
+        chat["tools"] = [{"type": "function", "function": function} for function in read]
+    if "tool_choice" in given:
+        chat["tool_choice"] = _tool_choice(given["tool_choice"], reader)
+    text = reader.read(given.get("text", {}), _TEXT, "text", "text", "text.")
+    name, form = reader.read_variant(text.get("format", {"type": "text"}), _FORMATS, "text.format", "text")
+    chat["response_format"] = {"type": name, "json_schema": form} if form else {"type": name}
+    reasoning = reader.read(given.get("reasoning", {}), _REASONING, "reasoning", "reasoning", "reasoning.")
+    if "effort" in reasoning:
+        chat["reasoning_effort"] = reasoning["effort"]
+    _read_logprobs(chat, given.get("include", []), given.get("top_logprobs"), reader.ignored)
+    return Translation(chat, frozenset(reader.ignored), drops_turns=given.get("truncation") == "auto")
 
 
-def _read_logprobs(chat: Json, include: Sequence[Any], num_top: int | None, ignored: set[str]) -> None:
+def _read_logprobs(chat: Json, include: Sequence[Any], num_top: int | None, ignored_fields: set[str]) -> None:
     for wanted in include:
         if wanted not in (_LOGPROBS, _ENCRYPTED):
             message = f"include must be of {[_LOGPROBS, _ENCRYPTED]}, got {brief(wanted)}"
             raise BadRequestError(message, "include", "unsupported_value")
-    if _ENCRYPTED in include:  # thoughts are sent as text, which clients may send back
-        ignored.add("include")
+    if _ENCRYPTED in include:  # reasoning is sent as text, which clients may send back
+        ignored_fields.add("include")
     if _LOGPROBS in include or num_top:
         if chat.get("tools") and chat.get("tool_choice") != "none":
             message = f"{_LOGPROBS} cannot be had with tools, as not all tokens are of the text; use a chat"
@@ -90,90 +157,37 @@ def _read_logprobs(chat: Json, include: Sequence[Any], num_top: int | None, igno
         chat |= {"logprobs": True, "top_logprobs": num_top or 0}
 
 
-def _read_text(chat: Json, text: Fields, ignored: set[str]) -> None:
-    if text.skip("verbosity"):
-        ignored.add("text.verbosity")
-    form = text.take("format", dict, {"type": "text"})
-    text.end()
-    chat["response_format"] = by_type(
-        form,
-        {
-            "text": lambda _: {"type": "text"},
-            "json_object": lambda _: {"type": "json_object"},
-            "json_schema": _json_schema,
-        },
-        "text.format",
-        "text",
-    )
+def _called_tools(tools: Sequence[Any], reader: BodyReader, prefix: str) -> list[Any]:
+    """Return the tools that the model is told of."""
+    names = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
+    left_out = [isinstance(name, str) and name in _LEFT_OUT for name in names]
+    reader.ignored |= {f"{prefix}.{name}" for name, is_left_out in zip(names, left_out, strict=True) if is_left_out}
+    return [tool for tool, is_left_out in zip(tools, left_out, strict=True) if not is_left_out]
 
 
-def _json_schema(fields: Fields) -> Json:
-    described = {"name": fields.need("name", str), "schema": fields.need("schema", dict)}
-    if (strict := fields.take("strict", bool)) is not None:
-        described["strict"] = strict
-    if (description := fields.take("description", str)) is not None:
-        described["description"] = description
-    return {"type": "json_schema", "json_schema": described}
-
-
-def _read_reasoning(chat: Json, reasoning: Fields, ignored: set[str]) -> None:
-    if (effort := reasoning.take("effort", str)) is not None:
-        chat["reasoning_effort"] = effort
-    ignored |= {f"reasoning.{name}" for name in reasoning.skip("summary", "generate_summary")}
-    reasoning.demand("context", "auto", "all_turns")
-    reasoning.demand("mode", "standard")
-    reasoning.end()
-
-
-def _left_out(tool: Any) -> str | None:
-    """Return the type of a tool that the model is not told of; None for others."""
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    return kind if isinstance(kind, str) and kind in _LEFT_OUT else None
-
-
-def _tool(fields: Fields) -> Json:
-    function = {"name": fields.need("name", str)}
-    for name, kind in (("description", str), ("parameters", dict), ("strict", bool)):
-        if (value := fields.take(name, kind)) is not None:
-            function[name] = value
-    fields.skip("output_schema")  # the caller's function generates it
-    fields.demand("defer_loading", False)
-    fields.demand("allowed_callers", ["direct"])
-    return {"type": "function", "function": function}
-
-
-def _tool_choice(choice: Any, ignored: set[str]) -> Any:
-    if isinstance(choice, str):
-        return choice
-    readers: dict[str, Callable[[Fields], Any]] = {
-        "function": _named,
-        "allowed_tools": partial(_allowed, ignored=ignored),
-    }
-    return by_type(choice, readers, "tool_choice", "tool_choice")
-
-
-def _named(fields: Fields) -> Json:
-    return {"type": "function", "function": {"name": fields.need("name", str)}}
-
-
-def _allowed(fields: Fields, ignored: set[str]) -> Any:
-    given, mode, where = fields.need("tools", list), fields.need("mode", str), "a tool of tool_choice"
-    ignored |= {f"tool_choice.{kind}" for tool in given if (kind := _left_out(tool)) is not None}
-    tools = [by_type(tool, {"function": _named}, where, "tool_choice") for tool in given if _left_out(tool) is None]
-    if given and not tools and mode == "auto":  # the model may call none of those that it is told of
+def _tool_choice(given: Any, reader: BodyReader) -> Any:
+    if isinstance(given, str):
+        return given
+    name, choice = reader.read_variant(given, _CHOICES, "tool_choice", "tool_choice")
+    if name == "function":
+        return {"type": "function", "function": choice}
+    allowed = _called_tools(choice["tools"], reader, "tool_choice")
+    if choice["tools"] and not allowed and choice["mode"] == "auto":  # the model may call no tool that it is told of
         return "none"
-    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+    read = (reader.read_variant(tool, _NAMED, "a tool of tool_choice", "tool_choice")[1] for tool in allowed)
+    tools = [{"type": "function", "function": function} for function in read]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
 
 
-def _messages(instructions: str | None, given: Any) -> list[Json]:
-    turns = _Turns()
+def _messages(reader: BodyReader, instructions: str | None, given: Any) -> list[Json]:
+    turns = _Turns(reader)
     if instructions:
         turns.add("system", instructions)
     if isinstance(given, str):
         turns.add("user", given)
     elif isinstance(given, list):
         for item in given:
-            by_type(item, turns.readers, "an item of input", "input", default="message")
+            turns.add_item(*reader.read_variant(item, _ITEMS, "an item of input", "input", default="message"))
     else:
         raise BadRequestError(f"input must be text or a list of items, got {brief(given)}", "input")
     if not turns.messages:
@@ -182,21 +196,18 @@ def _messages(instructions: str | None, given: Any) -> list[Json]:
 
 
 class _Turns:
-    """Messages of a chat, from items. Thoughts, text and calls of one turn of the model are one message.
+    """Messages of a chat, from items; reasoning, text and tool calls of one turn of the model are one message.
+
+    Args:
+        reader: reader of the items' parts.
 
     Attributes:
         messages: the messages.
-        readers: reader of items of each type.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reader: BodyReader) -> None:
         self.messages: list[Json] = []
-        self.readers: dict[str, Callable[[Fields], None]] = {
-            "message": self._message,
-            "reasoning": self._reasoning,
-            "function_call": self._call,
-            "function_call_output": self._call_output,
-        }
+        self._reader = reader
 
     def add(self, role: str, content: str | list[Json]) -> None:
         """Add a message; instructions at the beginning are one message, as templates want it."""
@@ -206,69 +217,42 @@ class _Turns:
         else:
             self.messages.append({"role": role, "content": content})
 
+    def add_item(self, name: str, item: Json) -> None:
+        """Add an item of a type."""
+        match name:
+            case "message" if item["role"] == "assistant":
+                self._turn("content", "tool_calls")["content"] = self._content(item.get("content"))
+            case "message":
+                self.add("user" if item["role"] == "user" else "system", self._content(item.get("content")))
+            case "reasoning":
+                if text := content_text(self._content(item.get("content") or item.get("summary", []))):
+                    self._turn("reasoning", "content", "tool_calls").update({"reasoning": text, "content": ""})
+            case "function_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                turn = self._turn()
+                turn.setdefault("content", None)
+                turn.setdefault("tool_calls", []).append(
+                    {"id": item["call_id"], "type": "function", "function": function}
+                )
+            case "function_call_output":
+                text = content_text(self._content(item.get("output")))  # few templates read parts of results
+                self.messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+
     def _turn(self, *later: str) -> Json:
         """Return the open message of the model; a new one if there is none or if it has a part that comes `later`."""
-        if not self.messages or self.messages[-1]["role"] != "assistant" or (later and self._has(*later)):
+        if (
+            not self.messages
+            or self.messages[-1]["role"] != "assistant"
+            or any(self.messages[-1].get(part) for part in later)
+        ):
             self.messages.append({"role": "assistant"})
         return self.messages[-1]
 
-    def _has(self, *parts: str) -> bool:
-        return any(self.messages[-1].get(part) for part in parts)
-
-    def _message(self, item: Fields) -> None:
-        item.skip("id", "status", "phase")
-        role = item.need("role", str)
-        content = _content(item.any("content"))
-        if role == "assistant":
-            self._turn("content", "tool_calls")["content"] = content
-        elif role in ("user", "system", "developer"):
-            self.add("user" if role == "user" else "system", content)
-        else:
-            message = f"role must be user, assistant, system or developer, got {brief(role)}"
-            raise BadRequestError(message, "input", "unsupported_value")
-
-    def _reasoning(self, item: Fields) -> None:
-        item.skip("id", "status")
-        parts = item.take("content", list) or item.take("summary", list, [])
-        item.skip("summary")
-        item.demand("encrypted_content", why="it cannot be read here; send thoughts as reasoning_text")
-        if text := content_text(_content(parts)):
-            self._turn("reasoning", "content", "tool_calls").update({"reasoning": text, "content": ""})
-
-    def _call(self, item: Fields) -> None:
-        item.skip("id", "status")
-        item.demand("caller", {"type": "direct"})
-        function = {"name": item.need("name", str), "arguments": item.need("arguments", str)}
-        turn = self._turn()
-        turn.setdefault("content", None)
-        turn.setdefault("tool_calls", []).append(
-            {"id": item.need("call_id", str), "type": "function", "function": function}
-        )
-
-    def _call_output(self, item: Fields) -> None:
-        item.skip("id", "status", "name")
-        item.demand("caller", {"type": "direct"})
-        call_id = item.need("call_id", str)
-        text = content_text(_content(item.any("output")))  # few templates read parts of results
-        self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
-
-
-def _content(content: Any) -> str | list[Json]:
-    """Return a content, which is text or a list of parts, as a chat has it."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise BadRequestError(f"a content must be text or a list of parts, got {brief(content)}", "input")
-    texts = (by_type(part, _PARTS, "a part of a content", "input") for part in content)
-    return [{"type": "text", "text": text} for text in texts]
-
-
-def _plain(part: Fields) -> str:
-    part.skip("annotations", "logprobs", "prompt_cache_breakpoint")
-    return str(part.need("text", str))
-
-
-_PARTS: dict[str, Callable[[Fields], str]] = {
-    **dict.fromkeys(("input_text", "output_text", "text", "reasoning_text", "summary_text"), _plain),
-    "refusal": lambda part: str(part.need("refusal", str)),
-}
+    def _content(self, content: Any) -> str | list[Json]:
+        """Return a chat's form of a content, which is text or a list of parts."""
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            raise BadRequestError(f"a content must be text or a list of parts, got {brief(content)}", "input")
+        read = (self._reader.read_variant(part, _PARTS, "a part of a content", "input")[1] for part in content)
+        return [{"type": "text", "text": text} for part in read for text in part.values()]

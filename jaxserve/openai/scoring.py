@@ -15,7 +15,7 @@ from jaxserve.api.pooling_params import (
 from jaxserve.errors import brief
 from jaxserve.offline import scoring
 from jaxserve.openai.errors import BadRequestError
-from jaxserve.openai.format import RERANK_PATHS, SCORE_PATHS, ParsedRequest, check_fields, naming_fields
+from jaxserve.openai.format import RERANK_PATHS, SCORE_PATHS, ParsedRequest, naming_fields, read_fields
 from jaxserve.openai.pooling import WholeReply, vector_of
 
 if TYPE_CHECKING:
@@ -75,16 +75,14 @@ def parse_scoring(
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
     """
-    given = check_fields(url, body, own_name, model_names, may_stream=True)
+    given, ignored = read_fields(url, body, own_name, model_names, may_stream=True)
     texts = _read_texts(url, given)
     if len(texts.second) > max_prompts:
         message = (
             f"{texts.names[1]} must be at most {max_prompts} texts, got {len(texts.second)}; send several requests"
         )
         raise BadRequestError(message, texts.names[1])
-    if given.get("top_n", 0) < 0:
-        raise BadRequestError(f"top_n must be at least 0, which is all, got {given['top_n']}", "top_n")
-    limits = [_limit(given, name) for name in ("max_tokens_per_query", "max_tokens_per_doc")]
+    limits = [given.get(name) or None for name in ("max_tokens_per_query", "max_tokens_per_doc")]
     if tokenizer is None:
         raise BadRequestError("scores need a tokenizer, and the engine runs with skip_tokenizer_init", texts.names[0])
     first, second = (
@@ -115,7 +113,7 @@ def parse_scoring(
         request_id=given.get("request_id", ""),
         priority=given.get("priority"),
         pooling=params,
-        ignored=("user",) if "user" in given else (),
+        ignored=tuple(ignored),
     )
 
 
@@ -133,13 +131,6 @@ def shortened(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
     """Return the beginning of a text."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return text if len(token_ids) <= num_tokens else tokenizer.decode(token_ids[:num_tokens])
-
-
-def _limit(given: Json, name: str) -> int | None:
-    value = given.get(name, 0)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise BadRequestError(f"{name} must be a non-negative integer, where 0 is no limit, got {brief(value)}", name)
-    return value or None
 
 
 def _read_texts(url: str, given: Json) -> _Texts:

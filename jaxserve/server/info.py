@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve import __version__
+from jaxserve.api.schema import FieldType
 from jaxserve.core.prompt import outside_vocabulary
-from jaxserve.errors import brief
 from jaxserve.openai.chats import PROMPT_FIELDS, read_prompt
-from jaxserve.openai.errors import BadRequestError, check_type
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.fields import ANY, LIST, SWITCH, TEXT, BodyField, BodyReader, ObjectFields, needed
 from jaxserve.openai.format import check_model
 from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.pooling import TASKS
-from jaxserve.openai.refusals import refuse_unknown
 from jaxserve.openai.responses import INPUT_TOKENS
 from jaxserve.openai.scoring import SCORING_PATHS
 from jaxserve.openai.tools import read_tools
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).parent / "page.html"
 POOLING = (*TASKS, *SCORING_PATHS)
 MAX_TEXT_CHARS = 2**21  # of a text whose tokens are listed: making the list holds Python's lock
+_TOKENIZED: ObjectFields = {"model": ANY, "return_token_strs": SWITCH, "add_special_tokens": SWITCH}
+_TOKENIZED_TEXT: ObjectFields = {**_TOKENIZED, "prompt": needed(TEXT)}
+_TOKENIZED_CHAT: ObjectFields = {**_TOKENIZED, **PROMPT_FIELDS, "tools": ANY, "documents": LIST}
+_TOKEN_IDS = FieldType("a list of token ids", lambda ids: isinstance(ids, list) and {*map(type, ids)} <= {int})
+_DETOKENIZED: ObjectFields = {"model": ANY, "tokens": needed(BodyField(_TOKEN_IDS))}
 
 
 class Info:
@@ -79,19 +84,14 @@ class Info:
         return self._engine.tokenizer
 
     def _tokens(self, body: Json) -> Json:
-        tokenizer, given = self._tokenizer(), {name: value for name, value in body.items() if value is not None}
-        check_type(given, "add_special_tokens", bool)
+        tokenizer, is_chat = self._tokenizer(), body.get("messages") is not None
+        given = BodyReader().read(body, _TOKENIZED_CHAT if is_chat else _TOKENIZED_TEXT)
         self._check_model(given)
-        if "messages" in given:
-            refuse_unknown("body", given, {"model", "return_token_strs", "tools", "documents"} | PROMPT_FIELDS)
+        if is_chat:
             form, trusts = self._service.chat_format, self._service.config.trust_request_chat_template
             tokens = read_prompt(given, tokenizer, form, read_tools(given), takes_templates=trusts).token_ids
         else:
-            refuse_unknown("body", given, {"model", "prompt", "add_special_tokens", "return_token_strs"})
-            text = given.get("prompt")
-            if not isinstance(text, str):
-                raise BadRequestError(f"prompt must be text, got {brief(text)}", "prompt")
-            most = max(MAX_TEXT_CHARS, (tokenizer.bound.max_chars or 0) * self._max_model_len)
+            text, most = given["prompt"], max(MAX_TEXT_CHARS, (tokenizer.bound.max_chars or 0) * self._max_model_len)
             if len(text) > most:
                 message = f"prompt must have at most {most} characters, got {len(text)}; send it in parts"
                 raise BadRequestError(message, "prompt")
@@ -100,11 +100,9 @@ class Info:
         return {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens, "token_strs": pieces}
 
     def _text(self, body: Json) -> Json:
-        refuse_unknown("body", body, {"model", "tokens"})
-        self._check_model(body)
-        tokens, limit = body.get("tokens"), self._engine.arch.vocab_size
-        if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
-            raise BadRequestError(f"tokens must be a list of token ids, got {brief(tokens)}", "tokens")
+        given = BodyReader().read(body, _DETOKENIZED)
+        self._check_model(given)
+        tokens, limit = given["tokens"], self._engine.arch.vocab_size
         if tokens and not 0 <= min(tokens) <= max(tokens) < limit:
             raise BadRequestError(outside_vocabulary("tokens", tokens, limit), "tokens")
         return {"prompt": self._tokenizer().decode(tokens, skip_special_tokens=False)}
