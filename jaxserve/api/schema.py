@@ -55,18 +55,23 @@ class FieldType:
 
     def problem(self, name: str, value: object) -> str | None:
         """Return the error message for a value; None if it is accepted."""
-        return None if self.holds(value) else f"{name} must be {self.words}, got {brief(value)}{self.advice}"
+        return None if self.holds(value) else self._refusal(name, value)
+
+    def _refusal(self, name: str, value: object) -> str:
+        return f"{name} must be {self.words}, got {brief(value)}{self.advice}"
 
     def read(self, name: str, value: Any, error: Error) -> Any:
         """Return the stored value; raise `error` with a message if the given one is not accepted."""
-        if (problem := self.problem(name, value)) is not None:
-            raise error(problem)
+        if not self.holds(value):
+            raise error(self._refusal(name, value))
         if value is None and self.none_as is not None:
             return self.none_as()
         return self.convert(value) if self.items is None else self.items.read_all(name, value, error)
 
     def read_all(self, name: str, values: Sequence[Any], error: Error) -> list[Any]:
         """Return the stored values of a list; raise `error` for the first that is not accepted."""
+        if not values:
+            return []
         is_plain = self.is_interval and set(map(type, values)) == {int}
         if is_plain and self.holds(min(values)) and self.holds(max(values)):  # faster than looking at each
             return list(values)
@@ -88,8 +93,9 @@ def integer(low: int | None = None, high: int | None = None, words: str = "") ->
     least, most = -math.inf if low is None else low, math.inf if high is None else high
 
     def holds(value: Any) -> bool:
-        is_integer = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-        return is_integer and least <= value <= most
+        if type(value) is int:  # nearly always
+            return least <= value <= most
+        return isinstance(value, Integral) and not isinstance(value, bool) and least <= value <= most
 
     if high is None:
         known = {None: "an integer", 0: "an integer of 0 or more", 1: "a positive integer"}
@@ -111,7 +117,7 @@ def number(low: int | float = -math.inf, high: int | float = math.inf, *, exclud
     """Return the type of finite numbers within bounds, the upper one included."""
 
     def holds(value: Any) -> bool:
-        is_real = isinstance(value, Real) and not isinstance(value, bool)
+        is_real = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
         return (
             is_real
             and abs(value) <= sys.float_info.max
