@@ -24,15 +24,15 @@ def letters(*merged: str) -> Encode:
     return encode
 
 
-def test_a_space_that_is_a_token_adds_nothing() -> None:
+def test_bad_word_gets_one_sequence_if_the_space_is_a_token() -> None:
     assert encode_bad_words(["ab", "c"], letters()) == ((97, 98), (99,))
 
 
-def test_a_space_that_belongs_to_the_first_token_adds_a_sequence() -> None:
+def test_bad_word_gets_a_second_sequence_with_a_leading_space() -> None:
     assert encode_bad_words(["ab", " ab", "c"], letters(" a")) == ((97, 98), (256, 98), (99,))
 
 
-def test_a_word_that_is_shorter_behind_a_space_is_found_by_its_own_tokens() -> None:
+def test_bad_word_with_fewer_tokens_after_a_space_keeps_one_sequence() -> None:
     assert encode_bad_words(["ab"], letters(" ab")) == ((97, 98),)
 
 
@@ -44,6 +44,6 @@ def test_a_word_that_is_shorter_behind_a_space_is_found_by_its_own_tokens() -> N
         (["a" + chr(i) for i in range(33, 66)], "at most 64 sequences of tokens, got 66 from 33 words"),
     ],
 )
-def test_too_long_or_many(words: list[str], message: str) -> None:
+def test_too_long_or_too_many_bad_words_are_refused(words: list[str], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         encode_bad_words(words, letters(" a"))

@@ -66,7 +66,7 @@ def test_text_parts_are_joined(tmp_path: Path) -> None:
         ("x", {"continue_final_message": True, "add_generation_prompt": False}, "writes the last message as it is"),
     ],
 )
-def test_what_a_template_cannot_do_is_a_request_error(
+def test_template_failures_are_request_errors(
     tmp_path: Path, template: str | None, variables: dict, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
@@ -102,7 +102,7 @@ def test_malformed_messages_are_refused(tmp_path: Path, messages: Any, message: 
         chat("x", tmp_path, messages)
 
 
-def test_template_of_all_chats_is_checked_at_the_start(tmp_path: Path) -> None:
+def test_default_chat_template_is_checked_at_startup(tmp_path: Path) -> None:
     directory = tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level(), chat_template="its own")
     file = tmp_path / "other.jinja"
     file.write_text("of a file")

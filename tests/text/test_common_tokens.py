@@ -19,7 +19,7 @@ def load(directory: Path, backend: tokenizers.Tokenizer) -> Tokenizer:
     return load_tokenizer(tiny_tokenizers.write(directory, backend, **SPECIAL))
 
 
-def test_the_same_tokenizer_with_other_ids_is_a_permutation(tmp_path: Path) -> None:
+def test_permuted_vocabulary_has_every_token_in_common(tmp_path: Path) -> None:
     own = tiny_tokenizers.byte_level()
     state = json.loads(own.to_str())
     vocab = state["model"]["vocab"]

@@ -100,7 +100,7 @@ def both(source: str, messages: list[dict[str, Any]], given: list[dict[str, Any]
 
 
 @pytest.mark.parametrize("name", ALONE)
-def test_templates_of_parts_get_lists_and_never_lose_a_string(name: str) -> None:
+def test_templates_that_read_parts_get_lists_and_print_strings(name: str) -> None:
     template = ChatTemplate(ALONE[name], SPECIAL)
     assert template.reads_parts
     assert not template.reads_strings
@@ -112,7 +112,7 @@ def test_templates_of_parts_get_lists_and_never_lose_a_string(name: str) -> None
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_templates_of_both_get_messages_as_they_are(name: str) -> None:
+def test_templates_that_read_both_get_unchanged_messages(name: str) -> None:
     template = ChatTemplate(BOTH[name], SPECIAL)
     assert template.reads_parts
     assert template.reads_strings
@@ -122,7 +122,7 @@ def test_templates_of_both_get_messages_as_they_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STRINGS)
-def test_templates_of_strings_get_lines(name: str) -> None:
+def test_templates_that_read_strings_get_joined_lines(name: str) -> None:
     assert not ChatTemplate(STRINGS[name], SPECIAL).reads_parts
     for texts in TEXTS:
         lists = conversation(parts("be kind"), parts(*texts), "so", parts("x", "y"))
@@ -130,7 +130,7 @@ def test_templates_of_strings_get_lines(name: str) -> None:
         both(STRINGS[name], lists, lines, add_generation_prompt=True)
 
 
-def test_formats_can_be_chosen() -> None:
+def test_content_format_option_overrides_detection() -> None:
     shown = "{% for message in messages %}{{ message.content | tojson }}{% endfor %}"
     assert rendered(shown, conversation("a", parts("b", "c")), "string") == '"a""b\\nc"'
     expected = '[{"type": "text", "text": "a"}][{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]'
@@ -139,7 +139,7 @@ def test_formats_can_be_chosen() -> None:
     assert rendered(BOTH["either"], conversation("b"), "openai") == "<|system|>b;</s>"
 
 
-def test_parts_are_text_where_a_template_prints_a_content() -> None:
+def test_printed_parts_show_their_text() -> None:
     source = (
         "{% if messages[0].role == 'system' %}{{ 'SYS ' + messages[0].content + '/' ~ messages[0].content | trim }}"
         "{{ messages[0].content.split('n') | join('N') }}{% endif %}"
@@ -156,14 +156,14 @@ def test_parts_are_text_where_a_template_prints_a_content() -> None:
         ("{{ message['content'] }}", ""),  # transformers prints None
     ],
 )
-def test_message_of_calls_without_content(said: str, expected: str) -> None:
+def test_tool_call_message_without_content(said: str, expected: str) -> None:
     messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]
     assert rendered(over_messages(said), messages) == f"<|assistant|>{expected}</s>"
     if expected:
         both(over_messages(said), messages, messages)
 
 
-def test_other_parts_of_text() -> None:
+def test_refusal_and_thinking_parts_become_text() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": ["a", {"type": "input_text", "text": "b", "cache_control": None}]},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}, {"type": "thinking", "thinking": "t"}]},
@@ -196,7 +196,7 @@ def test_continued_message_ends_as_in_transformers(source: str, final: Any) -> N
 @pytest.mark.parametrize(
     ("source", "final"), [("{{ messages[0].content }}", "x"), (STRINGS["plain"], None), (ALONE["loop"], [])]
 )
-def test_what_cannot_be_continued_is_an_error(source: str, final: Any) -> None:
+def test_continuing_an_unsuitable_message_is_refused(source: str, final: Any) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": final, "tool_calls": [{}]}]
     with pytest.raises(RequestError, match=r"^continue_final_message needs a"):
         ChatTemplate(source, SPECIAL).render_chat(messages, {}, continue_final_message=True)

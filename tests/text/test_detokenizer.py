@@ -49,7 +49,7 @@ def test_any_tokens_of_any_family_give_growing_text(family: Tokenizer, ids: list
 
 @settings(max_examples=examples(60))
 @given(prompt=st.text("ab é", max_size=6), text=st.text("ab é東", max_size=20))
-def test_text_goes_on_where_the_prompt_ends(family: Tokenizer, prompt: str, text: str) -> None:
+def test_text_continues_the_prompt(family: Tokenizer, prompt: str, text: str) -> None:
     whole = family.encode(prompt + " " + text)
     for split in range(len(whole) + 1):
         detokenizer = Detokenizer(family, SamplingParams(), whole[:split])
@@ -60,7 +60,7 @@ def test_text_goes_on_where_the_prompt_ends(family: Tokenizer, prompt: str, text
             assert before + detokenizer.text == family.decode(whole)
 
 
-def test_wrong_bytes_of_byte_fallback_do_not_take_right_ones_along(tmp_path: Path) -> None:
+def test_invalid_fallback_bytes_leave_valid_ones_visible(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_fallback()))
     euro_and_wrong = [3 + byte for byte in (*"€".encode(), 0xFF, *"é".encode())]
     assert incremental(tokenizer, euro_and_wrong)[0] == "€\N{REPLACEMENT CHARACTER}é"
@@ -93,7 +93,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
     stops=st.lists(st.text("ab \N{REPLACEMENT CHARACTER}", min_size=1, max_size=4), min_size=1, max_size=3),
     keep=st.booleans(),
 )
-def test_stop_strings_end_the_text_wherever_tokens_cut_them(
+def test_stop_strings_end_the_text_across_token_boundaries(
     byte_level: Tokenizer, data: st.DataObject, stops: list[str], keep: bool
 ) -> None:
     wanted = [*byte_level.encode("ab", False), *byte_level.encode("a b", False), *byte_level.encode(" é", False)]
@@ -134,7 +134,7 @@ def test_stop_strings_count_only_after_min_tokens(byte_level: Tokenizer) -> None
         assert (stop is None) == (min_tokens == 6)
 
 
-def test_without_detokenize_there_is_no_text(byte_level: Tokenizer) -> None:
+def test_detokenize_false_gives_no_text(byte_level: Tokenizer) -> None:
     assert incremental(byte_level, [5, 6], detokenize=False) == ("", None)
     detokenizer = Detokenizer(None, SamplingParams())
     assert detokenizer.push([5]) is None

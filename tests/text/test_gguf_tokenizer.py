@@ -150,7 +150,7 @@ def test_byte_level(tmp_path: Path, pre: str) -> None:
 
 
 @pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", True), ("qwen2", False)])
-def test_first_token_by_default(tmp_path: Path, pre: str, begins: bool) -> None:
+def test_bos_default_per_pre_tokenizer(tmp_path: Path, pre: str, begins: bool) -> None:
     """Where the file does not say whether a text begins with a token, it does as llama.cpp has it for its models."""
     original = byte_level(pre)
     ids = {"bos_token_id": original.token_to_id(SPECIAL[0])}
@@ -215,7 +215,7 @@ def test_chat_templates(tmp_path: Path) -> None:
     assert load_tokenizer(path).chat_template == {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
 
 
-def test_unknown_kinds_are_refused(tmp_path: Path) -> None:
+def test_unknown_tokenizers_are_refused(tmp_path: Path) -> None:
     """Another split would give other ids silently, so the name of one that is not known is an error."""
     original = byte_level("gpt-2")
     merges = merges_of(original)

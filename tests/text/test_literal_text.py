@@ -108,7 +108,7 @@ HARMLESS = ["a <think> b </think>", "x < y\n\n", "  東京 [x] ", "if a<b: pass"
 
 @given(turns=st.lists(st.sampled_from(HARMLESS), min_size=1))
 @settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_messages_without_special_tokens_are_encoded_as_ever(tokenizer: Tokenizer, turns: list[str]) -> None:
+def test_messages_without_special_tokens_are_encoded_as_usual(tokenizer: Tokenizer, turns: list[str]) -> None:
     chat = tokenizer.render_chat([{"role": "user", "content": turn} for turn in turns], {})
     for adds_special in (False, True):
         assert tokenizer.encode_chat(chat, adds_special) == tokenizer.encode(chat.text, adds_special)
@@ -126,14 +126,14 @@ QWEN = (
 )
 
 
-def test_templates_may_look_for_other_strings(tokenizer: Tokenizer) -> None:
+def test_templates_may_search_for_ordinary_strings(tokenizer: Tokenizer) -> None:
     messages = [{"role": "assistant", "content": "<think>so</think>x<|im_end|>"}]
     chat = tokenizer.render_chat(messages, {}, QWEN)
     assert chat.text == "<|im_start|>assistant\nx<|im_end|><|im_end|>"
     assert special(tokenizer, tokenizer.encode_chat(chat)) == ["<|im_start|>", "<|im_end|>"]
 
 
-def test_templates_that_look_for_special_tokens_are_refused_them(tokenizer: Tokenizer) -> None:
+def test_chats_whose_template_searches_for_special_tokens_are_refused(tokenizer: Tokenizer) -> None:
     source = "{{ messages[0].content.split('<|im_end|>')[0] }}"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a < b"}], chat_template=source) == "a < b"
     with pytest.raises(RequestError, match="special tokens in messages must be text"):
@@ -147,6 +147,6 @@ def test_a_continued_message_may_end_in_special_tokens(tokenizer: Tokenizer) -> 
     assert special(tokenizer, tokenizer.encode_chat(chat)) == ["<|im_start|>"]
 
 
-def test_it_needs_a_tokenizer_json(tmp_path: Path) -> None:
+def test_literal_special_tokens_need_a_tokenizer_json(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"special_tokens_as_text needs a tokenizer.json"):
         loading._from_transformers(SimpleNamespace(special_tokens_map={}), {}, tmp_path, LITERAL)  # type: ignore[arg-type]

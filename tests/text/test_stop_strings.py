@@ -28,7 +28,9 @@ def longest_beginning(text: str, stops: list[str]) -> int:
 
 @settings(max_examples=examples(200))
 @given(stops=STOPS, pieces=st.lists(st.tuples(st.text("abc", max_size=5), st.booleans()), max_size=8))
-def test_scanning_pieces_is_searching_the_text(stops: list[str], pieces: list[tuple[str, bool]]) -> None:
+def test_scanning_in_pieces_finds_the_same_stop_string_as_a_search(
+    stops: list[str], pieces: list[tuple[str, bool]]
+) -> None:
     automaton, state, text = StopStrings(stops), StopStrings.START, ""
     for piece, may_stop in pieces:
         state, num_read, stop = automaton.scan(state, piece, may_stop)
@@ -52,7 +54,7 @@ class CountingDict(dict[str, int]):
 
 
 @pytest.mark.parametrize("num_stops", [1, 8, 64])
-def test_a_character_costs_the_same_however_many_there_are(num_stops: int) -> None:
+def test_cost_per_character_is_independent_of_the_number_of_stop_strings(num_stops: int) -> None:
     stops = ["a" * (63 - i) + chr(ord("b") + i) for i in range(num_stops)]
     automaton = StopStrings(stops)
     automaton._next = [CountingDict(deeper) for deeper in automaton._next]
@@ -63,7 +65,7 @@ def test_a_character_costs_the_same_however_many_there_are(num_stops: int) -> No
     assert CountingDict.count <= 2 * len(text)
 
 
-def test_the_number_and_the_length_are_bounded() -> None:
+def test_number_and_length_of_stop_strings_are_bounded() -> None:
     most = [f"{i:0{MAX_STOP_CHARS // MAX_STOP_STRINGS}d}" for i in range(MAX_STOP_STRINGS)]
     assert SamplingParams(stop=most).stop == most
     for stop, got in (
@@ -76,7 +78,7 @@ def test_the_number_and_the_length_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("value", [0, False, {}, "", 0.0, b""])
-def test_what_is_empty_but_no_list_is_refused(value: object) -> None:
+def test_empty_values_that_are_not_lists_are_refused(value: object) -> None:
     with pytest.raises(RequestError, match="stop must be a non-empty string or a list"):
         SamplingParams(stop=value)
     with pytest.raises(RequestError, match="stop_token_ids must be a list"):

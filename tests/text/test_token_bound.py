@@ -45,7 +45,7 @@ PIECES = st.sampled_from(
 )
 
 
-def test_these_tokenizers_have_a_bound() -> None:
+def test_common_tokenizers_have_a_token_bound() -> None:
     assert {name: bound.max_chars is not None for name, bound in BOUNDS.items()} == dict.fromkeys(BACKENDS, True)
     assert BOUNDS["byte level"].num_tokens("x" * 1000) == 250
     assert BOUNDS["stripping"].drops_spaces
@@ -53,12 +53,12 @@ def test_these_tokenizers_have_a_bound() -> None:
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(BACKENDS)), st.lists(PIECES | st.text(max_size=5), max_size=30))
-def test_no_text_has_fewer_tokens(name: str, pieces: list[str]) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound(name: str, pieces: list[str]) -> None:
     text = "".join(pieces).encode(errors="ignore").decode()
     assert BOUNDS[name].num_tokens(text) <= len(BACKENDS[name].encode(text, add_special_tokens=False).ids)
 
 
-def test_what_may_drop_text_has_no_bound() -> None:
+def test_tokenizers_that_may_drop_text_have_no_bound() -> None:
     unknown = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     unknown.pre_tokenizer = pre_tokenizers.Whitespace()
     stripped = byte_level(normalizer=normalizers.Strip())

@@ -203,7 +203,7 @@ def test_offsets_of_the_end_of_a_text(family: Family) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_offsets_of_a_part_of_a_repetitive_text(family: Family, side: str) -> None:
+def test_offsets_of_truncated_repetitive_text(family: Family, side: str) -> None:
     """The tokens that are kept do not show the side on which they were cut off."""
     text, token_ids = "to " * 12, [5]
     body = {"logprobs": 2, "echo": True, "truncation_side": side}
@@ -240,7 +240,7 @@ def test_offsets_with_stop_strings_and_special_tokens(family: Family, step: int,
         assert whole["stop_reason"] == stop
 
 
-def test_a_character_of_which_the_end_is_missing(family: Family) -> None:
+def test_incomplete_character_at_the_end_gets_replacement_text(family: Family) -> None:
     token_ids = family.own.encode("a 😀", add_special_tokens=False)[:-1]
     whole, streamed = run(family, family.own.encode("Once"), token_ids, {"logprobs": 2}, step=1)
     assert streamed == {name: whole[name] for name in ("text", "logprobs")}
@@ -248,7 +248,7 @@ def test_a_character_of_which_the_end_is_missing(family: Family) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS[:4])
-def test_bytes_of_a_chat_are_the_tokens_own(family: Family, text: str) -> None:
+def test_chat_logprob_bytes_are_the_bytes_of_each_token(family: Family, text: str) -> None:
     token_ids = family.own.encode(text, add_special_tokens=False)
     body = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2}
     whole, streamed = run(family, family.own.encode("Once"), token_ids, body, step=1)

@@ -29,7 +29,7 @@ SAMPLES = [
 @pytest.mark.parametrize(
     "kind", ["PreTrainedTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer"]
 )
-def test_is_what_transformers_loads(kind: str, tmp_path: Path) -> None:
+def test_encoding_equals_transformers(kind: str, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     directory = tiny_tokenizers.saved_by_transformers(kind, tmp_path)
@@ -77,7 +77,7 @@ def check_hugging_face_interface(hf: Any, theirs: Any, ours: Tokenizer) -> None:
         assert hf.apply_chat_template(chat)["input_ids"] == ours.apply_chat_template(chat, False, tokenize=True)
 
 
-def test_the_hugging_face_tokenizer_cuts_text_as_the_engine_does(tmp_path: Path) -> None:
+def test_loaded_hf_tokenizer_encodes_like_the_engine(tmp_path: Path) -> None:
     """AutoTokenizer takes the class from config.json, and that class would split text as Llama 2 does."""
     directory = tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level(), bos_token="<s>", eos_token="</s>")
     (directory / "config.json").write_text('{"model_type": "llama"}')
@@ -122,14 +122,14 @@ def test_special_tokens_of_the_configuration_are_added(tmp_path: Path) -> None:
     assert tokenizer.special_tokens == {"eos_token": "<|a|>", "image_token": "<|img|>"}
 
 
-def test_special_tokens_map_is_the_older_place(tmp_path: Path) -> None:
+def test_special_tokens_map_of_older_checkpoints_is_read(tmp_path: Path) -> None:
     directory = tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level())
     (directory / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>"}}')
     tokenizer = load_tokenizer(directory)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
 
 
-def test_generation_config_adds_ends(tmp_path: Path) -> None:
+def test_generation_config_adds_eos_ids(tmp_path: Path) -> None:
     directory = tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level(), eos_token="</s>")
     (directory / "config.json").write_text('{"eos_token_id": 9}')
     assert load_tokenizer(directory).eos_token_ids == (1, 9)
@@ -138,7 +138,7 @@ def test_generation_config_adds_ends(tmp_path: Path) -> None:
     assert load_tokenizer(directory).eos_token_id == 1
 
 
-def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+def test_stored_truncation_and_padding_are_disabled(tmp_path: Path) -> None:
     backend = tiny_tokenizers.byte_level()
     backend.enable_truncation(2)
     backend.enable_padding(length=50)
@@ -160,7 +160,7 @@ def test_without_tokenizer_json_transformers_loads(tmp_path: Path) -> None:
     assert load_hf_tokenizer(tmp_path).encode("naïve 東京") == tokenizer.encode("naïve 東京")
 
 
-def test_what_does_not_load_says_what_was_looked_for(tmp_path: Path) -> None:
+def test_missing_tokenizer_error_names_the_expected_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"must be a local directory or a \.gguf file, got 'no/such'"):
         load_tokenizer("no/such")
     with pytest.raises(ConfigError, match=r"looked for tokenizer.json, then .*vocab.json"):
@@ -201,7 +201,7 @@ ABSURD = {
 
 
 @pytest.mark.parametrize(("name", "content"), [(name, text) for name, texts in ABSURD.items() for text in texts])
-def test_absurd_files_are_refused_in_a_line(tmp_path: Path, name: str, content: str) -> None:
+def test_malformed_files_are_refused_in_one_line(tmp_path: Path, name: str, content: str) -> None:
     tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level())
     (tmp_path / name).write_text(content)
     if name == "special_tokens_map.json":
@@ -240,7 +240,7 @@ def test_long_texts_and_pairs_are_encoded_like_short_ones(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("with_special", [True, False])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_truncation_is_that_of_transformers(tmp_path: Path, with_special: bool, side: str) -> None:
+def test_truncation_equals_transformers(tmp_path: Path, with_special: bool, side: str) -> None:
     tokenizer = tiny_tokenizers.byte_fallback()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]

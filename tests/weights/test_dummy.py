@@ -37,7 +37,7 @@ ROWS = [
 ]
 
 
-def test_shapes_and_constants():
+def test_dummy_shapes_and_constants():
     params = weights.dummy(ROWS, 0, jnp.bfloat16)
     assert jax.tree.map(jnp.shape, params) == {
         "embed": (301, 64),
@@ -49,7 +49,7 @@ def test_shapes_and_constants():
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**40])
-def test_values_depend_on_seed_and_path_alone(seed):
+def test_values_depend_only_on_seed_and_path(seed):
     params = weights.dummy(ROWS, seed, jnp.float32)
     for row in ROWS[:2]:
         alone = weights.dummy([row], seed, jnp.float32)
@@ -59,7 +59,7 @@ def test_values_depend_on_seed_and_path_alone(seed):
     assert correlation(params["layers"][0]["w"], params["layers"][1]["w"]) < 0.05
 
 
-def test_distribution():
+def test_dummy_weights_are_nearly_normal():
     x = np.asarray(weights.dummy([Row(("w",), (1001, 512))], 3, jnp.float32)["w"])
     assert abs(x.mean()) < 1e-4
     assert abs(x.std() - 0.02) < 1e-4

@@ -47,7 +47,7 @@ NATIVE = [kind for kind, scheme in GGUF_SCHEMES.items() if SchemeFormat(scheme).
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_those_of_the_package(tmp_path: Path, kind: str) -> None:
+def test_weights_equal_the_gguf_packages_dequantisation(tmp_path: Path, kind: str) -> None:
     """Every parameter is bit for bit what `gguf.quants.dequantize` returns, and matrices are held as stored."""
     model = write_gguf(tmp_path / "model.gguf", kind, **ONE_LAYER)
     arch, specs, params = loaded(tmp_path)
@@ -67,7 +67,7 @@ def test_weights_are_those_of_the_package(tmp_path: Path, kind: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("kind", some_by_default(NATIVE, "Q4_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K"))
-def test_native_kernels_multiply_what_is_stored(tmp_path: Path, kind: str) -> None:
+def test_native_kernels_use_the_stored_elements(tmp_path: Path, kind: str) -> None:
     """Products are those of the encoded weights in float64; minima are zero points that are not whole."""
     model = write_gguf(tmp_path / "model.gguf", kind, **ONE_LAYER)
     _, specs, params = loaded(tmp_path, native=True)
@@ -125,7 +125,7 @@ CASES: dict[str, dict[str, Any]] = {  # of one layer, but for Gemma
 
 
 @pytest.mark.parametrize("name", some_by_default(list(CASES), *BY_DEFAULT))
-def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
     """Logits are those of the model that was written; transformers reads the same from the file."""
     model = write_gguf(tmp_path / "model.gguf", **{**ONE_LAYER, **CASES[name]})
     is_native = name not in KINDS and packed_linear.unsupported("int4", "cpu") is None  # whose programs are smaller
@@ -159,7 +159,7 @@ CONVERTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("family", CONVERTED)
-def test_config_is_the_one_that_was_converted(tmp_path: Path, family: str) -> None:
+def test_config_equals_the_converted_models(tmp_path: Path, family: str) -> None:
     model = write_gguf(tmp_path / "model.gguf", "F16", family=family, **CONVERTED[family])
     model.save_pretrained(tmp_path / "hf")
     converted, original = (
@@ -170,7 +170,7 @@ def test_config_is_the_one_that_was_converted(tmp_path: Path, family: str) -> No
     assert converted.norm_eps == pytest.approx(original.norm_eps)
 
 
-def test_early_files_have_a_tensor_for_each_expert(tmp_path: Path) -> None:
+def test_early_files_with_separate_expert_tensors_are_read(tmp_path: Path) -> None:
     def split(tensors: dict[str, Any]) -> None:
         for name in [name for name in tensors if "_exps" in name]:
             data, kind = tensors.pop(name)
@@ -185,7 +185,7 @@ def test_early_files_have_a_tensor_for_each_expert(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, new, early)
 
 
-def test_fields_of_gemma(tmp_path: Path) -> None:
+def test_gemma_fields(tmp_path: Path) -> None:
     """Files leave out the factor of queries, which the largest models have otherwise, and may list local layers."""
 
     def metadata(writer: gguf.GGUFWriter) -> None:
@@ -222,7 +222,7 @@ def test_yarn_factors(tmp_path: Path, name: str, wanted: float) -> None:
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("kind", some_by_default(list(KINDS), "Q4_0", "Q4_K"))
-def test_plans_count_the_bytes_that_are_loaded(tmp_path: Path, kind: str, num_devices: int) -> None:
+def test_planned_bytes_equal_loaded_bytes(tmp_path: Path, kind: str, num_devices: int) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, kind, **ONE_LAYER)
     arch, _, params = loaded(path)
@@ -285,7 +285,7 @@ def vocabulary() -> tuple[tiny_tokenizers.Tokenizer, list[str], list[str]]:
     return tokenizer, sorted(ids, key=ids.__getitem__), [" ".join(pair) for pair in merges]
 
 
-def test_tokenizer_of_the_file(tmp_path: Path) -> None:
+def test_tokenizer_in_the_file_encodes_like_the_original(tmp_path: Path) -> None:
     """Texts become the ids of the tokenizer that was converted, after the token that begins a sequence."""
     original, tokens, merges = vocabulary()
     path = tmp_path / "model.gguf"
@@ -306,7 +306,7 @@ def test_tokenizer_of_the_file(tmp_path: Path) -> None:
         assert load_hf_tokenizer(place)(text).input_ids == ids
 
 
-def test_a_file_without_a_tokenizer_says_what_to_pass(tmp_path: Path) -> None:
+def test_missing_tokenizer_error_names_the_options(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", "F16", **ONE_LAYER)
     with pytest.raises(ConfigError, match=r"must have a tokenizer .* pass a directory as tokenizer="):
         LLM(str(tmp_path / "model.gguf"))
@@ -373,7 +373,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_models_that_are_not_supported_are_named(tmp_path: Path, name: str) -> None:
+def test_unsupported_models_are_named(tmp_path: Path, name: str) -> None:
     fault, message = FAULTS[name]
     path = tmp_path / "model.gguf"
     write_gguf(path, **{"kind": "F16", **ONE_LAYER, **fault})
@@ -381,7 +381,7 @@ def test_models_that_are_not_supported_are_named(tmp_path: Path, name: str) -> N
         LLM(str(path), skip_tokenizer_init=True, **SIZES)
 
 
-def test_the_package_is_named_if_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gguf_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "model.gguf", "F16", **ONE_LAYER)
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ConfigError, match=r"needs the gguf package: pip install 'jaxserve\[gguf\]'"):

@@ -138,7 +138,7 @@ ATTACKS = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_a_file_is_refused_in_a_line(tmp_path: Path, name: str) -> None:
+def test_hostile_json_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
     attack = ATTACKS[name]
     if attack.file != "model.gguf":
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -192,7 +192,7 @@ def test_a_gguf_file_with_another_byte_is_refused_or_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("claimed", "most"), [(2**64 - 1, 192), (193, 192), (150_000_000, 100_000_000)])
-def test_a_header_of_a_false_length_is_not_read(tmp_path: Path, claimed: int, most: int) -> None:
+def test_header_with_a_false_length_is_not_read(tmp_path: Path, claimed: int, most: int) -> None:
     file = tmp_path / "model.safetensors"
     with file.open("wb") as out:  # sparse if large: it takes no space on the disk
         out.write(claimed.to_bytes(8, "little") + b"{}")
@@ -216,7 +216,7 @@ OUTSIDE = ["../other/model.safetensors", "{outside}/model.safetensors", "down/..
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "x" * 5000, "x\0", ""])
-def test_an_index_opens_no_files_elsewhere(tmp_path: Path, params: dict[str, Any], name: str) -> None:
+def test_index_opens_no_files_outside_the_directory(tmp_path: Path, params: dict[str, Any], name: str) -> None:
     """Names lead nowhere else, whatever is there; links, of which the cache of the hub is made, do."""
     inside, outside = tmp_path / "model", tmp_path / "other"
     inside.mkdir()

@@ -89,9 +89,7 @@ def orbax(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", some_by_default(["float32", "float16", "bfloat16"], "bfloat16"))
 @pytest.mark.parametrize("family", some_by_default(FAMILIES, "gpt2", "gpt_oss", "qwen3_5"))
-def test_there_and_back_is_the_same_to_the_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
-) -> None:
+def test_round_trip_keeps_every_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str) -> None:
     """Conversion keeps odd sizes, ties, biases and several files; chunks cut tensors, written a few at a time."""
     monkeypatch.setattr(orbax_store, "_GROUP_BYTES", 20_000)
     monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 1000)
@@ -111,7 +109,7 @@ def test_there_and_back_is_the_same_to_the_bit(
     assert not list(back.rglob("*orbax*"))
 
 
-def test_orbax_itself_finds_the_names_of_hugging_face(source: Path, orbax: Path) -> None:
+def test_orbax_reads_hugging_face_names(source: Path, orbax: Path) -> None:
     loaded = ocp.load(orbax / "orbax")
     expected = safetensors_store.open_tensors(source)
     assert loaded.keys() == expected.keys()
@@ -120,7 +118,7 @@ def test_orbax_itself_finds_the_names_of_hugging_face(source: Path, orbax: Path)
         np.testing.assert_array_equal(array, expected[name])
 
 
-def test_what_is_not_loaded_is_kept(tmp_path: Path) -> None:
+def test_tensors_that_are_not_loaded_are_converted_too(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf", "llama", tie_word_embeddings=True)
     file = tmp_path / "hf" / "model.safetensors"
     more = {"lm_head.weight": np.ones((131, 64), np.float32), "a.rotary_emb.inv_freq": np.arange(8.0)}
@@ -138,7 +136,7 @@ if packed_linear.unsupported("float32", "cpu") is None:  # packed matrices need 
 
 
 @pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
-def test_loads_as_the_files_it_was_made_from(
+def test_orbax_loads_like_its_safetensors_source(
     source: Path, orbax: Path, form: dict[str, Any], dtype: str | None
 ) -> None:
     specs = specs_of(source)
@@ -166,7 +164,7 @@ def slices(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[slice, ...]]]:
 
 @given(slices())
 @settings(max_examples=examples(25))
-def test_slices_are_those_of_numpy(tmp_path_factory: pytest.TempPathFactory, case: tuple[np.ndarray, Any]) -> None:
+def test_chunked_slices_equal_numpy(tmp_path_factory: pytest.TempPathFactory, case: tuple[np.ndarray, Any]) -> None:
     array, taken = case
     path = tmp_path_factory.mktemp("slices")
     mapped = np.memmap(path / "array", array.dtype, "w+", shape=array.shape)
@@ -188,7 +186,9 @@ def bytes_read() -> int:
 
 
 @pytest.mark.parametrize("shape", [(1024, 2048), (2048, 1024)])
-def test_little_more_is_read_than_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: Any) -> None:
+def test_reads_little_more_than_the_requested_slice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: Any
+) -> None:
     monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 64 << 10)
     np.memmap(tmp_path / "array", np.float16, "w+", shape=shape)[:] = 1
     mapped = np.asarray(np.memmap(tmp_path / "array", np.float16, "r", shape=shape))
@@ -211,7 +211,7 @@ def test_little_more_is_read_than_asked_for(tmp_path: Path, monkeypatch: pytest.
 # What is refused
 
 
-def test_taken_places_are_refused(tmp_path: Path, source: Path, orbax: Path) -> None:
+def test_existing_targets_are_refused(tmp_path: Path, source: Path, orbax: Path) -> None:
     (tmp_path / "file").touch()
     specs = specs_of(source)
     for path in (source, orbax, tmp_path, tmp_path / "file"):
@@ -223,7 +223,7 @@ def test_taken_places_are_refused(tmp_path: Path, source: Path, orbax: Path) -> 
         convert(source, source / "orbax", specs)
 
 
-def test_sources_of_neither_form_are_refused(tmp_path: Path, source: Path) -> None:
+def test_sources_in_neither_format_are_refused(tmp_path: Path, source: Path) -> None:
     (tmp_path / "empty").mkdir()
     for name, message in [("nowhere", "must be a local directory"), ("empty", "the folder `orbax` or")]:
         with pytest.raises(CheckpointError, match=message):
@@ -252,7 +252,7 @@ def test_differences_are_named(tmp_path: Path, request: pytest.FixtureRequest, f
 
 
 @pytest.mark.parametrize("form", ["source", "orbax"])
-def test_what_is_interrupted_leaves_nothing(
+def test_interrupted_conversion_leaves_nothing(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     """The interrupt comes amid the tensors."""
@@ -284,7 +284,7 @@ with new_directory(Path(sys.argv[1])) as scratch:
 """
 
 
-def test_what_a_kill_leaves_is_removed_by_the_next(tmp_path: Path, source: Path) -> None:
+def test_leftovers_of_a_killed_conversion_are_removed(tmp_path: Path, source: Path) -> None:
     """The next conversion removes what a killed one left, and nothing of a running one."""
     target, command = tmp_path / "target", [sys.executable, "-c", HANGS]
     with subprocess.Popen([*command, str(target)], stdout=subprocess.PIPE, text=True) as process:
@@ -303,7 +303,7 @@ def test_what_a_kill_leaves_is_removed_by_the_next(tmp_path: Path, source: Path)
     weights.check(target, specs_of(source))
 
 
-def test_of_many_at_once_one_writes(tmp_path: Path) -> None:
+def test_concurrent_conversions_have_one_writer(tmp_path: Path) -> None:
     """Other processes get an error, and none of them disturbs the first."""
     target, alone = tmp_path / "target", Lock()
 
@@ -327,7 +327,7 @@ def test_of_many_at_once_one_writes(tmp_path: Path) -> None:
             shutil.rmtree(target)
 
 
-def test_damage_is_told(tmp_path: Path, source: Path) -> None:
+def test_damaged_orbax_files_are_reported(tmp_path: Path, source: Path) -> None:
     specs = specs_of(source)
     convert(source, tmp_path / "model", specs)
     largest = max((tmp_path / "model" / "orbax").rglob("*"), key=lambda f: f.is_file() and f.stat().st_size)

@@ -79,7 +79,7 @@ def test_computed_and_tied_tensors_are_ignored(checkpoint, params):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_published_files_of_gpt_neox_are_read(tmp_path, tied):
+def test_published_gpt_neox_files_are_read(tmp_path, tied):
     """They hold causal masks, and some a copy of the embeddings as the head."""
     write_checkpoint(tmp_path, "gpt_neox", tie_word_embeddings=tied)
     specs = registry.param_specs(registry.from_hf_config(weights.read_config(tmp_path)))
@@ -94,7 +94,7 @@ def test_published_files_of_gpt_neox_are_read(tmp_path, tied):
         weights.load(tmp_path, specs)
 
 
-def test_older_files_of_gpt2_are_read(tmp_path):
+def test_older_gpt2_files_are_read(tmp_path):
     """They hold the model without its head, whose names have no prefix, and its causal masks."""
     write_checkpoint(tmp_path, "gpt2")
     specs = registry.param_specs(registry.from_hf_config(weights.read_config(tmp_path)))
@@ -114,7 +114,7 @@ def test_older_files_of_gpt2_are_read(tmp_path):
         weights.load(tmp_path, specs)
 
 
-def test_stored_parts_and_transposes_are_those_of_the_file(tmp_path):
+def test_stored_parts_and_transposes_equal_the_file(tmp_path):
     write_checkpoint(tmp_path, "gpt2")
     specs = registry.param_specs(registry.from_hf_config(weights.read_config(tmp_path)))
     params, tensors = weights.load(tmp_path, specs), read_all(tmp_path)
@@ -159,7 +159,7 @@ def resident_bytes():
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the resident set from /proc")
-def test_files_leave_no_pages_behind(tmp_path):
+def test_loading_leaves_no_mapped_pages_resident(tmp_path):
     """Loading takes the size of the weights, not that of the file as well."""
     config = {**CONFIG, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 1, "vocab_size": 8192}
     specs = registry.param_specs(registry.from_hf_config(config))
@@ -186,7 +186,7 @@ def test_each_tensor_is_transformed_with_its_row(checkpoint, params):
 
 @pytest.mark.parametrize("num_rows", [1, 7, 64, 1000])
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
-def test_slabs_make_up_the_tensor(checkpoint, params, num_rows, dtype):
+def test_slabs_cover_the_tensor(checkpoint, params, num_rows, dtype):
     def transform(row, tensor):
         whole, starts = np.zeros(tensor.shape, tensor.dtype), []
 
@@ -205,7 +205,7 @@ def test_slabs_make_up_the_tensor(checkpoint, params, num_rows, dtype):
 # What is refused
 
 
-def test_every_difference_is_named_at_once(checkpoint):
+def test_all_differences_are_named_together(checkpoint):
     def change(tensors):
         del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
         tensors["model.layers.0.mlp.extra"] = np.ones(2, np.float32)
@@ -247,7 +247,7 @@ def test_index_names_absent_files(tmp_path, params):
     assert second.name in message
 
 
-def test_tensors_that_the_index_forgets_or_invents(tmp_path, params):
+def test_tensors_missing_from_index_or_files_are_named(tmp_path, params):
     weights.save(tmp_path, SPECS, params, CONFIG, max_shard_bytes=50_000)
     file = tmp_path / "model.safetensors.index.json"
     index = json.loads(file.read_text())
@@ -259,7 +259,7 @@ def test_tensors_that_the_index_forgets_or_invents(tmp_path, params):
     assert "must name tensors that the files have, got lm_head.weight in none" in failure(tmp_path)
 
 
-def test_an_adapter_is_named_as_one(tmp_path):
+def test_peft_adapter_is_refused_with_merge_advice(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
     (tmp_path / "adapter_model.safetensors").touch()
     with pytest.raises(weights.CheckpointError, match=r"a PEFT adapter of org/base.*merge_and_unload"):
@@ -270,14 +270,14 @@ def test_an_adapter_is_named_as_one(tmp_path):
         weights.read_config(tmp_path)
 
 
-def test_torch_weights_are_to_be_converted(tmp_path):
+def test_torch_weights_are_refused_with_conversion_advice(tmp_path):
     (tmp_path / "pytorch_model.bin").touch()
     message = failure(tmp_path)
     assert "pytorch_model.bin" in message
     assert "convert" in message
 
 
-def test_no_weights(tmp_path):
+def test_missing_weights_error_lists_the_directory(tmp_path):
     assert "got an empty directory" in failure(tmp_path)
     assert "absent" in failure(tmp_path / "nowhere")
     (tmp_path / "file").touch()
@@ -325,7 +325,7 @@ def test_transformers_reads_what_is_saved(tmp_path, family):
         assert all((tensor.float() == expected[name]).all() for name, tensor in again.state_dict().items())
 
 
-def test_shards_fill_up_to_the_limit(tmp_path, params):
+def test_shards_are_filled_up_to_the_limit(tmp_path, params):
     limit = 40_000
     weights.save(tmp_path, SPECS, params, CONFIG, max_shard_bytes=limit)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -337,7 +337,7 @@ def test_shards_fill_up_to_the_limit(tmp_path, params):
     assert min(a + b for a, b in pairwise(sizes)) > limit
 
 
-def test_files_are_what_the_safetensors_package_expects(checkpoint):
+def test_safetensors_package_reads_written_files(checkpoint):
     with safetensors.safe_open(checkpoint / "model.safetensors", framework="np") as file:
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) == {name for spec in SPECS for name in spec.hf_names}
@@ -366,7 +366,7 @@ def test_failed_save_leaves_the_old_checkpoint(checkpoint, params, monkeypatch):
     assert_trees_equal(weights.load(checkpoint, SPECS), params)
 
 
-def test_config_dtype_is_that_of_the_weights(tmp_path, params):
+def test_config_dtype_equals_the_weights(tmp_path, params):
     half = changed(params, lambda x: x.astype(jnp.bfloat16))
     weights.save(tmp_path, SPECS, half, {**CONFIG, "dtype": "float32", "torch_dtype": "float32"})
     config = weights.read_config(tmp_path)

@@ -51,7 +51,9 @@ def oracle_head(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("family", some_by_default(list(FAMILIES), *VARIED, "gpt_neox", "gemma2"))
-def test_the_files_decide(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_stored_tensors_decide_whether_embeddings_are_tied(
+    tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     write_checkpoint(tmp_path, family, tie_word_embeddings=False)
     untied, params = read(tmp_path)
     assert not caplog.text
@@ -75,7 +77,7 @@ def test_the_files_decide(tmp_path: Path, family: str, caplog: pytest.LogCapture
     assert "no head is stored" in caplog.text
 
 
-def test_a_head_without_embeddings_is_both(tmp_path: Path) -> None:
+def test_stored_head_serves_as_missing_embeddings(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
     tensors = safetensors.numpy.load_file(tmp_path / FILE)
     head = tensors.pop("model.embed_tokens.weight")
@@ -86,7 +88,7 @@ def test_a_head_without_embeddings_is_both(tmp_path: Path) -> None:
     np.testing.assert_array_equal(head, oracle_head(tmp_path))
 
 
-def test_a_difference_in_the_last_block_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_head_that_differs_only_in_the_last_block_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stored_head, "_BLOCK_BYTES", 1000)
     write_checkpoint(tmp_path, "llama", tie_word_embeddings=False, dtype="bfloat16")
     switch(tmp_path, tied=True)
@@ -112,7 +114,7 @@ def test_weights_with_another_head_do_not_fit_a_tied_model(tmp_path: Path) -> No
     np.testing.assert_array_equal(weights.assemble(equal, specs)["embed"], named["model.embed_tokens.weight"])
 
 
-def test_a_quantised_head_counts(tmp_path: Path) -> None:
+def test_quantised_head_is_used(tmp_path: Path) -> None:
     case = Case(
         compressed("pack-quantized", ints(8, "channel"), ignore=[]), write_ints(8, -1), is_quantised=lambda _: True
     )
@@ -123,7 +125,7 @@ def test_a_quantised_head_counts(tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded["lm_head"], model.lm_head.weight.detach().numpy(), rtol=1e-6)
 
 
-def test_conversion_keeps_a_head_that_counts(tmp_path: Path) -> None:
+def test_conversion_keeps_an_untied_head(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "hf", "llama", tie_word_embeddings=False)
     switch(tmp_path / "hf", tied=True)
     arch, loaded = read(tmp_path / "hf")
@@ -144,7 +146,7 @@ def test_conversion_keeps_a_head_that_counts(tmp_path: Path) -> None:
         ({"num_experts": 10**9}, "num_experts must be at most"),
     ],
 )
-def test_sizes_beyond_those_of_the_tensors_are_refused(tmp_path: Path, change: dict[str, int], named: str) -> None:
+def test_config_sizes_beyond_the_tensors_are_refused(tmp_path: Path, change: dict[str, int], named: str) -> None:
     write_checkpoint(tmp_path, "qwen3_moe" if "num_experts" in change else "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | change))

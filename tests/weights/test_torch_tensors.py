@@ -12,7 +12,7 @@ from tests.oracles import torch
     [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int64],
 )
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (4, 3)])
-def test_values_are_torchs(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_values_equal_torch(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape).mul(9).to(dtype)
     array = from_torch(tensor)
     assert array.dtype.name == str(tensor.dtype).removeprefix("torch.")
@@ -21,11 +21,11 @@ def test_values_are_torchs(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         assert array.ctypes.data == tensor.data_ptr()
 
 
-def test_views_and_parameters_are_taken() -> None:
+def test_torch_views_and_parameters_are_converted() -> None:
     weight = torch.nn.Linear(3, 4, dtype=torch.bfloat16).weight
     np.testing.assert_array_equal(np.asarray(from_torch(weight.T), np.float32), weight.detach().float().numpy().T)
 
 
-def test_anything_else_stays_as_it_is() -> None:
+def test_other_values_are_unchanged() -> None:
     for value in (np.zeros(3), "text", None):
         assert from_torch(value) is value
