@@ -55,8 +55,6 @@ NOT_YET = {
     "jaxserve/server/batches",
     "jaxserve/spec_decode",
     "jaxserve/system",
-    "jaxserve/text",
-    "jaxserve/text/structured_output",
     "jaxserve/tools/bench",
     "jaxserve/tools/invariance",
     "jaxserve/tools/planner",

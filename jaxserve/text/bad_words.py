@@ -7,21 +7,21 @@ from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import RequestError, brief
 from jaxserve.text.token_bound import NO_BOUND, TokenBound
 
-MAX_CHARS = 4096  # characters of a word, for tokenizers that show no bound
+MAX_CHARS = 4096  # maximum characters per word, for tokenizers without a bound
 
 
 def encode_bad_words(
     words: Sequence[str], encode: Callable[[str], TokenIds], bound: TokenBound = NO_BOUND
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids of each word at the start of a text and, as in vLLM, after a space.
+    """Return each word's token ids at the start of a text and, as in vLLM, after a space.
 
     The second sequence is dropped if it differs in length or has the same first token: if the space is a token by
     itself, or disappears, the first sequence matches already.
 
     Args:
-        words: texts that are not blank.
+        words: non-blank texts.
         encode: function from a text to its token ids without special tokens.
-        bound: least number of tokens that a text can have.
+        bound: minimum number of tokens in a text.
 
     Raises:
         RequestError: a word is too long, or there are too many words.

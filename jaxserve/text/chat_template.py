@@ -12,15 +12,15 @@ from jaxserve.errors import RequestError
 from jaxserve.text.content_format import reads_parts
 from jaxserve.text.messages import Message, Parts, plain_messages
 
-RENDER_TIMEOUT_S = 5.0  # a template of a model can loop for ever
+RENDER_TIMEOUT_S = 5.0  # a model's template can loop forever
 
 
 class RenderedChat(NamedTuple):
-    """Prompt of a chat.
+    """A chat rendered as a prompt.
 
     Attributes:
-        text: its text.
-        marked: the text with stand-ins for characters of special tokens that are not the template's.
+        text: the prompt.
+        marked: the same, with stand-ins for characters in special tokens that the template has not written.
     """
 
     text: str
@@ -35,9 +35,9 @@ class ChatTemplate:
         defaults: variables that every chat has, such as `bos_token`.
 
     Attributes:
-        variables: names that the template reads and does not set.
+        variables: names that the template reads, but does not set.
         reads_parts: True if it reads contents as lists of parts.
-        sought: strings that it may look for in other strings.
+        sought: strings that it may search for in other strings.
 
     Raises:
         RequestError: the source is not a valid template.
@@ -69,7 +69,7 @@ class ChatTemplate:
 
     @cached_property
     def reads_strings(self) -> bool:
-        """True if the template prints a content that is a string, as templates that read parts alone do not."""
+        """True if the template prints string contents; templates that only read parts do not."""
         text = "content-of-a-message"
         for roles in (("user",), ("system", "user")):
             for content, are_strings in ((text, True), (Parts([{"type": "text", "text": text}]), False)):
@@ -91,10 +91,10 @@ class ChatTemplate:
 
         Args:
             messages: dicts with role and content.
-            variables: further variables of the template.
-            content_format: "string" to join lists of parts to text, "openai" to make a list of each content, "auto" to
-                keep lists if the template reads lists, and strings if it reads strings.
-            continue_final_message: True to end the prompt with the content of the last message, so that the model
+            variables: further template variables.
+            content_format: "string" joins lists of parts to text, "openai" makes each content a list, "auto" keeps
+                lists if the template reads lists, and strings if it reads strings.
+            continue_final_message: True to end the prompt with the last message's content, so that the model
                 continues it.
 
         Raises:
@@ -110,7 +110,7 @@ class ChatTemplate:
         if given.get("add_generation_prompt"):
             raise RequestError("continue_final_message needs add_generation_prompt to be False, got True")
         final = _mark_end(plain[-1])
-        return _up_to_the_end(self._render_messages(plain, given), final)
+        return _before_end(self._render_messages(plain, given), final)
 
     def _render_messages(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
         try:
@@ -118,12 +118,12 @@ class ChatTemplate:
         except RequestError:
             if all("content" in message for message in messages):
                 raise
-        # Some templates need to see that a message of calls has no content; most would print None.
+        # Some templates check that a message with tool calls has no content; most would print None.
         whole = [{"content": None, **message} for message in messages]
         return self.render(variables | {"messages": whole})
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Return what the template makes of its variables; RequestError if it fails on them."""
+        """Return the rendered template; RequestError if it fails on these variables."""
         end_s = time.monotonic() + RENDER_TIMEOUT_S
 
         def check_time() -> None:
@@ -140,7 +140,7 @@ _END = "END_OF_THE_CONTINUED_MESSAGE "  # ends in a space, so that it shows whet
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Add `_END` to the last text of a message; return the text without it."""
+    """Append `_END` to a message's last text; return the text without it."""
     content = message.get("content")
     texts = [part for part in content if isinstance(part.get("text"), str)] if isinstance(content, Parts) else []
     if texts:
@@ -154,8 +154,8 @@ def _mark_end(message: dict[str, Any]) -> str:
     return text
 
 
-def _up_to_the_end(rendered: str, text: str) -> str:
-    """Return a rendered chat up to the end of its last message, by the mark."""
+def _before_end(rendered: str, text: str) -> str:
+    """Return a rendered chat up to the end of its last message, which `_END` marks."""
     end = rendered.rfind(_END.strip())
     if end < 0 or text.strip() not in rendered:
         raise RequestError("continue_final_message needs a chat template that writes the last message as it is")
@@ -166,7 +166,7 @@ _CHECK = "jaxserve_check_time"
 
 
 def _check_time_in_loops(tree: Any) -> None:
-    """Have a template check the time in every turn of a loop and in every call of a macro."""
+    """Make a template check the time in each loop iteration and each macro call."""
     import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402 - only chats need it
 
     for node in list(tree.find_all((nodes.For, nodes.Macro))):
@@ -176,7 +176,7 @@ def _check_time_in_loops(tree: Any) -> None:
 
 
 def _sought(tree: Any) -> frozenset[str]:
-    """Return the strings in comparisons and in arguments of calls, filters and tests."""
+    """Return the strings in comparisons and in arguments to calls, filters and tests."""
     import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402 - only chats need it
 
     places = tree.find_all((nodes.Compare, nodes.Call, nodes.Filter, nodes.Test))
@@ -185,7 +185,7 @@ def _sought(tree: Any) -> frozenset[str]:
 
 
 def _generation_tag() -> Any:
-    """Return the extension for `{% generation %}` blocks, which mark training targets and have no effect in serving."""
+    """Return the extension for `{% generation %}` blocks, which delimit training targets and do nothing in serving."""
     import jinja2.ext  # noqa: PLC0415 - only chats need it
     import jinja2.nodes  # noqa: PLC0415 - only chats need it
 

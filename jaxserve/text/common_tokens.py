@@ -1,4 +1,4 @@
-"""Tokens that two tokenizers have in common, for a draft model with another tokenizer than the model's."""
+"""Tokens that two tokenizers share, for a draft model whose tokenizer differs from the target model's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ NONE = -1
 
 
 class CommonTokens(NamedTuple):
-    """Tokens of a draft model by the tokens of a model.
+    """Draft model tokens by target model tokens.
 
     Attributes:
-        outputs: the token with the same bytes, or with the same role for special ones; -1 where there is none.
-        inputs: the same, but in place of -1 the last token of the text, so that any sequence can be read.
+        outputs: the token with the same bytes, or the same role for special tokens; -1 if there is none.
+        inputs: the same, but the last token of the text replaces -1, so that any sequence can be read.
     """
 
     outputs: list[int]
@@ -23,15 +23,14 @@ class CommonTokens(NamedTuple):
 
     @property
     def num_common(self) -> int:
-        """Number of tokens that both have."""
         return sum(token_id != NONE for token_id in self.outputs)
 
 
 def common_tokens(model: Tokenizer, draft: Tokenizer) -> CommonTokens:
-    """Match the tokens of a model with those of its draft model (token-level intersection, Timor et al. 2025).
+    """Match a model's tokens with its draft model's tokens (token-level intersection, Timor et al. 2025).
 
-    Of several tokens with the same bytes the last one counts: in vocabulary files, tokens of single bytes, which are
-    there for bytes that no other token has, come first.
+    Among tokens with the same bytes the last one counts: vocabulary files begin with single-byte tokens, which serve
+    only for bytes that no other token covers.
     """
     own, others = _by_bytes(model), _by_bytes(draft)
     outputs = [NONE] * model.vocab_size
@@ -49,7 +48,7 @@ def common_tokens(model: Tokenizer, draft: Tokenizer) -> CommonTokens:
 
 
 def _by_bytes(tokenizer: Tokenizer) -> dict[bytes, int]:
-    """Return the ids of tokens by the bytes that they add to a text, special tokens left out."""
+    """Return token ids by the bytes that each adds to a text, without special tokens."""
     table, found = tokenizer.byte_table, {}
     before = tokenizer.encode("a", add_special_tokens=False)  # decoders may remove a space at the start of a text
     start = tokenizer.decode(before)

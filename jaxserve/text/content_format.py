@@ -1,8 +1,8 @@
-"""Content format of a chat template: whether it reads contents as text or as lists of parts, from its syntax tree.
+"""Content format of a chat template: its syntax tree shows whether it reads contents as text or as lists of parts.
 
-A template reads parts if it loops over the content of a message, selects or maps its elements, or reads fields of one.
-Contents are followed through assignments, namespaces, loops over messages and parameters of macros. As names are not
-told apart by scope except in macros, a name counts as everything that is ever assigned to it.
+A template reads parts if it loops over a message's content, selects or maps its elements, or reads their fields.
+Contents are followed through assignments, namespaces, loops over messages and macro parameters. Only macros have
+scopes here: elsewhere a name has every kind that is ever assigned to it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 
 class _Kind(Enum):
-    """Kind of a value that messages are part of."""
+    """What a value has to do with messages."""
 
     MESSAGES = "messages"
     MESSAGE = "message"
     CONTENT = "content"
 
 
-# Filters whose result has the elements of their argument.
+# Filters that keep the elements of their argument.
 _KEEPING = {"list", "reverse", "sort", "selectattr", "rejectattr", "select", "reject", "unique", "default", "d"}
 _READING_PARTS = {"selectattr", "rejectattr", "map"}
 _ONE_ELEMENT = {"first", "last", "random"}
@@ -28,19 +28,19 @@ _PART_FIELDS = {"type", "text", "get"}
 
 
 def reads_parts(tree: Any) -> bool:
-    """Return whether a parsed template reads the content of messages as a list of parts."""
+    """Return whether a parsed template reads message contents as lists of parts."""
     return any(_Walk(tree).reads())
 
 
 def _all(node: Any, kinds: Any) -> Iterator[Any]:
-    """Yield a node and those below it of some classes."""
+    """Yield the nodes in a subtree that have one of some classes."""
     if isinstance(node, kinds):
         yield node
     yield from node.find_all(kinds)
 
 
 class _Walk:
-    """Walk over a syntax tree, which finds what each name stands for before it looks for reads of parts."""
+    """Walk over a syntax tree: first find the kinds of each name, then the expressions that read parts."""
 
     def __init__(self, tree: Any) -> None:
         import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402 - only chats need it
@@ -56,7 +56,7 @@ class _Walk:
             pass
 
     def reads(self) -> Iterator[bool]:
-        """Yield, for each place that may read parts, whether it does."""
+        """Yield, for each expression that may read parts, whether it does."""
         nodes = self._nodes
         for loop in self._tree.find_all(nodes.For):
             yield _Kind.CONTENT in self._kinds(loop.iter) and self._uses_parts(loop)
@@ -68,7 +68,7 @@ class _Walk:
                 yield self._is_part(access.node)
 
     def _uses_parts(self, loop: Any) -> bool:
-        """Return whether a loop takes elements as parts; others take those of a list of calls under another name."""
+        """Return whether a loop treats its elements as parts; other loops see tool calls under another name."""
         nodes, target = self._nodes, loop.target
         if not isinstance(target, nodes.Name):
             return False
@@ -78,7 +78,7 @@ class _Walk:
         return uses > len(keys) or any(key in _PART_FIELDS for key in keys)
 
     def _is_part(self, node: Any) -> bool:
-        """Return whether an expression is one element of a content."""
+        """Return whether an expression is an element of a content."""
         if isinstance(node, self._nodes.Filter):
             is_one = node.name in _ONE_ELEMENT and node.node is not None
         else:
@@ -86,7 +86,7 @@ class _Walk:
         return is_one and _Kind.CONTENT in self._kinds(node.node)
 
     def _spread(self) -> bool:
-        """Give kinds to what is assigned, looped over and passed; return whether a name has got another one."""
+        """Propagate kinds through assignments, loops and macro calls; return whether a name has gained one."""
         nodes, before = self._nodes, self._num_kinds()
         for assign in self._tree.find_all(nodes.Assign):
             if (name := self._name(assign.target)) is not None:
@@ -123,14 +123,14 @@ class _Walk:
         return f"{target.name}.{target.attr}" if isinstance(target, self._nodes.NSRef) else None
 
     def _key(self, access: Any) -> str | None:
-        """Return the name that an access to an attribute or an item has in the template."""
+        """Return the attribute or item name in an access."""
         if isinstance(access, self._nodes.Getattr):
             return str(access.attr)
         arg = access.arg if isinstance(access, self._nodes.Getitem) else None
         return arg.value if isinstance(arg, self._nodes.Const) and isinstance(arg.value, str) else None
 
     def _kinds(self, node: Any) -> set[_Kind]:
-        """Return what an expression may be."""
+        """Return the possible kinds of an expression."""
         nodes = self._nodes
         if isinstance(node, nodes.Name):
             params = self._params.get(self._owner.get(id(node), ""), {})
@@ -146,7 +146,7 @@ class _Walk:
             return self._kinds(node.expr1) | (self._kinds(node.expr2) if node.expr2 is not None else set())
         if isinstance(node, nodes.Or | nodes.And):
             return self._kinds(node.left) | self._kinds(node.right)
-        if isinstance(node, nodes.Add):  # of lists of messages; a sum with a content is text
+        if isinstance(node, nodes.Add):  # message lists; a sum with a content is text
             return (self._kinds(node.left) | self._kinds(node.right)) & {_Kind.MESSAGES}
         if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get":
             is_content = bool(node.args) and getattr(node.args[0], "value", None) == "content"

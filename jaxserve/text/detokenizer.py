@@ -1,4 +1,4 @@
-"""Detokenizer: the text of an output while its tokens come in, up to a stop string."""
+"""Detokenizer: an output's text while its tokens arrive, up to a stop string."""
 
 from collections.abc import Sequence
 
@@ -11,19 +11,17 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Incremental detokenizer of one completion.
+    """Incremental detokenizer for one completion.
 
-    Text is visible once it is final: incomplete UTF-8 is held back, and so is any text that may begin a stop string.
-    The stop string that is complete first ends the text (of two complete at once, the longer), wherever token
-    boundaries are. The cost of a token depends only on its own text, not on the length of the earlier text or the
-    number of stop strings.
+    Text becomes visible once it is final: incomplete UTF-8 is held back, and so is any text that may begin a stop
+    string. The first complete stop string ends the text (the longer one if two end together), wherever token boundaries
+    are. A token's cost depends only on its text, not on the earlier text or the number of stop strings.
 
     Args:
-        tokenizer: tokenizer of the model; with None, or with `params.detokenize=False`, there is no text.
-        params: sampling parameters, of which stop, include_stop_str_in_output, min_tokens, skip_special_tokens,
+        tokenizer: the model's tokenizer; with None, or with `params.detokenize=False`, there is no text.
+        params: sampling parameters; stop, include_stop_str_in_output, min_tokens, skip_special_tokens,
             shown_special_ids and detokenize are used.
-        prompt_token_ids: ids of the prompt, which the text continues: a leading space is kept that the decoder would
-            strip at the start of a text.
+        prompt_token_ids: prompt that the text continues, so that the decoder keeps a leading space.
 
     Attributes:
         visible: text so far, which only grows.
@@ -41,19 +39,19 @@ class Detokenizer:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self.visible = GrowingText()
-        self._held = ""  # suffix of the text that may begin a stop string
+        self._held = ""  # suffix that may begin a stop string
         self._found: str | None = None
         self._finished = False
 
     @property
     def text(self) -> str:
-        """Copy of `visible` as a string."""
+        """`visible` as a string."""
         return str(self.visible)
 
     def push(self, token_ids: Sequence[int]) -> str | None:
         """Append tokens; return the stop string once one is complete. Later tokens have no effect.
 
-        Like the ids of `stop_token_ids`, a stop string counts from the token after `min_tokens` on.
+        Like `stop_token_ids`, stop strings count only after `min_tokens` tokens.
         """
         for token_id in token_ids:
             if self._stream is None or self._finished:
@@ -63,7 +61,7 @@ class Detokenizer:
         return self._found
 
     def finish(self) -> str | None:
-        """Make held text visible at the end of the output; return the stop string if that completes one."""
+        """Make the held text visible when the output ends; return the stop string if that completes one."""
         if self._stream is not None and not self._finished:
             self._extend(self._stream.finish(), self._num_tokens > self._min_tokens)
             self.visible.append(self._held)

@@ -1,4 +1,4 @@
-"""Encoding of texts of any length while other threads run Python."""
+"""Encoding of long texts while other threads run Python."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import tokenizers
 
 from jaxserve.api.token_ids import TokenIds
 
-LONG_TEXT_CHARS = 8192  # texts from this length on are tokenised without Python's global lock
+LONG_TEXT_CHARS = 8192  # longer texts are tokenised without Python's global lock
 
 
 def encode_freely(
     backend: tokenizers.Tokenizer, text: str | tuple[str, str], num_chars: int, *, add_special_tokens: bool
 ) -> TokenIds:
-    """Return the token ids of a text or of a pair of texts with `num_chars` characters."""
+    """Return the token ids for a text, or a pair of texts, with `num_chars` characters."""
     if num_chars >= LONG_TEXT_CHARS:
-        # Without offsets, whose memory would take tens of milliseconds to free, in which no other thread runs.
+        # Freeing offsets would block all other threads for tens of milliseconds.
         return backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     first, second = (text, None) if isinstance(text, str) else text
     return backend.encode(first, second, add_special_tokens=add_special_tokens).ids

@@ -1,8 +1,8 @@
-"""Tokenizers of GGUF files, built from their metadata. Imports neither gguf nor transformers.
+"""Tokenizers built from GGUF metadata. Imports neither gguf nor transformers.
 
-A file has the vocabulary, the kinds of its tokens, merges or scores, and the name of a pre-tokenizer, which says how
-text is split before tokens are merged: each name stands for the tokenizers of one family in `convert_hf_to_gguf.py`.
-Names are refused unless they are known, since another split gives other ids without any sign of it.
+A file has the vocabulary, token types, merges or scores, and the name of a pre-tokenizer, which determines how text is
+split before tokens are merged; `convert_hf_to_gguf.py` gives each tokenizer family a name. Unknown names are refused,
+since a wrong split would silently give other ids.
 """
 
 import mmap
@@ -22,16 +22,15 @@ _SPECIAL = {
     "pad_token": "padding_token_id",
 }
 
-# Files name one token that ends a sequence; generation_config.json of the same models lists these too, and llama.cpp
-# stops at them.
+# Files name one end-of-sequence token; the models' generation_config.json lists these too, and llama.cpp stops at them.
 _ENDS = (
     *("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<｜end▁of▁sentence｜>"),
     *("<end_of_turn>", "<|end|>"),
 )
 
 
-class _Kind(IntEnum):
-    """Kind of a token in `tokenizer.ggml.token_type`."""
+class _TokenType(IntEnum):
+    """Values in `tokenizer.ggml.token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -45,11 +44,11 @@ class _Split(NamedTuple):
     """A pre-tokenizer.
 
     Attributes:
-        pattern: pattern of the pieces; None for GPT-2's.
-        digits: True if each digit is first split off.
+        pattern: regex for the pieces; None for GPT-2's.
+        digits: True if each digit is split off first.
         nfc: True if text is normalised first.
-        whole: True if a piece that is a token is not merged from bytes, whether or not merges lead to it.
-        bos: True if the token that begins a sequence is added where the file does not say.
+        whole: True if a piece that is a token is never built from merges.
+        bos: True if a BOS is added when the file does not specify it.
     """
 
     pattern: str | None = None
@@ -94,13 +93,14 @@ _SPLITS: Mapping[str, _Split] = {
 
 
 def load(path: Path) -> tuple[Tokenizer, dict[str, Any], list[int]]:
-    """Return the tokenizer of a file, and its special tokens and chat templates as tokenizer_config.json has them.
+    """Return a file's tokenizer, the equivalent of its tokenizer_config.json, and its end-of-sequence ids.
 
-    The ids are those of control tokens that end a sequence, be they named by the file or not.
+    The config has special tokens and chat templates. The ids include control tokens that end a sequence although the
+    file does not name them.
 
     Raises:
-        ValueError: the file is damaged, or has no tokenizer that is known; also a LookupError, a TypeError, and the
-            errors of struct and of the tokenizers library.
+        ValueError: the file is damaged, or its tokenizer is unknown; also LookupError, TypeError, and errors from
+            struct and the tokenizers library.
     """
     metadata = _metadata(path)
     ggml = {key.removeprefix("ggml."): value for key, value in metadata.items() if key.startswith("ggml.")}
@@ -108,18 +108,18 @@ def load(path: Path) -> tuple[Tokenizer, dict[str, Any], list[int]]:
     if model not in _MODELS:
         raise ValueError(f"tokenizer.ggml.model must be one of {', '.join(_MODELS)}, got {model!r}")
     tokens: Sequence[str] = ggml["tokens"]
-    kinds = ggml.get("token_type") or [_Kind.NORMAL] * len(tokens)
+    kinds = ggml.get("token_type") or [_TokenType.NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise ValueError(f"tokenizer.ggml.token_type must have {len(tokens)} elements, got {len(kinds)}")
     named = {name: ggml[key] for name, key in _SPECIAL.items() if key in ggml}
     config: dict[str, Any] = {name: tokens[token_id] for name, token_id in named.items()}
-    used = [i for i, kind in enumerate(kinds) if kind != _Kind.UNUSED or i in named.values()]
+    used = [i for i, kind in enumerate(kinds) if kind != _TokenType.UNUSED or i in named.values()]
     vocab = {tokens[i]: i for i in used}
     backend, adds_bos = _MODELS[model](ggml, vocab, kinds)
-    control = [tokens[i] for i, kind in enumerate(kinds) if kind in (_Kind.UNKNOWN, _Kind.CONTROL)]
+    control = [tokens[i] for i, kind in enumerate(kinds) if kind in (_TokenType.UNKNOWN, _TokenType.CONTROL)]
     special = dict.fromkeys([*config.values(), *control])
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    own = [tokens[i] for i, kind in enumerate(kinds) if kind == _Kind.USER_DEFINED and tokens[i] not in special]
+    own = [tokens[i] for i, kind in enumerate(kinds) if kind == _TokenType.USER_DEFINED and tokens[i] not in special]
     backend.add_tokens([AddedToken(token, special=False, normalized=False) for token in own])
     first = [config["bos_token"]] if ggml.get("add_bos_token", adds_bos) and "bos_token" in config else []
     last = [config["eos_token"]] if ggml.get("add_eos_token") and "eos_token" in config else []
@@ -141,7 +141,7 @@ def _templates(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _byte_level(ggml: Mapping[str, Any], vocab: dict[str, int], kinds: Sequence[int]) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer like those of GPT-2, Llama 3 and Qwen, and whether texts begin with a token by default."""
+    """Return a tokenizer like GPT-2's, Llama 3's and Qwen's, and whether texts begin with a BOS by default."""
     name = str(ggml.get("pre"))
     if name not in _SPLITS:
         raise ValueError(f"tokenizer.ggml.pre must be one of {', '.join(_SPLITS)}, got {name!r}")
@@ -167,9 +167,9 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(ggml: Mapping[str, Any], vocab: dict[str, int], kinds: Sequence[int]) -> tuple[Tokenizer, bool]:
-    """Return a tokenizer like those of Llama 2 and Mistral, and True: texts begin with a token by default."""
-    unknown = next((token for token, i in vocab.items() if kinds[i] == _Kind.UNKNOWN), None)
-    merges = _merges({token: i for token, i in vocab.items() if kinds[i] == _Kind.NORMAL}, ggml["scores"])
+    """Return a tokenizer like Llama 2's and Mistral's, and True: texts begin with a BOS by default."""
+    unknown = next((token for token, i in vocab.items() if kinds[i] == _TokenType.UNKNOWN), None)
+    merges = _merges({token: i for token, i in vocab.items() if kinds[i] == _TokenType.NORMAL}, ggml["scores"])
     backend = Tokenizer(
         models.BPE(
             vocab=vocab,
@@ -188,9 +188,9 @@ def _sentencepiece(ggml: Mapping[str, Any], vocab: dict[str, int], kinds: Sequen
 
 
 def _merges(vocab: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that make another one, those of the best scores first.
+    """Return the token pairs that merge into another token, best scores first.
 
-    Pairs of one token follow each other by the lengths of both, as transformers orders them in `tokenizer.json`.
+    Pairs for the same token are ordered by their lengths, as in transformers' `tokenizer.json`.
     """
     pairs = [
         (scores[i], cut, len(token) - cut, token)
@@ -212,7 +212,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata of the tokenizer, without the beginning of their names."""
+    """Return the tokenizer metadata, without the common prefix of the keys."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         reader = _Reader(data)
         magic, version = data[:4], reader.scalar("I", 4)
@@ -232,7 +232,7 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reader of one value after another."""
+    """Sequential reader of values."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._offset = data, 0

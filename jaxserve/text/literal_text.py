@@ -1,9 +1,9 @@
-"""Special tokens in the content of chats as text; those that the chat template writes stay special tokens.
+"""Encoding of special tokens in chat contents as text; only the chat template writes special tokens.
 
-A chat is rendered twice: as it is, and with a stand-in for one character of every special token that a client may have
-written. The second text shows which special tokens are the template's. If the two differ in more than that, the
-template reads the special tokens itself; then the strings that it looks for are left as they are, and a chat that still
-differs is refused. So no text of a client becomes a special token, and no other text is encoded in another way.
+A chat is rendered twice: unchanged, and with a stand-in for one character in every special token that the client may
+have written. The second text shows which special tokens come from the template. If the texts differ in more than the
+stand-ins, the template itself reads special tokens; then strings that it searches for stay unchanged, and a chat that
+still differs is refused. So client text never becomes a special token, and other text is encoded as usual.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import RequestError
 from jaxserve.text.encoding import encode_freely
 
-_FIRST_STAND_IN, _LAST_STAND_IN = 0xF0000, 0xFFFFD  # a plane of private use
-_EDGE = "\U0010fffe"  # no character, in no tokenizer
-_COMPARED, _WORD = {"role", "type"}, re.compile(r"[\w.-]*")  # fields whose values templates compare
+_FIRST_STAND_IN, _LAST_STAND_IN = 0xF0000, 0xFFFFD  # private-use plane
+_EDGE = "\U0010fffe"  # noncharacter, absent from tokenizers
+_COMPARED, _WORD = {"role", "type"}, re.compile(r"[\w.-]*")  # templates compare these fields
 
 
 class LiteralText:
-    """Encoder of chats that keeps special tokens of contents as text.
+    """Chat encoder that keeps special tokens in contents as text.
 
     Args:
         backend: tokenizer.
@@ -39,7 +39,7 @@ class LiteralText:
         self._added = _any_of(token.content for token in added.values())
         self._chars = _characters_of_all(self._special)
         self._words = _any_of(token for token in self._special if not set(token) & set(self._chars))
-        # The twin knows no special token. Names that nobody can guess stand for those of the template.
+        # The twin has no special tokens. Unguessable names replace the template's special tokens.
         key = secrets.token_hex(16)
         self._twin = _without_special(backend, self._special, key)
         self._names = {token: f"{_EDGE}{key}{number}{_EDGE}" for number, token in enumerate(sorted(self._special))}
@@ -66,12 +66,12 @@ class LiteralText:
         sought: Iterable[str],
         render: Callable[[Sequence[Any]], str],
     ) -> str:
-        """Return a rendered text with stand-ins where special tokens may be of a client.
+        """Return a rendered text with stand-ins in special tokens that the client may have written.
 
         Args:
             text: text that was rendered from the values.
-            values: messages and variables of a client.
-            sought: strings that the template may look for in them.
+            values: the client's messages and variables.
+            sought: strings that the template may search for in them.
             render: function from changed values to a text.
 
         Raises:
@@ -82,8 +82,8 @@ class LiteralText:
         stand_ins = self._stand_ins(text)
         back = {ord(stand_in): char for char, stand_in in stand_ins.items()}
         for kept in ((), tuple(filter(self._is_harmless, sought))):
-            marks = _Marks(stand_ins, self._chars, self._words, _any_of(kept))
-            with suppress(RequestError):  # of a template that looks at the special tokens
+            marks = _Replacement(stand_ins, self._chars, self._words, _any_of(kept))
+            with suppress(RequestError):  # the template examines special tokens
                 marked = render([marks.on(value) for value in values])
                 if marked.translate(back) == text:
                     return marked
@@ -93,7 +93,7 @@ class LiteralText:
         )
 
     def encode(self, text: str, marked: str, add_special_tokens: bool) -> TokenIds:
-        """Return the token ids of a text; special tokens are where `marked` has them."""
+        """Return the token ids of a text, with special tokens only at those in `marked`."""
         pieces, end = [], 0
         for match in self._added.finditer(marked):
             if name := self._names.get(match[0]):
@@ -107,13 +107,13 @@ class LiteralText:
         return any(set(self._chars) & set(string) or self._words.search(string) for string in _strings(value))
 
     def _stand_ins(self, text: str) -> dict[str, str]:
-        """Return another character for each of `_chars` and of those that begin words, none of which is in the text."""
+        """Return a character that is not in the text for each of `_chars` and each first character of a word."""
         free = (chr(code) for code in range(_FIRST_STAND_IN, _LAST_STAND_IN) if chr(code) not in text)
         first = {token[0] for token in self._special if not set(token) & set(self._chars)}
         return dict(zip([*self._chars, *sorted(first - set(self._chars))], free, strict=False))
 
     def _is_harmless(self, sought: str) -> bool:
-        """Return whether a string neither has, nor is, nor meets any part of a special token."""
+        """Return whether a string neither contains, nor is, nor overlaps a special token."""
         cuts = range(1, len(sought) + 1)
         return not any(
             token in sought
@@ -123,14 +123,14 @@ class LiteralText:
         )
 
 
-class _Marks:
+class _Replacement:
     """Replacement of characters in values.
 
     Args:
-        stand_ins: the stand-in of each character.
+        stand_ins: character -> stand-in.
         chars: characters that are replaced everywhere.
-        words: special tokens of which only the first character is replaced.
-        kept: strings that stay as they are.
+        words: special tokens whose first character is replaced.
+        kept: strings that stay unchanged.
     """
 
     def __init__(self, stand_ins: Mapping[str, str], chars: str, words: re.Pattern[str], kept: re.Pattern[str]) -> None:
@@ -184,13 +184,13 @@ def _without_special(backend: tokenizers.Tokenizer, special: set[str], key: str)
 
 
 def _any_of(strings: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of the longest of some strings; of nothing without any."""
+    """Return a pattern for the longest matching string; without strings it matches nothing."""
     longest_first = sorted({string for string in strings if string}, key=lambda string: (-len(string), string))
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _characters_of_all(tokens: Iterable[str]) -> str:
-    """Return punctuation of which each token has a character, apart from tokens without any."""
+    """Return characters such that each token with punctuation contains one."""
     chosen: list[str] = []
     for token in sorted(tokens):
         if not set(token) & set(chosen):
@@ -199,7 +199,7 @@ def _characters_of_all(tokens: Iterable[str]) -> str:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings in a value, keys among them."""
+    """Yield all strings in a value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,10 +1,10 @@
 """Loading of tokenizers from local files. Imports neither jax nor torch.
 
-`tokenizer.json` is read with the `tokenizers` library alone, whose import takes 0.03 s instead of over 2 s for
-`transformers`. As in `transformers`, the special tokens of `tokenizer_config.json` and `special_tokens_map.json` are
-added. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` are ignored if there is a `tokenizer.json`, whose
-post-processor defines the tokens around a prompt; transformers does the same from version 5 on. Directories without
-`tokenizer.json` are loaded by `transformers.AutoTokenizer`, GGUF files by `gguf_tokenizer`.
+The `tokenizers` library reads `tokenizer.json`; its import takes 0.03 s instead of over 2 s for `transformers`. As in
+`transformers`, special tokens from `tokenizer_config.json` and `special_tokens_map.json` are added. If there is a
+`tokenizer.json`, its post-processor defines the tokens around a prompt, and `add_bos_token` and `add_eos_token` in
+`tokenizer_config.json` are ignored, as in transformers 5. `transformers.AutoTokenizer` loads directories without
+`tokenizer.json`, and `gguf_tokenizer` GGUF files.
 """
 
 import json
@@ -34,11 +34,11 @@ _SHARD = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 
 def load_tokenizer(path: str | Path, chat_options: ChatOptions = DEFAULT_CHAT_OPTIONS) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face directory or of a GGUF file, from local files only.
+    """Load the tokenizer in a Hugging Face directory or a GGUF file, from local files only.
 
     Args:
         path: the directory or the file.
-        chat_options: options of chats.
+        chat_options: chat options.
 
     Raises:
         ConfigError: there is no loadable tokenizer; the message names the expected files.
@@ -62,7 +62,7 @@ def _load(directory: Path, chat_options: ChatOptions) -> Tokenizer:
     if not directory.is_dir():
         raise ConfigError(f"the tokenizer must be a local directory or a .gguf file, got {str(directory)!r}")
     config = _read_json(directory / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:  # older checkpoints have them in special_tokens_map.json
+    if "added_tokens_decoder" not in config:  # older checkpoints use special_tokens_map.json
         config |= _read_json(directory / "special_tokens_map.json")
     file = directory / "tokenizer.json"
     if not file.is_file():
@@ -82,7 +82,7 @@ def _from_backend(
     chat_options: ChatOptions,
     ends: Sequence[int] = (),
 ) -> Tokenizer:
-    # files may contain truncation and padding settings of training
+    # Files may contain truncation and padding settings from training.
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -101,7 +101,7 @@ def _from_backend(
         chat_template=_chat_templates(config, directory),
         chat_options=chat_options,
         literal=LiteralText(backend) if has_literals else None,
-        byte_table=ByteTable.of(backend),
+        byte_table=ByteTable.from_backend(backend),
         vocabulary=backend.get_vocab,
         piece=backend.id_to_token,
         json_text=backend.to_str,
@@ -125,7 +125,7 @@ def _encode_pair(backend: tokenizers.Tokenizer, first: str, second: str) -> Toke
 
 
 def _decode(backend: tokenizers.Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-    """Return the text of token ids. That of many is found while other threads run Python."""
+    """Return the text of token ids; while many are decoded, other threads run Python."""
     if len(token_ids) < LONG_TEXT_CHARS:
         return backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
     return backend.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
@@ -134,8 +134,8 @@ def _decode(backend: tokenizers.Tokenizer, token_ids: Sequence[int], skip_specia
 def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     """Load the same tokenizer as `load_tokenizer`, as an instance of `transformers`' class.
 
-    If there is a `tokenizer.json`, it defines the tokenisation, as in `load_tokenizer`. AutoTokenizer could instead
-    rebuild the tokenizer of a model family from its vocabulary.
+    A `tokenizer.json` defines the tokenisation, as in `load_tokenizer`; AutoTokenizer might rebuild the model family's
+    tokenizer from the vocabulary instead.
 
     Raises:
         ConfigError: the directory has no tokenizer that transformers can load.
@@ -195,9 +195,9 @@ def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
 
 
 def _gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that has the tokenizer: the path itself, or the only one of a directory without another.
+    """Return the GGUF file with the tokenizer: the path itself, or a directory's only one if it has no other.
 
-    Of a model in shards it is the first one.
+    For a sharded model it is the first shard.
     """
     if path.suffix == ".gguf" and path.is_file():
         found = [path]
@@ -210,7 +210,7 @@ def _gguf_file(path: Path) -> Path | None:
 def _load_gguf(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any], list[int]]:
     try:
         return gguf_tokenizer.load(file)
-    except Exception as error:  # faults of the file are of any kind, those of the tokenizers library plain Exception
+    except Exception as error:  # damaged files raise many types, the tokenizers library plain Exception
         raise ConfigError(
             f"{file} must have a tokenizer of a known kind, but: {type(error).__name__} {_first_line(error)}; "
             f"pass a directory as tokenizer=, or skip_tokenizer_init=True"
@@ -218,7 +218,7 @@ def _load_gguf(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any], list[i
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Add the added and special tokens of the configuration to the backend, as `transformers` does."""
+    """Add the configuration's added and special tokens to the backend, as `transformers` does."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     declared = config.get("added_tokens_decoder", {})
     missing = [_added_token(declared[i]) for i in sorted(declared, key=int) if declared[i]["content"] not in known]
@@ -235,7 +235,7 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -
 
 
 def _special_token_texts(config: dict[str, Any]) -> dict[str, str]:
-    """Return the `*_token` entries; besides the usual seven, models may define others for their templates."""
+    """Return the `*_token` entries: the usual seven, and any that the model defines for its templates."""
     named = {k: v for k, v in config.items() if k.endswith("_token")}
     texts = {k: _text(v) for k, v in named.items() if isinstance(v, str) or (isinstance(v, dict) and "content" in v)}
     extra = config.get("extra_special_tokens")
@@ -264,7 +264,7 @@ def _eos_ids(tokenizer_eos: int | None, directory: Path, ends: Sequence[int] = (
 
 
 def _chat_templates(config: dict[str, Any], directory: Path) -> dict[str, str]:
-    """Return the templates in files if there are any, else those of `tokenizer_config.json`."""
+    """Return the templates in files if there are any, otherwise from `tokenizer_config.json`."""
     files = {p.stem: p for p in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (main := directory / "chat_template.jinja").is_file():
         files["default"] = main

@@ -1,4 +1,4 @@
-"""Log probabilities of a completion or a prompt, kept in the device's format until they are read."""
+"""Log probabilities for a completion or a prompt, kept in the device's format until they are read."""
 
 import itertools
 import threading
@@ -12,24 +12,24 @@ from numpy.typing import NDArray
 from jaxserve.api.outputs import Logprob
 from jaxserve.text.token_texts import TokenTexts
 
-NUM_BEFORE = 24  # tokens that the text of a token may depend on, hidden ones among them
+NUM_BEFORE = 24  # preceding tokens that a token's text may depend on, including hidden ones
 
 NUM_RELEASED = 4096
 Entry = TypeVar("Entry", dict[int, Logprob], dict[int, Logprob] | None)
 
 
 class LogprobList(Sequence[Entry], Generic[Entry]):
-    """Lazy form of vLLM's list of `dict[int, Logprob]`: one dict per token, with the token itself first.
+    """Lazy version of vLLM's list of `dict[int, Logprob]`: one dict per token, with the token itself first.
 
-    An entry is kept as bytes; its dict is built and its tokens are decoded on a thread that reads it. Otherwise a token
-    with 20 alternatives would cost 20 more objects, built and decoded on the thread that feeds the device, although
-    many readers use only one of them. One thread may append while others read. Pickling and copying give a plain list.
+    Entries are kept as bytes; the reading thread builds the dict and decodes its tokens. Otherwise a token with 20
+    alternatives would cost 20 more objects on the thread that feeds the device, although many readers use only one.
+    One thread may append while others read. Pickling and copying give a plain list.
 
     Args:
-        texts: function that returns the texts of tokens, see `TokenTexts`; None for no texts.
-        prompt: tokens that the tokens of the list continue.
-        first: the first tokens of the list, which have no log probabilities, such as the first token of a prompt.
-        entries: their entries.
+        texts: function from tokens to texts, see `TokenTexts`; None for no texts.
+        prompt: tokens that precede the list.
+        first: initial tokens without log probabilities, such as the first token of a prompt.
+        entries: entries for `first`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         entries: Iterable[Entry] = (),
     ) -> None:
         self._texts, self._prompt, self._first = texts, prompt, tuple(first)
-        self._built: list[Entry] = list(entries)  # first entries, as `as_list` returns them
+        self._built: list[Entry] = list(entries)  # initial entries, as `as_list` returns them
         self._num_given = len(self._built)
         self._is_ended = False
         self._rows: list[tuple[int, float, int, bytes, bytes]] = []  # tuples that the garbage collector need not track
@@ -52,9 +52,9 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         Args:
             token_id: the token.
             logprob: its log probability.
-            rank: its rank, which equal logits share.
-            top_ids: int32 ids of the most likely tokens, best first; none where all tokens are given.
-            top_logprobs: their float32 log probabilities; those of all tokens are in the order of ids.
+            rank: its rank; tokens with equal logits have the same rank.
+            top_ids: int32 ids of the most likely tokens, best first; empty if all tokens are given.
+            top_logprobs: their float32 log probabilities; in id order if all tokens are given.
         """
         self._rows.append((token_id, logprob, rank, top_ids, top_logprobs))
 
@@ -65,7 +65,7 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         return self._built
 
     def end(self) -> None:
-        """Note that no entries follow, so that the last token shows what it leaves incomplete of a character."""
+        """Note that no entries follow, so that the last token's text includes an incomplete character."""
         with self._building:
             self._is_ended = True
             if self._rows and len(self._built) == len(self):
@@ -81,18 +81,17 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
     def __getitem__(self, index: slice) -> list[Entry]: ...
 
     def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
-        """Return an entry, or those of a slice as a list."""
         positions = range(len(self))[index]
         if isinstance(positions, int):
             return self._read(positions)
         return [self._read(position) for position in positions]
 
     def part(self, start: int, stop: int) -> Sequence[Entry]:
-        """Return the entries from `start` to before `stop`, each of which is read when it is asked for."""
+        """Return the entries from `start` to before `stop`; each is built on access."""
         return LogprobPart(self, range(start, min(stop, len(self))))
 
     def release(self) -> None:
-        """Drop all entries a few at a time: no thread can run while memory is freed."""
+        """Drop all entries in small batches: no thread can run while memory is freed."""
         for entries in (self._built, self._rows):
             while entries:
                 del entries[-NUM_RELEASED:]
@@ -114,11 +113,11 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         own = Logprob(logprob, rank, texts[0])
         entry = {token_id: own}
         entry.update(zip(ids, map(Logprob, values, itertools.count(1), texts[1:]), strict=True))
-        entry[token_id] = own  # replaces its own entry among the most likely, whose rank is its position
+        entry[token_id] = own  # replaces its entry among the most likely, whose rank is its position
         return entry
 
     def _texts_at(self, position: int, token_ids: list[int]) -> Sequence[str | None]:
-        """Return the texts of the token at a position, which comes first, and of its alternatives."""
+        """Return the texts for the token at a position and then its alternatives."""
         if self._texts is None:
             return [None] * len(token_ids)
         rows = self._rows[max(0, position - len(self._first) - NUM_BEFORE) : max(0, position - len(self._first))]
@@ -141,11 +140,11 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
 
 
 class LogprobPart(Sequence[Entry], Generic[Entry]):
-    """Part of a list of log probabilities, without a copy.
+    """Slice of a list, without a copy.
 
     Args:
         entries: the list.
-        positions: positions of the part in it.
+        positions: positions in the list.
     """
 
     def __init__(self, entries: LogprobList[Entry], positions: range) -> None:
@@ -162,7 +161,6 @@ class LogprobPart(Sequence[Entry], Generic[Entry]):
     def __getitem__(self, index: slice) -> list[Entry]: ...
 
     def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
-        """Return an entry, or those of a slice as a list."""
         positions = self._positions[index]
         if isinstance(positions, int):
             return self._entries[positions]
@@ -175,7 +173,7 @@ class LogprobPart(Sequence[Entry], Generic[Entry]):
 
 
 def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int32]:
-    """Return the indices of the `count` largest values, largest first; of equal values, the first ones."""
+    """Return the indices of the `count` largest values, largest first; among equal values, the first ones."""
     places = np.arange(len(values))
     if count == 0:
         places = places[:0]

@@ -1,4 +1,4 @@
-"""Messages of chats: their checks, and their contents in the form that a template reads."""
+"""Chat messages: checks, and contents as strings or lists for a template."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 
 
 class Parts(list[dict[str, Any]]):
-    """List of content parts that is its text wherever a template treats it as text.
+    """List of content parts that behaves like its text if a template treats it as text.
 
-    Templates that read the parts of some messages often print the contents of others as they are, which would give the
-    model Python's notation of a list.
+    Templates that read parts in some messages often print other contents directly, which would show Python's list
+    notation to the model.
     """
 
     def __str__(self) -> str:
@@ -31,18 +31,18 @@ class Parts(list[dict[str, Any]]):
         return other + str(self) if isinstance(other, str) else NotImplemented
 
     def __getattr__(self, name: str) -> Any:
-        """Return a method of strings, such as `strip`."""
+        """Return a string method, such as `strip`."""
         return getattr(str(self), name)
 
 
 def joined_text(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of parts in separate lines, as vLLM joins them."""
+    """Return the parts' texts as separate lines, like vLLM."""
     texts = (part.get("text") or part.get("thinking") or part.get("refusal") for part in parts)
     return "\n".join(text for text in texts if text)
 
 
 def content_text(content: object) -> str:
-    """Return the text of the content of a message that templates have taken."""
+    """Return a valid message content as text."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         return joined_text([part for part in content if isinstance(part, Mapping)])
     return content if isinstance(content, str) else ""
@@ -55,9 +55,9 @@ def plain_messages(
 
     Args:
         messages: dicts with role and content.
-        lists: True to keep lists of parts as lists; they become text otherwise.
-        strings: False to make a list of a content that is a string.
-        thinking: True to keep parts of the type "thinking"; they become parts of text otherwise.
+        lists: True to keep lists of parts; otherwise they become text.
+        strings: False to turn a string content into a list.
+        thinking: True to keep "thinking" parts; otherwise they become text parts.
 
     Raises:
         RequestError: not a list of dicts, a message without role or content, or a content that is not text.

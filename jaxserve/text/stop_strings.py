@@ -5,10 +5,10 @@ from collections.abc import Iterable
 
 
 class StopStrings:
-    """Aho-Corasick automaton (Communications of the ACM 18(6), 1975) of a request's stop strings.
+    """Aho-Corasick automaton (Communications of the ACM 18(6), 1975) for a request's stop strings.
 
-    A state is the longest suffix of the text that is a prefix of some stop string; `START` is the empty one. The
-    automaton is immutable, so the samples of a request share it.
+    A state is the text's longest suffix that is a prefix of some stop string; `START` is the empty suffix. The
+    automaton is immutable, so a request's samples use the same one.
 
     Args:
         stops: non-empty strings. Building takes time and memory in proportion to their characters.
@@ -17,8 +17,8 @@ class StopStrings:
     START = 0
 
     def __init__(self, stops: Iterable[str]) -> None:
-        self._next: list[dict[str, int]] = [{}]  # transitions of each state: character -> state one character deeper
-        self._stop: list[str | None] = [None]  # longest stop string that ends at each state
+        self._next: list[dict[str, int]] = [{}]  # per state: character -> state one character deeper
+        self._stop: list[str | None] = [None]  # per state: longest stop string that ends there
         depths = [0]
         for stop in stops:
             state = self.START
@@ -30,10 +30,10 @@ class StopStrings:
                     depths.append(depths[state] + 1)
                 state = self._next[state][character]
             self._stop[state] = stop
-        self._fallback = [self.START] * len(depths)  # longest proper suffix of each state that is a state
+        self._fallback = [self.START] * len(depths)  # per state: its longest proper suffix that is a state
         self._num_held = [0] * len(depths)
         breadth_first = [self.START]
-        for state in breadth_first:  # fallbacks are less deep, and so are complete before a deeper state needs them
+        for state in breadth_first:  # fallbacks are less deep, so they are complete in time
             for character, deeper in self._next[state].items():
                 fallback = self.START if state == self.START else self._step(self._fallback[state], character)
                 self._fallback[deeper] = fallback
@@ -47,11 +47,11 @@ class StopStrings:
         Args:
             state: state after the earlier text.
             text: new text.
-            may_stop: True to stop at stop strings; else they are ignored.
+            may_stop: False to ignore stop strings.
 
         Returns:
-            State reached, number of characters read, and the longest stop string that ends there; all characters and
-            None if there is none.
+            New state, number of characters read, and the longest stop string that ends there. Without a stop string all
+            characters are read.
         """
         for num_read, character in enumerate(text, start=1):
             state = self._step(state, character)
@@ -60,7 +60,7 @@ class StopStrings:
         return state, len(text), None
 
     def num_held(self, state: int) -> int:
-        """Return the number of characters at the end of the text that may begin a stop string."""
+        """Return the length of the text's suffix that may begin a stop string."""
         return self._num_held[state]
 
     def _step(self, state: int, character: str) -> int:
@@ -73,5 +73,5 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=16)
 def compile_stop_strings(stops: tuple[str, ...]) -> StopStrings:
-    """Return the automaton of `stops`; the samples of a request, and requests with equal stop strings, share it."""
+    """Return the automaton for `stops`, the same one for equal stop strings."""
     return StopStrings(stops)

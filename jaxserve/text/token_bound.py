@@ -1,9 +1,9 @@
-"""TokenBound: the least number of tokens that a text can have, without encoding it.
+"""TokenBound: minimum number of tokens in a text, without encoding it.
 
-A prompt of megabytes takes seconds to encode, only to be refused for its length. A token stands for as many characters
-as its own text has at most, if the tokenizer drops none: white space next to some special tokens is dropped, and
-normalisation may compose characters. For tokenizers that drop any other, such as those with unknown tokens, there is no
-bound.
+A prompt of megabytes takes seconds to encode, only to be refused for its length. A token covers at most as many
+characters as the longest token text, unless the tokenizer drops or composes characters: white space next to some
+special tokens is dropped, and normalisation may compose characters. Tokenizers that drop others, such as those with an
+unknown token, have no bound.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import tokenizers
 
-_COMPOSED = 4  # characters that NFC and NFKC compose to one: the longest canonical decomposition of Unicode
-_PART_CHARS = 2**16  # characters that are looked at by one call of C
-_KEEPING = {"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"}  # pre-tokenizers that drop nothing
+_COMPOSED = 4  # maximum characters that NFC and NFKC compose to one (Unicode's longest canonical decomposition)
+_PART_CHARS = 2**16  # characters per C call
+_KEEPING = {"ByteLevel", "Digits", "Metaspace", "UnicodeScripts"}  # they drop nothing
 _DROPPING_SPACES = {"Whitespace", "WhitespaceSplit"}
 
 
@@ -25,7 +25,7 @@ class TokenBound:
     """Bound on the number of tokens.
 
     Attributes:
-        max_chars: characters of a text that a token stands for at most; None if that is not known.
+        max_chars: maximum characters per token; None if unknown.
         drops_spaces: True if white space may be dropped.
     """
 
@@ -34,7 +34,7 @@ class TokenBound:
 
     @classmethod
     def from_backend(cls, backend: tokenizers.Tokenizer) -> TokenBound:
-        """Return the bound of a tokenizer."""
+        """Return the bound for a tokenizer."""
         composed = _composed_chars(_state(backend.normalizer))
         drops_spaces = _drops_spaces(_state(backend.pre_tokenizer))
         if composed is None or drops_spaces is None or not _has_all_bytes(backend):
@@ -44,7 +44,7 @@ class TokenBound:
         return cls(composed * longest, drops_spaces)
 
     def num_tokens(self, text: str) -> int:
-        """Return a number of tokens that a text has at least."""
+        """Return a lower bound on the number of tokens in a text."""
         if self.max_chars is None:
             return 0
         num_chars = len(text)
@@ -62,7 +62,7 @@ def _state(step: Any) -> dict[str, Any] | None:
 
 
 def _has_all_bytes(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether every text has tokens of its own, none of which stands for anything unknown."""
+    """Return whether every byte has a token, so that no text needs an unknown token."""
     model = backend.model
     if getattr(model, "byte_fallback", False):
         return all(backend.token_to_id(f"<0x{byte:02X}>") is not None for byte in range(256))
@@ -74,7 +74,7 @@ def _has_all_bytes(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _composed_chars(normalizer: dict[str, Any] | None) -> int | None:
-    """Return how many characters become one at most; None if characters may be dropped."""
+    """Return the maximum number of characters composed to one; None if characters may be dropped."""
     match normalizer:
         case None | {"type": "Prepend" | "NFD" | "NFKD" | "Lowercase" | "ByteLevel"}:
             return 1

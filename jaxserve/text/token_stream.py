@@ -1,4 +1,4 @@
-"""Incremental detokenisation. Text that a stream has returned never changes, whatever tokens follow."""
+"""Incremental detokenisation: text that a stream has returned never changes."""
 
 import codecs
 import json
@@ -17,7 +17,7 @@ class ByteTable:
     """Bytes of each token, for vocabularies whose decoder concatenates bytes.
 
     Attributes:
-        strip_left: number of leading spaces that the decoder removes from a text.
+        strip_left: number of leading spaces that the decoder removes.
     """
 
     def __init__(
@@ -30,14 +30,14 @@ class ByteTable:
         self.strip_left = strip_left
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Return the bytes of a token; none for ids outside the vocabulary."""
+        """Return a token's bytes; none for ids outside the vocabulary."""
         if (found := self._known.get(token_id)) is None:
             text = self._token_text(token_id)
             found = self._known[token_id] = b"" if text is None else self._to_bytes(text)
         return found
 
     def text(self, token_id: int) -> str | None:
-        """Return the text of a token whose bytes are whole characters; None for any other token."""
+        """Return a token's text if its bytes are whole characters; None otherwise."""
         if token_id not in self._texts:
             try:
                 self._texts[token_id] = self[token_id].decode()
@@ -46,8 +46,8 @@ class ByteTable:
         return self._texts[token_id]
 
     @classmethod
-    def of(cls, backend: tokenizers.Tokenizer) -> "ByteTable | None":
-        """Return the table of a byte-level (GPT-2, Llama 3, Qwen) or byte-fallback (Llama 2, Mistral, Gemma) one."""
+    def from_backend(cls, backend: tokenizers.Tokenizer) -> "ByteTable | None":
+        """Return a byte-level (GPT-2, Llama 3, Qwen) or byte-fallback (Llama 2, Mistral, Gemma) tokenizer's table."""
         match json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None:
             case {"type": "ByteLevel"}:
                 alphabet = _byte_level_alphabet()
@@ -66,7 +66,7 @@ class ByteTable:
 
 
 def _strip_left(steps: list[dict[str, Any]]) -> int | None:
-    """Return how many leading spaces the last steps of a decoder remove; None if they do anything else."""
+    """Return the number of leading spaces that a decoder's last steps remove; None if they do anything else."""
     match steps:
         case []:
             return 0
@@ -76,7 +76,7 @@ def _strip_left(steps: list[dict[str, Any]]) -> int | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return bytes by character in GPT-2's byte-level BPE (Radford et al. 2019, `bytes_to_unicode` in encoder.py)."""
+    """Return the character -> byte table in GPT-2's byte-level BPE (`bytes_to_unicode` in its encoder.py)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -100,14 +100,14 @@ class ByteStream:
 
     For byte-level vocabularies the text equals that of `decode`, also for bytes that are not UTF-8. A byte-fallback
     decoder turns a whole run of byte tokens into U+FFFD if one of them is invalid; here only the invalid ones become
-    U+FFFD, because the valid ones may have been shown already.
+    U+FFFD, because valid ones may already be visible.
     """
 
     def __init__(self, table: ByteTable, hidden: frozenset[int], context: TokenIds) -> None:
         self._table = table
         self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for token_id in context:  # the last may be a part of a character
+        for token_id in context:  # the last may be an incomplete character
             self._decoder.decode(table[token_id])
         self._strip = 0 if context else table.strip_left
 
@@ -116,7 +116,7 @@ class ByteStream:
         return "" if token_id in self._hidden else self._stripped(self._decoder.decode(self._table[token_id]))
 
     def peek(self, token_id: int) -> str:
-        """Return the text that `push` would return, and change nothing."""
+        """Return the same text as `push`, without changing the stream."""
         state, strip = self._decoder.getstate(), self._strip
         if not (strip or state[0] or token_id in self._hidden) and (text := self._table.text(token_id)) is not None:
             return text
@@ -137,9 +137,9 @@ class ByteStream:
 
 
 class WindowStream:
-    """Stream for any other decoder: the text of a token is what it adds to the text of the tokens before it.
+    """Stream for any other decoder: a token's text is the difference that it makes to the preceding tokens' text.
 
-    This is the prefix/read-offset algorithm of Hugging Face's text-generation-inference: the tokens shown last are
+    This is the prefix/read-offset algorithm of Hugging Face's text-generation-inference: the most recent tokens are
     decoded again together with the new ones, to give the decoder context (spaces, "##" pieces). U+FFFD at the end may
     be the first bytes of a character: it is held back until four tokens, the most a character can take, have not
     completed it.
@@ -165,7 +165,7 @@ class WindowStream:
         return self._accept(text)
 
     def peek(self, token_id: int) -> str:
-        """Return the text that `push` would return, and change nothing."""
+        """Return the same text as `push`, without changing the stream."""
         state = self._context, self._context_len, self._pending
         self._pending = list(self._pending)
         text = self.push(token_id)

@@ -1,8 +1,8 @@
-"""Texts and offsets of tokens: what each token adds to the text of the tokens before it.
+"""Texts and offsets of tokens: each token's contribution to the text.
 
-A token decoded by itself loses its context: parts of a character become U+FFFD, and SentencePiece decoders strip the
+A token decoded by itself loses its context: incomplete characters become U+FFFD, and SentencePiece decoders strip the
 space before a word. Here a token that leaves a character incomplete adds no text, and the token that completes the
-character adds all of it, as in vLLM. So the texts of the visible tokens add up to the whole text.
+character adds all of it, as in vLLM. So the visible tokens' texts add up to the whole text.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
 
 REPLAYED = 8  # tokens after which a stream no longer depends on the tokens before them
-CONTEXT = 4  # visible tokens that a decoder gets as its context
+CONTEXT = 4  # visible tokens that give a decoder context
 
 
 def hidden_ids(tokenizer: Tokenizer, params: SamplingParams) -> frozenset[int]:
-    """Return the ids that leave no text in an output."""
+    """Return the ids that add no text to an output."""
     hidden: frozenset[int] = tokenizer.special_ids if params.skip_special_tokens else frozenset()
     return hidden - frozenset(params.shown_special_ids) if params.shown_special_ids else hidden
 
 
 def new_stream(tokenizer: Tokenizer, hidden: frozenset[int], before: Sequence[int] = ()) -> ByteStream | WindowStream:
-    """Return the stream of a text that continues the text of the tokens `before`."""
+    """Return the stream for a text that follows the tokens `before`."""
     visible = (i for i in reversed(before) if i not in hidden)
     context = list(itertools.islice(visible, CONTEXT))[::-1]
     if tokenizer.byte_table is not None:
@@ -42,8 +42,8 @@ class TokenTexts:
     """Function from tokens, and the tokens before them, to the text that each would add.
 
     Args:
-        tokenizer: tokenizer of the model.
-        hidden: ids that leave no text. They still have a text of their own, by which log probabilities name them.
+        tokenizer: the model's tokenizer.
+        hidden: ids that add no text. They still have a text, which log probabilities show.
     """
 
     def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
@@ -52,13 +52,13 @@ class TokenTexts:
     def __call__(
         self, prompt: Sequence[int], before: Sequence[int], token_ids: Sequence[int], *, is_end: bool = False
     ) -> list[str]:
-        """Return the text that each of `token_ids` adds in the same place.
+        """Return the text that each of `token_ids` adds at the same position.
 
         Args:
-            prompt: tokens that the text continues.
-            before: tokens of the text before the place.
+            prompt: tokens before the text.
+            before: the text's tokens before the position.
             token_ids: alternatives for the next token.
-            is_end: True if the text ends with the first of them, which then shows what it leaves incomplete.
+            is_end: True if the text ends with the first of them; its text then includes an incomplete character.
         """
         tokenizer = self._tokenizer
         if len(before) > REPLAYED:
@@ -73,12 +73,12 @@ class TokenTexts:
 
 
 def text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int], *, keeps_first: bool = False) -> list[int]:
-    """Return the index in a text at which each of its tokens begins.
+    """Return the index in a text at which each token begins.
 
     Args:
-        tokenizer: tokenizer of the model.
+        tokenizer: the model's tokenizer.
         text: text that was tokenised, or that the tokens were decoded to.
-        token_ids: its tokens, special ones around them included; only some of them if it was truncated.
+        token_ids: its tokens, including special ones around them; only some of them if it was truncated.
         keeps_first: True if a longer text keeps its first tokens, see `Tokenizer.encode`.
     """
     plain = tokenizer.encode(text, add_special_tokens=False)
@@ -95,7 +95,7 @@ def text_offsets(tokenizer: Tokenizer, text: str, token_ids: Sequence[int], *, k
         offsets = text_offsets(tokenizer, text, known)
         first, last = kept_parts(known, plain, len(token_ids), keeps_first=keeps_first)
         kept = [*offsets[first], *offsets[last]]
-        if keeps_first:  # special tokens stand at the ends of the text that is kept
+        if keeps_first:  # special tokens are at the ends of the kept text
             return [min(offset, offsets[first.stop]) for offset in kept]
         return [max(offset, offsets[last.start]) for offset in kept]
     known, spans = tokenizer.spans(text)
@@ -109,7 +109,7 @@ def _begins(pieces: Sequence[str]) -> list[int]:
 
 
 def _last(token_ids: Sequence[int], known: Sequence[int], offsets: Sequence[int]) -> list[int]:
-    """Return the offsets of tokens whose end is the end of others; the first offset goes to tokens before it."""
+    """Return offsets for tokens that end like `known`; tokens before those get the first offset."""
     num_same = 0
     while num_same < min(len(known), len(token_ids)) and known[-1 - num_same] == token_ids[-1 - num_same]:
         num_same += 1
@@ -118,7 +118,7 @@ def _last(token_ids: Sequence[int], known: Sequence[int], offsets: Sequence[int]
 
 
 def _pieces(tokenizer: Tokenizer, token_ids: Sequence[int], hidden: frozenset[int]) -> list[str]:
-    """Return the text that each token adds, with none at the positions in `hidden`, and the rest of the last one."""
+    """Return the text that each token adds, none for tokens in `hidden`, and finally the remaining text."""
     stream = new_stream(tokenizer, frozenset())
     pieces = ["" if i in hidden else stream.push(token_id) for i, token_id in enumerate(token_ids)]
     return [*pieces, stream.finish()]

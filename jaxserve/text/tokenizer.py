@@ -18,22 +18,22 @@ MAX_COMPILED_TEMPLATES = 32
 
 
 class Tokenizer:
-    """Tokenizer of a model, with its chat template and special tokens.
+    """A model's tokenizer, with its chat template and special tokens.
 
     Attributes:
-        vocab_size: number of ids, added tokens included; the model's embedding may have more rows.
-        special_tokens: name ("bos_token", ...) -> text; the variables of the chat template.
+        vocab_size: number of ids, including added tokens; the model's embedding may have more rows.
+        special_tokens: name ("bos_token", ...) -> text; chat template variables.
         special_ids: ids that `decode` leaves out when it skips special tokens.
-        bos_token_id: first token of a sequence, if the model has one.
-        eos_token_ids: ids that end a sequence: the tokenizer's, then those of `generation_config.json`.
+        bos_token_id: first token in a sequence, if the model has one.
+        eos_token_ids: ids that end a sequence: from the tokenizer, then from `generation_config.json`.
         chat_template: template name -> Jinja source; "default" is the one for plain chats.
-        chat_options: options of chats; a template among them replaces all others.
-        literal: encoder of chats whose special tokens in contents are text; None where they are special tokens.
-        token_text: token id -> its text by itself, special tokens included; decodes each id once.
-        vocabulary: function that returns the id of each token.
-        piece: function from a token id to the token in the vocabulary, as it is written there; None for unknown ids.
-        json_text: function that returns the text of `tokenizer.json`; None where the tokenizer has no such form.
-        encode_pair: function that returns the token ids of two texts as one prompt.
+        chat_options: chat options; a template among them replaces all others.
+        literal: chat encoder that keeps special tokens in contents as text; None if they become special tokens.
+        token_text: token id -> its text in isolation, including special tokens; decodes each id once.
+        vocabulary: function that returns the ids by token.
+        piece: function from a token id to its vocabulary entry; None for unknown ids.
+        json_text: function that returns the text of `tokenizer.json`; None if the tokenizer has no such representation.
+        encode_pair: function from two texts to the token ids of one prompt.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Tokenizer:
 
     @functools.cached_property
     def bound(self) -> TokenBound:
-        """Least number of tokens that a text can have."""
+        """Lower bound on the number of tokens in a text."""
         return self._new_bound()
 
     @property
@@ -96,8 +96,8 @@ class Tokenizer:
         Args:
             text: text to tokenise.
             add_special_tokens: True to add the model's special tokens around a prompt, usually a BOS.
-            max_tokens: limit of tokens, special ones included; only the last tokens of a longer text are kept.
-            keeps_first: True to keep the first tokens of a longer text instead.
+            max_tokens: maximum number of tokens, including special ones; a longer text keeps its last tokens.
+            keeps_first: True if a longer text keeps its first tokens instead.
 
         Raises:
             RequestError: `text` is not valid Unicode.
@@ -114,7 +114,7 @@ class Tokenizer:
         return token_ids[first] + token_ids[last]
 
     def spans(self, text: str) -> tuple[TokenIds, list[tuple[int, int]]]:
-        """Return the token ids of `text`, special ones included, and the part of it that each stands for."""
+        """Return the token ids of `text`, including special ones, and the span that each covers."""
         if self._spans is not None:
             return self._spans(text)
         token_ids = self.encode(text)
@@ -166,15 +166,15 @@ class Tokenizer:
         """Render a chat with the model's template; return text, as `transformers` does with `tokenize=False`.
 
         Args:
-            messages: dicts with a "role" and usually "content", a string or a list of {"type": "text"} parts, which
-                become lines of one text unless the template reads lists.
+            messages: dicts with a "role" and usually "content", a string or a list of {"type": "text"} parts; they
+                become lines in one text unless the template reads lists.
             add_generation_prompt: True to end with the header of the assistant's turn.
             tokenize: True to return the token ids instead.
             chat_template: Jinja source, or the name of one of the tokenizer's templates.
-            tools: JSON schemas of functions that the model may call.
-            continue_final_message: True to end with the content of the last message, so that the model continues it;
-                not with `add_generation_prompt`.
-            variables: further variables of the template, such as `enable_thinking`.
+            tools: JSON schemas for functions that the model may call.
+            continue_final_message: True to end with the last message's content, so that the model continues it; not
+                with `add_generation_prompt`.
+            variables: further template variables, such as `enable_thinking`.
 
         Raises:
             RequestError: there is no template, it refuses the messages, or it has no such variable.
@@ -192,14 +192,14 @@ class Tokenizer:
         content_format: str | None = None,
         continue_final_message: bool = False,
     ) -> RenderedChat:
-        """Render a chat with the template's variables as a mapping, since their names may come from a request.
+        """Render a chat; template variables are a mapping, since their names may come from a request.
 
         Args:
             messages: messages as in `apply_chat_template`.
             variables: template variables, `tools` and `add_generation_prompt` (True by default, unless the last message
                 is continued) among them.
             chat_template: Jinja source, or the name of one of the tokenizer's templates.
-            content_format: format of contents as in `ChatOptions`; None takes the tokenizer's.
+            content_format: content format as in `ChatOptions`; None for the tokenizer's.
             continue_final_message: the same as in `apply_chat_template`.
 
         Raises:
@@ -223,7 +223,7 @@ class Tokenizer:
         return RenderedChat(text, literal.mark(text, (messages, given), template.sought, render) if literal else text)
 
     def encode_chat(self, chat: RenderedChat, add_special_tokens: bool = False) -> TokenIds:
-        """Return the token ids of a rendered chat, whose template has usually written the BOS."""
+        """Return the token ids of a rendered chat; its template has usually written the BOS."""
         if self._literal is None or chat.marked == chat.text:
             return self.encode(chat.text, add_special_tokens=add_special_tokens)
         return self._literal.encode(chat.text, chat.marked, add_special_tokens)
@@ -245,7 +245,7 @@ class Tokenizer:
 
     def _template(self, source: str) -> ChatTemplate:
         if source not in self._compiled:
-            if len(self._compiled) >= MAX_COMPILED_TEMPLATES:  # requests may bring their own
+            if len(self._compiled) >= MAX_COMPILED_TEMPLATES:  # requests may have their own
                 self._compiled.clear()
             defaults = {"tools": None, "documents": None} | self.special_tokens
             self._compiled[source] = ChatTemplate(source, defaults)
@@ -255,25 +255,25 @@ class Tokenizer:
 def kept_parts(
     token_ids: Sequence[int], plain: Sequence[int], max_tokens: int, *, keeps_first: bool
 ) -> tuple[slice, slice]:
-    """Return the parts of a prompt that are kept if it is cut: one on each side of the tokens that are left out.
+    """Return the two slices of a prompt that truncation keeps, before and after the dropped tokens.
 
     Args:
-        token_ids: tokens of the prompt, more than `max_tokens`.
-        plain: the same without the model's special tokens around them, which are kept if there is room.
+        token_ids: prompt tokens, more than `max_tokens`.
+        plain: the same without the special tokens around them, which are kept if they fit.
         max_tokens: number of tokens to keep.
-        keeps_first: True to keep the first tokens of the text instead of its last ones.
+        keeps_first: True to keep the text's first tokens instead of its last ones.
     """
     num_cut = len(token_ids) - max_tokens
     starts = range(len(token_ids) - len(plain) + 1)
     start = next((i for i in starts if list(token_ids[i : i + len(plain)]) == list(plain)), 0)
     begin = start + len(plain) - num_cut if keeps_first else start
-    if num_cut >= len(plain):  # no room for text between the special tokens
+    if num_cut >= len(plain):  # no text fits between the special tokens
         begin = max_tokens if keeps_first else 0
     return slice(begin), slice(begin + num_cut, None)
 
 
 class _TokenTexts(dict[int, str]):
-    """Dict from token id to its text, special tokens included; decodes missing ids on first look-up."""
+    """Dict from token id to its text, including special tokens; decodes missing ids on first look-up."""
 
     def __init__(self, decode: Callable[[Sequence[int], bool], str]) -> None:
         self._decode = decode

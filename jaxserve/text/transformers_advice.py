@@ -1,4 +1,4 @@
-"""Import of transformers without its advice to install torch, which tokenizers and configurations do not need."""
+"""Import of transformers without its advice to install torch, which tokenizers and configs do not need."""
 
 import contextlib
 import logging
@@ -9,7 +9,7 @@ _ADVICE = "PyTorch was not found"
 
 @contextlib.contextmanager
 def without_torch_advice() -> Iterator[None]:
-    """Drop the line that transformers logs on import where torch is not installed; all other warnings remain."""
+    """Drop the line that transformers logs on import if torch is not installed; all other warnings remain."""
     logger = logging.getLogger("transformers")
     logger.addFilter(_is_no_advice)
     try:

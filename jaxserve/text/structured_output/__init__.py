@@ -1,1 +1,1 @@
-"""Structured output: what outputs must follow, and the tokens that it allows at each position."""
+"""Structured output: grammars that outputs must follow, and the tokens that they allow at each position."""

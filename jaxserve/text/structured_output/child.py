@@ -1,7 +1,7 @@
-"""Child: the process that compiles grammars first, within limits. It runs as a script, without the package.
+"""Child: the process that first compiles each grammar, within limits. It runs as a script, without the package.
 
-It gets JSON lines: first the tokenizer and the limits, then a grammar each. It answers each with a line: the reason why
-the grammar is refused, the processor time and the memory that it took. What exceeds a limit ends the process.
+It reads JSON lines: first the tokenizer and the limits, then one grammar per line. It answers each with a line: why the
+grammar is refused, its processor time and its memory. Exceeding a limit ends the process.
 """
 
 import json
@@ -15,7 +15,7 @@ import llguidance
 
 
 def main() -> None:
-    """Compile grammars until no more come."""
+    """Compile grammars until the input ends."""
     start = json.loads(sys.stdin.readline())
     tokenizer = llguidance.LLTokenizer(start["tokenizer"], n_vocab=start["vocab_size"], eos_token=start["eos_ids"])
     limits = llguidance.LLParserLimits(**start["limits"])
@@ -26,7 +26,7 @@ def main() -> None:
     os.nice(start["niceness"])
     _answer({"ready": True})
     for line in sys.stdin:
-        begun_s, begun_bytes = _cpu_s(), _pages(1)  # what earlier grammars have left may be used again
+        begun_s, begun_bytes = _cpu_s(), _pages(1)  # memory freed by earlier grammars may be reused
         _limit(resource.RLIMIT_CPU, math.ceil(begun_s + start["max_s"]))
         reason = _compile(tokenizer, limits, num_words, json.loads(line))
         _answer(
@@ -40,18 +40,18 @@ def main() -> None:
 
 
 def _limit(kind: int, value: int) -> None:
-    """Set a limit of this process, as far as the system allows as much."""
+    """Set a limit for this process, as high as the system allows."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _compile(tokenizer: Any, limits: Any, num_words: int, grammar: str) -> str:
-    """Return the reason why a grammar is refused; empty if it is not."""
+    """Return why a grammar is refused, or an empty string."""
     try:
         matcher: Any = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         words = bytearray(4 * num_words)
         address = _address(words)
-        matcher.unsafe_compute_mask_ptr(address, len(words))  # a part may be compiled at its first use
+        matcher.unsafe_compute_mask_ptr(address, len(words))  # parts may be compiled on first use
         return matcher.get_error() if matcher.is_error() else ""
     except Exception as error:
         return str(error) or repr(error)
@@ -74,7 +74,7 @@ def _cpu_s() -> float:
 
 
 def _pages(field: int) -> int:
-    """Return the bytes of address space (0) or of resident memory (1) of this process; 0 if the system does not say."""
+    """Return the bytes in this process's address space (0) or resident memory (1); 0 if the system hides them."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[field]) * resource.getpagesize()

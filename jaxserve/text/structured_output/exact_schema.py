@@ -1,6 +1,6 @@
-"""JSON schemas with numbers that llguidance would change, as it computes with doubles, as rules with exact numbers.
+"""Grammar rules with exact numbers, for JSON schemas whose numbers llguidance would round to doubles.
 
-Only what is around such numbers is written here: all other parts of a schema are llguidance's.
+Only the schemas around such numbers are written as rules; llguidance reads all other parts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from jaxserve.errors import RequestError, brief
 from jaxserve.text.structured_output.number_regex import bounded
 
 Json = dict[str, Any]
-MAX_EXACT = 2**53  # up to it, llguidance reads integers and the digits of other numbers as they are written
+MAX_EXACT = 2**53  # maximum integer, or digits, that llguidance reads exactly
 _MAX_EXPONENT = 22
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _NUMBERS = (*_BOUNDS, "multipleOf")
-_IMPLIED = {  # types of schemas that do not say them, of those that they allow
+_IMPLIED = {  # types of schemas without `type`, by keyword
     **dict.fromkeys(("properties", "required", "additionalProperties"), "object"),
     "items": "array",
     **dict.fromkeys(_NUMBERS, "number"),
@@ -39,22 +39,22 @@ _NOTES = {
 
 
 def dumps(value: Any) -> str:
-    """Return the JSON of a value, in which decimals that no keyword compares are like other numbers."""
+    """Return a value as JSON; decimals become floats."""
     return json.dumps(value, default=float)
 
 
 def has_inexact_numbers(schema: Any) -> bool:
-    """Return whether a schema has numbers that llguidance would change."""
+    """Return whether a schema has numbers that llguidance would round."""
     if not isinstance(schema, dict):
         return False
     if any(not _is_exact(schema[key]) for key in _NUMBERS if key in schema):
         return True
     if any(_has_inexact(schema[key]) for key in ("const", "enum") if key in schema):
         return True
-    return any(map(has_inexact_numbers, _parts_of(schema)))
+    return any(map(has_inexact_numbers, _subschemas(schema)))
 
 
-def _parts_of(schema: Json) -> Iterable[Any]:
+def _subschemas(schema: Json) -> Iterable[Any]:
     yield from (schema[key] for key in _WITH_SCHEMA if isinstance(schema.get(key), dict))
     for key in _WITH_SCHEMAS:
         yield from schema[key] if isinstance(schema.get(key), list) else ()
@@ -82,18 +82,18 @@ def _is_exact(value: Any) -> bool:
 
 
 class ExactSchema:
-    """Rules of a schema with exact numbers.
+    """Rules for a schema with exact numbers.
 
     Args:
-        name: name of the first rule, with which the names of the others begin.
+        name: name of the first rule, and prefix for the others.
         schema: the schema.
-        options: llguidance's options for white space.
+        options: llguidance's white space options.
 
     Attributes:
         rules: the rules.
 
     Raises:
-        RequestError: a schema with such numbers has keywords that are not known here; it names the keyword.
+        RequestError: a schema with such numbers has an unsupported keyword; the message names it.
     """
 
     def __init__(self, name: str, schema: Json, options: Json) -> None:
@@ -111,9 +111,8 @@ class ExactSchema:
             self.rules.append(f"{self._space}: /({pattern})?/")
 
     def _any(self, schema: Any) -> str:
-        """Return the expression of a schema."""
         if not self._is_inexact(schema):
-            return self._as_it_is(schema)
+            return self._unchanged(schema)
         kinds = [key for key in ("$ref", "anyOf", "allOf", "const", "enum") if key in schema]
         if kinds:
             kind = kinds[0]
@@ -131,17 +130,17 @@ class ExactSchema:
         if types in ("integer", "number"):
             return self._number(schema, is_integer=types == "integer")
         if types in ("string", "boolean", "null"):
-            return self._as_it_is({"type": types} | {k: v for k, v in schema.items() if k not in _NUMBERS})
+            return self._unchanged({"type": types} | {k: v for k, v in schema.items() if k not in _NUMBERS})
         raise _refusal(f"a type beside {sorted(schema.keys() - _NOTES)}, got {brief(types)}")
 
     def _is_inexact(self, schema: Any) -> bool:
-        """Return whether a schema, or one that it refers to, has numbers that llguidance would change."""
+        """Return whether a schema, or one that it refers to, has numbers that llguidance would round."""
         if not isinstance(schema, dict):
             return False
         return has_inexact_numbers(_without_definitions(schema)) or bool(_references(schema) & self._inexact)
 
     def _find_inexact(self) -> frozenset[str]:
-        """Return the references to schemas with such numbers, or to schemas that refer to them."""
+        """Return the references that lead to such numbers, directly or not."""
         parts = {each: self._resolved(each) for each in _references(self._root) | self._within}
         found = {each for each, part in parts.items() if has_inexact_numbers(part)}
         referring = {each: _references(part) for each, part in parts.items()}
@@ -149,8 +148,8 @@ class ExactSchema:
             found |= more
         return frozenset(found)
 
-    def _as_it_is(self, schema: Any) -> str:
-        """Return the expression of a schema that llguidance reads exactly."""
+    def _unchanged(self, schema: Any) -> str:
+        """Return an expression for a schema that llguidance reads exactly."""
         if schema is False:
             raise RequestError(f"{_UNSATISFIED}, got false where a value is needed")
         whole = {} if schema is True else schema
@@ -212,7 +211,7 @@ class ExactSchema:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         types = schema.get("type", [])
         types = [types] if isinstance(types, str) else types
-        values = [value for value in values if not types or any(_is_of(value, each) for each in types)]
+        values = [value for value in values if not types or any(_has_type(value, each) for each in types)]
         if not values:
             raise RequestError(f"{_UNSATISFIED}, got {brief(schema)}")
         return self._rule(" | ".join(map(self._literal, values)))
@@ -265,13 +264,13 @@ class ExactSchema:
         return self._rule(f'"[" {self._space} {items if least else f"({items})?"} {self._space} "]"')
 
     def _object(self, schema: Json) -> str:
-        """Return the expression of an object, with its properties in their order and no others."""
+        """Return an expression for an object with these properties in order, and no others."""
         self._check(schema, {"type", "properties", "required", "additionalProperties"})
         required, properties = schema.get("required", []), dict(schema.get("properties", {}))
         if self._is_inexact(schema.get("additionalProperties")):
             raise _refusal("additionalProperties without such numbers; name the properties")
         properties |= {name: schema.get("additionalProperties", True) for name in required if name not in properties}
-        rest, first = "", ""  # expressions of what may follow a member, and of what may be the first
+        rest, first = "", ""  # expressions for the members after another one, and for the first
         for name, value in reversed(properties.items()):
             if value is False and name not in required:
                 continue
@@ -290,13 +289,13 @@ def _without_definitions(schema: Json) -> Json:
 
 
 def _references(schema: Json) -> frozenset[str]:
-    """Return the references in a schema, but for those in its definitions."""
+    """Return the references in a schema outside its definitions."""
     if not isinstance(schema, dict):
         return frozenset()
     return frozenset(json.loads(each) for each in _REFERENCE.findall(dumps(_without_definitions(schema))))
 
 
-def _is_of(value: Any, type_name: str) -> bool:
+def _has_type(value: Any, type_name: str) -> bool:
     if isinstance(value, bool) or value is None:
         return type_name == ("null" if value is None else "boolean")
     if isinstance(value, int | float | Decimal):
@@ -306,7 +305,7 @@ def _is_of(value: Any, type_name: str) -> bool:
 
 
 def _decimal(keyword: str, value: Any) -> Decimal:
-    """Return a number as it is written."""
+    """Return a keyword's number with all its digits."""
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise _refusal(f"numbers as {keyword}, got {brief(value)}")
     exact = Decimal(repr(value)) if isinstance(value, float) else Decimal(value)

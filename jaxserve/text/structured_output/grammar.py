@@ -1,4 +1,4 @@
-"""Grammars by llguidance: compiled once per text, and copied for each sample that must follow one."""
+"""llguidance grammars: compiled once per text, and copied for each constrained sample."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from jaxserve.text.structured_output.exact_schema import dumps, has_inexact_numb
 from jaxserve.text.structured_output.lark import schema_rules, whitespace_options
 from jaxserve.text.structured_output.trial import Trials, refused
 
-MAX_COMPILED = 64  # grammars that are kept compiled
-MAX_COMPILED_BYTES = 2**31  # memory that they took when they were compiled
+MAX_COMPILED = 64  # maximum number of compiled grammars that are kept
+MAX_COMPILED_BYTES = 2**31  # their memory when compiled
 _WORD_BITS = 32
-_LIMITS: dict[str, Any] = {  # of llguidance: what compiling a grammar and each step of an output may take
+_LIMITS: dict[str, Any] = {  # llguidance's limits for compiling a grammar and for each output step
     "max_grammar_size": 500_000,
     "max_items_in_row": 2_000,
     "step_max_items": 50_000,
@@ -32,7 +32,7 @@ _LIMITS: dict[str, Any] = {  # of llguidance: what compiling a grammar and each 
 
 
 class _Compiled(NamedTuple):
-    """Compiled grammar: its matcher before the first token, that one's mask, and the memory that both have taken."""
+    """Compiled grammar: its matcher before the first token, its first mask, and the memory for both."""
 
     matcher: Any
     words: NDArray[np.int32]
@@ -40,21 +40,21 @@ class _Compiled(NamedTuple):
 
 
 class TokenConstraint:
-    """Tokens that one output may go on with. What it says depends on the output alone.
+    """Tokens that may come next in one output; they depend only on the output.
 
     Args:
-        matcher: llguidance's matcher before the first token, which this one owns.
+        matcher: llguidance's matcher before the first token, owned by this object.
         first_words: its mask.
-        allowed: mask of the tokens that are allowed anyway; None allows all.
+        allowed: mask of the tokens that the request allows; None allows all.
         stop_ids: ids that end the output.
-        min_tokens: tokens before which none of them can be sampled.
-        takes_forced: True to go on at once by tokens that alone are possible.
-        num_bytes: memory that the grammar has taken where it was compiled.
+        min_tokens: number of tokens before `stop_ids` can be sampled.
+        takes_forced: True to append tokens immediately if no other token is possible.
+        num_bytes: memory for the compiled grammar.
 
     Attributes:
-        num_bytes: that memory.
-        forced: tokens by which the last call of `advance` has gone on beyond the output; they belong to it.
-        error: reason why the output cannot go on, although it is unfinished; empty unless that is so.
+        num_bytes: memory for the compiled grammar.
+        forced: tokens that the last `advance` appended; they belong to the output.
+        error: why an unfinished output cannot continue; empty otherwise.
         has_ended: True if no further token may follow.
     """
 
@@ -80,7 +80,7 @@ class TokenConstraint:
         self._restrict()
 
     def again(self) -> TokenConstraint:
-        """Return the constraint before the first token."""
+        """Return a copy before the first token."""
         return TokenConstraint(
             self._first,
             self._first_words,
@@ -93,11 +93,11 @@ class TokenConstraint:
 
     @property
     def words(self) -> NDArray[np.int32]:
-        """Mask of the tokens that may come next, a bit for each; not to be changed."""
+        """Mask of the tokens that may come next, one bit each; read-only."""
         return self._words
 
     def advance(self, output_token_ids: Sequence[int]) -> None:
-        """Take the tokens of the output that are new to it."""
+        """Advance the matcher over the output's new tokens."""
         new, self.forced = output_token_ids[self._num_accepted :], []
         if not new or self.has_ended:
             return
@@ -105,14 +105,14 @@ class TokenConstraint:
         if self._matcher.consume_tokens(new):
             if self._takes_forced:
                 self._force()
-            self._words = mask_of(self._matcher, len(self._first_words))
+            self._words = token_mask(self._matcher, len(self._first_words))
         if self._matcher.is_error():
             self.error, self.has_ended = self._matcher.get_error(), True
         else:
             self._restrict()
 
     def _force(self) -> None:
-        """Go on by tokens that alone are possible, up to one that may not be sampled or ends the output."""
+        """Append tokens while only one is possible, up to one that is not allowed or ends the output."""
         for token_id in self._matcher.compute_ff_tokens():
             is_allowed = self._allowed is None or self._allowed[token_id // _WORD_BITS] >> token_id % _WORD_BITS & 1
             if not is_allowed or token_id in self._stop_ids or not self._matcher.consume_tokens([token_id]):
@@ -121,7 +121,7 @@ class TokenConstraint:
         self._num_accepted += len(self.forced)
 
     def _restrict(self) -> None:
-        """Leave out what sampling forbids; where that is all, the output ends."""
+        """Drop tokens that sampling forbids; if none remains, the output ends."""
         if self._allowed is not None:
             self._words = self._words & self._allowed
         rest = self._words
@@ -135,19 +135,18 @@ class TokenConstraint:
                 self.error = "the grammar, allowed_token_ids and min_tokens together allow no token"
 
 
-def mask_of(matcher: Any, num_words: int) -> NDArray[np.int32]:
-    """Return the mask of a matcher."""
+def token_mask(matcher: Any, num_words: int) -> NDArray[np.int32]:
     words = np.zeros(num_words, np.int32)
     matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
     return words
 
 
 class GrammarCompiler:
-    """Compiler of grammars for the tokens of one tokenizer. May be used from any thread.
+    """Grammar compiler for one tokenizer. Thread-safe.
 
     Args:
         tokenizer_json: text of `tokenizer.json`.
-        vocab_size: tokens of the model.
+        vocab_size: number of model tokens.
         eos_ids: tokens that end an output.
 
     Raises:
@@ -171,9 +170,9 @@ class GrammarCompiler:
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._trials = Trials(tokenizer_json, vocab_size, sorted(eos_ids), _LIMITS)
         self._compiled: OrderedDict[str, _Compiled] = OrderedDict()
-        self._turns: dict[tuple[str, str], threading.Lock] = {}  # of the tenants' forms that are being compiled
+        self._turns: dict[tuple[str, str], threading.Lock] = {}  # (tenant, grammar) being compiled
         self._num_waiting: Counter[tuple[str, str]] = Counter()
-        self._lock = threading.Lock()  # guards the tables and the copying of compiled grammars
+        self._lock = threading.Lock()  # guards the tables, and copying compiled grammars
 
     def constraint(
         self,
@@ -185,19 +184,19 @@ class GrammarCompiler:
         tenant: str = "",
         tried_bytes: int | None = None,
     ) -> TokenConstraint:
-        """Return the constraint of an output; RequestError where llguidance refuses its form.
+        """Return an output's constraint; RequestError if llguidance refuses the grammar.
 
         Args:
-            form: form of the output.
-            allowed_token_ids: tokens that are allowed; None allows all.
+            form: structure of the output.
+            allowed_token_ids: tokens that the request allows; None allows all.
             stop_ids: ids that end the output.
-            min_tokens: tokens before which none of them can be sampled.
-            tenant: name of whoever has sent the form; tenants share the processes that compile.
-            tried_bytes: memory that the grammar takes, if it is known to stay within the limits.
+            min_tokens: number of tokens before `stop_ids` can be sampled.
+            tenant: client's tenant; all tenants use the same compiling processes.
+            tried_bytes: memory for the grammar, if it is known to stay within the limits.
         """
         found = self._find(form)
         if found is None:
-            with self._one_at_a_time((tenant, form.key)):  # others of the tenant may have it compiled meanwhile
+            with self._one_at_a_time((tenant, form.key)):  # another request of the tenant may have compiled it
                 found = self._find(form) or self._keep(form, self._compile(form, tenant, tried_bytes))
         allowed = None
         if allowed_token_ids is not None:
@@ -228,7 +227,7 @@ class GrammarCompiler:
             return found
 
     def _keep(self, form: StructuredOutputsParams, new: _Compiled) -> _Compiled:
-        """Return a compiled grammar, which is kept for further outputs."""
+        """Cache and return a compiled grammar."""
         with self._lock:
             self._compiled[form.key] = new
             while len(self._compiled) > MAX_COMPILED or (
@@ -239,7 +238,7 @@ class GrammarCompiler:
 
     @contextmanager
     def _one_at_a_time(self, key: tuple[str, str]) -> Iterator[None]:
-        """Hold other threads with the same key."""
+        """Block other threads with the same key."""
         with self._lock:
             turn = self._turns.setdefault(key, threading.Lock())
             self._num_waiting[key] += 1
@@ -253,7 +252,7 @@ class GrammarCompiler:
                     del self._turns[key], self._num_waiting[key]
 
     def _compile(self, form: StructuredOutputsParams, tenant: str, tried_bytes: int | None) -> _Compiled:
-        """Compile; RequestError if llguidance refuses the form, or if a trial exceeds its limits."""
+        """Compile a grammar; RequestError if llguidance refuses it, or if its trial exceeds the limits."""
         try:
             grammar = self._grammar(form)
         except RequestError:
@@ -262,7 +261,7 @@ class GrammarCompiler:
             raise refused(str(error) or repr(error)) from None
         num_bytes = self._trials.run(grammar, tenant).num_bytes if tried_bytes is None else tried_bytes
         matcher = self._llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        words = mask_of(matcher, self._num_words)
+        words = token_mask(matcher, self._num_words)
         if matcher.is_error():
             raise refused(matcher.get_error())
         return _Compiled(matcher, words, max(num_bytes, len(grammar)))
@@ -284,5 +283,5 @@ class GrammarCompiler:
 
 
 def _escaped(text: str) -> str:
-    """Return a regular expression of a text, in the syntax of Rust's regex-syntax."""
+    """Return a regex that matches a text, in Rust's syntax."""
     return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text)

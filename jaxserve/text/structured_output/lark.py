@@ -1,4 +1,4 @@
-"""Forms of outputs as rules of a grammar, which other rules may use: llguidance's variant of Lark."""
+"""Output structures as rules in llguidance's variant of Lark, which other rules may use."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.errors import RequestError
 from jaxserve.text.structured_output.exact_schema import ExactSchema, dumps, has_inexact_numbers
 
-WHITESPACE = r"[ \t\n\r]{1,32}"  # space between tokens of JSON: without a limit, a weak model may sample nothing else
+WHITESPACE = r"[ \t\n\r]{1,32}"  # between JSON tokens: without a limit, a weak model may sample only spaces
 _TO_ESCAPE = re.compile(r"\\.|/|\n", re.DOTALL)
 
 
 def whitespace_options(form: StructuredOutputsParams) -> dict[str, Any]:
-    """Return llguidance's options for the white space of a form in JSON."""
+    """Return llguidance's white space options for a JSON structure."""
     if form.disable_any_whitespace:
         return {"whitespace_flexible": False}
     return {"whitespace_pattern": form.whitespace_pattern or WHITESPACE}
 
 
 def form_rules(name: str, form: StructuredOutputsParams) -> list[str]:
-    """Return the rules of a form, the first of which has the name."""
+    """Return the rules for an output structure; the first one is called `name`."""
     if form.regex is not None:
         return [f"{name}: /{_TO_ESCAPE.sub(_escaped, form.regex)}/"]
     if form.choice is not None:
@@ -33,7 +33,7 @@ def form_rules(name: str, form: StructuredOutputsParams) -> list[str]:
 
 
 def schema_rules(name: str, schema: dict[str, Any], options: dict[str, Any]) -> list[str]:
-    """Return the rules of a JSON schema, the first of which has the name."""
+    """Return the rules for a JSON schema; the first one is called `name`."""
     try:
         if has_inexact_numbers(schema):
             return ExactSchema(name, schema, options).rules
@@ -43,7 +43,7 @@ def schema_rules(name: str, schema: dict[str, Any], options: dict[str, Any]) -> 
 
 
 def quoted(text: str) -> str:
-    """Return a text as a string of Lark."""
+    """Return a text as a Lark string."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 

@@ -1,4 +1,4 @@
-"""Regular expressions of the decimal numbers on one side of a bound, which may have any number of digits."""
+"""Regular expressions for decimal numbers below or above a bound with any number of digits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ _ANY, _FRACTION = "(0|[1-9][0-9]*)", r"(\.[0-9]+)?"
 
 
 def bounded(keyword: str, bound: Decimal, *, is_integer: bool) -> list[str]:
-    """Return expressions, of which the numbers that obey a keyword of JSON schemas match one.
+    """Return alternative expressions for the numbers that obey a JSON schema keyword.
 
     Args:
         keyword: "minimum", "exclusiveMinimum", "maximum" or "exclusiveMaximum".
         bound: its value.
         is_integer: True for integers only.
     """
-    is_strict, size = keyword.startswith("exclusive"), bound.copy_abs()  # `abs` would round it
+    is_strict, size = keyword.startswith("exclusive"), bound.copy_abs()  # `abs` would round
     free = _ANY if is_integer else _ANY + _FRACTION
     if keyword.endswith("inimum"):
         if bound >= 0:
@@ -27,7 +27,7 @@ def bounded(keyword: str, bound: Decimal, *, is_integer: bool) -> list[str]:
 
 
 def _parts(bound: Decimal) -> tuple[int, str]:
-    """Return the whole part of a bound, and the digits of its fraction."""
+    """Return a bound's integer part and the digits of its fraction."""
     whole, _, digits = format(bound, "f").partition(".")
     return int(whole), digits.rstrip("0")
 
@@ -72,11 +72,11 @@ def _whole_at_most(number: str) -> str:
     return f"({'|'.join(found)})"
 
 
-# Alternatives with common beginnings, as nested groups of many digits would exceed the depth that llguidance reads.
+# Alternatives repeat common prefixes, as nested groups for many digits would exceed llguidance's maximum depth.
 
 
 def _digits_at_least(digits: str, *, is_strict: bool) -> str:
-    """Return the expression of the digits of fractions that are not below others."""
+    """Return an expression for fraction digits that are at least these."""
     found = [digits + ("[0-9]*[1-9][0-9]*" if is_strict else "[0-9]*")]
     for index, digit in enumerate(digits):
         if digit != "9":
@@ -85,7 +85,7 @@ def _digits_at_least(digits: str, *, is_strict: bool) -> str:
 
 
 def _digits_at_most(digits: str, *, is_strict: bool) -> str:
-    """Return the expression of the digits of fractions that are not above others, the last of which is not 0."""
+    """Return an expression for fraction digits that are at most these; the last one is not 0."""
     found = [digits[:length] for length in range(1, len(digits))]
     for index, digit in enumerate(digits):
         if digit != "0":

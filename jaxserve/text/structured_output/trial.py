@@ -1,8 +1,8 @@
-"""Trial: a first compilation of each grammar in a process of its own, which limits of time and memory really end.
+"""Trial: the first compilation of each grammar, in a child process that time and memory limits can end.
 
-llguidance cannot be interrupted, and a short schema may make it compute for hours and take all memory. So a child
-process compiles a grammar first, and only a grammar that has stayed within the limits is compiled here again: matchers
-cannot be sent between processes, and the second compilation takes the time and memory of the first.
+llguidance cannot be interrupted, and a short schema may make it compute for hours and exhaust memory. So a child
+process compiles a grammar first, and only a grammar within the limits is compiled again in this process: matchers
+cannot be sent between processes, and the second compilation takes the same time and memory.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COMPILE_S = 5.0  # processor time that a grammar may take: that of a schema grows with the square of its properties
-PATIENCE = 4  # times as much that may pass by the clock, as the processors have other work too
-COMPILE_BYTES = 2**30  # memory that it may take
-NUM_CHILDREN = 3  # processes, and so grammars that are compiled at a time
-MAX_KEPT_BYTES = 2**28  # memory that a process may keep for further grammars; with more it is ended
-START_S = 120.0  # time that a child may take to read the tokenizer
-MAX_REFUSED = 1024  # grammars whose refusal is remembered
-REFUSED_S = 60.0  # time for which it is remembered, if another attempt may go better
+COMPILE_S = 5.0  # processor time per grammar, which grows with the square of a schema's properties
+PATIENCE = 4  # wall time may be this many times as long, as processors are shared
+COMPILE_BYTES = 2**30  # memory per grammar
+NUM_CHILDREN = 3  # concurrent compilations
+MAX_KEPT_BYTES = 2**28  # a process that keeps more memory for later grammars is ended
+START_S = 120.0  # maximum time for a child to read the tokenizer
+MAX_REFUSED = 1024  # remembered refusals
+REFUSED_S = 60.0  # lifetime of a refusal that might not recur
 NICENESS = 5
 
 _UNKNOWN, _UNSATISFIABLE = re.compile(r"Unimplemented keys: (\[[^\n]*\])"), "Unsatisfiable schema"
@@ -47,22 +47,22 @@ _SCRIPT = Path(__file__).with_name("child.py")
 
 
 class Cost(NamedTuple):
-    """Processor time and memory that a grammar has taken."""
+    """A grammar's processor time and memory."""
 
     cpu_s: float
     num_bytes: int
 
 
 class TooLongError(RequestError):
-    """Error of a grammar that takes more time or memory than it may."""
+    """Error if a grammar exceeds its time or memory."""
 
 
 class BusyError(RequestError):
-    """Error of a grammar whose turn has not come in time, or that no process could be started for."""
+    """Error if a grammar has waited too long for a process, or none could be started."""
 
 
 def refused(reason: str) -> RequestError:
-    """Return the error of a grammar that llguidance refuses."""
+    """Return the error for a grammar that llguidance refuses."""
     if unknown := _UNKNOWN.search(reason):
         return RequestError(f"JSON schemas in structured_outputs must do without the keywords {unknown[1][:500]}")
     if _UNSATISFIABLE in reason:
@@ -75,22 +75,22 @@ def refused(reason: str) -> RequestError:
 
 
 class Child:
-    """Process that compiles one grammar at a time, from the first one on.
+    """Process that compiles one grammar at a time; it starts with the first one.
 
     Args:
-        start: first line for the process.
+        start: first input line.
     """
 
     def __init__(self, start: bytes) -> None:
         self._start = start
         self._process: subprocess.Popen[bytes] | None = None
-        self._at_end: weakref.finalize[..., Any] | None = None  # ends the process with this object, or with Python
+        self._at_end: weakref.finalize[..., Any] | None = None  # ends the process with this object or at exit
 
     def compile(self, grammar: str) -> Cost:
-        """Return the cost of a grammar; RequestError if it is refused or exceeds a limit."""
+        """Return a grammar's cost; RequestError if it is refused or exceeds a limit."""
         line = json.dumps(grammar).encode() + b"\n"
         if self._process is None or self._process.poll() is not None:
-            self.end()  # closes the pipes of one that has ended by itself
+            self.end()  # closes the pipes if it has already ended
             self._process = _new_process()
             self._at_end = weakref.finalize(self, _end, self._process)
             self._write(self._start)
@@ -118,7 +118,7 @@ class Child:
         return Cost(answer["cpu_s"], answer["num_bytes"])
 
     def end(self) -> None:
-        """Kill the process, whatever it computes."""
+        """Kill the process."""
         self._process = None
         if self._at_end is not None:
             self._at_end()
@@ -126,7 +126,7 @@ class Child:
     def _write(self, line: bytes) -> None:
         assert self._process is not None, "it was started"
         assert self._process.stdin is not None, "it has pipes"
-        with suppress(OSError):  # its end shows when the answer is read
+        with suppress(OSError):  # reading the answer shows whether it has ended
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
@@ -151,13 +151,13 @@ class Child:
 
 
 class Trials:
-    """Children that all tenants share: one tenant never has all of them. May be used from any thread.
+    """Child processes for all tenants; one tenant never occupies all of them. Thread-safe.
 
     Args:
         tokenizer_json: text of `tokenizer.json`.
-        vocab_size: tokens of the model.
+        vocab_size: number of model tokens.
         eos_ids: tokens that end an output.
-        limits: limits of llguidance's parser.
+        limits: llguidance's parser limits.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: list[int], limits: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ class Trials:
         self._refused: OrderedDict[bytes, tuple[float, RequestError]] = OrderedDict()  # keys are hashes
 
     def run(self, grammar: str, tenant: str) -> Cost:
-        """Return the cost of a grammar; RequestError if it is refused, exceeds a limit, or waits for too long."""
+        """Return a grammar's cost; RequestError if it is refused, exceeds a limit, or waits too long."""
         key = hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
         with self._changed:
             until_s, error = self._refused.get(key, (0.0, None))
@@ -192,7 +192,7 @@ class Trials:
 
     @contextmanager
     def _child(self, tenant: str) -> Iterator[Child]:
-        """Give a tenant a child in its turn."""
+        """Lend a child to a tenant when its turn comes."""
         until_s = time.monotonic() + PATIENCE * COMPILE_S
         with self._changed:
             self._waiting[tenant] += 1
@@ -220,7 +220,7 @@ class Trials:
                 self._changed.notify_all()
 
     def _is_next(self, tenant: str) -> bool:
-        """Return whether a child is free for a tenant: the last one is kept for whoever has none."""
+        """Return whether a child is free for a tenant: the last one is reserved for tenants without one."""
         if not self._free or (len(self._free) == 1 and self._num_running[tenant]):
             return False
 
@@ -240,7 +240,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _new_process() -> subprocess.Popen[bytes]:
-    # Not from the directory of the script, whose modules are no others' business; the packages are where they are here.
+    # Imports come from this process's path, not from the script's directory, whose modules would shadow others.
     path = os.pathsep.join(filter(None, sys.path))
     try:
         return subprocess.Popen(
