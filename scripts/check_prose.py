@@ -50,7 +50,6 @@ NOT_YET = {
     "jaxserve/models",
     "jaxserve/offline",
     "jaxserve/openai",
-    "jaxserve/scheduling",
     "jaxserve/server",
     "jaxserve/server/batches",
     "jaxserve/spec_decode",

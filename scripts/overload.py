@@ -104,7 +104,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(LOOK_S):
-            wait = self._app.service.observer.backlog.wait(self._num_tokens)
+            wait = self._app.service.observer.wait_estimator.wait(self._num_tokens)
             self.times_s.append(time.time())
             self.estimates_s.append(0.0 if wait is None else wait.first_token_s)
             self.rss_mib.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20)

@@ -22,7 +22,7 @@ from jaxserve import weights
 from jaxserve.api.metrics import Occupancy, PeakRates, StepStats
 from jaxserve.core.link import Link
 from jaxserve.core.messages import Reply, Start
-from jaxserve.core.starvation_guard import prefill_s
+from jaxserve.core.wait_estimator import prefill_s
 from jaxserve.distributed import processes
 from jaxserve.errors import ConfigError, EngineDiedError
 from jaxserve.scheduling.scheduler import Scheduler
@@ -74,7 +74,7 @@ class CoreClient:
         self._last_steps: list[StepStats] = []
         self.schedule, self.send = link.started.schedule, link.send
         self.check_fits = Scheduler(self.schedule).check_fits
-        self.backlog = ClientBacklog(link, self.schedule.shard_config.max_num_batched_tokens)
+        self.wait_estimator = ClientWaitEstimator(link, self.schedule.shard_config.max_num_batched_tokens)
 
     def _call(self, name: str, *args: Any) -> Any:
         return self.driver.call(name, *args)
@@ -192,8 +192,8 @@ class CoreClient:
         self._call("check_integrity")
 
 
-class ClientBacklog:
-    """Estimates of a core in another process, as `Backlog` has them.
+class ClientWaitEstimator:
+    """Estimates of a core in another process, as `WaitEstimator` has them.
 
     Args:
         link: way to the process.

@@ -27,8 +27,8 @@ from jaxserve.core.deltas import Delta, Ended
 from jaxserve.core.events import Cancelled, Event, Submitted
 from jaxserve.core.grammars import Grammars
 from jaxserve.core.messages import (
+    Constrained,
     Failed,
-    Formed,
     FromCore,
     Logged,
     Reply,
@@ -129,11 +129,11 @@ class CoreProcess:
     def _take(self, keys: list[int], data: bytes) -> None:
         """Leave an event for the core; a request with a form follows once its constraint is made."""
         try:
-            event: Event | Formed = messages.decoded(data)
+            event: Event | Constrained = messages.decoded(data)
         except Exception as error:  # no log, as the pipe may be full both ways, and this thread has to read
             self._abort(keys, error)
             event = Submitted([])  # it is counted
-        if isinstance(event, Formed):
+        if isinstance(event, Constrained):
             with self._making:
                 self._unmade.update(keys)
             self._makers.submit(self._make, event.requests, event.tried_bytes)
@@ -190,8 +190,8 @@ class CoreProcess:
                 self._driver.start()
 
     def _estimate(self, num_tokens: int, priority: int | None, lengths: OutputLengths) -> Wait | None:
-        self._host.backlog.lengths = lengths
-        return self._host.backlog.wait(num_tokens, priority)
+        self._host.wait_estimator.lengths = lengths
+        return self._host.wait_estimator.wait(num_tokens, priority)
 
     # To the client
 
@@ -209,13 +209,13 @@ class CoreProcess:
             self._post(FromCore(deltas, status, *values, reply))
 
     def _status(self) -> CoreStatus:
-        core, backlog = self._host.core, self._host.backlog
+        core, estimator = self._host.core, self._host.wait_estimator
         return CoreStatus(
             core.num_taken,  # first: later events are counted by the next status
             core.has_work(),
             self._host.occupancy,
             core.num_waiting_tokens,
-            backlog.rates(),
+            estimator.rates(),
             self._host.memory,
             self._host.is_warm,
         )

@@ -29,8 +29,8 @@ from jaxserve.core.core_thread import POLL_S, CoreThread
 from jaxserve.core.event_log import EventLog, event_to_json
 from jaxserve.core.events import Record, ReplicaEvent, WeightsRead
 from jaxserve.core.replica import Replica
-from jaxserve.core.starvation_guard import Backlog
 from jaxserve.core.step_chooser import NewChooser, StepChooser
+from jaxserve.core.wait_estimator import WaitEstimator
 from jaxserve.distributed import processes
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.errors import ConfigError
@@ -67,7 +67,7 @@ class CoreHost:
         outbox: deltas of the core.
         send: leaves an event for the core; from any thread.
         driver: thread that drives the core, once it is started.
-        backlog: estimates of waits; from any thread.
+        wait_estimator: estimates of waits; from any thread.
         check_fits: raises RequestError for a request that could not run to its end even alone; from any thread.
     """
 
@@ -101,7 +101,7 @@ class CoreHost:
         self.outbox, self.send = self.core.outbox, self.core.inbox.append
         own = weakref.ref(self)  # an engine that nobody has any more is freed without the collector
         self.driver = CoreThread(self.core, lambda: host.close() if (host := own()) is not None else None)
-        self.backlog = Backlog(self.core)
+        self.wait_estimator = WaitEstimator(self.core)
         self.check_fits = replicas[0].scheduler.check_fits
         self._given: tuple[Weights, Callable[[], Params]] | None = None  # weights that are prepared
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.api.config import EngineConfig
 from jaxserve.cli.config_flags import engine_options
 from jaxserve.cli.process_flags import join_processes
-from jaxserve.core.status_line import LiveStats
+from jaxserve.core.status_line import StatusLine
 from jaxserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,4 +54,4 @@ def require_model(options: Mapping[str, Any]) -> None:
 
 def live_stats(wanted: bool, llm: "LLM") -> contextlib.AbstractContextManager[object]:
     """Return a context that writes a live line to stderr, if that is wanted."""
-    return LiveStats(llm.engine, sys.stderr) if wanted else contextlib.nullcontext()
+    return StatusLine(llm.engine, sys.stderr) if wanted else contextlib.nullcontext()

@@ -1,1 +1,1 @@
-"""Engine core and its callers: requests in, steps, outputs; one thread, on the host, without jax."""
+"""Engine core and its callers: requests in, steps, outputs; on the host, without jax."""

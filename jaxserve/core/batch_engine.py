@@ -1,4 +1,4 @@
-"""Engines as batches use them: requests go in, and come back when they have ended."""
+"""Engines as used by batches: requests go in, and come back after they have ended."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WAIT_S = 0.05  # time after which a call of `wait` returns although nothing has ended
+WAIT_S = 0.05  # time after which `wait` returns even if no request has ended
 
 
 @runtime_checkable
 class BatchEngine(Protocol):
-    """Engine that serves the requests of a single caller.
+    """Engine that serves a single caller.
 
     Attributes:
-        config: options of the engine.
-        schedule: resolved sizes of steps and pool.
-        default_sampling_params: sampling parameters that the checkpoint recommends.
+        config: engine options.
+        schedule: resolved sizes of steps and page pool.
+        default_sampling_params: sampling parameters recommended by the checkpoint.
     """
 
     config: EngineConfig
@@ -40,7 +40,7 @@ class BatchEngine(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of prompts; None if prompts must be token ids."""
+        """Tokenizer for prompts; None if prompts must be token ids."""
 
     def add_request(
         self,
@@ -49,25 +49,23 @@ class BatchEngine(Protocol):
         params: SamplingParams | PoolingParams,
         *,
         cache_salt: str | None = None,
-    ) -> object:
-        """Queue a request."""
+    ) -> object: ...
 
     def abort(self, request_id: str) -> object:
         """Abort a request if it is unfinished."""
 
     def has_unfinished(self) -> bool:
-        """Return whether any request has not ended, or was not returned by `wait`."""
+        """Return whether any request is unfinished, or has not been returned by `wait`."""
 
     def wait(self) -> Sequence[RequestOutput | RequestFailure]:
-        """Wait for the end of a request, for a moment at most; return the requests that have ended."""
+        """Wait briefly for a request to end; return the ended requests."""
 
 
 class OfflineEngine:
-    """Engine of an `LLM` for one batch; an error of a step is raised, and the batch can be resumed.
+    """Engine of an `LLM` for one batch; errors of steps are raised, and the batch can be resumed.
 
     Args:
-        engine: the engine.
-        threads: threads that drive it.
+        threads: threads that drive the engine.
     """
 
     def __init__(self, engine: Engine, threads: EngineThreads) -> None:
@@ -91,33 +89,31 @@ class OfflineEngine:
         self._unfinished[request_id] = group
         try:
             self._threads.submit([group], lambda each: self._ended.put(each) if each.output.finished else None)
-        except BaseException:  # an interrupt may come after it was queued
+        except BaseException:  # an interrupt may come after queueing
             self.abort(request_id)
             raise
 
     def abort(self, request_id: str) -> None:
-        """Abort a request if it is unfinished."""
         self._engine.frontend.cancel(request_id)
         self._unfinished.pop(request_id, None)
 
     def has_unfinished(self) -> bool:
-        """Return whether any request has not ended, or was not returned by `wait`."""
         return bool(self._unfinished)
 
     def wait(self) -> list[RequestOutput]:
-        """Wait for the end of a request, for WAIT_S at most; return the outputs of those that have ended.
+        """Wait for a request to end, for at most WAIT_S; return the outputs of ended requests.
 
         Raises:
-            PeerLostError: another process of the run is lost.
-            RuntimeError: a step has failed.
+            PeerLostError: another process of the run was lost.
+            RuntimeError: a step failed.
         """
         served: list[RequestOutput] = []
-        groups = taken(self._ended, WAIT_S)
+        groups = drain(self._ended, WAIT_S)
         for index, group in enumerate(groups):
             if self._unfinished.get(group.request_id) is not group:
                 continue
             if group.error is not None:
-                num_taken = index if served else index + 1  # served outputs are returned first
+                num_taken = index if served else index + 1  # return served outputs first
                 for later in groups[num_taken:]:
                     self._ended.put(later)
                 if served:
@@ -128,8 +124,8 @@ class OfflineEngine:
         return served
 
 
-def taken(queue: SimpleQueue[T], timeout_s: float) -> list[T]:
-    """Return the items of a queue, after waiting for the first for at most `timeout_s` seconds."""
+def drain(queue: SimpleQueue[T], timeout_s: float) -> list[T]:
+    """Return the items of a queue, after waiting at most `timeout_s` seconds for the first."""
     found: list[T] = []
     try:
         found.append(queue.get(timeout=timeout_s))

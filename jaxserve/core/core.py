@@ -1,9 +1,9 @@
-"""EngineCore: events in, deltas out. One thread at a time drives it; everybody else leaves events in its inbox.
+"""EngineCore: events in, deltas out. One thread at a time drives it; all others leave events in its inbox.
 
     Frontend (any thread) --inbox: events--> EngineCore (one thread) --outbox: deltas--> Frontend (one thread)
 
-Nothing here reads a clock: each call of `step` brings the time, and executors say when their steps ended. A replica's
-events, in order, decide all of its plans (`events.py`).
+Nothing here reads a clock: each call of `step` passes the time, and executors report when their steps ended. A
+replica's events and their order determine all of its plans (`events.py`).
 """
 
 from __future__ import annotations
@@ -37,19 +37,17 @@ if TYPE_CHECKING:
 
 
 class EngineCore:
-    """Replicas, and the queue before them.
+    """Replicas, and the queue in front of them.
 
     Args:
-        replicas: copies of the model.
-        step_ahead: leave a step in flight while the tokens of the one before are read.
-        on_failure: called with what broke a step off; PeerLostError from it is why.
+        step_ahead: True to leave a step in flight while the tokens of the previous one are read.
+        on_failure: called with the exception that broke off a step; may raise a PeerLostError that explains it.
 
     Attributes:
-        replicas: replicas of the engine.
-        inbox: events that any thread appends; `step` takes them.
-        outbox: deltas in order, which `Frontend.deliver` takes; an exception stands for the loss of all requests.
-        num_taken: events that were taken from the inbox.
-        last_steps: statistics of steps, of any replica, written since the call of `step` before the last that went on.
+        inbox: events appended by any thread, and taken by `step`.
+        outbox: deltas in order, taken by `Frontend.deliver`; an exception means that all requests are lost.
+        num_taken: number of events taken from the inbox.
+        last_steps: step statistics of all replicas, written since the second last `step` that did anything.
     """
 
     def __init__(
@@ -61,50 +59,50 @@ class EngineCore:
         self.num_taken = 0
         self.last_steps: list[StepStats] = []
         self._step_ahead, self._on_failure = step_ahead, on_failure
-        self._is_shared = len(replicas) > 1  # no replica may keep this thread from the others
+        self._is_shared = len(replicas) > 1  # no replica may block this thread for the others
         self._balancer = Balancer(replicas, dict(replicas[0].scheduler.policy.weights))
-        self._requests: dict[int, Request] = {}  # unfinished, by key
-        self._has_worked = False  # the last call of `step` went on
+        self._requests: dict[int, Request] = {}  # unfinished requests by key
+        self._has_worked = False  # whether the last call of `step` did anything
         self._now_s = 0.0
 
     def has_work(self) -> bool:
-        """Return whether a call of `step` has anything to do."""
+        """Return whether `step` has anything to do."""
         return bool(self._requests or self.inbox)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended, as far as events were taken."""
+        """Number of unfinished requests, according to the events taken."""
         return len(self._requests)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no pages and no slot, new or preempted."""
+        """Number of requests without pages and slot, new or preempted."""
         return self._balancer.num_queued + sum(replica.scheduler.num_waiting for replica in self.replicas)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens to compute of these requests, as far as is known; on any thread."""
+        """Number of tokens known to be uncomputed in these requests; callable on any thread."""
         placed = (replica.scheduler.num_waiting_tokens for replica in self.replicas)
         return self._balancer.num_queued_tokens + sum(placed)
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were launched and not read."""
+        """Number of launched steps that were not read."""
         return sum(len(replica.in_flight) for replica in self.replicas)
 
     @property
     def queued(self) -> list[Request]:
-        """Requests in no replica, in their order."""
+        """Requests without a replica, in order."""
         return self._balancer.queued
 
     def step(self, now_s: float) -> bool:
-        """Take events; of each replica that can go on, launch the next step, and read one that has ended.
+        """Take events; then, on each replica that can continue, launch the next step and read one that has ended.
 
-        Returns whether any replica went on. It waits for the device of a lone replica; of several, none may be able to
-        go on yet, and whoever drives the core waits a moment.
+        Returns whether any replica did anything. It blocks on the device only with a single replica. With several,
+        possibly none can continue yet, and the caller waits a moment.
         """
         self._now_s = now_s
-        if self._has_worked:  # calls that could not go on may have written some, too
+        if self._has_worked:  # idle calls may have written statistics, too
             self.last_steps = []
         self.take_events()
         self._balancer.dispatch()
@@ -119,7 +117,8 @@ class EngineCore:
                 num_kept = max(plan is not None and self._step_ahead, self._is_shared and replica.num_running_steps)
                 if len(replica.in_flight) > num_kept:
                     self._read(replica)
-                    if plan is None and not replica.in_flight:  # rows waited for these tokens: callers hear meanwhile
+                    # rows waited for these tokens; callers are notified meanwhile
+                    if plan is None and not replica.in_flight:
                         self._emit_admitted(replica, replica.launch(self._now_s))
             except Exception as error:
                 self._fail(replica, error)
@@ -127,12 +126,12 @@ class EngineCore:
         return self._has_worked
 
     def take_events(self) -> None:
-        """Do what the inbox says, without a step."""
+        """Handle the events in the inbox, without a step."""
         while self.inbox:
             try:
                 self._take(self.inbox.popleft())
             finally:
-                self.num_taken += 1  # last, as `has_work` does not know of it before
+                self.num_taken += 1  # last, because `has_work` does not know of it before
         for replica in self.replicas:
             self._settle(replica)
 
@@ -153,12 +152,11 @@ class EngineCore:
                     replica.chooser.may_draft = is_allowed
 
     def abort_all(self, error: BaseException | None = None) -> None:
-        """End all requests."""
         self.take_events()
         self._finish(list(self._requests), FinishReason.ABORT, error)
 
     def recover(self, error: BaseException) -> None:
-        """End all requests after an error at any point, and go on without them."""
+        """End all requests after an error at any point, and continue without them."""
         for replica in self.replicas:
             replica.forget_all()
         self._balancer.restart()
@@ -167,7 +165,7 @@ class EngineCore:
             replica.recover()
 
     def lose_all(self, error: BaseException) -> None:
-        """Forget all requests and events, where an error has left no way to end requests."""
+        """Forget all requests and events, after an error that left no way to end requests."""
         self._requests.clear()
         while self.inbox:
             self.inbox.popleft()
@@ -181,7 +179,7 @@ class EngineCore:
         self._balancer.check_integrity(request.request_id for request in self._requests.values())
 
     def _read(self, replica: Replica) -> None:
-        """Read the oldest step in flight of a replica, and emit its tokens; the requests that they ended are gone."""
+        """Read a replica's oldest step in flight, emit its tokens, and forget the requests that they ended."""
         result = replica.read()
         step = replica.update(result)
         self._has_worked = True
@@ -192,14 +190,14 @@ class EngineCore:
             self._balancer.finish(request)
 
     def _settle(self, replica: Replica) -> None:
-        """Drop the steps in flight of a replica without requests, and write what is left of the statistics."""
+        """Drop the steps in flight of a replica without requests, and write the remaining statistics."""
         if not replica.scheduler.has_unfinished():
             replica.drop_in_flight()
         if not replica.in_flight:
             self.last_steps += replica.step_stats.write(self.num_waiting)
 
     def _emit_admitted(self, replica: Replica, plan: StepPlan | None) -> None:
-        """Emit which requests start with a plan that was launched."""
+        """Emit the requests that start with a launched plan."""
         if plan is None:
             return
         self._has_worked = True
@@ -209,23 +207,23 @@ class EngineCore:
             self.outbox.append(Delta(self._now_s, admitted=admitted))
 
     def _fail(self, replica: Replica, error: BaseException) -> None:
-        """End a replica's requests after a failed step: plans, pages and device disagree about what was computed."""
+        """End a replica's requests after a failed step: plans, pages and device no longer agree."""
         self._has_worked = True
         ids = set(self._balancer.lose(self.replicas.index(replica)))
-        # Requests that a token has ended may not have been reported yet.
+        # Requests ended by a token may not have been reported yet.
         keys = [r.key for r in self._requests.values() if r.request_id in ids or r.status is RequestStatus.FINISHED]
         try:
             self._on_failure(error)
         except PeerLostError as lost:
             error = lost
-        replica.forget_all()  # first, as its scheduler may be half-changed and need not end them
+        replica.forget_all()  # first, because its scheduler may be half-changed and need not end them
         self._finish(keys, FinishReason.ABORT, error)
         replica.recover()
 
     def _finish(self, keys: Sequence[int], reason: FinishReason, error: BaseException | None = None) -> None:
-        """End requests, and tell of each, also of one that has ended or never came.
+        """End requests, and report an end for every key, even if the request has ended before or never arrived.
 
-        They are told of first: after an error, those that are known are ended again.
+        The report comes first: after an error, known requests are ended again.
         """
         known = [self._requests.get(key) for key in keys]
         ended = [

@@ -1,4 +1,4 @@
-"""CoreThread: the thread that drives a core, for as long as the core has work."""
+"""CoreThread: the thread that drives a core as long as the core has work."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_DELTAS = 8  # maximum of deltas in the outbox before the core waits
-LOOK_S = 1e-3  # time between looks at whether they have been taken, or at the inbox
-POLL_S = 5e-5  # time between two looks at the devices of several replicas
+MAX_DELTAS = 8  # maximum deltas in the outbox before the core waits
+LOOK_S = 1e-3  # time between checks whether they were taken, and between checks of the inbox
+POLL_S = 5e-5  # time between two checks of several replicas' devices
 
 
 class CoreThread:
-    """Plans, launches and reads steps on a thread of its own, which ends when there are no more.
+    """Plans, launches and reads steps on a separate thread, which ends when no work is left.
 
     Args:
-        core: core that nobody else drives, but while this is paused.
-        free: called if the core cannot go on.
-        tell: called on the thread after each step, and when it ends; None to wake `wait`.
-        num_untaken: returns the number of deltas that were not taken yet; None counts the outbox.
+        core: core that nobody else drives, unless this thread is paused.
+        free: called if the core cannot continue.
+        notify: called on the thread after each step, and when it ends; None to wake `wait`.
+        num_untaken: returns the number of untaken deltas; None counts the outbox.
     """
 
     def __init__(
         self,
         core: EngineCore,
         free: Callable[[], None],
-        tell: Callable[[], None] | None = None,
+        notify: Callable[[], None] | None = None,
         num_untaken: Callable[[], int] | None = None,
     ) -> None:
         self._core, self._free = core, free
         self._news: SimpleQueue[None] = SimpleQueue()
-        self._tell = tell or partial(self._news.put, None)  # no cycle: nobody collects a core that is left
+        # holds no reference cycle, so that an abandoned core is freed
+        self._notify = notify or partial(self._news.put, None)
         self._num_untaken = num_untaken or (lambda: len(core.outbox))
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the two flags below
         self._is_running = self._is_paused = False
 
     def start(self) -> None:
-        """Have the thread, if there is work for it.
+        """Start the thread if it has work.
 
         Raises:
             RuntimeError: the system has no more threads.
@@ -63,26 +64,24 @@ class CoreThread:
             raise
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for deltas or for the end of the thread, for at most some seconds."""
+        """Wait for deltas or the end of the thread, for at most `timeout_s` seconds."""
         with contextlib.suppress(Empty):
             self._news.get(timeout=timeout_s)
 
     def has_work(self) -> bool:
-        """Return whether there is work for the thread."""
         return self._core.has_work()
 
     @property
     def is_running(self) -> bool:
-        """True while there is the thread."""
         return self._is_running
 
     def pause(self) -> None:
-        """Have the thread end after the step at hand, until `resume`."""
+        """Make the thread end after the current step, until `resume`."""
         with self._lock:
             self._is_paused = True
 
     def resume(self) -> None:
-        """Let the thread be started again."""
+        """Allow the thread to be started again."""
         self._is_paused = False
 
     def _run(self) -> None:
@@ -94,19 +93,19 @@ class CoreThread:
                         time.sleep(LOOK_S)
                         continue
                     if core.step(time.monotonic()) or core.outbox:
-                        self._tell()  # of each step, as the next one has other statistics
-                    else:  # requests wait for an event if no step is in flight
+                        self._notify()  # after each step, because the next one replaces the statistics
+                    else:  # without a step in flight, requests wait for an event
                         time.sleep(POLL_S if core.num_in_flight else LOOK_S)
-            except BaseException as error:  # a defect: errors of steps go to those whose requests they ended
+            except BaseException as error:  # a defect: failed steps raise nothing here, their requests get the error
                 logger.exception("all requests are ended: the engine's core has failed")
                 self._recover(error)
             with self._lock:
                 runs = core.has_work() and not self._is_paused
                 self._is_running = runs
-            self._tell()
+            self._notify()
 
     def _recover(self, error: BaseException) -> None:
-        """End all requests, whatever the core knows of them; where that does not help, nobody is served any more."""
+        """End all requests, whatever the state of the core; if even that fails, close the engine."""
         try:
             self._core.recover(error)
         except BaseException:

@@ -1,6 +1,6 @@
-"""Deltas: news of requests, from the core to the frontend. They are values: the core keeps nothing that is in them.
+"""Deltas: request changes sent from the core to the frontend as values that the core does not keep.
 
-A sample is known by the key of its request, which the frontend has given it.
+A sample is identified by its request's key, which the frontend has assigned.
 """
 
 from __future__ import annotations
@@ -18,50 +18,48 @@ class Admitted(NamedTuple):
     """A sample got a slot."""
 
     key: int
-    num_cached_tokens: int  # prompt tokens that were found in the cache
-    num_preemptions: int  # times that it has lost its slot before
+    num_cached_tokens: int  # prompt tokens found in the cache
+    num_preemptions: int  # earlier preemptions
 
 
 class Ended(NamedTuple):
-    """A sample has ended."""
-
     key: int
     reason: FinishReason
     num_preemptions: int = 0
 
 
-class PromptShare(NamedTuple):
-    """Tokens of a row whose successors in the prompt have log probabilities."""
+class PromptChunk(NamedTuple):
+    """Prompt tokens in a row whose successors need log probabilities."""
 
     key: int
     start: int  # position of the first token
     num_tokens: int
-    first: int  # first token on the token axis of the step
+    first: int  # index on the token axis
 
 
 @dataclass(frozen=True, slots=True)
 class StepDelta:
-    """New tokens of a step's rows.
+    """New tokens in a step.
 
     Attributes:
-        keys: sample of each row.
-        token_ids: new tokens of each row, up to one that ended it.
-        ended: samples that these tokens ended, by row.
-        prompt_shares: rows whose prompt tokens' log probabilities are wanted.
-        result: results of the device.
+        keys: request key per row.
+        token_ids: new tokens per row, up to one that ended it.
+        ended: samples ended by these tokens, by row.
+        prompt_chunks: rows with requested prompt log probabilities.
+        result: device results.
     """
 
     keys: Sequence[int]
     token_ids: Sequence[list[int]]
     ended: Mapping[int, Ended]
-    prompt_shares: Sequence[PromptShare]
+    prompt_chunks: Sequence[PromptChunk]
     result: StepResult
 
     @classmethod
     def from_plan(
         cls, plan: StepPlan, token_ids: Sequence[list[int]], ended: Collection[Request], result: StepResult
     ) -> StepDelta:
-        """Return the news of a plan; see `StepTokens`."""
+        """Return the changes by a plan; see `StepTokens`."""
         by_row: dict[int, Ended] = {}
         if ended:
             reasons = {request: request.finish_reason for request in ended}
@@ -71,29 +69,29 @@ class StepDelta:
                 for row, each in rows
                 if (reason := reasons.get(each)) is not None
             }
-        shares = [] if result.prompt_logprobs is None else _prompt_shares(plan)
-        return cls([request.key for request in plan.requests], token_ids, by_row, shares, result)
+        chunks = [] if result.prompt_logprobs is None else _prompt_chunks(plan)
+        return cls([request.key for request in plan.requests], token_ids, by_row, chunks, result)
 
 
-def _prompt_shares(plan: StepPlan) -> list[PromptShare]:
-    shares, first = [], 0
+def _prompt_chunks(plan: StepPlan) -> list[PromptChunk]:
+    chunks, first = [], 0
     for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
         if wants_prompt_logprobs(request, start):
-            shares.append(PromptShare(request.key, start, count, first))
+            chunks.append(PromptChunk(request.key, start, count, first))
         first += count
-    return shares
+    return chunks
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """News of requests.
+    """Request changes.
 
     Attributes:
-        at_s: the time of the news.
+        at_s: time of all changes.
         admitted: samples that got a slot.
-        step: new tokens of a step, and the samples that they ended.
-        ended: samples that ended otherwise.
-        error: exception that ended those; None where they were cancelled.
+        step: new tokens in a step, and the samples that they ended.
+        ended: samples that ended for other reasons.
+        error: exception that ended those; None if they were cancelled.
     """
 
     at_s: float

@@ -1,7 +1,7 @@
-"""Event logs: the events of a replica in a file of JSON lines, from which its plans can be made again.
+"""Event logs: a replica's events in a JSON lines file, from which its plans can be replayed.
 
-The first line has the sizes of the schedule, each other one an event: its name and its fields. Prompts are in
-it; constraints are not, but the tokens that they append are.
+The first line has the schedule's sizes, every other line an event: its name and fields. Prompts are included;
+constraints are not, but the tokens that they append are.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _KINDS = {kind.__name__: kind for kind in get_args(ReplicaEvent)}
 
 
 class EventLog:
-    """A file that events are appended to, until it is full; from then on it stays as it is.
+    """A file of events; once full, it stays as it is.
 
     Args:
         path: file to write; an existing one is replaced.
-        schedule: sizes that plans depend on.
-        max_bytes: size of a full file.
+        schedule: sizes on which plans depend.
+        max_bytes: maximum file size.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be opened for writing.
     """
 
     def __init__(self, path: str | Path, schedule: ScheduleConfig, max_bytes: int = MAX_BYTES) -> None:
@@ -56,11 +56,10 @@ class EventLog:
         self._write(dataclasses.asdict(schedule))
 
     def record(self, event: ReplicaEvent) -> None:
-        """Append an event."""
         self._write(event_to_json(event))
 
     def close(self) -> None:
-        """Write what is left to write; nothing is recorded any more."""
+        """Flush and close the file; nothing is recorded any more."""
         if self._file is not None:
             self._file.close()
         self._file = None
@@ -76,13 +75,13 @@ class EventLog:
             return
         try:
             self._file.write(line)
-        except OSError as error:  # a full disk must not stop what is recorded
+        except OSError as error:  # a full disk must not stop serving
             logger.warning("the event log %s ends here: %s", self._path, error)
             self._file = None
 
 
 def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
-    """Return the sizes and the events of a log; one torn line at its end is left out."""
+    """Return the sizes and events of a log, without an incomplete last line."""
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     sizes = json.loads(lines[0])
     for name in ("windows", "tenant_weights", "targets"):
@@ -92,18 +91,16 @@ def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
 
 
 def replay_log(path: str | Path) -> int:
-    """Make the plans of a log again, and return their number; RuntimeError where one is another."""
+    """Replay the plans of a log, and return their number; RuntimeError if one differs."""
     schedule, events = read_log(path)
     return replay(events, Scheduler(schedule))
 
 
 def event_to_json(event: ReplicaEvent) -> list[Any]:
-    """Return an event as a value of JSON."""
     return [type(event).__name__, *map(_to_json, event)]
 
 
 def event_from_json(content: list[Any]) -> ReplicaEvent:
-    """Return the event of a value from `event_to_json`."""
     return _from_json(*content)
 
 
@@ -126,10 +123,10 @@ def _from_json(kind: str, *fields: Any) -> ReplicaEvent:
 
 
 def _read_scheduled(choice: Any, program: Any, digest: int, *others: Any) -> Scheduled:
-    if isinstance(choice, int):  # an older log has the fields of the choice beside each other
+    if isinstance(choice, int):  # an older log has the choice's fields side by side
         choice = [choice, *others]
     max_steps, num_drafts, timing, may_split = StepChoice(*choice)
-    if isinstance(program, int):  # and before that, a program's tokens alone
+    if isinstance(program, int):  # an even older log has only the program's tokens
         program = [program]
     choice = StepChoice(max_steps, num_drafts, Timing(*timing) if timing else None, may_split)
     return Scheduled(choice, None if program is None else StepShape(*program), digest)

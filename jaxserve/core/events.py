@@ -1,9 +1,9 @@
-"""Events: all that reaches the core, and all that a replica's plans depend on.
+"""Events: everything that reaches the core, and everything on which a replica's plans depend.
 
-A scheduler is a pure function of its events in their order. So whoever is told a replica's events makes the same plans:
-the other processes of a run (lock-step), which start the same programs in the same order, as the collectives of their
-devices need it, and whoever replays a recorded log. The leading process alone has the texts, a clock and the users;
-what depends on time, the choice of what a plan may be, is in the event, and so are the tokens that the devices sampled.
+A scheduler is a pure function of its events and their order, so a replica's events reproduce its plans elsewhere: in
+the other processes of a lock-step run, which must start the same programs in the same order for the collectives of
+their devices, and in the replay of a recorded log. Only the leading process has texts, a clock and users. Everything
+that depends on time (the choice for a plan) is part of an event, and so are the sampled tokens.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from jaxserve.scheduling.step_plan import StepPlan, StepShape
 
 
-# To the core
+# Events for the core
 
 
 class Submitted(NamedTuple):
-    """Samples of a new request are to be queued."""
+    """New samples to queue."""
 
     requests: Sequence[Request]
 
 
 class Cancelled(NamedTuple):
-    """Samples, known by their keys, are to end, as far as they have not."""
+    """Samples to end, unless they have ended."""
 
     keys: Sequence[int]
     reason: FinishReason
@@ -41,27 +41,25 @@ class CacheReset(NamedTuple):
 
 
 class Transferred(NamedTuple):
-    """Moves of pages between tiers have ended."""
+    """Page moves between tiers have ended."""
 
-    keys: Sequence[int]  # numbers of the moves
+    keys: Sequence[int]  # keys of the moves
     ok: bool  # False if their content is lost
-    replica: int = 0  # index of the replica that asked for them
+    replica: int = 0  # index of the replica that requested them
 
 
 class DraftsAllowed(NamedTuple):
-    """Steps are to go on with drafts, if there are any, or without."""
+    """Steps should use drafts if available, or never."""
 
     is_allowed: bool
 
 
 Event = Submitted | Cancelled | CacheReset | Transferred | DraftsAllowed
 
-# Of a replica
+# Events of a replica
 
 
 class Added(NamedTuple):
-    """A request was queued."""
-
     request: Request
 
 
@@ -73,11 +71,11 @@ class Finished(NamedTuple):
 
 
 class Withdrawn(NamedTuple):
-    """Requests that waited were taken back, for another replica."""
+    """Waiting requests were taken back, for another replica."""
 
 
 class Scheduled(NamedTuple):
-    """A plan was asked for."""
+    """A plan was requested."""
 
     choice: StepChoice  # limits of the plan
     program: StepShape | None  # program that runs the plan; None if there was nothing to plan
@@ -85,24 +83,24 @@ class Scheduled(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """The oldest plan in flight has these tokens: of each row, as many as it sampled."""
+    """Token ids sampled by each row of the oldest plan in flight."""
 
     token_ids: Sequence[list[int]]
 
 
 class Extended(NamedTuple):
-    """A request goes on by tokens that no plan has sampled."""
+    """A request continues with tokens that no plan has sampled."""
 
     request_id: str
     token_ids: Sequence[int]
 
 
 class Recovered(NamedTuple):
-    """A step broke off, and its requests have been ended: steps in flight, and all that was cached, are forgotten."""
+    """A step broke off, and its requests were ended: steps in flight and cached pages are forgotten."""
 
 
 class WeightsRead(NamedTuple):
-    """Other weights were read from this directory."""
+    """New weights were read from this directory."""
 
     path: str
 
@@ -119,16 +117,16 @@ def replay(
     launch: Callable[[StepPlan, StepShape], object] = lambda plan, program: None,
     read_weights: Callable[[str], None] = lambda path: None,
 ) -> int:
-    """Make the plans of a replica from its events, and return their number.
+    """Replay a replica's plans from its events, and return their number.
 
     Args:
-        events: all of them, in their order.
-        scheduler: a new one, of the same sizes.
+        events: all events, in order.
+        scheduler: a new scheduler with the same sizes.
         launch: called with each plan and its program.
-        read_weights: called with the directory of other weights.
+        read_weights: called with the directory of new weights.
 
     Raises:
-        RuntimeError: a plan is another one here.
+        RuntimeError: a plan differs from the recorded one.
     """
     in_flight: deque[StepPlan] = deque()
     digest = num_plans = 0
@@ -164,7 +162,7 @@ def replay(
 
 
 def _plan_again(event: Scheduled, scheduler: Scheduler, digest: int, num_plans: int) -> tuple[StepPlan | None, int]:
-    """Return the plan of an event and the digest of all plans; RuntimeError if it is another one here."""
+    """Return the plan of an event and the digest of all plans; RuntimeError if they differ from the recorded ones."""
     plan = scheduler.schedule(event.choice)
     digest = digest if plan is None else plan.digest(digest)
     if digest != event.digest or (plan is None) != (event.program is None):

@@ -1,7 +1,7 @@
-"""Frontend: from requests to events, and from deltas to what users see. It talks to the core through queues alone.
+"""Frontend: turns requests into events for the core, and its deltas into the outputs that users see.
 
-`start` and `cancel` may be called from any thread, `deliver` from one at a time. Whatever becomes of a request, its end
-too, comes through there, so that outputs have one writer.
+It talks to the core only through queues. `start` and `cancel` may be called from any thread, `deliver` from one thread
+at a time. Every change of a request, including its end, passes through `deliver`, so that outputs have a single writer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxserve.api.pooling_params import Pooler
 from jaxserve.core.deltas import (
     Delta,
     Ended,
-    PromptShare,
+    PromptChunk,
     StepDelta,
 )
 from jaxserve.core.events import Cancelled, Event, Submitted
@@ -37,13 +37,13 @@ Listener = Callable[[RequestGroup], None]
 
 
 class Frontend:
-    """Requests of users, as far as they are unfinished.
+    """Unfinished requests of users.
 
     Args:
-        send: leaves an event for the core.
-        outbox: deltas from the core, or the exception that has lost it all requests.
-        stats: totals, to which output tokens and finished requests are added.
-        pooler: pooling of a model that pools; None if it generates.
+        send: sends an event to the core.
+        outbox: deltas from the core, or the exception by which it lost all requests.
+        stats: totals, updated with output tokens and finished requests.
+        pooler: pooler of a pooling model; None if it generates.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Frontend:
     ) -> None:
         self._send, self._outbox, self._stats, self._pooler = send, outbox, stats, pooler
         self._groups: dict[str, RequestGroup] = {}
-        # Each unfinished sample by its key: a step in flight may still hold an earlier request of the same id.
+        # Unfinished samples by key: a step in flight may still hold an earlier request with the same id.
         self._samples: dict[int, tuple[RequestGroup, int]] = {}
         self._keys = itertools.count(1)
-        self._untold: dict[str, RequestGroup] = {}  # requests with news, whose listeners are not through
-        self.lock = threading.Lock()  # guards all outputs: a reader on another thread finds them between two deltas
+        self._changed: dict[str, RequestGroup] = {}  # requests whose listeners must still be called
+        self.lock = threading.Lock()  # guards all outputs, so that readers on other threads see them between two deltas
 
     # From users to the core
 
@@ -67,9 +67,9 @@ class Frontend:
         """Queue a request.
 
         Args:
-            group: request from `RequestReader.read`.
-            listener: function that `deliver` calls when outputs of the request have grown or ended. If it raises, the
-                request is cancelled.
+            group: request returned by `RequestReader.read`.
+            listener: called by `deliver` after outputs of the request have grown or ended. If it raises, the request is
+                cancelled.
 
         Raises:
             RequestError: the id is in use.
@@ -84,57 +84,57 @@ class Frontend:
                 )
             self._send(Submitted(group.requests))
         except BaseException:  # an interrupt of the caller's thread may come anywhere
-            self._let_go(group)
+            self._detach(group)
             if self._groups.get(group.request_id) is group:
                 del self._groups[group.request_id]
             raise
 
     def cancel(self, request_id: str) -> RequestGroup | None:
-        """End a request if it is unfinished; from anywhere, the garbage collector included, any number of times."""
+        """End a request if it is unfinished; callable from anywhere (even the garbage collector) and repeatedly."""
         group = self._groups.get(request_id)
         if group is not None:
             self._send(Cancelled(_keys(group), FinishReason.ABORT))
         return group
 
     def restart(self) -> None:
-        """Begin all unfinished requests again."""
+        """Restart all unfinished requests."""
         for group in list(self._groups.values()):
-            self._let_go(group)
+            self._detach(group)
             with self.lock:
                 group.restart()
             self._register(group)
             self._send(Submitted(group.requests))
 
     def _register(self, group: RequestGroup) -> None:
-        """Give the samples of a request keys that none had before."""
+        """Assign new keys to the samples of a request."""
         for index, request in enumerate(group.requests):
             request.key = next(self._keys)
             self._samples[request.key] = (group, index)
 
-    def _let_go(self, group: RequestGroup) -> None:
-        """Have the core end the samples of a request, and nobody hear of it."""
+    def _detach(self, group: RequestGroup) -> None:
+        """Make the core end the samples of a request without reporting it."""
         keys = _keys(group)
         for key in keys:
             self._samples.pop(key, None)
         self._send(Cancelled(keys, FinishReason.ABORT))
 
     def has_unfinished(self) -> bool:
-        """Return whether there is a request whose end its listener has not heard of."""
-        return bool(self._groups or self._untold)
+        """Return whether any request is unfinished, or its end has not reached its listener."""
+        return bool(self._groups or self._changed)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose end has not been taken."""
+        """Number of requests whose end has not been taken."""
         return len(self._groups)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless each unfinished sample is of an unfinished request."""
+        """Raise AssertionError unless each unfinished sample belongs to an unfinished request."""
         assert {id(group) for group, _ in self._samples.values()} == {id(group) for group in self._groups.values()}
 
     # From the core to users
 
     def deliver(self) -> None:
-        """Bring outputs up to date with all deltas, and call the listeners of requests that got tokens or ended."""
+        """Apply all deltas to the outputs, and call the listeners of requests with new tokens or an end."""
         while self._outbox:
             delta = self._outbox.popleft()
             if isinstance(delta, BaseException):
@@ -160,39 +160,39 @@ class Frontend:
             if not isinstance(error, Exception):
                 raise
             logger.exception("requests are ended: their outputs could not be assembled")
-        finally:  # callers wait for requests that ended before the error, too
-            self._tell()
+        finally:  # callers also wait for requests that ended before the error
+            self._notify()
 
     def abandon(self, groups: Iterable[RequestGroup], error: BaseException) -> None:
-        """End requests at once, whatever their outputs are, because of an error."""
+        """End requests immediately because of an error, whatever their outputs."""
         for group in groups:
-            self._let_go(group)
+            self._detach(group)
             with self.lock:
                 group.abandon(error)
-            self._untold[group.request_id] = group
+            self._changed[group.request_id] = group
             self._groups.pop(group.request_id, None)
-        self._tell()
+        self._notify()
 
     def abandon_all(self, error: BaseException) -> None:
-        """End all requests that are unfinished at once."""
+        """End all unfinished requests immediately."""
         self.abandon(list(self._groups.values()), error)
 
     def _take_step(self, step: StepDelta) -> None:
         result, at_s = step.result, step.result.ended_s
         logprobs = result.logprobs
         if result.prompt_logprobs is not None:
-            self._collect_prompt_logprobs(step.prompt_shares, result.prompt_logprobs)
-        width = 0 if logprobs is None else len(logprobs.logprob) // len(result.token_ids)  # tokens of a row
+            self._collect_prompt_logprobs(step.prompt_chunks, result.prompt_logprobs)
+        width = 0 if logprobs is None else len(logprobs.logprob) // len(result.token_ids)  # tokens per row
         num_output_tokens = num_in_first = 0
-        iterations: Counter[int] = Counter()  # tokens by the round that gave them
-        samples, untold, ended = self._samples, self._untold, step.ended
+        iterations: Counter[int] = Counter()  # number of tokens by round
+        samples, changed, ended = self._samples, self._changed, step.ended
         for row, (key, token_ids) in enumerate(zip(step.keys, step.token_ids, strict=True)):
             sample = samples.get(key) if token_ids else None
-            if sample is None:  # it has ended: by a stop string or a cancel, of which the core did not know
+            if sample is None:  # already ended by a stop string or a cancel unknown to the core
                 continue
             group, index = sample
             reason = ended[row].reason if row in ended else None
-            untold[group.request_id] = group
+            changed[group.request_id] = group
             if self._pooler is not None and group.pooling is not None and result.pooled is not None:
                 group.pool(index, self._pooler.finish(result.pooled[row], group.pooling), at_s)
                 self._finish(group, index, FinishReason.STOP, at_s)
@@ -210,7 +210,7 @@ class Frontend:
                 rounds = np.repeat(np.arange(result.rounds.sampled.shape[1]), result.rounds.sampled[row])
                 iterations.update(rounds[:num_kept].tolist())
             if stop is not None:
-                if reason is None:  # the core goes on with it
+                if reason is None:  # the core would continue it
                     self._send(Cancelled([key], FinishReason.STOP))
                 self._finish(group, index, FinishReason.STOP, at_s, stop)
             elif reason is not None:
@@ -219,14 +219,14 @@ class Frontend:
         iterations[0] += num_in_first
         self._stats.add_iterations(iterations.values())
 
-    def _collect_prompt_logprobs(self, shares: Sequence[PromptShare], logprobs: TokenLogprobs) -> None:
-        for key, start, count, first in shares:
+    def _collect_prompt_logprobs(self, chunks: Sequence[PromptChunk], logprobs: TokenLogprobs) -> None:
+        for key, start, count, first in chunks:
             if (sample := self._samples.get(key)) is not None:
                 group, _ = sample
-                group.append_prompt_logprobs(start + 1, count, logprobs, first)  # of the tokens that these predict
+                group.append_prompt_logprobs(start + 1, count, logprobs, first)  # log probabilities of the next tokens
 
     def _take_end(self, ended: Ended, delta: Delta) -> None:
-        if (sample := self._samples.get(ended.key)) is None:  # it has ended
+        if (sample := self._samples.get(ended.key)) is None:  # already ended
             return
         group, index = sample
         group.error = group.error or delta.error
@@ -236,27 +236,27 @@ class Frontend:
     def _finish(
         self, group: RequestGroup, index: int, reason: FinishReason, at_s: float, stop: str | None = None
     ) -> None:
-        """Let go of a sample that has ended."""
-        self._untold[group.request_id] = group
+        """Forget a sample that has ended."""
+        self._changed[group.request_id] = group
         if group.finish(index, reason, at_s, stop):
             del self._groups[group.request_id]
             self._stats.num_finished += 1
-        # Last of all: `_take` looks here for whom an error concerns.
+        # Last of all: `_take` looks here for the requests that an error concerns.
         self._samples.pop(group.requests[index].key, None)
 
-    def _tell(self) -> None:
-        """Call the listeners of requests with news."""
-        for request_id, group in list(self._untold.items()):
+    def _notify(self) -> None:
+        """Call the listeners of changed requests."""
+        for request_id, group in list(self._changed.items()):
             try:
                 if group.listener is not None:
                     group.listener(group)
-            except BaseException as error:  # a client's error: others must be told too
+            except BaseException as error:  # a client's error: other listeners must still be called
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                     raise
                 logger.exception("request %s is cancelled: what listened to it has failed", request_id)
                 group.listener = None
                 self.cancel(request_id)
-            self._untold.pop(request_id, None)
+            self._changed.pop(request_id, None)
 
 
 def _keys(group: RequestGroup) -> list[int]:

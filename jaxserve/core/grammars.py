@@ -1,4 +1,4 @@
-"""Grammars: the constraints of requests whose outputs must have a form."""
+"""Grammars: constraints for requests with structured outputs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ if TYPE_CHECKING:
 
 
 class Grammars:
-    """Maker of constraints. May be used from any thread.
+    """Creates constraints; callable from any thread.
 
     Args:
-        tokenizer: function that returns the tokenizer, or None if there is none; called for the first form.
-        vocab_size: tokens of the model.
-        eos_ids: tokens that end an output.
+        tokenizer: returns the tokenizer, or None if there is none; called for the first constraint.
+        vocab_size: vocabulary size of the model.
         is_lock_step: True if other processes run the same steps.
     """
 
@@ -35,7 +34,7 @@ class Grammars:
     ) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
         self._is_lock_step = is_lock_step
-        self._compiler: GrammarCompiler | None = None  # made for the first request that needs one
+        self._compiler: GrammarCompiler | None = None  # created for the first request that needs it
         self._lock = threading.Lock()
 
     def constraint(
@@ -44,13 +43,13 @@ class Grammars:
         """Return the constraint of a sample; None if it needs none.
 
         Args:
-            params: parameters of the request.
+            params: sampling parameters.
             stop_ids: ids that end the output.
-            tenant: name of whom it is for.
-            tried_bytes: memory that the form has taken where it was compiled before, as another process has found.
+            tenant: name of the tenant.
+            tried_bytes: memory that compiling the grammar took in another process.
 
         Raises:
-            RequestError: the form is refused.
+            RequestError: the grammar is rejected.
         """
         form = params.structured_outputs
         if form is None:

@@ -1,4 +1,4 @@
-"""Outputs: from sampled tokens to text, log probabilities and times. One group per user request."""
+"""RequestGroup: turns sampled tokens into text, log probabilities and times, for one user request."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class _Completion:
     request: Request
     output: CompletionOutput
     detokenizer: Detokenizer
-    logprobs: LogprobList[dict[int, Logprob]] | None  # log probabilities of `output`
+    logprobs: LogprobList[dict[int, Logprob]] | None  # log probabilities for `output`
 
 
 class RequestGroup:
-    """The `n` samples of one user request and the RequestOutput that they fill.
+    """The `n` samples of one user request, and the RequestOutput that they fill.
 
     Attributes:
-        request_id: name of the request.
+        request_id: id of the user request.
         params: sampling parameters.
-        output: output that the user sees.
-        listener: function called when outputs have grown or ended.
-        error: exception that ended the request before its time.
-        pooling: parameters of a request to an engine that pools; None elsewhere.
+        output: output seen by the user.
+        listener: called after outputs have grown or ended.
+        error: exception that ended the request early.
+        pooling: parameters of a pooling request; otherwise None.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class RequestGroup:
         self._texts = TokenTexts(tokenizer, hidden) if tokenizer is not None and self.params.detokenize else None
         self._completions = [self._new_completion(i, r) for i, r in enumerate(requests)]
         outputs = [c.output for c in self._completions]
-        # A copy: the caller may change what it gets, and the prefix cache remembers the prompt.
+        # A copy: the caller may change its list, and the prefix cache keeps the prompt.
         self.output = RequestOutput(request_id, prompt, list(requests[0].prompt_token_ids), outputs)
         self._prompt_logprobs = self._new_prompt_logprobs()
         self.output.follow(self._prompt_logprobs)
@@ -89,17 +89,17 @@ class RequestGroup:
 
     @property
     def requests(self) -> list[Request]:
-        """The samples as the scheduler knows them."""
+        """The samples as seen by the scheduler."""
         return [c.request for c in self._completions]
 
     def num_prompt_tokens_computed(self, index: int) -> int:
-        """Return how many prompt tokens of a sample were computed for its first token; 0 once it has that."""
+        """Return the number of prompt tokens computed for a sample's first token; 0 after that token."""
         completion = self._completions[index]
         metrics = completion.output.metrics
         return 0 if metrics.num_output_tokens else completion.request.num_prompt_tokens - metrics.num_cached_tokens
 
     def restart(self) -> list[Request]:
-        """Begin all samples again, as new requests; their outputs are emptied, where they are."""
+        """Restart all samples as new requests; their outputs are emptied in place."""
         requests = [request.again() for request in self.requests]
         for index, request in enumerate(requests):
             output = self._completions[index].output
@@ -114,7 +114,7 @@ class RequestGroup:
         return requests
 
     def admitted(self, index: int, num_cached_tokens: int, num_preemptions: int, now_s: float) -> None:
-        """Note that a sample got a slot, with so many tokens of its prompt in the cache, after so many preemptions."""
+        """Note that a sample got a slot."""
         self.preempted(index, num_preemptions)
         metrics = self._completions[index].output.metrics
         if metrics.scheduled_s is None:
@@ -122,7 +122,7 @@ class RequestGroup:
             metrics.num_cached_tokens = num_cached_tokens
 
     def preempted(self, index: int, count: int) -> None:
-        """Note how often a sample has lost its slot."""
+        """Note the number of times that a sample was preempted."""
         self._completions[index].output.metrics.num_preemptions = count
 
     def append(
@@ -134,17 +134,16 @@ class RequestGroup:
         logprobs: TokenLogprobs | None = None,
         first_row: int = 0,
     ) -> tuple[int, str | None]:
-        """Take the next tokens of a sample; returns how many were kept, and the stop string that they completed.
+        """Append new tokens of a sample; return the number kept, and the stop string that they completed.
 
-        Tokens that follow a stop string are dropped: the output ends where it would have, had they come one by one.
+        Tokens after a stop string are dropped: the output ends as if tokens had come one by one.
 
         Args:
-            index: index of the sample.
-            token_ids: its new tokens.
-            reason: reason why the last of them ended the sample, if it did.
-            now_s: the time at which they came.
-            logprobs: their log probabilities, among others.
-            first_row: the position of the first new token's in `logprobs`; the others follow it.
+            token_ids: new tokens.
+            reason: reason why the last token ended the sample, if it did.
+            now_s: arrival time of the tokens.
+            logprobs: log probabilities that include these tokens.
+            first_row: row of the first new token in `logprobs`; the others follow.
         """
         completion = self._completions[index]
         output, metrics = completion.output, completion.output.metrics
@@ -162,13 +161,13 @@ class RequestGroup:
         return num_kept, stop_string
 
     def pool(self, index: int, vector: NDArray[np.float32], now_s: float) -> None:
-        """Take the vector of the prompt, which came at `now_s`."""
+        """Store the prompt's vector."""
         metrics = self._completions[index].output.metrics
         metrics.first_token_s = metrics.last_token_s = now_s
         self.output.pooled = vector
 
     def count_drafts(self, index: int, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Count the tokens that were drafted and accepted for a sample in each of some rounds."""
+        """Count drafted and accepted tokens of a sample in each round."""
         metrics = self._completions[index].output.metrics
         for num_drafted, num_accepted in zip(drafted, accepted, strict=True):
             if not num_drafted:
@@ -184,7 +183,7 @@ class RequestGroup:
     def _extend_text(
         self, completion: _Completion, token_ids: TokenIds, reason: FinishReason | None
     ) -> tuple[int, str | None]:
-        """Take the text of new tokens, up to the end of a stop string; returns their number and that string."""
+        """Append the text of new tokens, up to a stop string; return the number of tokens used, and that string."""
         if self._tokenizer is None:
             return len(token_ids), None
         is_hidden = reason is FinishReason.STOP and self._hides_stop(completion.request, token_ids[-1])
@@ -198,7 +197,7 @@ class RequestGroup:
         return len(token_ids), None
 
     def append_prompt_logprobs(self, start: int, count: int, logprobs: TokenLogprobs, row: int) -> None:
-        """Take the logprobs of so many prompt tokens, the first at position `start`; skips those it has."""
+        """Append log probabilities for `count` prompt tokens from position `start`, skipping known ones."""
         entries = self._prompt_logprobs
         assert entries is not None, "no one asked for prompt logprobs"
         token_ids = self._completions[0].request.prompt_token_ids[start : start + count]
@@ -207,7 +206,7 @@ class RequestGroup:
                 _append_logprobs(entries, logprobs, row + offset, token_id, self.params.prompt_logprobs or 0)
 
     def finish(self, index: int, reason: FinishReason, now_s: float, stop_string: str | None = None) -> bool:
-        """Close a sample that has ended; returns whether that ended the whole group."""
+        """Close a sample that has ended; return whether this ended the whole group."""
         completion = self._completions[index]
         output, metrics = completion.output, completion.output.metrics
         stop_string = completion.detokenizer.finish() or stop_string
@@ -227,20 +226,20 @@ class RequestGroup:
         return self.output.finished
 
     def check_served(self) -> None:
-        """Raise the error that ended the request early, if any: of a lost process, or RuntimeError of another."""
+        """Raise the error that ended the request early, if any: a lost process's own error, or a RuntimeError."""
         if isinstance(self.error, PeerLostError | EngineDiedError):
             raise self.error
         if self.error is not None:
             raise RuntimeError(f"the step that served this request broke off: {self.error!r}") from self.error
 
     def release_logprobs(self) -> None:
-        """Drop the log probabilities, on a thread that has time, once the request has ended and its reply is sent."""
+        """Drop the log probabilities once the reply was sent, on a thread with spare time."""
         for entries in (self._prompt_logprobs, *(c.logprobs for c in self._completions)):
             if entries is not None:
                 entries.release()
 
     def abandon(self, error: BaseException) -> None:
-        """Close all samples as they are, because of an error that left nobody to go on with them."""
+        """Close all samples as they are, because of an error after which they cannot continue."""
         if not self.output.finished:
             self.error = error
         for completion in self._completions:
@@ -249,14 +248,14 @@ class RequestGroup:
         self.output.finished = True
 
     def _hides_stop(self, request: Request, token_id: int) -> bool:
-        """Return whether an id that ended the output leaves no text: stops are not to be kept."""
+        """Return whether an id that ended the output adds no text, because stops are excluded."""
         return token_id in request.stop_ids and not self.params.include_stop_str_in_output
 
 
 def _append_logprobs(entries: LogprobList[Any], logprobs: TokenLogprobs, row: int, token_id: int, top: int) -> float:
-    """Take what the device found at `row` for `token_id` and the `top` most likely; returns its log probability.
+    """Append the device's results at `row` for `token_id` and the `top` most likely tokens; return its log probability.
 
-    A `top` of -1 takes all tokens, which the device has sent in the order of their ids.
+    A `top` of -1 appends all tokens, which the device has sent in id order.
     """
     logprob = float(logprobs.logprob[row])
     values = np.asarray(logprobs.top_logprobs[row], np.float32)

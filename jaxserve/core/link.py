@@ -1,7 +1,7 @@
-"""Link: the process of a core, the pipe to it and the thread that serves the pipe.
+"""Link: the process of a core, the pipe to it, and the thread that serves the pipe.
 
-That thread alone, which no interrupt of a caller reaches, reads and writes the pipe: everybody else leaves events and
-calls for it, and wakes it.
+Only that thread, which no interrupt of a caller reaches, reads and writes the pipe. All others queue events and calls
+for it, and wake it.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from jaxserve.system.environment import child_variables
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-END_S = 10.0  # time that the process has to end once its pipe is closed
-MOST_STEPS = 256  # statistics of steps that are kept for who drives the engine
+END_S = 10.0  # time for the process to end after its pipe is closed
+MAX_STEPS = 256  # maximum step statistics kept for the engine's driver
 
 
 class Link:
-    """The process, the pipe to it and the thread that serves the pipe; a driver of a core as `CoreThread` is.
+    """A core's process, its pipe and the pipe's thread; drives the core like `CoreThread`.
 
     Attributes:
-        outbox: deltas that have come.
-        stats: totals, as of the core's last message.
-        steps: statistics of the latest steps, which whoever drives the engine takes.
-        status: status of the core with the last message.
-        started: first message of the core.
-        error: reason why the process has ended; None as long as it runs.
-        num_untaken_tokens: tokens of the prompts of events that the core has not taken, as far as is known.
+        outbox: received deltas.
+        stats: totals as of the core's last message.
+        steps: statistics of the latest steps, taken by the engine's driver.
+        status: core status in the last message.
+        started: first message from the core.
+        error: reason why the process has ended; None while it runs.
+        num_untaken_tokens: prompt tokens in events that the core has not taken yet, as far as known.
     """
 
     status = CoreStatus(0, False, Occupancy(0, 0, 0, 0), 0, None, MemoryState(), False)
@@ -68,27 +68,27 @@ class Link:
     def __init__(self) -> None:
         self.outbox: deque[Delta | BaseException] = deque()
         self.stats = EngineStats()
-        self.steps: deque[StepStats] = deque(maxlen=MOST_STEPS)
+        self.steps: deque[StepStats] = deque(maxlen=MAX_STEPS)
         self.error: BaseException | None = None
         self.num_untaken_tokens = 0
-        self._untaken: deque[int] = deque()  # tokens of the prompts of each of these events
-        self._events: deque[tuple[int, Sent]] = deque()  # to be sent, with tokens of prompts; as are these calls
+        self._untaken: deque[int] = deque()  # prompt tokens of each untaken event
+        self._events: deque[tuple[int, Sent]] = deque()  # events to send, with their prompt tokens; `_calls` likewise
         self._calls: deque[tuple[int, bytes]] = deque()
         self._replies: dict[int, SimpleQueue[Reply]] = {}
         self._numbers = itertools.count()
         self._news: SimpleQueue[None] = SimpleQueue()
-        self._ready: SimpleQueue[None] = SimpleQueue()  # told once the core has started, or cannot
-        self._num_received = self._num_acknowledged = 0  # deltas
+        self._ready: SimpleQueue[None] = SimpleQueue()  # filled when the core has started or failed
+        self._num_received = self._num_acknowledged = 0  # number of deltas
         self._is_paused = self._is_ending = False
-        self._is_over = False  # True once the outbox has the process's end, for whoever waits for deltas
-        self._waker, self._wakes = socket.socketpair()
-        self._waker.setblocking(False)
+        self._is_over = False  # True once the outbox holds the process's end, for threads that wait for deltas
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._wake_sender.setblocking(False)
         self._process: subprocess.Popen[bytes]
         self._connection: Connection
         _links.add(self)
 
     def launch(self, start: Start) -> None:
-        """Start process and thread, and wait for the core; raise whatever has kept it from starting."""
+        """Start process and thread, and wait for the core; raise any error from its start."""
         try:
             data = messages.encoded(start)
         except RequestError as error:
@@ -101,7 +101,7 @@ class Link:
                 stdin=subprocess.DEVNULL,
                 env=child_variables(PYTHONPATH=path),
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's interrupt is for this process
+                start_new_session=True,  # a terminal's interrupt is meant for this process
             )
         threading.Thread(target=self._run, args=(data,), name="jaxserve pipe", daemon=True).start()
         self._ready.get()
@@ -109,7 +109,7 @@ class Link:
             raise self.error
 
     def end(self) -> None:
-        """End the process, by closing the pipe or else by force. From any thread, the pipe's too."""
+        """End the process by closing the pipe, or by force. Callable from any thread, even the pipe's."""
         self._is_ending = True
         self._wake()
         process = getattr(self, "_process", None)
@@ -125,7 +125,7 @@ class Link:
             process.wait()
 
     def forget(self) -> None:
-        """Leave the process alone, which is not this one's: this is a fork of the process that has started it."""
+        """Detach from the process, because this is a fork of the process that owns it."""
         if not hasattr(self, "_process"):
             return
         self._is_ending = self._is_over = True
@@ -133,29 +133,29 @@ class Link:
             "an engine with engine_process serves the process that has started it, got a fork of that; start one here"
         )
         del self._process
-        self._close()  # else the engine's process would not see that its own client has gone
+        self._close()  # otherwise the engine's process would not notice the end of its own client
 
-    # From any thread, which an interrupt may stop anywhere
+    # Called from any thread, and interruptible anywhere
 
     def send(self, event: Event) -> None:
-        """Leave an event for the core; RequestError if it cannot be sent."""
+        """Queue an event for the core; RequestError if it cannot be sent."""
         num_tokens = 0
         if isinstance(event, Submitted):
             num_tokens = sum(request.num_prompt_tokens for request in event.requests)
         self._events.append((num_tokens, messages.sent(event)))
         self._wake()
-        if self.error is not None and isinstance(event, Submitted):  # nobody else tells of its end
+        if self.error is not None and isinstance(event, Submitted):  # nothing else reports the end of the process
             self.outbox.append(self.error)
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a method of the host and return its result, or raise its exception."""
+        """Call a host method and return its result, or raise its exception."""
         value, error = self.ask(name, *args).get()[1:]
         if error is not None:
             raise error
         return value
 
     def ask(self, name: str, *args: Any) -> SimpleQueue[Reply]:
-        """Call a method of the host, and return where its reply will be; RequestError if it cannot be sent."""
+        """Call a host method, and return the queue for its reply; RequestError if the call cannot be sent."""
         data = messages.encoded(Call(name, args))
         number, reply = next(self._numbers), SimpleQueue[Reply]()
         self._replies[number] = reply
@@ -167,63 +167,63 @@ class Link:
         return reply
 
     def _wake(self) -> None:
-        """Have the thread send new events and calls."""
-        with contextlib.suppress(OSError):  # full, which wakes it as well; or closed
-            self._waker.send(b"x")
+        """Make the thread send new events and calls."""
+        with contextlib.suppress(OSError):  # a full socket wakes it as well; or it is closed
+            self._wake_sender.send(b"x")
 
-    # As `CoreThread`
+    # Interface of `CoreThread`
 
     def start(self) -> None:
-        """Do nothing: the process drives its core by itself."""
+        """Do nothing: the process drives its own core."""
 
     def has_work(self) -> bool:
-        """Return whether deltas may come."""
+        """Return whether deltas may still come."""
         return not self._is_over and (self.num_untaken > 0 or self.status.has_work)
 
     @property
     def num_untaken(self) -> int:
-        """Events that the core has not taken, as far as is known."""
+        """Number of events that the core has not taken yet, as far as known."""
         return 0 if self._is_over else len(self._untaken) + len(self._events)
 
     @property
     def is_running(self) -> bool:
-        """True if deltas may come that somebody waits for."""
+        """True if deltas may come and are waited for."""
         return self.has_work() and not self._is_paused
 
     def wait(self, timeout_s: float | None) -> None:
-        """Wait for a message, for at most some seconds."""
+        """Wait for a message, for at most `timeout_s` seconds."""
         if self._num_received - len(self.outbox) - self._num_acknowledged >= MAX_DELTAS // 2:
             self._wake()
         with contextlib.suppress(Empty):
             self._news.get(timeout=timeout_s)
 
     def pause(self) -> None:
-        """Have nobody wait for deltas until `resume`; the core goes on as far as it may."""
+        """Let nobody wait for deltas until `resume`; the core continues as far as it may."""
         self._is_paused = True
-        self._tell()
+        self._notify()
 
     def resume(self) -> None:
-        """Let deltas be waited for."""
+        """Allow waiting for deltas again."""
         self._is_paused = False
 
-    def _tell(self) -> None:
-        """Wake `wait`, now or the next time: replies come while nobody waits for deltas, any number of them."""
+    def _notify(self) -> None:
+        """Wake `wait`, now or next time; replies may come in any number while nobody waits for deltas."""
         if self._news.empty():
             self._news.put(None)
 
-    # The thread of the pipe
+    # The pipe's thread
 
     def _run(self, start: bytes) -> None:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
-        poll.register(self._wakes, select.POLLIN)
-        wakes = self._wakes.fileno()
+        poll.register(self._wake_receiver, select.POLLIN)
+        wake_handle = self._wake_receiver.fileno()
         try:
             self._connection.send_bytes(start)
             while not self._is_ending:
                 for handle, _ in poll.poll():
-                    if handle == wakes:
-                        self._wakes.recv(4096)
+                    if handle == wake_handle:
+                        self._wake_receiver.recv(4096)
                         self._send()
                     else:
                         self._take(messages.receive(self._connection))
@@ -242,7 +242,7 @@ class Link:
         events = []
         while self._events:
             num_tokens, event = self._events[0]
-            self._untaken.append(num_tokens)  # first, as `has_work` does not know of it before
+            self._untaken.append(num_tokens)  # first, because `has_work` does not know of it before
             self.num_untaken_tokens += num_tokens
             events.append(event)
             self._events.popleft()
@@ -267,12 +267,12 @@ class Link:
                 self.outbox.extend(messages.unpacked(delta) for delta in deltas if delta is not None)
                 self._num_received += len(deltas)
                 num_taken = status.num_taken - self.status.num_taken
-                self.status = status  # first: of events that it has not taken, `has_work` knows until then
+                self.status = status  # first: until then, `has_work` counts the untaken events
                 for _ in range(num_taken):
                     self.num_untaken_tokens -= self._untaken.popleft()
                 if reply is not None:
                     self._reply(reply)
-                self._tell()
+                self._notify()
             case Started():
                 self.started = message
                 self._ready.put(None)
@@ -286,7 +286,7 @@ class Link:
                     logger.handle(made)
 
     def _death(self) -> EngineDiedError:
-        """Return the error of a process that has ended, or that ends."""
+        """Return the error of a process that has ended, or is ending."""
         if self._is_ending:
             return EngineDiedError("the engine's process was ended; start another engine")
         try:
@@ -302,21 +302,21 @@ class Link:
         return EngineDiedError(message)
 
     def _end_all(self, error: BaseException) -> None:
-        """Tell everybody who waits that nothing comes any more."""
+        """Notify all waiting threads that nothing more will come."""
         self.error = error
-        self.outbox.append(error)  # as does `send` from now on
+        self.outbox.append(error)  # `send` does the same from now on
         self._is_over = True
-        empty = Occupancy(0, 0, 0, self.status.occupancy.num_pages)  # else a server might find its queue full
+        empty = Occupancy(0, 0, 0, self.status.occupancy.num_pages)  # otherwise a server might find its queue full
         self.status = self.status._replace(has_work=False, occupancy=empty, num_waiting_tokens=0)
         self.num_untaken_tokens = 0
         self._ready.put(None)
         for number, waiting in list(self._replies.items()):
             waiting.put(Reply(number, None, EngineDiedError(str(error))))
-        self._tell()
+        self._notify()
         self._close()
 
     def _close(self) -> None:
-        for end in (getattr(self, "_connection", self._wakes), self._wakes, self._waker):
+        for end in (getattr(self, "_connection", self._wake_receiver), self._wake_receiver, self._wake_sender):
             end.close()
 
 

@@ -1,4 +1,4 @@
-"""Messages between an engine and its core in another process: pickled values, a message for each step at most.
+"""Messages between an engine and its core in another process: pickled values, at most one message per step.
 
 CoreClient --ToCore: events, calls--> CoreProcess
 CoreClient <--FromCore: deltas, status, replies-- CoreProcess
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from jaxserve.models.arch import ArchConfig
     from jaxserve.scheduling.schedule_config import ScheduleConfig
 
-_RESULTS = ("ended_s", "logprobs", "prompt_logprobs", "rounds", "pooled")  # fields that a frontend reads
+_RESULTS = ("ended_s", "logprobs", "prompt_logprobs", "rounds", "pooled")  # result fields that a frontend reads
 _STEP_FIELDS = tuple(field.name for field in fields(StepStats))
-# Totals that the frontend adds to.
+# Totals that the frontend updates.
 _FRONTENDS = {"num_output_tokens", "num_finished", "iterations_by_tokens", "num_iteration_tokens"}
 _STATS_FIELDS = tuple(field.name for field in fields(EngineStats) if field.name not in _FRONTENDS)
 
@@ -41,11 +41,10 @@ class Start(NamedTuple):
     """First message to the process.
 
     Attributes:
-        config: options of the engine.
+        config: engine options.
         arch: sizes of the model.
-        eos_ids: tokens that end an output.
-        settings: settings of jax.
-        log_level: level from which on jaxserve's records of the log are wanted.
+        settings: jax settings.
+        log_level: minimum level of log records to send.
     """
 
     config: EngineConfig
@@ -61,12 +60,12 @@ class Started(NamedTuple):
     schedule: ScheduleConfig
 
 
-class Formed(NamedTuple):
-    """Event `Submitted` of samples whose outputs have a form; their constraints are made in the core's process.
+class Constrained(NamedTuple):
+    """Event `Submitted` for samples with structured outputs; their constraints are created in the core's process.
 
     Attributes:
-        requests: the samples, without their constraints.
-        tried_bytes: memory that the form has taken where it was compiled.
+        requests: samples without their constraints.
+        tried_bytes: memory that compiling the grammar took.
     """
 
     requests: Sequence[Any]
@@ -74,14 +73,14 @@ class Formed(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Method call of the host. Whoever answers it unpickles it: an unreadable argument fails only this call."""
+    """Call of a host method. The receiver unpickles it separately: an unreadable argument fails only this call."""
 
     name: str
     args: tuple[Any, ...]
 
 
 class Reply(NamedTuple):
-    """Result of a call, or the exception that it has raised."""
+    """Result of a call, or the exception that it raised."""
 
     number: int
     value: Any
@@ -89,11 +88,11 @@ class Reply(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Event as it is sent.
+    """Event in transit.
 
     Attributes:
-        keys: keys of the samples that it submits, which end if it cannot be read.
-        data: the event or a `Formed`, pickled by whoever left it, who hears if that cannot be.
+        keys: keys of the submitted samples, which end if the event cannot be read.
+        data: the event or a `Constrained`, pickled by the sender, who gets any pickling error.
     """
 
     keys: list[int]
@@ -104,9 +103,8 @@ class ToCore(NamedTuple):
     """Message to the core.
 
     Attributes:
-        events: events for the core.
-        num_delivered: deltas that the frontend has taken since the start.
-        call: number of the `Call` that follows; None if none does.
+        num_delivered: number of deltas that the frontend has taken since the start.
+        call: number of the `Call` that follows; None without one.
     """
 
     events: list[Sent]
@@ -118,10 +116,10 @@ class FromCore(NamedTuple):
     """Message from the core.
 
     Attributes:
-        deltas: deltas of the core, in order, as `packed` returns them.
-        status: its status after them.
-        stats: values of the totals of _STATS_FIELDS.
-        steps: values of the fields of the statistics of new steps.
+        deltas: deltas in order, as returned by `packed`.
+        status: core status after them.
+        stats: totals in _STATS_FIELDS.
+        steps: fields of new step statistics.
         reply: reply to a call.
     """
 
@@ -139,25 +137,23 @@ class Failed(NamedTuple):
 
 
 class Logged(NamedTuple):
-    """Record of the log."""
-
     record: dict[str, Any]
 
 
 def send(connection: Connection, message: object) -> None:
-    """Send a message; OSError if the other side has gone."""
+    """Send a message; OSError if the other side is gone."""
     connection.send_bytes(encoded(message))
 
 
 def encoded(message: object) -> bytes:
-    """Return a message as it is sent; RequestError if it has a value that cannot be, as a caller may have given it.
+    """Pickle a message; RequestError if one of its values, possibly from a caller, cannot be pickled.
 
-    An object whose class no other process can import, such as a class of the user's program, is sent as its base class.
+    An object of a class that no other process can import, such as one of the user's program, is sent as its base class.
     """
     try:
         try:
             data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        except (pickle.PicklingError, AttributeError, TypeError):  # a class of a function, or of another cell
+        except (pickle.PicklingError, AttributeError, TypeError):  # the class is local to a function or a notebook cell
             data = _MAIN
         if _MAIN in data:
             file = io.BytesIO()
@@ -168,7 +164,7 @@ def encoded(message: object) -> bytes:
     return data
 
 
-_MAIN = b"__main__"  # module of the user's program, which another process does not run
+_MAIN = b"__main__"  # the user's main module, which another process does not run
 
 
 class _Pickler(pickle.Pickler):
@@ -182,7 +178,7 @@ class _Pickler(pickle.Pickler):
         function, args, *state = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         if kind not in (function, *args[:1]):
             return NotImplemented
-        if base.__module__ == "builtins":  # their values have no further attributes
+        if base.__module__ == "builtins":  # builtin types have no further attributes
             state = []
         return (_remade, (base, *args[function is not kind :]), *state)
 
@@ -199,34 +195,33 @@ def _is_importable(kind: type) -> bool:
 
 
 def receive(connection: Connection) -> Any:
-    """Return the next message; EOFError or OSError if the other side has gone."""
+    """Return the next message; EOFError or OSError if the other side is gone."""
     return decoded(connection.recv_bytes())
 
 
 def decoded(data: bytes) -> Any:
-    """Return a value that `encoded` has packed."""
     return pickle.loads(data)
 
 
 def portable(error: BaseException | None) -> BaseException | None:
-    """Return an error as it can be sent: as it is, or else as a RuntimeError of its text."""
+    """Return an error if it can be pickled, otherwise a RuntimeError with its text."""
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # any, by the error's own class: its text tells the client what happened
+    except Exception:  # any exception, raised by the error's own class: its text tells the client what happened
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
 
 
 class PackedStep(NamedTuple):
-    """StepDelta as it is sent: numbers as bytes, of the device's results those that a frontend reads.
+    """StepDelta in transit: numbers as bytes, and only the device results that a frontend reads.
 
     Attributes:
-        keys: int64 numbers.
+        keys: int64 keys.
         token_ids: int32 ids of all rows.
-        counts: int32 numbers of them by row; empty if each row has one.
-        num_rows: rows of the device's results.
-        others: further fields of StepDelta.
-        results: values of the fields of StepResult in _RESULTS.
+        counts: int32 number of ids per row; empty if each row has one.
+        num_rows: number of rows in the device results.
+        others: other fields of StepDelta.
+        results: StepResult fields in _RESULTS.
     """
 
     keys: bytes
@@ -238,19 +233,17 @@ class PackedStep(NamedTuple):
 
     @classmethod
     def from_delta(cls, step: StepDelta) -> PackedStep:
-        """Return a step's delta as it is sent."""
         counts, result = list(map(len, step.token_ids)), step.result
         return cls(
             np.array(step.keys, np.int64).tobytes(),
             np.fromiter(chain.from_iterable(step.token_ids), np.int32).tobytes(),
             b"" if counts.count(1) == len(counts) else np.array(counts, np.int32).tobytes(),
             len(result.token_ids),
-            (step.ended, step.prompt_shares),
+            (step.ended, step.prompt_chunks),
             tuple([getattr(result, name) for name in _RESULTS]),
         )
 
     def unpacked(self) -> StepDelta:
-        """Return the delta again."""
         keys: list[int] = np.frombuffer(self.keys, np.int64).tolist()
         token_ids: list[int] = np.frombuffer(self.token_ids, np.int32).tolist()
         if self.counts:
@@ -264,7 +257,7 @@ class PackedStep(NamedTuple):
 
 
 def packed(delta: Delta | BaseException) -> tuple[Any, ...] | BaseException | None:
-    """Return a delta as it is sent."""
+    """Return a delta in transit format."""
     if isinstance(delta, BaseException):
         return portable(delta)
     step = None if delta.step is None else PackedStep.from_delta(delta.step)
@@ -272,7 +265,6 @@ def packed(delta: Delta | BaseException) -> tuple[Any, ...] | BaseException | No
 
 
 def unpacked(delta: tuple[Any, ...] | BaseException) -> Delta | BaseException:
-    """Return a delta again."""
     if isinstance(delta, BaseException):
         return delta
     at_s, admitted, step, ended, error = delta
@@ -280,28 +272,26 @@ def unpacked(delta: tuple[Any, ...] | BaseException) -> Delta | BaseException:
 
 
 def stats_values(stats: EngineStats) -> tuple[Any, ...]:
-    """Return the totals of a core."""
     return tuple([getattr(stats, name) for name in _STATS_FIELDS])
 
 
 def take_stats(stats: EngineStats, values: Sequence[Any]) -> None:
-    """Set the totals of a core, beside those that a frontend counts."""
+    """Set the totals of a core, leaving those that a frontend counts."""
     for name, value in zip(_STATS_FIELDS, values, strict=True):
         setattr(stats, name, value)
 
 
 def step_values(step: StepStats) -> tuple[Any, ...]:
-    """Return the fields of a step's statistics."""
     return tuple([getattr(step, name) for name in _STEP_FIELDS])
 
 
 def sent(event: Event) -> Sent:
-    """Return an event as it is sent; RequestError if it has something that cannot be."""
+    """Pickle an event; RequestError if it has a value that cannot be pickled."""
     keys: list[int] = []
-    value: Event | Formed = event
+    value: Event | Constrained = event
     if isinstance(event, Submitted):
         keys = [request.key for request in event.requests]
         constraint: Any = event.requests[0].constraint
         if constraint is not None:
-            value = Formed([replace(request, constraint=None) for request in event.requests], constraint.num_bytes)
+            value = Constrained([replace(request, constraint=None) for request in event.requests], constraint.num_bytes)
     return Sent(keys, encoded(value))

@@ -1,4 +1,4 @@
-"""Prompts: the forms that users may give, and the token ids they stand for."""
+"""Prompts: their accepted types, and the token ids they stand for."""
 
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
@@ -22,17 +22,17 @@ def read_prompt(
     *,
     keeps_first: bool = False,
 ) -> tuple[str | None, TokenIds, str | None]:
-    """Return the text if there is one, the token ids and the cache salt.
+    """Return the text (if any), the token ids and the cache salt.
 
     Args:
-        prompt: prompt as the user gave it.
-        cache_salt: salt of a prompt that brings none.
-        tokenizer: None where prompts must be token ids.
-        max_tokens: limit of tokens, of which the last ones are kept.
+        prompt: prompt as given by the user.
+        cache_salt: salt for a prompt without its own.
+        tokenizer: None if prompts must be token ids.
+        max_tokens: maximum tokens; the last ones are kept.
         keeps_first: True to keep the first ones instead.
 
     Raises:
-        RequestError: it is none of what a prompt can be.
+        RequestError: the prompt has no accepted type.
     """
     if isinstance(prompt, Mapping):
         if unknown := sorted(map(str, prompt.keys() - _PROMPT_KEYS)):
@@ -40,7 +40,7 @@ def read_prompt(
         if not prompt.keys() & {"prompt", "prompt_token_ids"}:
             raise RequestError("a prompt needs prompt or prompt_token_ids, got neither")
         salt = prompt.get("cache_salt", cache_salt)
-        content = prompt.get("prompt_token_ids", prompt.get("prompt"))  # ids win: the text then is their source
+        content = prompt.get("prompt_token_ids", prompt.get("prompt"))  # ids win: the text is then only their source
         text = prompt.get("prompt")
     else:
         content, salt, text = prompt, cache_salt, None
@@ -59,7 +59,7 @@ def read_prompt(
 
 
 def check_bound(text: str, tokenizer: Tokenizer, schedule: ScheduleConfig, advice: str = "") -> None:
-    """Raise PromptTooLongError for a text that has too many tokens, if that shows without encoding it."""
+    """Raise PromptTooLongError for a text with too many tokens, if that shows without encoding it."""
     num_tokens = tokenizer.bound.num_tokens(text)
     if num_tokens >= schedule.max_total_tokens:
         raise prompt_too_long(schedule, num_tokens, is_bound=True, advice=advice)
@@ -68,15 +68,15 @@ def check_bound(text: str, tokenizer: Tokenizer, schedule: ScheduleConfig, advic
 def prompt_too_long(
     schedule: ScheduleConfig, num_tokens: int, *, is_bound: bool = False, advice: str = ""
 ) -> PromptTooLongError:
-    """Return the error in the words that clients look for, to shorten their prompts or to choose another model.
+    """Return the error worded as clients expect it, which shorten their prompts or choose another model.
 
     Args:
-        schedule: sizes of the engine.
-        num_tokens: tokens of the prompt.
-        is_bound: True if it has at least this number.
-        advice: what to change besides the prompt.
+        schedule: engine sizes.
+        num_tokens: prompt tokens.
+        is_bound: True if `num_tokens` is a lower bound.
+        advice: advice besides shortening the prompt.
     """
-    most = schedule.max_total_tokens - 1  # of a prompt: the scheduler counts a token of output always
+    most = schedule.max_total_tokens - 1  # maximum prompt length: the scheduler always counts one output token
     room = "" if schedule.pools else " and leave room for at least 1 output token"
     return PromptTooLongError(
         f"This model's maximum context length is {schedule.max_model_len} tokens. However, your prompt is too long: "
@@ -88,11 +88,11 @@ def prompt_too_long(
 
 
 def _read_token_ids(content: object) -> TokenIds:
-    if callable(to_list := getattr(content, "tolist", None)):  # arrays of numpy, torch, jax and Python's own
+    if callable(to_list := getattr(content, "tolist", None)):  # numpy, torch, jax and Python arrays
         content = to_list()
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise RequestError(f"a prompt must be a string or a list of token ids, got {type(content).__name__}")
-    if set(map(type, content)) <= {int}:  # the usual case, ten times faster than looking at each
+    if set(map(type, content)) <= {int}:  # the usual case, ten times faster than checking each
         return list(content)
     for position, token_id in enumerate(content):
         if not isinstance(token_id, Integral) or isinstance(token_id, bool):
@@ -101,27 +101,27 @@ def _read_token_ids(content: object) -> TokenIds:
 
 
 def outside_vocabulary(name: str, ids: Collection[int], vocab_size: int) -> str:
-    """Return the message for ids of which some are outside the vocabulary: the first one and its index."""
+    """Return the error message for ids outside the vocabulary, with the first one and its index."""
     outside = [(index, token_id) for index, token_id in enumerate(ids) if not 0 <= token_id < vocab_size]
     index, token_id = outside[0]
     place = f" at index {index}" if isinstance(ids, Sequence) else ""
     others = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
     return (
         f"token ids in {name} must be in [0, {vocab_size}), got {token_id}{place}{others}; "
-        "that is out of vocabulary: take ids from this model's tokenizer"  # clients look for these three words
+        "that is out of vocabulary: take ids from this model's tokenizer"  # clients look for "out of vocabulary"
     )
 
 
 def prompt_limit(params: SamplingParams, max_model_len: int, max_total_tokens: int) -> int | None:
-    """Return how many tokens to keep of a prompt, by `truncate_prompt_tokens`; None is all.
+    """Return how many prompt tokens to keep, by `truncate_prompt_tokens`; None for all.
 
     Args:
-        params: parameters of the request.
-        max_model_len: most tokens of a prompt and its output, for the model.
-        max_total_tokens: the same for the scheduler, which counts an output even where the model pools.
+        params: sampling parameters.
+        max_model_len: maximum prompt and output tokens, for the model.
+        max_total_tokens: the same for the scheduler, which counts an output even for pooling models.
 
     Raises:
-        RequestError: the model has no room for so many.
+        RequestError: the model cannot hold that many tokens.
     """
     wanted = params.truncate_prompt_tokens
     if wanted == -1:

@@ -1,4 +1,4 @@
-"""Replica: one copy of the model, from requests to token ids. It knows neither texts nor users, and reads no clock."""
+"""Replica: one copy of the model, from requests to token ids, without texts, users or a clock."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class StepTokens(NamedTuple):
     """Tokens of a step that was read.
 
     Attributes:
-        plan: the step.
-        token_ids: new tokens of each row, without those behind one that ended it.
-        ended: requests that these tokens ended.
-        result: results of the device.
+        plan: plan of the step.
+        token_ids: new tokens per row, up to one that ended it.
+        ended: requests ended by these tokens.
+        result: device results.
     """
 
     plan: StepPlan
@@ -54,22 +54,21 @@ class StepTokens(NamedTuple):
 
 
 class Replica:
-    """Scheduler and executor of one copy of the model, and the steps in flight between them.
+    """Scheduler and executor of one model copy, and the steps in flight between them.
 
     Args:
         config: model and options.
         arch: sizes of the whole model.
-        executor: the device.
-        stats: totals, to which those of this replica are added.
-        record: called with every event, in order: for other processes to replay, or for a log.
-        new_chooser: makes the chooser of steps.
+        executor: device that runs plans.
+        stats: totals, updated by this replica.
+        record: called with every event, in order, for other processes or a log.
+        new_chooser: creates the step chooser.
 
     Attributes:
-        scheduler: scheduler of the replica.
-        executor: device of the replica.
-        chooser: chooses what each plan may be.
-        step_stats: writer of the statistics of steps.
-        in_flight: steps that were launched and not read, oldest first.
+        executor: device that runs plans.
+        chooser: chooses the limits of each plan.
+        step_stats: writer of step statistics.
+        in_flight: launched steps that were not read, oldest first.
     """
 
     def __init__(
@@ -92,45 +91,44 @@ class Replica:
         self._digest = 0  # digest of all plans since the last recovery
         self._constrained: set[Request] = set()  # unfinished requests with a constraint
         self._is_stuck = False  # nothing can be planned before a step in flight is read
-        self._has_dropped = False  # steps that may have failed without anybody having read it
+        self._has_dropped = False  # steps were dropped that may have failed unnoticed
 
     @property
     def admission(self) -> Admission:
-        """Answers to a balancer of several replicas."""
+        """Interface for a balancer of several replicas."""
         return self.scheduler.admission
 
     @property
     def load(self) -> int:
-        """Tokens to compute before those of a request added now."""
+        """Tokens to compute before a request added now."""
         return self.scheduler.admission.load
 
     # Requests
 
     def add(self, request: Request) -> None:
-        """Queue a request; RequestError where it could not run to its end even alone."""
+        """Queue a request; RequestError if it could not finish even by itself."""
         self.scheduler.add(request)
         self._note(Added(request))
         if request.constraint is not None:
             self._constrained.add(request)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request if it has not ended already."""
+        """End a request unless it has ended already."""
         if self.scheduler.finish(request.request_id, reason) is request:
             self._note(Finished(request.request_id, reason))
             self._constrained.discard(request)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached pages."""
         self.scheduler.reset_prefix_cache()
         self._note(CacheReset())
 
     def transferred(self, event: Transferred) -> None:
-        """Take the end of moves of pages between tiers; see `Scheduler.transferred`."""
+        """Note the end of page moves between tiers; see `Scheduler.transferred`."""
         self.scheduler.transferred(event.keys, ok=event.ok)
         self._note(event)
 
     def withdraw(self) -> list[Request]:
-        """Hand back the requests that wait here, as far as all their tokens are known, in their order."""
+        """Remove and return, in order, the waiting requests whose tokens are all known."""
         withdrawn = self.scheduler.withdraw()
         if withdrawn:
             self._note(Withdrawn())
@@ -138,19 +136,19 @@ class Replica:
         return withdrawn
 
     def has_work(self) -> bool:
-        """Return whether a request is unfinished or a step was not read."""
+        """Return whether a request is unfinished or a step is unread."""
         return bool(self.in_flight) or self.scheduler.has_unfinished()
 
     # Steps
 
     def is_ready(self) -> bool:
-        """Return whether a step would get on without waiting for the device."""
+        """Return whether a step would make progress without waiting for the device."""
         if self.in_flight and self.in_flight[0].handle.is_ready():
             return True
         return not self._is_stuck and self.chooser.may_launch(self.in_flight, self._constrained)
 
     def launch(self, now_s: float) -> StepPlan | None:
-        """Plan and start the next step; None where there is none, or where enough are in flight."""
+        """Plan and start the next step; None if nothing can be planned, or enough steps are in flight."""
         self._settle_dropped()
         choice = self.chooser.choose(now_s, self.in_flight, self._constrained)
         if choice is None:
@@ -175,11 +173,11 @@ class Replica:
 
     @property
     def num_running_steps(self) -> int:
-        """Steps in flight that have not ended."""
+        """Number of steps in flight that have not ended."""
         return sum(not step.handle.is_ready() for step in self.in_flight)
 
     def update(self, result: StepResult) -> StepTokens:
-        """Let the scheduler know the tokens of the oldest step in flight; start the sampling that waits for them."""
+        """Pass the tokens of the oldest step in flight to the scheduler; start the sampling that waited for them."""
         step = self.in_flight[0]
         plan = step.plan
         sampled, num_tokens = result.sampled(plan.num_rows), result.num_tokens[: plan.num_rows]
@@ -193,7 +191,7 @@ class Replica:
         return StepTokens(plan, sampled, ended, result)
 
     def take(self, sampled: list[list[int]]) -> list[Request]:
-        """Let the scheduler know what each row of the oldest step in flight has sampled; see `Scheduler.update`."""
+        """Pass the sampled token ids of the oldest step in flight to the scheduler; see `Scheduler.update`."""
         self._note(Updated(sampled))
         plan = self.in_flight.popleft().plan
         ended = self.scheduler.update(plan, sampled)
@@ -206,7 +204,7 @@ class Replica:
                     if request.finish_reason is not None:
                         ended.append(request)
                         continue
-                if request.constraint.has_ended:  # no token may follow
+                if request.constraint.has_ended:  # no further token is allowed
                     if error := request.constraint.error:
                         logger.warning("request %s is ended, it cannot go on: %s", request.request_id, error)
                     self.finish(request, FinishReason.ABORT if error else FinishReason.STOP)
@@ -215,7 +213,7 @@ class Replica:
         return ended
 
     def drop_in_flight(self) -> None:
-        """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
+        """Forget steps whose requests have all ended, since nobody waits for their tokens or timings."""
         while self.in_flight:
             step = self.in_flight[0]
             self.step_stats.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
@@ -226,29 +224,29 @@ class Replica:
         self.chooser.pause()
 
     def forget_all(self) -> None:
-        """Forget requests, pages and steps, whatever a failure has left of them; `recover` is due."""
+        """Forget requests, pages and steps after a failure; `recover` must follow."""
         self.in_flight.clear()
         self.chooser.pause()
         self._constrained.clear()
         self.scheduler.restart()
 
     def recover(self) -> None:
-        """Go on after `forget_all`, with nothing cached."""
-        self._has_dropped = True  # the state is not known to be sound yet: waiting for it may be interrupted
+        """Continue after `forget_all`, with nothing cached."""
+        self._has_dropped = True  # set first, because waiting for the state may be interrupted
         self._digest = 0
         self._note(Recovered())
         self.executor.restore_state()
         self._has_dropped = False
 
     def close(self) -> None:
-        """Forget the steps in flight and free the device's memory."""
+        """Forget the steps in flight and free the device memory."""
         self.in_flight.clear()
         self.executor.close()
 
-    # Parts
+    # Components
 
     def _settle_dropped(self) -> None:
-        """Find out, ahead of the next request's first step, whether a step failed that was dropped unread."""
+        """Check, before the first step of the next request, whether a step dropped unread has failed."""
         if self.in_flight and all(r.status is RequestStatus.FINISHED for s in self.in_flight for r in s.plan.requests):
             self.drop_in_flight()
         if not (self._has_dropped and self.scheduler.has_unfinished()):
@@ -267,7 +265,7 @@ class Replica:
             raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
 
     def _note(self, event: ReplicaEvent) -> None:
-        if not isinstance(event, Scheduled):  # something can be planned again
+        if not isinstance(event, Scheduled):  # planning may succeed again
             self._is_stuck = False
         if self._record is not None:
             self._record(event)

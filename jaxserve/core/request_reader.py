@@ -1,4 +1,4 @@
-"""RequestReader: from what users ask for to requests of the scheduler."""
+"""RequestReader: checks user requests and converts them into scheduler requests."""
 
 from __future__ import annotations
 
@@ -36,23 +36,21 @@ LARGEST_PRIORITY = 2**31 - 1
 
 
 class RequestReader:
-    """Checks of requests, and their prompts, seeds and constraints. May be used from any thread.
+    """Checks requests, and prepares their prompts, seeds and constraints; callable from any thread.
 
     Args:
         config: model and options.
-        schedule: resolved sizes of steps and pool.
-        tokenizer: None where prompts must be token ids.
-        vocab_size: tokens of the model.
-        max_position: tokens that the model was made for.
-        hidden_size: elements of a hidden state.
-        eos_ids: tokens that end an output.
-        check_fits: function that raises RequestError for a request that could not run to its end even alone.
-        pooler: pooling of a model that pools; None if it generates.
+        schedule: resolved sizes of steps and page pool.
+        tokenizer: None if prompts must be token ids.
+        vocab_size: vocabulary size of the model.
+        max_position: maximum position that the model was made for.
+        hidden_size: hidden state size.
+        check_fits: raises RequestError for a request that could not finish even by itself.
+        pooler: pooler of a pooling model; None if it generates.
         is_lock_step: True if other processes run the same steps.
 
     Attributes:
-        eos_ids: tokens that end an output.
-        grammars: constraints of outputs.
+        grammars: constraints for structured outputs.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class RequestReader:
         self.grammars = Grammars(lambda: tokenizer, vocab_size, eos_ids, is_lock_step=is_lock_step)
         self._seeds = random.Random(config.seed)
         self._arrivals = itertools.count()
-        self._has_told_of_cut = False
+        self._has_warned_of_length = False
 
     def read(
         self,
@@ -88,19 +86,18 @@ class RequestReader:
         *,
         shares_last_page: bool = False,
     ) -> RequestGroup:
-        """Return a request whose parameters are checked and whose prompt is read; nothing is queued.
+        """Check the parameters and read the prompt of a request, without queueing it.
 
         Args:
-            request_id: name of the request.
-            prompt: prompt of the request.
-            params: parameters of the request, of the kind that the model needs.
+            request_id: id of the request.
+            params: parameters of the type that the model needs.
             cache_salt: only requests with the same salt share cached pages.
-            tenant: name of whom it is for; tenants get equal service.
-            priority: class; requests of a lower number go first.
+            tenant: name of the tenant; tenants get equal service.
+            priority: class; lower numbers go first.
             shares_last_page: see `Request`.
 
         Raises:
-            RequestError: it cannot be served.
+            RequestError: the request cannot be served.
         """
         params, pooling = self._read_params(params)
         limit = prompt_limit(params, self._schedule.max_model_len, self._schedule.max_total_tokens)
@@ -114,13 +111,13 @@ class RequestReader:
         for request in requests:
             request.shares_last_page = shares_last_page
         _check_some_allowed(requests[0])
-        self._check_fits(requests[0])  # its siblings then fit as well, and any replica has room
+        self._check_fits(requests[0])  # its siblings then fit as well, on any replica
         return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)
 
     def _read_params(self, params: SamplingParams | PoolingParams) -> tuple[SamplingParams, PoolingParams | None]:
-        """Return the parameters of the scheduler's request, checked anew as the caller may have changed them.
+        """Return rechecked sampling parameters, since the caller may have changed them.
 
-        Those of a request to a model that pools come with it.
+        For a pooling model, the pooling parameters are returned as well.
         """
         if isinstance(params, PoolingParams):
             if self._pooler is None:
@@ -160,7 +157,7 @@ class RequestReader:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids, or drop skip_tokenizer_init")
 
     def check_text(self, prompt: object) -> None:
-        """Raise RequestError for a text that has too many tokens for a prompt, if that shows without encoding it."""
+        """Raise RequestError for a text with too many tokens for a prompt, if that shows without encoding it."""
         if self._tokenizer is not None and isinstance(prompt, str):
             check_bound(prompt, self._tokenizer, self._schedule, self._advice_on_length())
 
@@ -198,15 +195,15 @@ class RequestReader:
         tenant: str,
         priority: int,
     ) -> list[Request]:
-        """Return the `n` requests of the scheduler; siblings find their prompt's pages in the prefix cache."""
+        """Return the `n` scheduler requests; siblings find their prompt's pages in the prefix cache."""
         seed, arrival = params.seed if params.seed is not None else self._seeds.getrandbits(63), next(self._arrivals)
         limit = self._schedule.max_total_tokens
         if params.max_tokens is not None:
             wanted = len(token_ids) + params.max_tokens
             if wanted > limit and self._pooler is None:
-                self._tell_of_cut(len(token_ids), params.max_tokens)
+                self._log_length_limit(len(token_ids), params.max_tokens)
             limit = min(limit, wanted)
-        else:  # all that there is room for; the last token is never computed, and so needs none
+        else:  # as many tokens as fit; the last one is never computed, and needs no page
             most = self._schedule.kv_groups.max_tokens(self._schedule.num_shard_pages)
             limit = limit if most is None else min(limit, most + 1)
         form = params.structured_outputs
@@ -240,10 +237,10 @@ class RequestReader:
             for index in range(params.n)
         ]
 
-    def _tell_of_cut(self, prompt_len: int, max_tokens: int) -> None:
-        """Log that an output may end at the model's length: as a warning the first time, as requests may be many."""
-        limit, is_first = self._schedule.max_model_len, not self._has_told_of_cut
-        self._has_told_of_cut = True
+    def _log_length_limit(self, prompt_len: int, max_tokens: int) -> None:
+        """Log that an output may end at the maximum model length: as a warning only the first time."""
+        limit, is_first = self._schedule.max_model_len, not self._has_warned_of_length
+        self._has_warned_of_length = True
         logger.log(
             logging.WARNING if is_first else logging.INFO,
             "a prompt of %d tokens and max_tokens=%d exceed max_model_len=%d: the output ends after %d tokens at most, "
@@ -254,7 +251,7 @@ class RequestReader:
 
 
 def _check_some_allowed(request: Request) -> None:
-    """RequestError where every token may be forbidden, so that there would be none to sample."""
+    """Raise RequestError if every token may be forbidden, so that none could be sampled."""
     p = request.params
     if p.allowed_token_ids is None:
         return

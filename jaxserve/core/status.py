@@ -1,4 +1,4 @@
-"""Status of a core, as whoever cannot look into it sees it."""
+"""Core status, for observers in other threads or processes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ if TYPE_CHECKING:
     from jaxserve.api.metrics import Occupancy
     from jaxserve.scheduling.step_time import Rates
 
-SLEEP_TAGS = ("weights", "kv_cache")  # parts of the memory that can be woken separately, by vLLM's names
+SLEEP_TAGS = ("weights", "kv_cache")  # memory that can be woken separately, by vLLM's names
 
 
 class MemoryState(NamedTuple):
-    """Memory that an engine has on its devices.
+    """An engine's device memory.
 
     Attributes:
-        is_closed: True once the engine was closed.
-        asleep: parts that are freed until they are woken, of SLEEP_TAGS.
-        has_weights: False if the weights were dropped, or others could not be read.
+        asleep: parts, out of SLEEP_TAGS, that are freed until woken.
+        has_weights: False if the weights were dropped, or reading new ones failed.
     """
 
     is_closed: bool = False
@@ -27,7 +26,6 @@ class MemoryState(NamedTuple):
     has_weights: bool = True
 
     def check_open(self) -> None:
-        """Raise RuntimeError if the engine is closed."""
         if self.is_closed:
             raise RuntimeError("this engine is closed: its weights and pools are freed; start another one")
 
@@ -43,28 +41,28 @@ class MemoryState(NamedTuple):
 
     @property
     def is_sleeping(self) -> bool:
-        """True while some memory that `sleep` has freed is not allocated again."""
+        """True while memory freed by `sleep` is not allocated again."""
         self.check_open()
         return bool(self.asleep)
 
     @property
     def sleep_state(self) -> str:
-        """State of the memory by vLLM's names: awake, weights_offloaded or discard_all."""
+        """Memory state by vLLM's names: awake, weights_offloaded or discard_all."""
         if not self.asleep:
             return "awake"
         return "weights_offloaded" if self.has_weights else "discard_all"
 
 
 class CoreStatus(NamedTuple):
-    """Status of a core between two of its steps.
+    """Core status between two steps.
 
     Attributes:
-        num_taken: events that it has taken since its start.
+        num_taken: number of events taken since the start.
         has_work: True if a step has anything to do.
         occupancy: requests and pages.
-        num_waiting_tokens: tokens to compute of requests that wait.
-        rates: times of steps; None before they were measured.
-        memory: memory of its devices.
+        num_waiting_tokens: tokens to compute in waiting requests.
+        rates: step times; None before they were measured.
+        memory: device memory.
         is_warm: True once every program is compiled.
     """
 

@@ -1,4 +1,4 @@
-"""Live status lines of an engine while it serves or compiles."""
+"""Status lines of an engine while it serves or compiles."""
 
 import dataclasses
 import threading
@@ -13,7 +13,7 @@ _PATIENCE_S = 2.0  # cached executables usually load faster
 
 @runtime_checkable
 class WatchedEngine(Protocol):
-    """Engine that counts its work.
+    """Engine with counters.
 
     Attributes:
         stats: totals since start.
@@ -26,36 +26,36 @@ class WatchedEngine(Protocol):
         """Requests and pages now."""
 
     def peak_rates(self) -> PeakRates:
-        """Return the peak rates of the device."""
+        """Return the device's peak rates."""
 
     def wait_until_warm(self) -> None:
         """Block until every program is compiled."""
 
 
 def wait_until_warm(engine: WatchedEngine, stream: Any) -> None:
-    """Block until every program of an engine is ready; if that takes long, write a line to `stream`."""
+    """Block until every program is ready; if that takes long, write a line to `stream`."""
     line = "jaxserve: loading or compiling all programs first, which can take minutes where none are cached\n"
 
-    def tell() -> None:
+    def notify() -> None:
         stream.write(line)
         stream.flush()
 
-    told = threading.Timer(_PATIENCE_S, tell)
-    told.daemon = True
-    told.start()
+    timer = threading.Timer(_PATIENCE_S, notify)
+    timer.daemon = True
+    timer.start()
     try:
         engine.wait_until_warm()
     finally:
-        told.cancel()
+        timer.cancel()
 
 
-class LiveStats:
+class StatusLine:
     """Context that writes a status line about once a second: in place on a terminal, else one per line.
 
     A separate thread reads the engine's counters, so that steps do not wait for it.
 
     Args:
-        engine: engine to watch. Entering waits until it is warm: peak rates measured during compilation would be too
+        engine: engine to observe. Entering waits until it is warm: peak rates measured during compilation would be too
             low, and are cached.
         stream: text stream to write to.
         interval_s: seconds between lines.
@@ -68,7 +68,7 @@ class LiveStats:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._num_lines = 0
 
-    def __enter__(self) -> "LiveStats":
+    def __enter__(self) -> "StatusLine":
         wait_until_warm(self._engine, self._stream)
         self._peak_rates = self._engine.peak_rates()
         self._thread.start()

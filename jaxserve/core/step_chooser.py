@@ -1,4 +1,4 @@
-"""StepChooser: what the next plan may be. It alone decides by measured times, in which the tokens have no say."""
+"""StepChooser: chooses the limits of the next plan. Only here do measured times matter; they never affect tokens."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from jaxserve.scheduling.scheduler import Scheduler
     from jaxserve.scheduling.step_time import StepTime
 
-TWO_ROUNDS = 2  # every multi-step program has that many
+TWO_ROUNDS = 2  # minimum rounds of every multi-step program
 
 
 class Chooser(Protocol):
-    """Decides what each plan may be: `StepChooser`, or another one in its place. The tokens are the same with any."""
+    """Chooses the limits of each plan: `StepChooser`, or a replacement. The tokens are the same with any."""
 
     may_draft: bool
 
@@ -35,29 +35,28 @@ class Chooser(Protocol):
     def choose(
         self, now_s: float, in_flight: Sequence[InFlight], constrained: Collection[Request]
     ) -> StepChoice | None:
-        """Return what the next plan may be; None if no step may start yet."""
+        """Return the limits of the next plan; None if no step may start yet."""
 
     def launched(self, plan: StepPlan) -> bool:
-        """Note the plan that was made by the latest choice; return whether its dispatch is one of a scout."""
+        """Note the plan made with the latest choice; return whether its dispatch is a scout."""
 
-    def ended(self, step: InFlight, result: StepResult) -> None:
-        """Learn from a step that has ended."""
+    def ended(self, step: InFlight, result: StepResult) -> None: ...
 
     def pause(self) -> None:
-        """Note that the next step that ends has no end before it to count from."""
+        """Note that the next end has no previous end from which to measure."""
 
 
 class StepChooser:
-    """Chooses the limits of each plan, and learns from the steps that have ended.
+    """Chooses the limits of each plan, and learns from steps that have ended.
 
     Args:
-        config: options of the engine.
-        scheduler: the rows there are.
-        executor: the programs there are.
-        step_time: how long steps take, so far.
+        config: engine options.
+        scheduler: source of running rows.
+        executor: source of programs.
+        step_time: measured step times.
 
     Attributes:
-        may_draft: False to go on without drafts.
+        may_draft: False to disable drafts.
     """
 
     def __init__(self, config: EngineConfig, scheduler: Scheduler, executor: Executor, step_time: StepTime) -> None:
@@ -86,14 +85,14 @@ class StepChooser:
         scheduler = self._scheduler
         if in_flight and constrained and len(scheduler.rows.waiting_slots) == scheduler.num_running:
             can_split = self._may_split(constrained) and not any(request.may_be_extended for request in constrained)
-            if not can_split:  # one step with all rows is faster than two, each with those that the other leaves
+            if not can_split:  # one step with all rows is faster than two with part of the rows each
                 return False
         return len(in_flight) < self._max_in_flight
 
     def choose(
         self, now_s: float, in_flight: Sequence[InFlight], constrained: Collection[Request]
     ) -> StepChoice | None:
-        """Return the limits of the next plan; None if no step may start yet. For the rest see `may_launch`."""
+        """Return the limits of the next plan; None if no step may start yet. See `may_launch` for the arguments."""
         if not self.may_launch(in_flight, constrained):
             return None
         num_drafts, max_rounds = self._choose_rounds()
@@ -101,11 +100,11 @@ class StepChooser:
         return StepChoice(1 if may_split else max_rounds, num_drafts, self._timing(now_s, in_flight), may_split)
 
     def launched(self, plan: StepPlan) -> bool:
-        """Note the plan that was made by the latest limits; return whether its dispatch is one of a scout."""
+        """Note the plan made with the latest choice; return whether its dispatch is a scout."""
         return not plan.num_prefill_tokens and self._pacer.launched(max(plan.num_drafts, default=0), plan.num_steps)
 
     def ended(self, step: InFlight, result: StepResult) -> None:
-        """Learn the time and the accepted drafts of a step that has ended."""
+        """Learn the duration and accepted drafts of a step that has ended."""
         plan, rounds, num_tokens = step.plan, result.rounds, result.num_tokens[: step.plan.num_rows]
         program = self._program(plan.num_rows, plan.num_even_rows, has_drafts=bool(plan.num_drafts) or self.may_draft)
         if self._max_drafts and plan.admitted:
@@ -124,7 +123,6 @@ class StepChooser:
         self._pacer.ended(program, most, plan.num_steps, num_rounds, mean, result.ended_s, is_scout=is_scout)
 
     def pause(self) -> None:
-        """Note that the next step that ends has no end before it to count from."""
         self._pacer.pause()
 
     def _may_split(self, constrained: Collection[Request]) -> bool:
@@ -134,7 +132,7 @@ class StepChooser:
         return self._executor.fit(StepShape(self._scheduler.rows.num_even, samples_late=True)) is not None
 
     def _program(self, num_rows: int, num_even_rows: int, *, has_drafts: bool) -> StepShape | None:
-        """Return the program by which dispatches of so many decoding rows are timed; None if there is none."""
+        """Return the program under which dispatches of decoding rows are timed; None if there is none."""
         if self._max_drafts and has_drafts:
             program = self._executor.fit(StepShape(num_rows, has_drafts=True))
             if program is not None:
@@ -142,7 +140,7 @@ class StepChooser:
         return self._executor.fit(StepShape(num_even_rows, TWO_ROUNDS))
 
     def _choose_rounds(self) -> tuple[Sequence[int], int]:
-        """Return the tokens to draft by slot, () for none, and the most rounds, or steps, if all rows decode."""
+        """Return the number of tokens to draft by slot (empty for none), and the maximum rounds or steps."""
         rows, num_running = self._scheduler.rows, self._scheduler.num_running
         program = self._program(num_running, rows.num_even, has_drafts=self.may_draft)
         if program is None or not num_running or self._has_whole_logprobs():
@@ -160,7 +158,7 @@ class StepChooser:
         return (), min(max_rounds, max_steps)
 
     def _has_whole_logprobs(self) -> bool:
-        """Return whether a request may want log probabilities of the whole vocabulary: of one step at a time."""
+        """Return whether a request may want logprobs for the whole vocabulary, which allow one step at a time."""
         return self._max_logprobs < 0 and self._scheduler.rows.wants_logprobs
 
     def _timing(self, now_s: float, in_flight: Sequence[InFlight]) -> Timing | None:

@@ -31,7 +31,7 @@ class InFlight:
     handle: StepHandle
     bucket: int
     planned_s: float  # start of its planning
-    is_scout: bool = False  # few of its rows draft, to show how much is accepted
+    is_scout: bool = False  # only a few rows draft, to measure acceptance
 
     @property
     def host_s(self) -> float:
@@ -50,18 +50,18 @@ class _Ended(NamedTuple):
 
 
 class StepStatsWriter:
-    """Totals and statistics of each step: `ended` takes the time, `write` does the sums when there is time for it.
+    """Totals and per-step statistics: `ended` records times, `write` computes the sums later.
 
     Args:
-        arch: sizes of one device's part of the model.
-        executor: executor of the steps.
-        stats: totals since start, to which others may add too.
+        arch: sizes of the model shard on one device.
+        executor: executor that ran the steps.
+        stats: totals since start, updated by others too.
 
     Attributes:
         stats: totals since start.
-        last_step: statistics written last.
-        last_end_s: end of the last step, by the executor's clock.
-        step_time: how long steps take.
+        last_step: latest statistics.
+        last_end_s: last step's end on the executor's clock.
+        step_time: measured step times.
     """
 
     def __init__(self, arch: ArchConfig, executor: Executor, stats: EngineStats) -> None:
@@ -82,9 +82,9 @@ class StepStatsWriter:
         rounds: RoundCounts | None = None,
         expert_tokens: NDArray[np.int32] | None = None,
     ) -> None:
-        """Note that the result of a step is there, and the number of tokens that each row sampled.
+        """Record the end of a step, and the number of tokens sampled by each row.
 
-        Device time is from dispatch, or from the end of the step before, to result.
+        Device time counts from dispatch, or from the end of the previous step, to the result.
         """
         free_s, self._device_free_s = self._device_free_s, max(now_s, self._device_free_s)
         device_s = max(now_s - max(step.handle.launched_s, free_s), 0.0)
@@ -150,27 +150,25 @@ class StepStatsWriter:
 
 
 def _by_position(accepted: NDArray[np.int32]) -> Counts:
-    """Return the number of rounds that accepted the drafted token at each position."""
+    """Count the rounds that accepted the drafted token at each position."""
     most = int(accepted.max(initial=0))
     return Counts(tuple(int((accepted > position).sum()) for position in range(most)))
 
 
 class _Work(NamedTuple):
-    """Work of a step."""
-
-    start: NDArray[np.int64]  # per row, and per row and round beyond the first: tokens before those computed
-    num_tokens: NDArray[np.int64]  # computed
+    start: NDArray[np.int64]  # tokens before the computed ones, per row, and per row and round after the first
+    num_tokens: NDArray[np.int64]  # computed tokens
     num_steps: int  # rounds
-    num_slack_tokens: int  # positions of all rows' last pages that nothing is in afterwards
+    num_slack_tokens: int  # unused positions in all last pages
 
 
 def _speculative_work(plan: StepPlan, rounds: RoundCounts, page_size: int) -> _Work:
-    """Work of the model in rounds with drafts; that of the proposer does not count."""
+    """Return the model's work in rounds with drafts, without the proposer's."""
     num_rows = plan.num_rows
     drafted, sampled = rounds.drafted[:num_rows], rounds.sampled[:num_rows]
     before = np.cumsum(sampled, axis=1) - sampled
     takes_part = sampled > 0
-    starts = np.array(plan.starts, np.int64)[:, None] + before  # an upper bound, as the plan's is
+    starts = np.array(plan.starts, np.int64)[:, None] + before  # an upper bound, like the plan's
     end = np.array(plan.starts, np.int64) + sampled.sum(axis=1)
     slack = int((-end % page_size).sum())
     num_rounds = max(int(takes_part.any(axis=0).sum()), 1)

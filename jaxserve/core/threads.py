@@ -1,7 +1,7 @@
-"""EngineThreads: the core and its frontend, each in a thread of its own, for as long as there is something to do.
+"""EngineThreads: one thread each for the core and its frontend, as long as there is work.
 
-The core's thread plans, launches and reads. The other one brings outputs up to date, finds stop strings and calls
-listeners, while the device works. Callers on any thread submit, wait and cancel.
+The core's thread plans, launches and reads. The frontend's thread updates outputs, finds stop strings and calls
+listeners while the device works. Callers on any thread submit, wait and cancel.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from jaxserve.core.callback_threads import Wakes
 from jaxserve.core.core_thread import LOOK_S
+from jaxserve.core.stream_waker import StreamWaker
 
 if TYPE_CHECKING:
     from jaxserve.assembly.engine import Engine
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 30.0  # time that the end of the process waits for the threads
+PATIENCE_S = 30.0  # maximum time to wait for the threads at process exit
 
 
 class EngineThreads:
     """Drives an engine while requests are unfinished, for callers on any threads.
 
-    A caller may be interrupted anywhere, these threads are not: what a caller shares with others changes by single
-    calls of queues and dicts, and its locks are those that CPython releases whenever an interrupt comes. So callers
-    start the frontend's thread alone, which has the core driven.
+    A caller may be interrupted anywhere, these threads cannot. Callers therefore change shared state only by single
+    operations on queues and dicts, and use locks that CPython releases on any interrupt. For the same reason callers
+    start only the frontend's thread, which starts the core's.
 
     Args:
         engine: engine that nobody else steps while requests of these callers are unfinished.
 
     Attributes:
-        wakes: turns of the threads that stream.
+        waker: wakes streaming threads.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._driver = engine, engine.host.driver
-        self._thread = 0  # the frontend's thread; 0 if there is none
+        self._thread = 0  # id of the frontend's thread; 0 if there is none
         self._lock = threading.Lock()  # guards `_thread`, and the start of a pause
-        self._pause = threading.Lock()  # held by whoever has the engine for itself
+        self._pause = threading.Lock()  # held by the thread that has exclusive use of the engine
         self._pauser = 0  # thread that did so last
-        self.wakes = Wakes()
+        self.waker = StreamWaker()
         self._is_paused = self._is_stopped = False
         self._is_wanted = False  # True if requests of these callers are unfinished
         _stop_at_exit(self)
@@ -61,10 +61,10 @@ class EngineThreads:
         """Queue requests from `RequestReader.read`; `listener` is called on another thread, and may submit more.
 
         Raises:
-            RequestError: the engine sleeps or has no weights.
+            RequestError: the engine is asleep or has no weights.
             RuntimeError: the engine is closed.
         """
-        is_own = self._is_own_thread()  # a pause waits for this very thread, or is its own
+        is_own = self._is_own_thread()  # a pause waits for this very thread, or belongs to it
         if self._is_stopped and not is_own:
             raise RuntimeError("the process is ending: no requests are served any more")
         with contextlib.nullcontext() if is_own else self._pause:
@@ -75,22 +75,22 @@ class EngineThreads:
             try:
                 for group in groups:
                     self._engine.frontend.start(group, listener)
-            finally:  # requests queued ahead of an interrupt are there to be cancelled
+            finally:  # requests queued before an interrupt can be cancelled
                 self._is_wanted = True
                 self._start()
 
     def send(self, event: Event) -> None:
-        """Leave an event for the core. From any thread."""
+        """Send an event to the core; callable from any thread."""
         self._engine.host.send(event)
         self._is_wanted = True
         self._start()
 
     @contextmanager
     def paused(self, *, settles: bool = True) -> Iterator[Engine]:
-        """Have the engine for the caller's thread alone, between two steps. Requests that come meanwhile wait.
+        """Give the caller's thread exclusive use of the engine, between two steps. Requests that arrive meanwhile wait.
 
         Args:
-            settles: take events and bring outputs up to date first, for which the core has to answer.
+            settles: True to take events and update outputs first, for which the core must respond.
         """
         if self._is_own_thread():
             raise RuntimeError("a listener must not wait for the engine's threads, as it runs on one; use another one")
@@ -112,10 +112,10 @@ class EngineThreads:
         return own == self._thread or (own == self._pauser and self._pause.locked())
 
     def stop(self) -> None:
-        """End the threads after the step at hand, for good."""
+        """Stop the threads for good, after the current step."""
         self._is_stopped = True
         self._stop_threads(PATIENCE_S)
-        self._driver.resume()  # others may use it
+        self._driver.resume()  # other engines may use it
 
     def _stop_threads(self, timeout_s: float = math.inf) -> None:
         with self._lock:
@@ -126,7 +126,7 @@ class EngineThreads:
             time.sleep(LOOK_S)
 
     def _start(self) -> None:
-        """Have a frontend's thread, unless there is one; one too many ends at once."""
+        """Start the frontend's thread unless it runs; a superfluous one ends immediately."""
         if self._is_wanted and not self._is_paused and not self._thread:
             threading.Thread(target=self._run, name="jaxserve frontend", daemon=True).start()
 
@@ -150,7 +150,7 @@ class EngineThreads:
             with self._lock:
                 has_work = frontend.has_unfinished() if is_alone else driver.has_work()
                 runs = driver.is_running or bool(outbox) or (has_work and not self._is_paused)
-                wait_s = self.wakes.wake(is_last=not runs)
+                wait_s = self.waker.wake(is_last=not runs)
                 if not runs:
                     self._is_wanted, self._thread = has_work, 0
         if driver.has_work() if not is_alone else frontend.has_unfinished():  # callers have seen this thread
@@ -158,7 +158,7 @@ class EngineThreads:
             self._start()
 
     def _drive(self) -> bool:
-        """Have the core driven; False if that cannot be, and all requests are ended."""
+        """Start the driver; False if that is impossible, and all requests were ended."""
         try:
             self._driver.start()
         except RuntimeError as error:
@@ -173,7 +173,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _stop_at_exit(threads: EngineThreads) -> None:
-    """Stop threads ahead of runners, which are closed at exit, and of jax's clean-up."""
+    """Stop threads before runners, which are closed at exit, and before jax's clean-up."""
     atexit.unregister(_stop_all)
     atexit.register(_stop_all)
     _threads.add(threads)

@@ -328,7 +328,7 @@ class LLM:
         output, reader = group.output, OutputReader(group.output)
         news: SimpleQueue[None] = SimpleQueue()
         try:
-            self._threads.submit([group], self._threads.wakes.listener(news))
+            self._threads.submit([group], self._threads.waker.listener(news))
             finished = False
             while not finished:
                 news.get()

@@ -1,7 +1,7 @@
-"""Executor: what runs plans. The protocol between the engine's core, which is plain Python, and any device.
+"""Executor: the protocol between the engine core, which is plain Python, and any device that runs plans.
 
-The `Runner` of compiled programs implements it, and whatever stands in for a device: one that takes no time, one whose
-time is computed, one that checks what it is told.
+The `Runner` of compiled programs implements it, and so do stand-ins for a device: one that takes no time, one with
+simulated time, one that checks its input.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class RoundCounts(NamedTuple):
-    """Tokens of each row in each round of a step with drafts; zeros where a row did not take part.
+    """Token counts per row and round of a step with drafts; zeros if a row did not take part.
 
     Attributes:
-        wanted: tokens that were to be drafted.
-        drafted: tokens drafted: fewer where a proposer found none.
+        wanted: tokens that were requested from the proposer.
+        drafted: tokens that it drafted.
         accepted: drafted tokens that were accepted.
-        sampled: tokens sampled, the accepted ones among them.
+        sampled: sampled tokens, including the accepted ones.
     """
 
     wanted: NDArray[np.int32]  # [R, rounds]
@@ -37,25 +37,25 @@ class RoundCounts(NamedTuple):
 
     @classmethod
     def unpack(cls, words: NDArray[np.int32]) -> RoundCounts:
-        """Return the counts of a word per row and round, as `verification.round_words` packs them."""
+        """Unpack one word per row and round, packed by `verification.round_words`."""
         return cls(words >> 24, words >> 16 & 0xFF, words >> 8 & 0xFF, words & 0xFF)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Results of a step, as numpy arrays; log probabilities only where the step computed them."""
+    """Step results as numpy arrays; log probabilities only if the step computed them."""
 
-    token_ids: NDArray[np.int32]  # [R, most tokens of a row]
-    num_tokens: NDArray[np.int32]  # [R]: of `token_ids`, those that a row sampled
-    ended_s: float  # time of the result, by the executor's clock
-    logprobs: TokenLogprobs | None = None  # [R * columns of token_ids]
+    token_ids: NDArray[np.int32]  # [R, maximum tokens per row]
+    num_tokens: NDArray[np.int32]  # [R]: number of valid entries in each row of `token_ids`
+    ended_s: float  # time of the result on the executor's clock
+    logprobs: TokenLogprobs | None = None  # [R * width of token_ids]
     prompt_logprobs: TokenLogprobs | None = None  # [T]
-    rounds: RoundCounts | None = None  # counts of a step with drafts
-    pooled: NDArray[np.float32] | None = None  # [R, size]: vectors of rows whose prompts are computed
-    expert_tokens: NDArray[np.int32] | None = None  # [mixtures, E]: tokens of each expert; None if not counted
+    rounds: RoundCounts | None = None  # counts for a step with drafts
+    pooled: NDArray[np.float32] | None = None  # [R, size]: vectors for rows whose prompts are complete
+    expert_tokens: NDArray[np.int32] | None = None  # [MoE layers, E]: tokens per expert; None if not counted
 
     def sampled(self, num_rows: int) -> list[list[int]]:
-        """Return the tokens that each of the first rows sampled."""
+        """Return the tokens sampled by each of the first `num_rows` rows."""
         rounds = self.token_ids.shape[1]
         rows = zip(self.token_ids[:num_rows].tolist(), self.num_tokens[:num_rows].tolist(), strict=True)
         return [token_ids if count == rounds else token_ids[:count] for token_ids, count in rows]
@@ -66,27 +66,26 @@ class StepHandle(Protocol):
     """A launched step.
 
     Attributes:
-        launched_s: time of the launch, by the executor's clock.
-        num_compiles: programs that were compiled for it, which should be none.
+        launched_s: launch time on the executor's clock.
+        num_compiles: number of programs compiled for it, which should be 0.
     """
 
     launched_s: float
     num_compiles: int
 
     def is_ready(self) -> bool:
-        """Return whether `result` would return at once."""
+        """Return whether `result` would return immediately."""
 
     def result(self) -> StepResult:
-        """Wait for the step. Raises whatever the device reports; interrupted, it can be waited for again."""
+        """Wait for the step. Raises any device error; may be called again after an interrupt."""
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs plans in the order of their launches.
+    """Runs plans in launch order.
 
     Attributes:
-        schedule: sizes of steps and pool.
-        costs: costs of steps.
+        schedule: sizes of steps and page pool.
     """
 
     schedule: ScheduleConfig
@@ -95,27 +94,27 @@ class Executor(Protocol):
     def fit(self, step: StepShape) -> StepShape | None:
         """Return the cheapest program that can run a step of this shape now; None if there is none.
 
-        Every step without drafts, of one round, that is not split, has one.
+        Every unsplit, single-round step without drafts has one.
         """
 
     def launch(self, plan: StepPlan, program: StepShape) -> StepHandle:
-        """Start the step that `plan` describes, once its program is there; RuntimeError if it never will be.
+        """Start the step that `plan` describes, after its program is compiled; RuntimeError if that failed for good.
 
-        To be called once per plan, before the scheduler is asked for more. Of a split plan it starts the model alone;
+        Call it once per plan, before the next call into the scheduler. For a split plan it starts only the model;
         `sample` must follow before the next launch, unless the step is dropped.
         """
 
     def sample(self, step: Any) -> int:
-        """Start the sampling of a split plan, by the constraints of its rows as they are now.
+        """Start the sampling of a split plan with the current constraints of its rows.
 
-        Returns the number of programs that were compiled for it, which should be none.
+        Returns the number of programs compiled for it, which should be 0.
         """
 
     def restore_state(self) -> bool:
-        """Wait for the device; where its state was lost with a step that failed, make an empty one.
+        """Wait for the device, and create an empty state if a failed step lost it.
 
         Returns whether it was lost.
         """
 
     def close(self) -> None:
-        """Wait for the steps in flight, whether they fail or not, and free the device's memory."""
+        """Wait for the steps in flight, failed or not, and free the device memory."""

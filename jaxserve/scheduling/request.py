@@ -1,4 +1,4 @@
-"""Request: a sequence to generate, as the scheduler knows it. Host values only, without jax."""
+"""Request: a sequence to generate, as seen by the scheduler. Host values only, without jax."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(enum.StrEnum):
-    """Reason for the end of a completion."""
+    """Reason why a completion ended."""
 
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens or max_model_len
@@ -24,22 +24,22 @@ class FinishReason(enum.StrEnum):
 
 
 class RequestStatus(enum.Enum):
-    """State of a request."""
+    """Scheduling state."""
 
-    WAITING = enum.auto()  # has no pages and no slot; new or preempted
-    LOADING = enum.auto()  # waits, and has pages that are written with the content of a lower tier
+    WAITING = enum.auto()  # without pages and slot; new or preempted
+    LOADING = enum.auto()  # waiting, with pages that are being written from a lower tier
     RUNNING = enum.auto()
-    BLOCKED = enum.auto()  # runs, but samples nothing until the update of a plan
+    BLOCKED = enum.auto()  # running, but not sampling until a plan is updated
     FINISHED = enum.auto()
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """Tokens that an output may go on with, which depend on the output alone.
+    """Tokens that may continue an output; they depend only on the output.
 
     Attributes:
-        forced: tokens by which the last call of `advance` has gone on beyond the output; they belong to it.
-        error: reason why the output cannot go on, although it is unfinished; empty unless that is so.
+        forced: tokens that the last `advance` appended to the output by itself.
+        error: reason why an unfinished output cannot continue; otherwise empty.
         has_ended: True if no further token may follow.
     """
 
@@ -49,26 +49,26 @@ class Constraint(Protocol):
 
     @property
     def words(self) -> NDArray[np.int32]:
-        """Mask of the tokens that may come next, a bit for each; not to be changed."""
+        """Bit mask of the allowed next tokens; read-only."""
 
     def advance(self, output_token_ids: Sequence[int]) -> None:
-        """Take the tokens of the output that are new to it."""
+        """Consume the new tokens of the output."""
 
     def again(self) -> Constraint:
         """Return the constraint before the first token."""
 
 
 T = TypeVar("T")
-Given = Annotated[T, "given"]  # by whoever makes a request: `Request.again` and event logs have it
-Moved = Annotated[T, "moved"]  # state that a preempted request takes along to another replica: event logs have it
+Given = Annotated[T, "given"]  # set when a request is created: kept by `Request.again` and event logs
+Moved = Annotated[T, "moved"]  # state that a preempted request carries to another replica: kept by event logs
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Sequence that is generated. The scheduler owns every field that is not given.
+    """Sequence being generated. The scheduler owns every field that is not given.
 
-    Prefill and decode are not distinguished: `num_computed_tokens` of the `num_tokens` have keys and values in the
-    pool; each step computes more until the numbers are equal, which samples one further token.
+    Prefill and decode are not distinguished: the pool holds keys and values for `num_computed_tokens` out of
+    `num_tokens` tokens. Each step computes more until both are equal, which samples one further token.
     """
 
     request_id: Given[str]
@@ -76,45 +76,45 @@ class Request:
     params: Given[SamplingParams]
     seed: Given[int]  # resolved, never None
     max_total_tokens: Given[int]  # prompt + output limit
-    bad_sequences: Given[tuple[tuple[int, ...], ...]] = ()  # sequences of token ids that the output must not contain
+    bad_sequences: Given[tuple[tuple[int, ...], ...]] = ()  # token id sequences that the output must not contain
     salt: Given[bytes] = b""  # prefix-cache namespace: requests share pages only if their salts are equal
     read_prefix_cache: Given[bool] = True  # False if every prompt position must be computed (prompt_logprobs)
-    shares_last_page: Given[bool] = False  # True if its last page is cached though not full, and others copy it (beams)
+    # True if its last page is cached although not full, for others to copy (beams)
+    shares_last_page: Given[bool] = False
     waits_for_tokens: Given[bool] = False  # True if each token must be read before the next is sampled
     may_be_extended: Given[bool] = False  # True if tokens may be appended: each token is read before it is computed
-    constraint: Constraint | None = None  # tokens that may come next, of a request that waits for tokens
-    key: int = 0  # number that the frontend has given it, and no other
-    arrival: Given[int] = 0  # index of the request in order of arrival
-    arrival_s: Given[float] = 0.0  # time of arrival, where classes have targets
-    priority: Given[int] = 0  # class: requests of a lower number go first
-    tenant: Given[str] = ""  # name of whom it is for: tenants share the service of a class, and the cache, equally
+    constraint: Constraint | None = None  # allowed next tokens, for a request that waits for tokens
+    key: int = 0  # unique number given by the frontend
+    arrival: Given[int] = 0  # position in arrival order
+    arrival_s: Given[float] = 0.0  # arrival time, if classes have targets
+    priority: Given[int] = 0  # class: lower numbers go first
+    tenant: Given[str] = ""  # tenants get equal parts of a class's service, and of the cache
     num_shared_tokens: int = 0  # prompt tokens that the router expects to be cached when the request starts
 
-    # Steps read these of every row, which are side by side in memory.
+    # Steps read these for every row, so they are adjacent in memory.
     stop_ids: Given[frozenset[int]] = frozenset()  # any of these ends the output
     output_token_ids: Moved[TokenIds] = field(default_factory=list)  # ids read from the device so far
-    quiet_outputs: int = 0  # limit of output tokens up to which one that does not stop it changes only their list
+    quiet_outputs: int = 0  # output length up to which a token that is no stop id needs no review
     num_computed_tokens: int = 0  # tokens in plans made so far; 0 unless running
-    quiet_until: int = 0  # limit of num_computed_tokens below which a decode step changes only that number
-    slot: int = -1  # row of the per-request device state; -1 while not running
+    quiet_until: int = 0  # num_computed_tokens below which a decode step changes only that number
+    slot: int = -1  # device state slot; -1 while not running
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     num_tokens_when_preempted: int = 0  # includes tokens that were then on the device
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: Moved[int] = 0
-    first_due_s: Moved[float] = 0.0  # time at which its first token was due, or came if that was later; 0 before
-    pages: list[int] = field(default_factory=list)  # ids of all KV groups, by block; append-only while running
+    first_due_s: Moved[float] = 0.0  # due or actual time of its first token, the later one; 0 before
+    pages: list[int] = field(default_factory=list)  # page ids of all KV groups, by block; append-only while running
     num_released_blocks: int = 0  # leading blocks whose pages in sliding groups were released
     num_registered_blocks: int = 0  # leading blocks whose pages were registered in the prefix cache
-    page_hashes: list[bytes] = field(default_factory=list)  # hashes of the full pages of known tokens
-    num_transfers: int = 0  # moves of pages that it waits for; 0 unless loading
-    has_failed: bool = False  # True if it waits, and a page of it could not be loaded
-    num_kept_tokens: int = 0  # tokens that were computed when it was swapped out; 0 unless it waits since
-    branch_tokens: int = 0  # tokens up to which others begin alike, though no snapshot of a state is there; else 0
+    page_hashes: list[bytes] = field(default_factory=list)  # hashes of full pages with known tokens
+    num_transfers: int = 0  # page moves that it waits for; 0 unless loading
+    has_failed: bool = False  # True if it waits after a page failed to load
+    num_kept_tokens: int = 0  # tokens computed when it was swapped out; 0 unless waiting since
+    branch_tokens: int = 0  # length of the prefix shared with others that has no state snapshot yet; otherwise 0
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
     @property
@@ -124,13 +124,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Number of known tokens and of those still on the device: computing n tokens samples one more."""
+        """Number of known tokens and tokens still on the device: computing n tokens samples one more."""
         num_known = len(self.prompt_token_ids) + len(self.output_token_ids)
         return max(num_known, self.num_computed_tokens + 1, self.num_tokens_when_preempted)
 
     @property
     def num_pending_tokens(self) -> int:
-        """Number of tokens sampled on the device and not yet read (step-ahead)."""
+        """Number of tokens sampled on the device but not yet read (step-ahead)."""
         return self.num_tokens - self.num_known_tokens
 
     @property
@@ -141,23 +141,23 @@ class Request:
 
     @property
     def changes_logits(self) -> bool:
-        """True if ids are biased, forbidden or restricted."""
+        """True if logits are biased or masked."""
         return self.constraint is not None or self.params.changes_logits
 
     @property
     def bias_kind(self) -> int:
-        """1 if ids are biased or forbidden, 2 if they are only restricted to some, as by most constraints, else 0."""
+        """1 if ids are biased or forbidden, 2 if only restricted to some, as by most constraints, otherwise 0."""
         if self.params.logit_bias or self.bad_sequences:
             return 1
         return 2 if self.changes_logits else 0
 
     @property
     def seed_words(self) -> tuple[int, int]:
-        """Low and high word of the 64-bit seed."""
+        """Low and high words of the 64-bit seed."""
         return self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
 
     def again(self) -> Request:
-        """Return the same request with nothing done for it yet."""
+        """Return a fresh copy of the request, as if nothing was computed yet."""
         given = {name: getattr(self, name) for name in _GIVEN_FIELDS}
         return Request(**given, constraint=None if self.constraint is None else self.constraint.again())
 

@@ -1,4 +1,4 @@
-"""ScheduleConfig: sizes of steps and pool, and the bucket sizes of the programs of steps."""
+"""ScheduleConfig: sizes of steps and page pool, and bucket sizes of step programs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from jaxserve.scheduling.kv_cache.groups import KVGroups
 from jaxserve.scheduling.policy import Policy, reserved_prefill_tokens
 from jaxserve.scheduling.step_plan import StepShape
 
-MAX_STEP_TOKENS = 1024  # most tokens sampled in one dispatch, over all rows: the program holds their log probabilities
-MULTI_STEP_ROWS = 16  # largest bucket of the only multi-step program on accelerators
-SPECULATIVE_ROWS = 64  # most rows of a step with drafted tokens
+# maximum tokens sampled in one dispatch, over all rows: the program holds their log probabilities
+MAX_STEP_TOKENS = 1024
+MULTI_STEP_ROWS = 16  # largest bucket for the only multi-step program on accelerators
+SPECULATIVE_ROWS = 64  # maximum rows in a step with drafted tokens
 MIN_FEW_TOKENS = 16  # smallest bucket on accelerators: the rows of a bfloat16 tile
-FREE_TOKENS = 256  # smaller steps are hardly faster on an accelerator, as they are bound by reading weights
+FREE_TOKENS = 256  # smaller steps are hardly faster on an accelerator, because reading weights limits them
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Resolved sizes that the scheduler, packing and compiled programs share.
+    """Resolved sizes shared by scheduler, packer and compiled programs.
 
-    Where rows are divided among shards, each with pages of its own, slots, tokens and pages are those of all shards.
+    With several data-parallel shards, slots, tokens and pages are totals over all shards.
     """
 
     max_num_seqs: int
@@ -37,16 +38,16 @@ class ScheduleConfig:
     max_num_partial_prefills: int = DEFAULT_PARTIAL_PREFILLS
     max_long_partial_prefills: int = DEFAULT_LONG_PREFILLS
     long_prefill_token_threshold: int = 0
-    windows: tuple[int | None, ...] = (None,)  # sliding window of each KV group
-    num_snapshots: int | None = None  # most snapshots of states; None where all layers have attention
-    tenant_weights: tuple[tuple[str, float], ...] = ()  # weights of tenants, where these are not 1
-    targets: tuple[tuple[int | None, float, float], ...] = ()  # targets of classes: see `Policy`
-    max_drafts: int = 0  # most tokens that a row accepts in a round; 0 without speculative decoding
-    num_spare_drafts: int = 0  # tokens drafted for a row beyond those that it may accept, if they are a tree
-    has_split_steps: bool = False  # True if there are split plans, for rows that wait for tokens
-    pools: bool = False  # True if requests end with their prompts
-    count_expert_tokens: bool = False  # True if steps count the tokens of each expert
-    num_data_shards: int = 1  # shards among which slots, pages and each step's tokens are divided equally
+    windows: tuple[int | None, ...] = (None,)  # sliding window per KV group
+    num_snapshots: int | None = None  # maximum state snapshots; None if no layer is recurrent
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # tenants with weights other than 1
+    targets: tuple[tuple[int | None, float, float], ...] = ()  # per-class targets: see `Policy`
+    max_drafts: int = 0  # maximum tokens that a row accepts per round; 0 without speculative decoding
+    num_spare_drafts: int = 0  # drafted tokens per row beyond those that it may accept, for token trees
+    has_split_steps: bool = False  # True if plans may be split, for rows that wait for tokens
+    pools: bool = False  # True if requests end after their prompts (pooling)
+    count_expert_tokens: bool = False  # True if steps count the tokens per expert
+    num_data_shards: int = 1  # equal data-parallel shards of slots, pages and step tokens
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -70,9 +71,9 @@ class ScheduleConfig:
 
     @property
     def program_config(self) -> ScheduleConfig:
-        """The same without the choice and number of buckets, kinds of plans and policy, on which no program depends.
+        """The same config without options that affect no program: number of buckets, plan kinds, policy.
 
-        Engines that differ in these alone share their compiled programs.
+        Engines that differ only in these share their compiled programs.
         """
         return replace(
             self,
@@ -88,22 +89,22 @@ class ScheduleConfig:
 
     @property
     def num_shard_pages(self) -> int:
-        """Pages of one shard, those of a device's pool."""
+        """Number of pages per shard, and thus in each device's pool."""
         return self.num_pages // self.num_data_shards
 
     @property
     def max_total_tokens(self) -> int:
-        """Limit of a request's prompt and output, where a vector counts as a token of output."""
+        """Maximum prompt and output tokens per request; a pooled vector counts as one output token."""
         return self.max_model_len + self.pools
 
     @property
     def max_nodes(self) -> int:
-        """Most tokens drafted for a row in a round."""
+        """Maximum tokens drafted for a row in a round."""
         return self.max_drafts + self.num_spare_drafts
 
     @property
     def policy(self) -> Policy:
-        """Scheduling policy: the order of requests and the division of a step's tokens."""
+        """Policy that orders requests and divides a step's tokens."""
         return Policy.from_options(
             self.max_num_batched_tokens,
             self.max_num_partial_prefills,
@@ -115,37 +116,38 @@ class ScheduleConfig:
 
     @cached_property
     def kv_groups(self) -> KVGroups:
-        """Groups of layers with pages of their own."""
+        """Layer groups that have pages of their own."""
         return KVGroups(self.page_size, self.windows, self.num_snapshots)
 
     @property
     def num_state_entries(self) -> int:
-        """Entries of the pool of states: one for each slot, then those of snapshots."""
+        """Entries in the state pool: one per slot, followed by the snapshots."""
         return self.max_num_seqs + (self.num_snapshots or 0)
 
     @property
     def max_pages_per_row(self) -> int:
-        """M, width of the page table of a KV group."""
+        """M, width of a KV group's page table."""
         return self.kv_groups.num_blocks(self.max_model_len)
 
     def num_rows(self, num_tokens: int) -> int:
-        """Return R, the rows of a step whose token bucket is `num_tokens`: every row has at least one token."""
+        """Return R, the number of rows in a step with this token bucket: every row has at least one token."""
         return min(num_tokens, self.max_num_seqs)
 
     def buckets(self) -> tuple[int, ...]:
-        """Return the token-axis sizes of the compiled programs, ascending: all up to 8, then at most a quarter padding.
+        """Return the token-axis sizes of the compiled programs, ascending: all up to 8, then with at most a quarter
+        padding.
 
-        On accelerators: 16, 64 and 256, with up to 15 tokens or three quarters of padding; then two sizes per doubling,
+        On accelerators: 16, 64 and 256, with up to 15 tokens or three quarters padding; then two sizes per doubling,
         with at most a third.
 
-        The criterion is the time after which compiling a further size pays off. A size that saves a share s of the time
-        of the steps that use it pays off after compile_s / s seconds of such steps. On a CPU a program takes about a
-        second to compile and the time of a step grows with its tokens: a size that saves an eighth on average, as those
-        above 8 do, pays off after 8 s of steps of its size. For an accelerator, a program takes 10 to 30 s to compile.
-        Up to FREE_TOKENS, less padding saves no time, so that more sizes would never pay off; above, a size that saves
-        a sixth pays off after one to three minutes, and sizes in between would cost as much for half the gain.
+        The criterion is how soon compiling a further size pays off. If it saves a fraction s of the step time, it pays
+        off after compile_s / s seconds of steps that use it. On a CPU a program takes about a second to compile and
+        step time grows with the number of tokens: a size that saves an eighth on average, like those above 8, pays off
+        after 8 s. On an accelerator, compiling takes 10 to 30 s. Up to FREE_TOKENS, less padding saves no time, so more
+        sizes would never pay off. Above, a size that saves a sixth pays off after one to three minutes, and further
+        sizes would cost as much for half the gain.
 
-        Where tokens are divided among shards, each has one of these sizes, the same for all.
+        With several data-parallel shards, all shards have the same size.
         """
         count = self.num_data_shards
         top, next_size = self.max_num_batched_tokens // count, _next_of_few if self.few_programs else _next_of_many
@@ -155,15 +157,15 @@ class ScheduleConfig:
         return tuple(count * size for size in sizes)
 
     def max_steps(self, bucket: int, limit: int) -> int:
-        """Return the most decode steps in one dispatch of a bucket's program, at most `limit`."""
+        """Return the maximum decode steps per dispatch for a bucket's program, at most `limit`."""
         return max(1, min(limit, MAX_STEP_TOKENS // self.num_rows(bucket)))
 
     def shapes(self, max_steps: int = 1) -> tuple[StepShape, ...]:
-        """Return the shapes of all programs: plain ones, those with drafts, those that sample late; each ascending.
+        """Return the shapes of all programs: plain, with drafts, and sampling late; each ascending.
 
-        A plain program of no more tokens than rows goes several rounds if `max_steps` allows it. On CPUs it also runs
-        single steps, as its loop has no measurable cost; an accelerator may have to synchronise with the host before
-        each iteration, and has one of a single round beside it. Above SPECULATIVE_ROWS rows a step computes so many
+        A plain program with at most one token per row runs several rounds if `max_steps` allows it. On CPUs it also
+        runs single steps, because its loop has no measurable cost; an accelerator may synchronise with the host before
+        each iteration, so it has a single-round program as well. Above SPECULATIVE_ROWS rows, a step computes so many
         tokens that drafts do not pay.
         """
         plain, sizes = list[StepShape](), self.buckets()
@@ -182,7 +184,7 @@ class ScheduleConfig:
         )
 
     def _numbers_of_rows(self, most: int) -> tuple[int, ...]:
-        """Return numbers of rows, the last of them `most`, that are few: each holds the smaller ones' rows as well."""
+        """Return a few row counts up to `most`; a program also runs fewer rows than its count."""
         count = self.num_data_shards
         sizes = [count * (MIN_FEW_TOKENS if self.few_programs else 1)]
         while sizes[-1] < most:
@@ -190,13 +192,13 @@ class ScheduleConfig:
         return tuple(min(size, most) for size in sizes)
 
     def max_rounds(self, bucket: int, max_steps: int) -> int:
-        """Return the most rounds in one dispatch of a speculative program, which yield up to `max_steps` tokens."""
+        """Return the maximum rounds per dispatch for a speculative program, which yield up to `max_steps` tokens."""
         return max(1, self.max_steps(bucket, max_steps) // (self.max_drafts + 1))
 
     def num_programs(self, max_steps: int) -> int:
-        """Return the number of programs: those of steps, and the two that admit requests and set a slot.
+        """Return the number of programs: one or two per shape, and two that admit requests and set a slot.
 
-        Those that set masks and copy pages, for forms and beams alone, are not counted.
+        Programs that set masks (structured output) and copy pages (beam search) are not counted.
         """
         return 2 + sum(1 + shape.samples_late for shape in self.shapes(max_steps))
 
@@ -228,13 +230,13 @@ def resolve_schedule(
     """Resolve all defaults for a jax platform; ConfigError if the model does not support the options.
 
     Args:
-        config: options of the engine.
-        max_position: longest sequence of the model.
-        platform: platform of jax.
+        config: engine options.
+        max_position: longest sequence that the model supports.
+        platform: jax platform.
         page_size: tokens per page.
-        num_pages: pages in the pool of a device.
-        windows: sliding window of each KV group.
-        has_states: True if some layers have a state instead of attention.
+        num_pages: pages in a device's pool.
+        windows: sliding window per KV group.
+        has_states: True if some layers are recurrent.
         pools: True if the model pools.
     """
     max_model_len = config.max_model_len or max_position
@@ -264,14 +266,14 @@ def resolve_schedule(
 
 
 def default_snapshots(config: EngineConfig, max_num_seqs: int) -> int:
-    """Return how many snapshots of states are kept: one for every other sequence; none without prefix caching."""
+    """Return the number of state snapshots to keep: one per two sequences; none without prefix caching."""
     return max(1, max_num_seqs // 2) if config.enable_prefix_caching else 0
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
-    """Return max_num_seqs and max_num_batched_tokens, with defaults that are consistent with the given values.
+    """Return max_num_seqs and max_num_batched_tokens, with defaults consistent with the given values.
 
-    Options are those of each shard of the rows, results those of all shards.
+    Options count per data-parallel shard, results over all shards.
     """
     seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:

@@ -1,4 +1,4 @@
-"""Costs of steps: the work on a device, and the work of attention, counted from a step's rows."""
+"""Step costs: device work, and attention work counted from a step's rows."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,14 +11,13 @@ Ints = NDArray[np.int64]
 
 
 class Costs(NamedTuple):
-    """Costs of a model's steps on a device.
+    """Costs per step on a device.
 
     Attributes:
-        kv_token_bytes: bytes of one token in the pool, all layers and what scales it included.
-        weight_bytes: function that returns the bytes of weights that a step reads, of the number of tokens on the token
-            axis, and of those that are live.
-        flops: function that returns the floating-point operations of a step, of the numbers of tokens on the token
-            axis, of rows whose logits are computed, and of query-key pairs of one head, summed over the layers.
+        kv_token_bytes: bytes per token in the pool, over all layers and including scales.
+        weight_bytes: function from token-axis length and live tokens to the weight bytes that a step reads.
+        flops: function from token-axis length, rows with logits, and query-key pairs per head (summed over layers) to
+            the floating-point operations of a step.
     """
 
     kv_token_bytes: int
@@ -29,19 +28,19 @@ class Costs(NamedTuple):
 class AttentionCost(NamedTuple):
     """Counts over all rows and layers."""
 
-    num_scores: int  # query-key pairs of one head
+    num_scores: int  # query-key pairs per head
     num_kv_tokens: int  # tokens whose keys and values are read or written
 
 
 def attention_cost(start: Ints, num_tokens: Ints, windows: Sequence[int | None]) -> AttentionCost:
-    """Return the work of causal attention in layers of these sliding windows (None: no window).
+    """Return the work of causal attention in layers with these sliding windows (None: no window).
 
-    A row's keys and values count as read once per layer, however a kernel tiles its queries, and new ones as written.
+    A row's keys and values count as read once per layer, whatever the query tiling, and new ones as written.
 
     Args:
-        start: tokens before those computed; an entry per row, or per row and step.
-        num_tokens: computed, of the same shape, or an entry per row for all its steps.
-        windows: one per layer.
+        start: tokens before the computed ones; one entry per row, or per row and step.
+        num_tokens: computed tokens, with the same shape, or one entry per row for all its steps.
+        windows: one window per layer.
     """
     end = start + num_tokens
     num_scores = num_kv_tokens = 0
@@ -56,6 +55,6 @@ def attention_cost(start: Ints, num_tokens: Ints, windows: Sequence[int | None])
 
 
 def _triangle(x: Ints) -> Ints:
-    """1 + 2 + ... + x: the keys that the first x queries of a sequence see."""
+    """Return 1 + 2 + ... + x: the keys that a sequence's first x queries see."""
     x = np.maximum(x, 0)
     return x * (x + 1) // 2

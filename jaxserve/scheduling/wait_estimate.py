@@ -17,7 +17,7 @@ from typing import NamedTuple
 from jaxserve.scheduling.request import Request
 from jaxserve.scheduling.step_time import Rates
 
-MOST_SERVED = 192  # maximum waiting requests that are simulated; the rest is extrapolated from their pace
+MAX_SIMULATED = 192  # maximum waiting requests that are simulated; the rest is extrapolated from their pace
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -128,13 +128,13 @@ def estimate_wait(rates: Rates, sizes: Sizes, running: Sequence[Work], waiting: 
         waiting: work of the requests that wait before it, in order.
         own: work of the request itself.
     """
-    served = waiting[:MOST_SERVED]
+    served = waiting[:MAX_SIMULATED]
     course = _Course(rates, sizes, running, [*served, own])
     course.run()
     if len(served) < len(waiting):
         # Starts before the first slot was free, or while several were free, do not reveal the pace.
         pace_s = course.pace_s([work.num_prompt_tokens + work.num_output_tokens for work in served])
-        rest = sum(work.num_prompt_tokens + work.num_output_tokens for work in waiting[MOST_SERVED:])
+        rest = sum(work.num_prompt_tokens + work.num_output_tokens for work in waiting[MAX_SIMULATED:])
         return Wait(course.start_s + rest * pace_s, course.first_token_s + rest * pace_s)
     return Wait(course.start_s, course.first_token_s)
 

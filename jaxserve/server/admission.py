@@ -132,7 +132,7 @@ class Admission:
         """Return the load, which is 1 where requests are refused: for their number, their tokens or their wait."""
         config = self._config
         loads = [self._engine.host.num_waiting / config.max_queued_requests]
-        loads.append(self._observer.backlog.num_waiting_tokens() / config.max_queued_tokens)
+        loads.append(self._observer.wait_estimator.num_waiting_tokens() / config.max_queued_tokens)
         if (target_s := self.target_s(0)) is not None:
             wait = self.wait(0)
             loads.append(0.0 if wait is None else wait.first_token_s / target_s)
@@ -254,22 +254,22 @@ class Admission:
         now_s = time.monotonic()
         at_s, wait = self._waits.get(priority, (-math.inf, None))
         if now_s - at_s > FRESH_S:
-            wait = self._observer.backlog.wait(1, priority)
+            wait = self._observer.wait_estimator.wait(1, priority)
             if len(self._waits) >= MAX_CLASSES:  # clients may choose any number
                 self._waits.clear()
             self._waits[priority] = now_s, wait
         return wait
 
     def _check_wait(self, tenant: str, priority: int, num_tokens: int, timeout_s: int | float) -> None:
-        backlog, most = self._observer.backlog, self._config.max_queued_tokens
-        num_waiting = backlog.num_waiting_tokens()
+        estimator, most = self._observer.wait_estimator, self._config.max_queued_tokens
+        num_waiting = estimator.num_waiting_tokens()
         if num_waiting and num_waiting + num_tokens > most:
             raise self._full(tenant, "queue_tokens", "the queue of the server is full of tokens", self._retry_s())
         target_s = self.target_s(priority)
         most_s = min(timeout_s, math.inf if target_s is None else target_s)
         if most_s == math.inf or (wait := self.wait(priority)) is None:
             return
-        first_s = wait.first_token_s + backlog.prefill_s(num_tokens)
+        first_s = wait.first_token_s + estimator.prefill_s(num_tokens)
         if wait.start_s and first_s > most_s:
             message = f"the first token would be there in {first_s:.1f} s, and must be within {most_s:.1f} s"
             raise self._full(tenant, "wait", message, wait.start_s)

@@ -46,7 +46,7 @@ class Observer(Collector):
         model_name: value of the label `model_name`.
 
     Attributes:
-        backlog: estimates of waits.
+        wait_estimator: estimates of waits.
         degradations: times that each rung of the ladder has come on.
         rejections: requests that were not admitted, by reason.
     """
@@ -55,7 +55,7 @@ class Observer(Collector):
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0"}
         self.degradations: Mapping[str, int] = {}
-        self.backlog = engine.host.backlog
+        self.wait_estimator = engine.host.wait_estimator
         self._estimated_at_s, self._estimate_s = -math.inf, 0.0
         self.rejections = dict.fromkeys(_REJECTIONS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
@@ -122,7 +122,7 @@ class Observer(Collector):
             reason = "abort" if completion.finish_reason is None else completion.finish_reason
             self._finished["error" if reason == "abort" and group.error is not None else reason] += 1
             add("request_generation_tokens", m.num_output_tokens)
-            self.backlog.lengths.ended(m.num_output_tokens, at_limit=reason == "length")
+            self.wait_estimator.lengths.ended(m.num_output_tokens, at_limit=reason == "length")
             add("request_num_preemptions", m.num_preemptions)
             if m.finished_s is None:
                 continue
@@ -147,7 +147,7 @@ class Observer(Collector):
         """Return the time until a request that came now would start."""
         now_s = time.monotonic()
         if now_s - self._estimated_at_s > FRESH_S:  # each reply may ask, and an estimate takes milliseconds
-            wait = self.backlog.wait()
+            wait = self.wait_estimator.wait()
             self._estimated_at_s, self._estimate_s = now_s, 0.0 if wait is None else float(wait.start_s)
         return self._estimate_s
 

@@ -247,7 +247,7 @@ def test_the_status_is_small(served: Served) -> None:
     message = messages.FromCore([], driver.status, messages.stats_values(driver.stats), [])
     assert len(messages.pickle.dumps(message, 5)) < 1000
     for _ in range(3):
-        served().engine.host.backlog.wait()
+        served().engine.host.wait_estimator.wait()
     assert driver._news.qsize() <= 1
 
 
@@ -371,7 +371,7 @@ def test_a_process_that_is_stopped_keeps_nobody(served: Served, monkeypatch: pyt
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(llm.generate, "Once", LONG, False)
         until(llm.engine.frontend.has_unfinished)
-        assert [llm.engine.host.backlog.wait(), llm.engine.host.backlog.wait()] == [None, None]
+        assert [llm.engine.host.wait_estimator.wait(), llm.engine.host.wait_estimator.wait()] == [None, None]
         assert len(llm.engine.host.driver._replies) == 1
         llm.close()
         with pytest.raises(EngineDiedError):
@@ -400,7 +400,7 @@ def test_requests_end_with_the_process_of_the_core(served: Served) -> None:
         assert (again.status_code, again.json()["error"]["code"]) == (500, "engine_died")
         metrics = server.client.get("/metrics").text
         assert 'vllm:num_requests_running{engine="0",model_name="tiny"} 0.0' in metrics
-        assert (llm.engine.host.num_waiting, llm.engine.host.backlog.num_waiting_tokens()) == (0, 0)
+        assert (llm.engine.host.num_waiting, llm.engine.host.wait_estimator.num_waiting_tokens()) == (0, 0)
     with pytest.raises(EngineDiedError, match="SIGKILL"):
         llm.generate("Once", GREEDY, use_tqdm=False)
     llm.close()

@@ -17,11 +17,11 @@ import pytest
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly import engine, host
 from jaxserve.core import (
-    callback_threads,
     core,
     core_thread,
     frontend,
     replica,
+    stream_waker,
     threads,
 )
 from jaxserve.core.growing_outputs import RequestGroup
@@ -35,7 +35,7 @@ from tests.waiting import until
 FILES = {
     module.__file__ for module in (core, core_thread, engine, frontend, host, balancer, replica, threads, llm_module)
 }
-PACKAGE = Path(llm_module.__file__).parent
+PACKAGE = Path(llm_module.__file__).parents[1]
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
 PATIENCE_S = 30
@@ -306,10 +306,10 @@ def test_an_engine_that_cannot_end_its_requests_is_freed_all_the_same(monkeypatc
 def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that come too early for their threads to be woken reach them with a later step, or when many are due."""
     now_s = [100.0]
-    monkeypatch.setattr(wakes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr(wakes, "WAKE_S", 2**-8)  # sums of it are exact
+    monkeypatch.setattr(stream_waker, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(stream_waker, "WAKE_S", 2**-8)  # sums of it are exact
     group = new_llm().engine.reader.read("a", [1, 2], PARAMS)
-    waking, many = callback_threads.Wakes(), [SimpleQueue[None]() for _ in range(callback_threads.MAX_AT_ONCE + 2)]
+    waking, many = stream_waker.StreamWaker(), [SimpleQueue[None]() for _ in range(stream_waker.MAX_SIMULTANEOUS + 2)]
     assert waking.wake() is None, "nobody waits"
     listeners = [waking.listener(news) for news in many]
     for listener, news in zip(listeners, many, strict=True):
@@ -317,12 +317,12 @@ def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatc
         news.get_nowait()  # the first news come at once
         listener(group)
     for num_woken, passed_s in (
-        (callback_threads.MAX_AT_ONCE, 0.0),
-        (callback_threads.MAX_AT_ONCE + 1, callback_threads.WAKE_S),
+        (stream_waker.MAX_SIMULTANEOUS, 0.0),
+        (stream_waker.MAX_SIMULTANEOUS + 1, stream_waker.WAKE_S),
     ):
         now_s[0] += passed_s
         left_s = waking.wake()
-        assert left_s == pytest.approx(callback_threads.MAX_AT_ONCE * callback_threads.WAKE_S)
+        assert left_s == pytest.approx(stream_waker.MAX_SIMULTANEOUS * stream_waker.WAKE_S)
         assert [news.qsize() for news in many] == [1] * num_woken + [0] * (len(many) - num_woken)
     now_s[0] += left_s
     assert waking.wake() is None
@@ -349,7 +349,7 @@ def test_a_listener_must_not_wait_for_its_own_thread(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit("dies"), MemoryError("dies"), KeyboardInterrupt("dies")], ids=repr)
-@pytest.mark.parametrize("part", ["core.take_events", "core.step", "frontend._take_step", "core._balancer.place"])
+@pytest.mark.parametrize("part", ["core.take_events", "core.step", "frontend._take_step", "core._balancer.dispatch"])
 def test_a_thread_that_dies_ends_its_requests_and_the_next_are_served(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ from jaxserve.core.core import EngineCore
 from jaxserve.core.deltas import Delta
 from jaxserve.core.events import Submitted
 from jaxserve.core.replica import Replica
-from jaxserve.core.starvation_guard import Backlog
+from jaxserve.core.wait_estimator import WaitEstimator
 from jaxserve.models import registry
 from jaxserve.scheduling.executor import StepResult
 from jaxserve.scheduling.request import Request
@@ -145,7 +145,7 @@ def errors_in_burst(rates: Rates, history: History, seed: int) -> list[float]:
     for wall_s, counts in history(device, rng):
         replica.step_stats.step_time.ended(wall_s, **counts)
     core = EngineCore([replica], step_ahead=True, on_failure=lambda _: None)
-    backlog, expected_s, found = Backlog(core), dict[int, float](), list[float]()
+    estimator, expected_s, found = WaitEstimator(core), dict[int, float](), list[float]()
     for index in range(90):
         num_tokens, output = rng.randint(20, 100), rng.randint(20, 60)
         ids = [index, *range(2, num_tokens + 1)]
@@ -153,7 +153,7 @@ def errors_in_burst(rates: Rates, history: History, seed: int) -> list[float]:
             f"{index}#0", ids, SamplingParams(max_tokens=output), 0, num_tokens + output, arrival=index, key=index
         )
         if index > 2 * SCHEDULE.max_num_seqs and index % 8 == 0:  # the first waits are few steps long
-            wait = backlog.wait(num_tokens)
+            wait = estimator.wait(num_tokens)
             assert wait is not None
             expected_s[index] = float(wait.start_s)
         core.inbox.append(Submitted([request]))

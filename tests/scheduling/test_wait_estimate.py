@@ -15,7 +15,7 @@ from jaxserve.core.core import EngineCore
 from jaxserve.core.deltas import Delta
 from jaxserve.core.events import Submitted
 from jaxserve.core.replica import Replica
-from jaxserve.core.starvation_guard import Backlog
+from jaxserve.core.wait_estimator import WaitEstimator
 from jaxserve.scheduling.executor import StepResult
 from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -59,7 +59,7 @@ def relative_errors(sizes: dict[str, int], load: float, *, stops: bool, seed: in
     device: Any = Stopping(executor, 60, seed) if stops else executor
     replica = Replica(EngineConfig("none"), arch, device, EngineStats())
     core = EngineCore([replica], step_ahead=True, on_failure=lambda _: None)
-    backlog = Backlog(core)
+    estimator = WaitEstimator(core)
     arrivals, now = [], 0.0
     for index in range(count):
         now += rng.expovariate(load)
@@ -75,7 +75,7 @@ def relative_errors(sizes: dict[str, int], load: float, *, stops: bool, seed: in
     while arrivals or core.has_work():
         while arrivals and arrivals[0][0] <= executor.now_s:
             now, request = arrivals.pop(0)
-            wait = backlog.wait(request.num_prompt_tokens) if request.arrival % 3 == 0 else None
+            wait = estimator.wait(request.num_prompt_tokens) if request.arrival % 3 == 0 else None
             if wait is not None:
                 expected[request.key] = now, wait.start_s
             core.inbox.append(Submitted([request]))
@@ -92,7 +92,7 @@ def relative_errors(sizes: dict[str, int], load: float, *, stops: bool, seed: in
                     errors.append(abs(wait_s - (delta.at_s - came)) / max(delta.at_s - came, 1e-2))
             for ended in delta.step.ended.values() if delta.step else ():
                 at_limit = ended.reason is FinishReason.LENGTH
-                backlog.lengths.ended(len(requests[ended.key].output_token_ids), at_limit=at_limit)
+                estimator.lengths.ended(len(requests[ended.key].output_token_ids), at_limit=at_limit)
     return errors
 
 
@@ -128,12 +128,12 @@ def test_a_lone_prompt_has_the_budget_of_one_shard() -> None:
         step_time = SimpleNamespace(rates=lambda: RATES, cached_fraction=0.0)
         replica = SimpleNamespace(scheduler=scheduler, step_stats=SimpleNamespace(step_time=step_time))
         core: Any = SimpleNamespace(replicas=[replica], queued=[], inbox=[])
-        backlog = Backlog(core)
-        alone = backlog.wait(640)
+        estimator = WaitEstimator(core)
+        alone = estimator.wait(640)
         for index in range(3):
             params = SamplingParams(max_tokens=1)
             scheduler.add(Request(str(index), [index] * 640, params, 0, 641, arrival=index))
-        return backlog.prefill_s(640), alone, backlog.wait(640)
+        return estimator.prefill_s(640), alone, estimator.wait(640)
 
     one, four = estimates(1), estimates(4)
     assert four[:2] == one[:2]

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from jaxserve.api.outputs import RequestFailure, RequestOutput
-from jaxserve.core.batch_engine import taken
+from jaxserve.core.batch_engine import drain
 from jaxserve.errors import EngineDiedError
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.server.rate_limits import tokens_to_take, tokens_used
@@ -111,7 +111,7 @@ class ServedEngine:
         self._check()
         self._start()
         ended: list[RequestOutput | RequestFailure] = []
-        for group in taken(self._ended, _POLL_S):
+        for group in drain(self._ended, _POLL_S):
             request_id = group.request_id.removeprefix(f"{self._name}/")
             if self._groups.pop(request_id, None) is not None:
                 self._settle(group)

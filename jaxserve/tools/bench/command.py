@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxserve.core.status_line import LiveStats, wait_until_warm
+from jaxserve.core.status_line import StatusLine, wait_until_warm
 from jaxserve.errors import ConfigError
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.system.environment import openai_api_key
@@ -113,7 +113,7 @@ def run_job(engine: DescribedEngine, job: BenchJob) -> Json:
 
     def run(rate: float | None) -> LoadTrace:
         engine.reset_prefix_cache()
-        with LiveStats(engine, sys.stderr) if job.live else contextlib.nullcontext():
+        with StatusLine(engine, sys.stderr) if job.live else contextlib.nullcontext():
             return run_load(engine, _timed(requests, job, rate), max_concurrency=job.max_concurrency)
 
     return _measure(job, build_report(engine, job.kind, job.workload, job.load), sizes, run)

@@ -1,4 +1,4 @@
-"""Backlog: the work that an engine has before it, and how long a request would wait behind it."""
+"""WaitEstimator: the uncomputed work in an engine, and how long a new request would wait for it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
-class Backlog:
-    """Estimates from the state of a core, which another thread may be changing meanwhile.
+class WaitEstimator:
+    """Estimates from the state of a core, which another thread may be changing.
 
-    What is read may be of two moments, a step apart, which is no more than an estimate is wrong by anyway.
-
-    Args:
-        core: the core.
+    Values may be read at two moments, one step apart, which is within the estimate's error.
 
     Attributes:
-        lengths: lengths of outputs that have ended.
+        lengths: distribution of output lengths.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -34,15 +31,15 @@ class Backlog:
         self.lengths = OutputLengths()
 
     def num_waiting_tokens(self) -> int:
-        """Return the tokens to compute of requests that wait, in all queues, as far as is known."""
+        """Return the number of tokens known to be uncomputed in all waiting requests, in all queues."""
         return self._core.num_waiting_tokens + sum(request.num_tokens for request in self._sent())
 
     def wait(self, num_tokens: int = 1, priority: int | None = None) -> Wait | None:
-        """Return how long a request that came now would wait; None before the first steps were measured.
+        """Return how long a request would wait if it arrived now; None before the first steps were measured.
 
         Args:
-            num_tokens: tokens of its prompt.
-            priority: its class: it overtakes or preempts requests of lower classes; None if it can do neither.
+            num_tokens: tokens in its prompt.
+            priority: its class, which overtakes or preempts lower classes; None if it can do neither.
         """
 
         def is_ahead(request: Request) -> bool:
@@ -58,11 +55,11 @@ class Backlog:
         return min(waits, key=lambda wait: wait.first_token_s, default=None)
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Return the time that a prompt takes beyond a step of one token, where nothing else is computed."""
+        """Return the time for a prompt beyond one single-token step on an otherwise idle engine."""
         return prefill_s(num_tokens, self.rates(), self._core.replicas[0].scheduler.max_prompt_tokens)
 
     def rates(self) -> Rates | None:
-        """Return the step times of a replica; None before any were measured."""
+        """Return a replica's step times; None before any were measured."""
         found = (replica.step_stats.step_time.rates() for replica in self._core.replicas)
         return next((rates for rates in found if rates is not None), None)
 
@@ -77,11 +74,11 @@ class Backlog:
         rates = step_time.rates()
         if rates is None:
             return None
-        # Those of lower classes give way.
+        # Lower classes can be preempted.
         running = remaining_work(filter(is_ahead, _copied(lambda: scheduler.running)), self.lengths)
         first = [request for request in _copied(lambda: scheduler.waiting) if is_ahead(request)]
         waiting = remaining_work([*first, *later], self.lengths, step_time.cached_fraction)
-        num_requests = len(running) + len(waiting) + 1  # where rows are divided, so many shards have any at most
+        num_requests = len(running) + len(waiting) + 1  # at most this many data-parallel shards have a request
         mean = sum(sum(work) for work in running + waiting) / max(num_requests - 1, 1)
         schedule, groups = scheduler.sizes, scheduler.sizes.kv_groups
         tokens_per_page = mean / groups.num_pages(int(mean)) if groups.sliding and mean >= 1 else 0.0
@@ -97,12 +94,11 @@ class Backlog:
 
 
 def prefill_s(num_tokens: int, rates: Rates | None, max_step_tokens: int) -> float:
-    """Return the time that a prompt takes beyond a step of one token, where nothing else is computed.
+    """Return the time for a prompt beyond one single-token step on an otherwise idle engine.
 
     Args:
-        num_tokens: tokens of the prompt.
-        rates: times of steps; None if they are not known.
-        max_step_tokens: most tokens of a prompt in a step.
+        rates: step times; None if unknown.
+        max_step_tokens: maximum prompt tokens per step.
     """
     if rates is None:
         return 0.0
@@ -110,7 +106,7 @@ def prefill_s(num_tokens: int, rates: Rates | None, max_step_tokens: int) -> flo
 
 
 def _copied(read: Callable[[], list[Item]]) -> list[Item]:
-    """Return what `read` copies of a collection that another thread may be changing, which it may notice."""
+    """Copy a collection that another thread may be changing; retry if it changed meanwhile."""
     for _ in range(8):
         try:
             return read()

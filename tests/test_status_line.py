@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.api.metrics import EngineStats, Occupancy, PeakRates
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.core.status_line import LiveStats, stats_line, wait_until_warm
+from jaxserve.core.status_line import StatusLine, stats_line, wait_until_warm
 from tests.waiting import until
 
 PEAK_RATES = PeakRates(flops_per_s=1e9, bytes_per_s=1e9)
@@ -26,7 +26,7 @@ def watch(stream: io.StringIO, num_lines: int) -> str:
     """Return the output written while an engine works until there are that many lines."""
     engine = fake_engine.FakeEngine(None, step_s=0.001)
     deadline = time.monotonic() + 30
-    with LiveStats(engine, stream, interval_s=0.01):
+    with StatusLine(engine, stream, interval_s=0.01):
         for index in itertools.count():
             engine.add_request(str(index), [1], SamplingParams(max_tokens=5))
             while engine.has_unfinished():
@@ -47,7 +47,7 @@ def test_the_line_is_of_the_interval() -> None:
 
 def test_an_idle_engine_has_no_rows() -> None:
     stream = io.StringIO()
-    with LiveStats(fake_engine.FakeEngine(None), stream, interval_s=0.01):
+    with StatusLine(fake_engine.FakeEngine(None), stream, interval_s=0.01):
         until(lambda: stream.getvalue().endswith("\n"))
     assert stream.getvalue().splitlines()[0] == "0 rows, in 0 tok/s, out 0 tok/s, 0 waiting, pages 0%, E 0%"
 
@@ -68,7 +68,7 @@ def test_a_terminal_shows_one_line_that_is_rewritten() -> None:
 
 def test_nothing_is_written_before_the_first_interval() -> None:
     for stream in (io.StringIO(), Terminal()):
-        with LiveStats(fake_engine.FakeEngine(None), stream, interval_s=60.0):
+        with StatusLine(fake_engine.FakeEngine(None), stream, interval_s=60.0):
             pass
         assert stream.getvalue() == ""
 
@@ -117,6 +117,6 @@ def test_a_warm_engine_says_nothing_nor_one_that_cannot_compile() -> None:
 
 def test_an_error_inside_passes_and_ends_the_lines() -> None:
     engine = fake_engine.FakeEngine(None)
-    with pytest.raises(KeyboardInterrupt), LiveStats(engine, io.StringIO()) as live:
+    with pytest.raises(KeyboardInterrupt), StatusLine(engine, io.StringIO()) as live:
         raise KeyboardInterrupt
     assert not live._thread.is_alive()
