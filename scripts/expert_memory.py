@@ -28,14 +28,14 @@ POOL_TOKENS = 20_000
 
 
 def first_layers(arch: ArchConfig, count: int) -> ArchConfig:
-    return dataclasses.replace(arch, num_layers=count, ropes=arch.ropes[:count], windows=arch.windows[:count])
+    return dataclasses.replace(arch, layers=arch.layers[:count])
 
 
 def measure(model: str, target_name: str, num_tokens: int, product: str) -> dict[str, float]:
     target = parse_target(target_name)
     assert target.sheet is not None, "a chip has a data sheet"
     arch, backend = first_layers(read_model(model)[1], LAYERS[target_name]), f"mosaic_{target.platform}"
-    heads = {"num_kv_heads": arch.num_kv_heads, "head_dim": arch.head_dim}
+    heads = {"num_kv_heads": arch.attention.num_kv_heads, "head_dim": arch.attention.head_dim}
     page_size = default_page_size(backend, **heads, kv_dtype=BFLOAT16)
     schedule = ScheduleConfig(64, 2048, 8192, page_size, POOL_TOKENS // page_size)
     own = {product: grouped_matmul.BACKENDS[product]}

@@ -70,7 +70,7 @@ def served_logits(path: str, ids: np.ndarray) -> tuple[np.ndarray, str]:
     arch = build_arch(config)
     params = build_params(config, arch)
     backend = select_backend(config, arch, jnp.dtype("float32"))
-    num_pages, num_groups = -(-len(ids) // PAGE_SIZE), len(arch.kv_windows)
+    num_pages, num_groups = -(-len(ids) // PAGE_SIZE), len(arch.kv_layout.windows)
     attention = PagedAttention(
         backend,
         kv_pages=new_pool(arch, num_groups * num_pages, PAGE_SIZE, kv_dtype=jnp.float32, backend=backend),

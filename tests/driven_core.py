@@ -21,7 +21,9 @@ from jaxserve.core.events import (
 )
 from jaxserve.core.replica import Replica
 from jaxserve.core.step_chooser import NewChooser, StepChooser
-from jaxserve.models.arch import ArchConfig, RopeConfig
+from jaxserve.layers.kv_forms import HeadVectors
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from jaxserve.scheduling.request import FinishReason, Request
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 
@@ -29,15 +31,9 @@ ARCH = ArchConfig(
     "Fake",
     vocab_size=100,
     hidden_size=8,
-    num_layers=1,
-    num_heads=1,
-    num_kv_heads=1,
-    head_dim=8,
-    ffn_size=8,
+    layers=(LayerSpec(AttentionSpec(1, HeadVectors(1, 8)), MlpSpec(8)),),
     max_position=256,
     norm_eps=1e-6,
-    ropes=(RopeConfig(theta=1e4),),
-    windows=(None,),
 )
 SIZES = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, page_size=4, num_pages=24)
 LARGER = replace(SIZES, max_num_seqs=6, max_num_batched_tokens=32)  # several prompts start in a step

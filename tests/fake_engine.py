@@ -63,14 +63,13 @@ class FakeEngine:
 
     @property
     def arch(self) -> Any:
-        from jaxserve.models.arch import ArchConfig, RopeConfig  # imports jax, which most programs here do without
+        from jaxserve.layers.kv_forms import HeadVectors
+        from jaxserve.models.arch import ArchConfig  # imports jax, which most programs here do without
+        from jaxserve.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 
-        sizes = {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "ffn_size": 8}
         vocab_size = self.tokenizer.vocab_size if self.tokenizer else 100
-        rope = RopeConfig(theta=1e4)
-        return ArchConfig(
-            "LlamaForCausalLM", vocab_size, **sizes, max_position=1000, norm_eps=1e-6, ropes=(rope,), windows=(None,)
-        )
+        layers = (LayerSpec(AttentionSpec(1, HeadVectors(1, 8)), MlpSpec(8)),)
+        return ArchConfig("LlamaForCausalLM", vocab_size, 8, layers, max_position=1000, norm_eps=1e-6)
 
     def describe_device(self) -> Any:
         from jaxserve.execution.roofline import describe_device

@@ -79,7 +79,7 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
     speculation = config.speculation
     if speculation is None or speculation.method == "ngram":
         return Draft({})
-    if speculation.method == "mtp" and arch.latent is not None:
+    if speculation.method == "mtp" and arch.attention.mla is not None:
         return _load_following_layer(config, arch, Path(speculation.model or config.model_path))
     directory = _draft_directory(config, speculation)
     if speculation.method != "draft_model":
@@ -102,14 +102,14 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
             f"a draft model must have attention in all layers, as a state cannot go back behind drafts that are "
             f"rejected, got {draft_arch.architecture} in {directory}; take another draft model"
         )
-    if isinstance(draft_arch.kv, MixedHeads) and speculation.tree is not None:
+    if isinstance(draft_arch.kv_layout.pool, MixedHeads) and speculation.tree is not None:
         raise ConfigError(
             f"a draft model that drafts a tree must have KV heads of one size in all layers, got "
             f"{draft_arch.architecture} in {directory}; drop speculative_token_tree"
         )
     common = _common_tokens(config, own, arch.vocab_size)
     draft_arch = _within_pages(draft_arch, arch)
-    if draft_arch.latent is not None and any(draft_arch.windows):
+    if draft_arch.attention.mla is not None and any(draft_arch.windows):
         raise ConfigError(
             f"a draft model with attention over latents, which has no windows, needs a model with full attention in "
             f"some layers, got a sliding window of {max(filter(None, draft_arch.windows))} tokens in all layers of "
@@ -133,9 +133,9 @@ def _draft_directory(config: EngineConfig, speculation: SpeculationConfig) -> Pa
 
 def _within_pages(draft: ArchConfig, arch: ArchConfig) -> ArchConfig:
     """Return the sizes of a draft that sees no further back than the pages of the model's widest KV group go."""
-    group = arch.kv_windows[_widest_group(arch)]
-    windows = tuple(_narrower(window, group) for window in draft.windows)
-    return dataclasses.replace(draft, windows=windows, one_kv_group=True)
+    group = arch.kv_layout.windows[_widest_group(arch)]
+    windows = [_narrower(window, group) for window in draft.windows]
+    return dataclasses.replace(draft.with_attention(window=windows), one_kv_group=True)
 
 
 def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: ArchConfig, directory: Path) -> Draft:
@@ -210,7 +210,7 @@ def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -
 
 def _widest_group(arch: ArchConfig) -> int:
     """Return the KV group whose pages go back the furthest."""
-    windows = [math.inf if window is None else window for window in arch.kv_windows]
+    windows = [math.inf if window is None else window for window in arch.kv_layout.windows]
     return windows.index(max(windows))
 
 

@@ -71,9 +71,9 @@ def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, 
         platform: platform as in `ragged_paged_attention.select_backend`.
     """
     try:
-        return arch.kv.select_backend(
+        return arch.kv_layout.pool.select_backend(
             config.attention_backend,
-            num_query_heads=arch.num_heads,
+            num_query_heads=arch.attention.num_heads,
             page_size=config.page_size,
             kv_dtype=kv_dtype,
             platform=platform,
@@ -86,7 +86,7 @@ def choose_page_size(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype
     """Return the tokens per page of a device's pool in the layout of `backend`; `arch` is its part of the model."""
     if config.page_size is not None:
         return config.page_size
-    return arch.kv.default_page_size(backend, kv_dtype)
+    return arch.kv_layout.pool.default_page_size(backend, kv_dtype)
 
 
 def build_schedule(
@@ -117,7 +117,7 @@ def build_schedule(
         platform=jax.default_backend(),
         page_size=page_size,
         num_pages=num_pages,
-        windows=arch.kv_windows,
+        windows=arch.kv_layout.windows,
         has_states=arch.state is not None,
         pools=arch.pooler is not None,
     )
@@ -212,7 +212,7 @@ def _num_pages_that_fit(
 
 def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_bytes: int) -> float:
     """Return the bytes of a pool on a CPU: a share of the memory, no more than the requests of a step can use."""
-    row_pages = KVGroups(page_size, arch.kv_windows).num_pages(config.max_model_len or arch.max_position)
+    row_pages = KVGroups(page_size, arch.kv_layout.windows).num_pages(config.max_model_len or arch.max_position)
     max_num_seqs = default_batch(config, on_cpu=True)[0] // config.num_data_shards
     share = machine_bytes() * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
     return float(min(share - slot_bytes(config, arch, on_cpu=True), max_num_seqs * row_pages * page_bytes))

@@ -119,9 +119,9 @@ class StepStatsWriter:
         else:
             work = _speculative_work(plan, rounds, page_size)
             num_axis_tokens *= self._executor.schedule.max_nodes + 1
-        attention = attention_cost(work.start, work.num_tokens, arch.attended_windows)
+        attention = attention_cost(work.start, work.num_tokens, [layer.window for layer in arch.attention_layers])
         num_rows, num_steps = self._executor.schedule.num_rows(bucket), work.num_steps
-        num_tokens, num_shares = int(work.num_tokens.sum()), len(arch.attended_windows) * arch.num_data_shards
+        num_tokens, num_shares = int(work.num_tokens.sum()), len(arch.attention_layers) * arch.num_data_shards
         return StepStats(
             step_id=plan.step_id,
             num_steps=num_steps,

@@ -209,7 +209,7 @@ def run_model(
         shares = Shares.from_rows(rows, tokens, state.sequences.length.shape[0], arch.num_data_shards)
         rows, tokens, num_rows = shares.own(rows, tokens, lax.axis_index(arch.token_axis))
         live = shares.live
-    forms = zip(arch.kv_group_forms, ragged_rows(state.sequences, rows, num_rows), strict=True)
+    forms = zip(arch.kv_layout.forms, ragged_rows(state.sequences, rows, num_rows), strict=True)
     groups = tuple(form.step_rows(model.backend, group) for form, group in forms)
     attention = PagedAttention(model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows)
     slot = rows.slot.at[tokens.row].get(**CLIPPED)

@@ -123,10 +123,10 @@ class Runner:
         self._sleeping_params: Params | None = None  # copy in the host's memory
         self._sleeping_draft: Params = {}
         local, pool_bytes = lowering.model.arch, device_bytes(self.state.kv_pages)
-        num_layer_tokens = schedule.num_shard_pages * schedule.page_size * arch.kv_group_layers
+        num_layer_tokens = schedule.num_shard_pages * schedule.page_size * arch.kv_layout.num_pool_layers
         reads = WeightReads.of(params, param_specs(local), device_bytes, has_logits=arch.pooler is None)
         self.costs = Costs(
-            int(pool_bytes * arch.num_layers_read // num_layer_tokens), reads.step, flop_counts(local).step
+            int(pool_bytes * arch.kv_layout.num_layers_read // num_layer_tokens), reads.step, flop_counts(local).step
         )
         # Before finalizers are run at exit, as the first one registers: jax has some for the constants of what is being
         # traced.

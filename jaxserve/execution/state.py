@@ -118,13 +118,13 @@ class ServeState:
 
 def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Pages:
     """An empty pool, in whose pages each KV group of a model has room for its layers."""
-    sizes = {"num_layers": arch.kv_group_layers, "num_pages": num_pages, "page_size": page_size}
-    return arch.kv.new_pages(backend, **sizes, dtype=jnp.dtype(kv_dtype))
+    sizes = {"num_layers": arch.kv_layout.num_pool_layers, "num_pages": num_pages, "page_size": page_size}
+    return arch.kv_layout.pool.new_pages(backend, **sizes, dtype=jnp.dtype(kv_dtype))
 
 
 def new_states(arch: ArchConfig, num_entries: int) -> Any:
     """Return an empty pool of the states of layers without attention; None where there are none."""
-    return None if arch.state is None else arch.state.new(arch.num_states, num_entries)
+    return None if arch.state is None else arch.state.new(arch.num_layers - len(arch.attention_layers), num_entries)
 
 
 def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTable:
@@ -173,7 +173,7 @@ def new_state(
     """
     counts = None
     if schedule.count_expert_tokens and arch.experts is not None:
-        counts = jnp.zeros((arch.num_layers - len(arch.dense_layers), arch.experts.num_experts), jnp.int32)
+        counts = jnp.zeros((arch.num_moe_layers, arch.experts.num_experts), jnp.int32)
     pool = new_pool(arch, schedule.num_shard_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
     states = new_states(arch, schedule.num_state_entries)
     if (pooler := arch.pooler) is None:

@@ -149,7 +149,7 @@ def _verify(
 def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Model) -> Pages:
     """Return the pool in which the tokens of each row's path follow each other."""
     kv_pages = state.kv_pages
-    sequences, forms = state.sequences, model.arch.kv_group_forms
+    sequences, forms = state.sequences, model.arch.kv_layout.forms
     for form, table_row in zip(forms, sequences.table_rows(rows.slot), strict=True):
         kv_pages = form.move_tokens(model.backend, kv_pages, sequences.page_table, table_row, rows.start.cached, path)
     return kv_pages

@@ -36,7 +36,6 @@ class Experts(NamedTuple):
         shared_ffn_size: feed-forward size of the experts of every token, which are one; 0 if there are none.
         softmax_of_chosen: True if weights are the softmax of the chosen experts' logits alone.
         activation: function between the two products of an expert.
-        beside_mlp: True if layers have an MLP besides.
         num_shards: number of equal shares of whole experts that different devices have; each device has a part of
             every expert of its share.
         shard_axis: mesh axes of the shares, where these are the sizes of one device.
@@ -54,7 +53,6 @@ class Experts(NamedTuple):
     shared_ffn_size: int = 0
     softmax_of_chosen: bool = False
     activation: Callable[[Array], Array] = swiglu
-    beside_mlp: bool = False
     num_shards: int = 1
     shard_axis: tuple[str, ...] | None = None
 

@@ -44,8 +44,8 @@ def cohere2_arch(config: Mapping[str, Any]) -> ArchConfig:
     period = read_fields(config, {"sliding_window_pattern": SIZE})["sliding_window_pattern"]
     arch = _arch(config)
     windows = read_windows(config, arch.num_layers, full_every(period))
-    ropes = tuple(rope if window is not None else None for rope, window in zip(arch.ropes, windows, strict=True))
-    return dataclasses.replace(arch, windows=windows, ropes=ropes)
+    ropes = [rope if window is not None else None for rope, window in zip(arch.ropes, windows, strict=True)]
+    return arch.with_attention(window=windows, rope=ropes)
 
 
 def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
@@ -55,8 +55,7 @@ def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
         config["max_position_embeddings"] = values["model_max_length"]
     scale, eps = float(values["logit_scale"]), values["layer_norm_eps"]
     arch = llama.arch({**config, "rms_norm_eps": eps}, logit_scale=scale, parallel=True, mlp_bias=False, **facts)
-    ropes = tuple(rope and dataclasses.replace(rope, interleaved=True) for rope in arch.ropes)
-    return dataclasses.replace(arch, ropes=ropes)
+    return arch.with_attention(rope=[rope and dataclasses.replace(rope, interleaved=True) for rope in arch.ropes])
 
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:

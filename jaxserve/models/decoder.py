@@ -77,7 +77,7 @@ def forward_with_features(
         {name: p[name] for name in p if name not in stacks} for p, stacks in zip(scanned, in_place, strict=True)
     )
 
-    places = arch.kv_places
+    places = arch.kv_layout.layers
 
     def run(
         block: Block, kind: int, p: Params, x: Array, tokens: TokenContext, index: Array, inputs: Array | None
@@ -115,12 +115,12 @@ def forward_with_features(
         for layer, p in enumerate(period, start):
             features = keep(features, layer, x)
             own = None if inputs is None else inputs[layer]
-            x, tokens = run(block, layer, p, x, tokens, jnp.int32(places[layer].layer), own)
+            x, tokens = run(block, layer, p, x, tokens, jnp.int32(places[layer].position), own)
         return x, features, tokens
 
     state = run_unrolled((x, features, tokens), layers.first, 0)
     if scanned:
-        numbers = [places[layer].layer for layer in range(start, end)]
+        numbers = [places[layer].position for layer in range(start, end)]
         feature_places, layer_numbers = (jnp.array(each).reshape(-1, len(scanned)) for each in (place_of, numbers))
         of_periods = None if inputs is None else inputs[start:end].reshape(-1, len(scanned), *inputs.shape[1:])
         xs = (sliced, feature_places, layer_numbers, jnp.arange(len(layer_numbers)), of_periods)

@@ -1,8 +1,7 @@
 """DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash: attention over latents, and mixtures with experts of every token."""
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,14 +10,25 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
+from jaxserve.layers.kv_forms import Latents
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import latent, llama, mixtures
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
-from jaxserve.models.layer_facts import LatentAttention
+from jaxserve.models.hf_config import (
+    COUNT,
+    POSITIVE,
+    SIZE,
+    SWITCH,
+    Kind,
+    one_of,
+    read_fields,
+    read_num_layers,
+    read_rope,
+)
 from jaxserve.models.layer_kinds import read_kinds
+from jaxserve.models.layer_spec import MlaSizes
 from jaxserve.models.params import Params, ParamSpec
 
 _V2_DEFAULTS = {
@@ -106,26 +116,26 @@ def v2_arch(config: Mapping[str, Any]) -> ArchConfig:
     return _arch(config)
 
 
-def v3_arch(config: Mapping[str, Any], defaults: Mapping[str, Any] = _V3_DEFAULTS) -> ArchConfig:
+def v3_arch(config: Mapping[str, Any], dense_layers: Collection[int] | None = None) -> ArchConfig:
     """Parse the config.json of DeepSeek-V3 or of a model like it."""
-    config = {**defaults, "scoring_func": "sigmoid", **config}
+    config = {**_V3_DEFAULTS, "scoring_func": "sigmoid", **config}
     read_fields(config, {"scoring_func": one_of(["sigmoid"]), "topk_method": one_of(["noaux_tc"])})
-    return _arch(config, sigmoid=True, group_scores=2)
+    return _arch(config, dense_layers, sigmoid=True, group_scores=2)
 
 
 def glm_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse a GLM-4.7-Flash config.json, which may name the kind of each layer; by default the first has no experts."""
-    arch = v3_arch({"first_k_dense_replace": 1, **config}, _GLM_DEFAULTS)
+    config = {**_GLM_DEFAULTS, "first_k_dense_replace": 1, **config}
+    num_dense = read_fields(config, {"first_k_dense_replace": COUNT})["first_k_dense_replace"]
 
     def default(layer: int) -> str:
-        return _DENSE if layer in arch.dense_layers else _SPARSE
+        return _DENSE if layer < num_dense else _SPARSE
 
-    kinds = read_kinds(config, arch.num_layers, default, (_DENSE, _SPARSE), "mlp_layer_types")
-    dense = frozenset(layer for layer, kind in enumerate(kinds) if kind == _DENSE)
-    return dataclasses.replace(arch, dense_layers=dense)
+    kinds = read_kinds(config, read_num_layers(config), default, (_DENSE, _SPARSE), "mlp_layer_types")
+    return v3_arch(config, dense_layers=[layer for layer, kind in enumerate(kinds) if kind == _DENSE])
 
 
-def _arch(config: Mapping[str, Any], **routing: Any) -> ArchConfig:
+def _arch(config: Mapping[str, Any], dense_layers: Collection[int] | None = None, **routing: Any) -> ArchConfig:
     config = {"mlp_bias": False, "moe_layer_freq": 1, **config}
     values = read_fields(config, _FIELDS)
     heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
@@ -134,27 +144,26 @@ def _arch(config: Mapping[str, Any], **routing: Any) -> ArchConfig:
             f"num_key_value_heads must be num_attention_heads, as all heads read the same latents, "
             f"got {kv_heads} and {heads}"
         )
-    sizes = LatentAttention(
-        rank=values["kv_lora_rank"],
+    sizes = MlaSizes(
         nope_dim=values["qk_nope_head_dim"],
         value_dim=values["v_head_dim"],
         q_rank=values["q_lora_rank"],
         interleaved=values["rope_interleave"],
     )
-    rope_dim, layers = values["qk_rope_head_dim"], range(values["num_hidden_layers"])
-    arch = llama.arch(
-        {**config, "head_dim": rope_dim, "num_key_value_heads": 1},
-        latent=sizes,
-        experts=_experts(config, values, routing),
-        dense_layers=frozenset(layers[: values["first_k_dense_replace"]]),
-        mlp_bias=False,
-    )
-    [rope] = set(arch.ropes)
-    stretch = dict(rope.options) if rope else {}
+    rope_dim, rope = values["qk_rope_head_dim"], read_rope(config)
+    stretch = dict(rope.options)
     scale = (sizes.nope_dim + rope_dim) ** -0.5
     if (mscale := stretch.get("mscale_all_dim")) and stretch["factor"] > 1:
         scale *= (0.1 * mscale * math.log(stretch["factor"]) + 1.0) ** 2
-    return dataclasses.replace(arch, query_scale=scale)
+    return llama.arch(
+        {**config, "head_dim": rope_dim, "num_key_value_heads": 1},
+        kv=Latents(values["kv_lora_rank"], rope_dim),
+        mla=sizes,
+        scale=scale,
+        experts=_experts(config, values, routing),
+        dense_layers=range(values["first_k_dense_replace"]) if dense_layers is None else dense_layers,
+        mlp_bias=False,
+    )
 
 
 def _experts(config: Mapping[str, Any], values: Mapping[str, Any], routing: Mapping[str, Any]) -> Experts:

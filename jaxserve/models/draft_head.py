@@ -71,9 +71,7 @@ def param_specs(arch: ArchConfig, *, wide: bool) -> list[ParamSpec]:
 
 def following_arch(target: ArchConfig) -> ArchConfig:
     """Return the sizes of the layer that follows those of a model, as a model of this layer alone."""
-    return dataclasses.replace(
-        target, num_layers=1, ropes=target.ropes[-1:], windows=target.windows[-1:], dense_layers=frozenset()
-    )
+    return dataclasses.replace(target, layers=target.layers[-1:])
 
 
 def following_specs(arch: ArchConfig, prefix: str) -> list[ParamSpec]:

@@ -83,7 +83,7 @@ class FlopCounts:
         layers = sum(
             spec.mean_token_rows * spec.shape[1] // (num_shares if spec.experts is None else 1) for spec in matrices
         )
-        of_states = 0 if arch.state is None else arch.num_states * arch.state.token_flops
+        of_states = sum(layer.state.token_flops for layer in arch.layers if layer.state)
         head = (arch.vocab_size if arch.pooler is None else arch.pooler.num_labels) * arch.hidden_size
         per_score = int(2 * arch.num_heads * arch.mean_score_size / num_shares)
         return cls(2 * layers + of_states, 2 * head, per_score)

@@ -58,10 +58,10 @@ def gemma3_arch(config: Mapping[str, Any]) -> ArchConfig:
     theta = read_fields(config, {"rope_local_base_freq": POSITIVE})["rope_local_base_freq"]
     full, local = by_kind(config, float(theta))
     arch, local_rope = _arch(full, period, qk_norm=True), read_rope(local)
-    ropes = (rope if window is None else local_rope for rope, window in zip(arch.ropes, arch.windows, strict=True))
+    ropes = [rope if window is None else local_rope for rope, window in zip(arch.ropes, arch.windows, strict=True)]
     # The length of checkpoints is the extended one, as in vLLM: the factor of their linear RoPE is not applied again.
     longest = min(arch.max_position, read_fields(config, {"max_position_embeddings": SIZE})["max_position_embeddings"])
-    return dataclasses.replace(arch, ropes=tuple(ropes), max_position=longest)
+    return dataclasses.replace(arch.with_attention(rope=ropes), max_position=longest)
 
 
 def _arch(config: Mapping[str, Any], period: int, **overrides: Any) -> ArchConfig:
@@ -70,7 +70,8 @@ def _arch(config: Mapping[str, Any], period: int, **overrides: Any) -> ArchConfi
         {**config, "hidden_act": "silu"},  # the activation has another name and value here
         windows=read_windows(config, values["num_hidden_layers"], full_every(period)),
         mlp_bias=False,
-        query_scale=float(values["query_pre_attn_scalar"]) ** -0.5,
+        activation="geglu",
+        scale=float(values["query_pre_attn_scalar"]) ** -0.5,
         soft_cap=values["attn_logit_softcapping"],
         logit_soft_cap=values["final_logit_softcapping"],
         **overrides,

@@ -15,10 +15,9 @@ from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
-from jaxserve.models import layer_inputs, llama, mixtures
-from jaxserve.models.arch import ArchConfig
+from jaxserve.models import llama, mixtures, per_layer_embeddings
+from jaxserve.models.arch import ArchConfig, PerLayerEmbeddings
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.global_attention import read_global_attention
 from jaxserve.models.hf_config import (
     COUNT,
     POSITIVE,
@@ -30,7 +29,6 @@ from jaxserve.models.hf_config import (
     read_fields,
     read_rope,
 )
-from jaxserve.models.layer_facts import LayerInputs
 from jaxserve.models.layer_kinds import FULL, SLIDING, full_every, layer_windows, read_kinds
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.models.post_normed import post_norm_specs
@@ -89,36 +87,68 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
             f"num_kv_shared_layers must leave a layer of each of layer_types before the last ones, whose keys and "
             f"values these read, got {values['num_kv_shared_layers']} of {num_layers} layers, {kinds}"
         )
-    size = values["hidden_size_per_layer_input"]
+    size, num_own = values["hidden_size_per_layer_input"], num_layers - values["num_kv_shared_layers"]
+    sources = {kind: layer for layer, kind in enumerate(kinds[:num_own])}
+    experts = None
+    if values["enable_moe_block"]:
+        experts = mixtures.read_experts(
+            config, size="moe_intermediate_size", per_token="top_k_experts", activation=geglu
+        )
+    heads = {SLIDING: HeadVectors(values["num_key_value_heads"], values["head_dim"])}
+    heads[FULL] = _read_global_heads(values, kinds)
     arch = llama.arch(
         # The activation has another name and value here, and the rotations are read above.
         {**config, "hidden_act": "silu", "rope_parameters": None},
         windows=windows,
         mlp_bias=False,
+        activation="geglu",
         qk_norm=True,
-        query_scale=1.0,
+        scale=1.0,
         logit_soft_cap=values["final_logit_softcapping"],
-        global_attention=read_global_attention(values, kinds),
-        num_shared_layers=values["num_kv_shared_layers"],
-        shared_ffn_factor=2 if values["use_double_wide_mlp"] else 1,
-        layer_inputs=LayerInputs(values["vocab_size_per_layer_input"], size) if size else None,
-        experts=mixtures.read_experts(
-            config,
-            size="moe_intermediate_size",
-            per_token="top_k_experts",
-            activation=geglu,
-            beside_mlp=True,
-        )
-        if values["enable_moe_block"]
-        else None,
+        per_layer_embeddings=PerLayerEmbeddings(values["vocab_size_per_layer_input"], size) if size else None,
     )
     if size and values["vocab_size_per_layer_input"] < arch.vocab_size:
         raise ConfigError(
             "vocab_size_per_layer_input must be at least vocab_size, as each token has an input of each layer, got "
             f"{values['vocab_size_per_layer_input']} and {arch.vocab_size}"
         )
-    ropes_of_layers = tuple(ropes[kind] for kind in kinds)
-    return dataclasses.replace(arch, ropes=ropes_of_layers, embed_scale=math.sqrt(arch.hidden_size))
+    arch = arch.with_attention(
+        rope=[ropes[kind] for kind in kinds],
+        kv=[heads[kind] for kind in kinds],
+        k_eq_v=[kind == FULL and values["attention_k_eq_v"] for kind in kinds],
+        kv_source=[sources[kind] if layer >= num_own else None for layer, kind in enumerate(kinds)],
+    )
+    [mlp] = {layer.mlp for layer in arch.layers}
+    wide = mlp and mlp._replace(ffn_size=2 * mlp.ffn_size if values["use_double_wide_mlp"] else mlp.ffn_size)
+    layers = (
+        dataclasses.replace(layer, mlp=mlp if index < num_own else wide, experts=experts)
+        for index, layer in enumerate(arch.layers)
+    )
+    return dataclasses.replace(arch, layers=tuple(layers), embed_scale=math.sqrt(arch.hidden_size))
+
+
+def _read_global_heads(values: Mapping[str, Any], kinds: list[str]) -> HeadVectors:
+    """Read the KV heads of layers with full attention, by fields of their own or, in newer files, by layer."""
+    own = {"head_dim": values["head_dim"], "num_key_value_heads": values["num_key_value_heads"]}
+    heads, tables = {**own, "head_dim": values["global_head_dim"]}, values["per_layer_config"]
+    if values["attention_k_eq_v"] and values["num_global_key_value_heads"]:
+        heads["num_key_value_heads"] = values["num_global_key_value_heads"]
+    if tables is not None:
+        named = [str(layer) for layer in range(len(kinds))]
+        if unknown := sorted(map(str, tables.keys() - {*named})):
+            raise ConfigError(f"per_layer_config must have numbers of layers, below {len(kinds)}, got {unknown}")
+        given = read_fields({name: {} for name in named} | tables, dict.fromkeys(named, TABLE))
+        heads = {**own, **given[named[-1]]}
+        is_same = (
+            {**own, **given[name]} == (heads if kind == FULL else own) for name, kind in zip(named, kinds, strict=True)
+        )
+        if heads.keys() != own.keys() or not all(is_same):
+            raise ConfigError(
+                f"per_layer_config must give all layers of full_attention the same {sorted(own)}, and nothing else, "
+                f"got {tables}"
+            )
+        read_fields(heads, dict.fromkeys(own, SIZE))
+    return HeadVectors(heads["num_key_value_heads"], heads["head_dim"])
 
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
@@ -129,32 +159,28 @@ def param_specs(arch: ArchConfig) -> list[ParamSpec]:
         sized = _sized(arch, layer)
         if sized not in by_sizes:
             by_sizes[sized] = llama.param_specs(sized, gated=False, mlp_norm="pre_feedforward_layernorm")
-        unused = ("k_norm",) if arch.reads_other_layer(layer) else ()
+        unused = ("k_norm",) if _reads_other_layer(arch, layer) else ()
         own = [s for s in by_sizes[sized] if s.path[:2] == ("layers", layer) and s.path[2] not in unused]
         specs += [*(_with_own_keys(spec, arch, layer) for spec in own), *_layer_specs(arch, layer)]
-    specs += layer_inputs.param_specs(arch)
+    specs += per_layer_embeddings.param_specs(arch)
     specs += post_norm_specs(arch, "post_attention_layernorm", "post_feedforward_layernorm")
     return [spec for spec in llama.param_specs(arch) if spec.path[0] != "layers"] + specs
 
 
 def _sized(arch: ArchConfig, layer: int) -> ArchConfig:
     """Return an arch all of whose layers have the sizes of one."""
-    heads = arch.layer_heads(layer)
-    return dataclasses.replace(
-        arch,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
-        ffn_size=arch.ffn_size * (arch.shared_ffn_factor if arch.reads_other_layer(layer) else 1),
-        global_attention=None,
-    )
+    return dataclasses.replace(arch, layers=(arch.layers[layer],) * arch.num_layers)
+
+
+def _reads_other_layer(arch: ArchConfig, layer: int) -> bool:
+    return arch.layers[layer].attention.kv_source is not None
 
 
 def _with_own_keys(spec: ParamSpec, arch: ArchConfig, layer: int) -> ParamSpec:
     """Return a layer's row with keys and values only where they are from products of their own."""
     if spec.path[2] not in ("qkv_proj", "qkv_bias"):
         return spec
-    k_eq_v = arch.global_attention is not None and arch.is_global(layer) and arch.global_attention.k_eq_v
-    count = 1 if arch.reads_other_layer(layer) else 2 if k_eq_v else 3
+    count = 1 if _reads_other_layer(arch, layer) else 2 if arch.layers[layer].attention.k_eq_v else 3
     rows, module = spec.hf_rows[:count], f"model.layers.{layer}.self_attn"
     unread = tuple(f"{module}.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")) if count == 1 else ()
     shape, names, heads = (sum(rows), *spec.shape[1:]), spec.hf_names[:count], spec.heads[:count]
@@ -202,7 +228,7 @@ def block(
         x += rms_norm(out, p["mlp_post_norm"], eps)
     if layer.inputs is not None:
         with jax.named_scope("layer_input"):
-            x = layer_inputs.add(p, x, layer.inputs, eps)
+            x = per_layer_embeddings.add(p, x, layer.inputs, eps)
     return x * p["scalar"][None].astype(x.dtype), tokens
 
 
@@ -221,4 +247,4 @@ def _project(
     return q, rms_norm(k, p["k_norm"], arch.norm_eps), rms_norm(v, jnp.ones(H, x.dtype), arch.norm_eps)
 
 
-GEMMA4 = ModelFamily(arch, param_specs, block, rms_norm, layer_inputs=layer_inputs.read)
+GEMMA4 = ModelFamily(arch, param_specs, block, rms_norm, layer_inputs=per_layer_embeddings.read)

@@ -25,8 +25,7 @@ _DEFAULTS = {
 def arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse the config.json of a dense GLM or GLM-4 model."""
     parsed = llama.arch({**_DEFAULTS, **config}, rope_fraction=0.5, o_bias=False, mlp_bias=False)
-    ropes = tuple(rope and dataclasses.replace(rope, interleaved=True) for rope in parsed.ropes)
-    return dataclasses.replace(parsed, ropes=ropes)
+    return parsed.with_attention(rope=[rope and dataclasses.replace(rope, interleaved=True) for rope in parsed.ropes])
 
 
 _glm_specs = partial(llama.fused_param_specs, names={"gate_up_proj": "mlp.gate_up_proj"})

@@ -8,9 +8,10 @@ from typing import Any
 from jaxserve.errors import ConfigError
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import layer_norm
+from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, Kind, one_of, read_dtype, read_fields, token_id_set
+from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
 from jaxserve.models.layer_normed import FOLDS, Names, block, param_specs
 
 _DEFAULTS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
@@ -66,7 +67,7 @@ def gpt2_arch(config: Mapping[str, Any]) -> ArchConfig:
     config = {**_GPT2_DEFAULTS, **config}
     values = read_fields(config, _GPT2_SWITCHES)
     names = ("n_embd", "n_layer", "n_head", "n_inner", "n_positions")
-    return _arch(config, names, qkv_bias=True, query_scale=None if values["scale_attn_weights"] else 1.0)
+    return _arch(config, names, qkv_bias=True, scale=None if values["scale_attn_weights"] else 1.0)
 
 
 def gpt_neo_arch(config: Mapping[str, Any]) -> ArchConfig:
@@ -84,37 +85,29 @@ def gpt_neo_arch(config: Mapping[str, Any]) -> ArchConfig:
             f"attention_layers, or attention_types without them, must have num_layers = {num_layers} kinds, "
             f"got {len(windows)}"
         )
-    return _arch(config, names, query_scale=1.0, windows=windows)
+    return _arch(config, names, scale=1.0, windows=windows)
 
 
-def _arch(config: Mapping[str, Any], names: tuple[str, ...], **facts: Any) -> ArchConfig:
+def _arch(config: Mapping[str, Any], names: tuple[str, ...], **overrides: Any) -> ArchConfig:
     """Parse the fields that the families share, five of them by `names`: width, layers, heads, MLP, positions."""
     width, layers, heads, inner, positions = names
     sizes = {width: SIZE, layers: SIZE, heads: SIZE, inner: SIZE.or_null(), positions: SIZE}
-    values = read_fields({**_DEFAULTS, **config}, {**_FIELDS, **sizes})
+    config = {**_DEFAULTS, **config}
+    values = read_fields(config, {**_FIELDS, **sizes})
     if values[width] % values[heads]:
         raise ConfigError(f"{width} must be a multiple of {heads}, got {values[width]} and {values[heads]}")
-    fields: dict[str, Any] = {
-        "architecture": config["architectures"][0],
-        "vocab_size": values["vocab_size"],
+    same = ("architectures", "vocab_size", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
+    llama_fields = {
+        **{name: config[name] for name in same if name in config},
         "hidden_size": values[width],
-        "num_layers": values[layers],
-        "num_heads": values[heads],
-        "num_kv_heads": values[heads],
-        "head_dim": values[width] // values[heads],
-        "ffn_size": values[inner] or 4 * values[width],
-        "max_position": values[positions],
-        "norm_eps": float(values["layer_norm_epsilon"]),
-        "ropes": (None,) * values[layers],
-        "windows": (None,) * values[layers],
-        "tied_embeddings": values["tie_word_embeddings"],
-        "activation": values["activation_function"],
-        "o_bias": True,
-        "mlp_bias": True,
-        "eos_ids": token_id_set(config.get("eos_token_id")),
-        "dtype": read_dtype(config),
+        "num_hidden_layers": values[layers],
+        "num_attention_heads": values[heads],
+        "intermediate_size": values[inner] or 4 * values[width],
+        "max_position_embeddings": values[positions],
+        "rms_norm_eps": values["layer_norm_epsilon"],
     }
-    return ArchConfig(**{**fields, **facts})
+    activation = values["activation_function"]
+    return llama.arch(llama_fields, rope=None, o_bias=True, mlp_bias=True, activation=activation, **overrides)
 
 
 def _names(qkv: tuple[str, str, str], out: str) -> Names:

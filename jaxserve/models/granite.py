@@ -75,14 +75,14 @@ _STACKED = ("experts_gate_up", "experts_down")
 _DENSE_TENSORS = {"gate_up_proj": "shared_mlp.input_linear", "down_proj": "shared_mlp.output_linear"}
 
 
-def granite_arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
-    """Parse the config.json of a Granite model; `facts` are those of `llama.arch`."""
+def granite_arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
+    """Parse the config.json of a Granite model; `overrides` as in `llama.arch`."""
     values = read_fields({**dict.fromkeys(_FACTORS, 1.0), **config}, _FACTORS)
     return llama.arch(
         config,
-        **facts,
+        **overrides,
         embed_scale=float(values["embedding_multiplier"]),
-        query_scale=float(values["attention_multiplier"]),
+        scale=float(values["attention_multiplier"]),
         residual_scale=float(values["residual_multiplier"]),
         logit_scale=1.0 / float(values["logits_scaling"]),
     )
@@ -103,7 +103,7 @@ def granite_swa_arch(config: Mapping[str, Any]) -> ArchConfig:
             for rope, theta in zip(ropes, thetas, strict=True)
         )
     windows = read_windows(config, arch.num_layers, lambda layer: SLIDING if layer % 4 else FULL)
-    return dataclasses.replace(arch, windows=windows, ropes=ropes)
+    return arch.with_attention(window=windows, rope=ropes)
 
 
 def moe_arch(config: Mapping[str, Any]) -> ArchConfig:
@@ -111,27 +111,25 @@ def moe_arch(config: Mapping[str, Any]) -> ArchConfig:
     return granite_arch(config, experts=mixtures.read_experts({**_SHARED_DEFAULTS, **config}), mlp_bias=False)
 
 
-def shared_moe_arch(config: Mapping[str, Any]) -> ArchConfig:
+def shared_moe_arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
     """Parse the config.json of a Granite model with an MLP of every token, beside experts or without any."""
     config = {**_SHARED_DEFAULTS, **config}
     values = read_fields(config, _SHARED_FIELDS)
     shared_size = values["shared_intermediate_size"]
     if not values["num_local_experts"]:
         read_fields(config, {"shared_intermediate_size": SIZE})
-        return granite_arch({**config, "intermediate_size": shared_size}, mlp_bias=False)
+        return granite_arch({**config, "intermediate_size": shared_size}, mlp_bias=False, **overrides)
     experts = mixtures.read_experts(config, shared_ffn_size=shared_size)
-    return granite_arch(config, experts=experts, mlp_bias=False)
+    return granite_arch(config, experts=experts, mlp_bias=False, **overrides)
 
 
 def hybrid_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse the config.json of a Granite 4 model, whose layers have attention or Mamba-2."""
     config = {**_SHARED_DEFAULTS, "shared_intermediate_size": 1024, **config}
-    values, arch = read_fields(config, _HYBRID_FIELDS), shared_moe_arch(config)
+    has_rope = read_fields(config, _HYBRID_FIELDS)["position_embedding_type"] == "rope"
+    arch = shared_moe_arch(config, **({} if has_rope else {"rope": None}))
     kinds = read_kinds(config, arch.num_layers, lambda _: _MAMBA[0], (*_ATTENTION, *_MAMBA))
-    states = frozenset(layer for layer, kind in enumerate(kinds) if kind in _MAMBA)
-    has_rope = values["position_embedding_type"] == "rope"
-    ropes = tuple(rope if has_rope and layer not in states else None for layer, rope in enumerate(arch.ropes))
-    return dataclasses.replace(arch, ropes=ropes, state=read_mamba(config) if states else None, state_layers=states)
+    return arch.with_states({layer: read_mamba(config) for layer, kind in enumerate(kinds) if kind in _MAMBA})
 
 
 def moe_param_specs(arch: ArchConfig) -> list[ParamSpec]:

@@ -9,12 +9,13 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxserve.layers.kv_forms import Latents
 from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.layer_facts import LatentAttention
+from jaxserve.models.layer_spec import MlaSizes
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.pallas_kernels.mla_attention import HeadMatrices
 
@@ -25,7 +26,7 @@ def attention_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
     """Return one row per tensor of a layer's attention, without its norm; `q_proj` may have `q_a_proj` before it."""
     latent, D, Q, rope_dim = arch.latent, arch.hidden_size, arch.num_heads, arch.head_dim
     assert latent is not None, "every model of these families has latents"
-    rank, q_rank = latent.rank, latent.q_rank
+    rank, q_rank = _rank(arch), latent.q_rank
     q_rows, kv_rows = Q * (latent.nope_dim + rope_dim), Q * (latent.nope_dim + latent.value_dim)
 
     def spec(name: str, hf_name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **facts: Any) -> ParamSpec:
@@ -59,15 +60,22 @@ def attention(
     """Return x + attention over the latents of its norm. See `llama.block`."""
     latent, Q = arch.latent, arch.num_heads
     assert latent is not None, "every model of these families has latents"
-    to_keys, to_values = jnp.split(p["kv_b_proj"].reshape(Q, -1, latent.rank), [latent.nope_dim], axis=1)
+    rank = _rank(arch)
+    to_keys, to_values = jnp.split(p["kv_b_proj"].reshape(Q, -1, rank), [latent.nope_dim], axis=1)
     normed = rms_norm(x, p["input_norm"], arch.norm_eps)
     own, shared = jnp.split(_queries(p, normed, arch), [latent.nope_dim], axis=-1)
     q = jnp.concatenate([own, _halves(shared, latent)], axis=-1)
-    value, key = jnp.split(linear(normed, p["kv_a_proj"], bias=p.get("kv_a_bias")), [latent.rank], axis=-1)
+    value, key = jnp.split(linear(normed, p["kv_a_proj"], bias=p.get("kv_a_bias")), [rank], axis=-1)
     value = rms_norm(value, p["kv_a_norm"], _INNER_EPS)
     latents = jnp.concatenate([value, _halves(key, latent)], axis=-1)[:, None]
     out, tokens = tokens.attend(q, latents, HeadMatrices(to_keys, to_values), layer)
     return llama.project_out(p, out, arch, x), tokens
+
+
+def _rank(arch: ArchConfig) -> int:
+    kv = arch.attention.kv
+    assert isinstance(kv, Latents), "every model of these families has MLA"
+    return kv.rank
 
 
 def _queries(p: Params, normed: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T Q H"]:
@@ -79,6 +87,6 @@ def _queries(p: Params, normed: Float[Array, "T D"], arch: ArchConfig) -> Float[
     return q.reshape(q.shape[0], arch.num_heads, -1)
 
 
-def _halves(x: Float[Array, "*B d"], latent: LatentAttention) -> Float[Array, "*B d"]:
+def _halves(x: Float[Array, "*B d"], latent: MlaSizes) -> Float[Array, "*B d"]:
     """Return elements that are rotated together half the size apart, as `attend` rotates them."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1) if latent.interleaved else x

@@ -1,7 +1,7 @@
 """Llama 2, 3 and 3.x, and the decoder block, which Mistral and Qwen share."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.experts import Experts
+from jaxserve.layers.kv_forms import HeadVectors
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
@@ -27,6 +29,7 @@ from jaxserve.models.hf_config import (
     read_rope,
     token_id_set,
 )
+from jaxserve.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from jaxserve.models.params import Params, ParamSpec
 
 _FIELDS = {
@@ -52,15 +55,31 @@ _DEFAULTS = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+_ATTENTION_FIELDS = {field.name for field in dataclasses.fields(AttentionSpec)}
 
 
-def arch(config: Mapping[str, Any], *, rope_fraction: float | None = None, **overrides: Any) -> ArchConfig:
-    """Parse a Llama config.json; other families pass the fields that differ as `overrides`.
+def arch(
+    config: Mapping[str, Any],
+    *,
+    rope_fraction: float | None = None,
+    windows: Sequence[int | None] | None = None,
+    experts: Experts | None = None,
+    dense_layers: Collection[int] = (),
+    mlp_bias: bool | None = None,
+    activation: str = "swiglu",
+    **overrides: Any,
+) -> ArchConfig:
+    """Parse a Llama config.json; other families pass what differs.
 
     Args:
         config: content of config.json.
         rope_fraction: see `read_rope`.
-        overrides: fields of the result.
+        windows: sliding window of each layer.
+        experts: experts of the layers that are not dense.
+        dense_layers: layers with an MLP although others have experts.
+        mlp_bias: True if MLPs have biases, by default `mlp_bias` of the file.
+        activation: see `MlpSpec`.
+        overrides: fields of each layer's attention, or of the result.
 
     Raises:
         ConfigError: a field is missing, malformed or not supported.
@@ -70,31 +89,39 @@ def arch(config: Mapping[str, Any], *, rope_fraction: float | None = None, **ove
     hidden, heads, layers = values["hidden_size"], values["num_attention_heads"], values["num_hidden_layers"]
     rope = read_rope(config, rope_fraction)
     longest = max_position(values["max_position_embeddings"], rope)
-    fields: dict[str, Any] = {
-        "architecture": config["architectures"][0],
-        "vocab_size": values["vocab_size"],
-        "hidden_size": hidden,
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": values["num_key_value_heads"] or heads,
-        "head_dim": values["head_dim"] or hidden // heads,
-        "ffn_size": values["intermediate_size"],
-        "max_position": longest,
-        "norm_eps": float(values["rms_norm_eps"]),
-        "ropes": (rope.within(longest),) * layers,
-        "windows": (None,) * layers,
-        "tied_embeddings": values["tie_word_embeddings"],
-        "qkv_bias": values["attention_bias"],
-        "o_bias": values["attention_bias"],
-        "mlp_bias": values["mlp_bias"],
-        "eos_ids": token_id_set(config.get("eos_token_id")),
-        "dtype": read_dtype(config),
-    }
-    if values["head_dim"] is None and hidden % heads and heads % fields["num_kv_heads"] == 0:  # see ArchConfig
+    num_kv_heads = values["num_key_value_heads"] or heads
+    if values["head_dim"] is None and hidden % heads and heads % num_kv_heads == 0:  # see ArchConfig
         raise ConfigError(
             f"hidden_size must be a multiple of num_attention_heads where head_dim is not given, "
             f"got {hidden} and {heads}"
         )
+    attention: dict[str, Any] = {
+        "num_heads": heads,
+        "kv": HeadVectors(num_kv_heads, values["head_dim"] or hidden // heads),
+        "rope": rope.within(longest),
+        "qkv_bias": values["attention_bias"],
+        "o_bias": values["attention_bias"],
+    }
+    attention |= {name: overrides.pop(name) for name in _ATTENTION_FIELDS & overrides.keys()}
+    mlp = MlpSpec(values["intermediate_size"], values["mlp_bias"] if mlp_bias is None else mlp_bias, activation)
+
+    def layer(index: int, window: int | None) -> LayerSpec:
+        mixer = AttentionSpec(**attention, window=window)
+        if experts is None or index in dense_layers:
+            return LayerSpec(mixer, mlp)
+        return LayerSpec(mixer, experts=experts)
+
+    fields: dict[str, Any] = {
+        "architecture": config["architectures"][0],
+        "vocab_size": values["vocab_size"],
+        "hidden_size": hidden,
+        "layers": tuple(map(layer, range(layers), windows or (None,) * layers)),
+        "max_position": longest,
+        "norm_eps": float(values["rms_norm_eps"]),
+        "tied_embeddings": values["tie_word_embeddings"],
+        "eos_ids": token_id_set(config.get("eos_token_id")),
+        "dtype": read_dtype(config),
+    }
     return ArchConfig(**{**fields, **overrides})
 
 

@@ -67,7 +67,7 @@ def smollm3_arch(config: Mapping[str, Any]) -> ArchConfig:
         )
     windows = read_windows(config, arch.num_layers, lambda layer: FULL if rotated[layer] else SLIDING, has_switch=True)
     ropes = tuple(rope if rotated[layer] else None for layer, rope in enumerate(arch.ropes))
-    return dataclasses.replace(arch, ropes=ropes, windows=windows)
+    return arch.with_attention(rope=ropes, window=windows)
 
 
 def seed_oss_arch(config: Mapping[str, Any]) -> ArchConfig:

@@ -58,8 +58,7 @@ def ministral3_arch(config: Mapping[str, Any]) -> ArchConfig:
     lengths = {**parameters, **(config if _ORIGINAL in config else {})}
     trained = read_fields(lengths, {_ORIGINAL: SIZE})[_ORIGINAL]
     pair = (float(growth), float(trained))
-    ropes = tuple(rope and dataclasses.replace(rope, query_growth=pair) for rope in parsed.ropes)
-    return dataclasses.replace(parsed, ropes=ropes)
+    return parsed.with_attention(rope=[rope and dataclasses.replace(rope, query_growth=pair) for rope in parsed.ropes])
 
 
 MINISTRAL3 = ModelFamily(ministral3_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)

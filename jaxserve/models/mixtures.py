@@ -64,7 +64,6 @@ def param_specs(
     sparse = [layer for layer in range(arch.num_layers) if layer not in arch.dense_layers]
     of_mlp = {("layers", layer, name) for layer in sparse for name in ("gate_up_proj", "down_proj")}
     specs = [spec for spec in llama.param_specs(arch) if spec.path not in of_mlp]
-    E = _of(arch).num_experts
     for layer in sparse:
         gate = f"model.layers.{layer}.{module}.gate"
         specs += mixture_specs(arch, layer, f"model.layers.{layer}.{module}", parts)
@@ -74,7 +73,8 @@ def param_specs(
             specs.append(ParamSpec(path, (1, arch.hidden_size), (None, "embed"), names, (1,), exact=True))
         if router_bias:
             path, names = ("layers", layer, "router_bias"), (f"{gate}.e_score_correction_bias",)
-            specs.append(ParamSpec(path, (E,), (None,), names, (E,), "zeros", exact=True))
+            num_experts = _of(arch).num_experts
+            specs.append(ParamSpec(path, (num_experts,), (None,), names, (num_experts,), "zeros", exact=True))
     return specs
 
 

@@ -124,7 +124,7 @@ def qwen3_vl_arch(config: Mapping[str, Any]) -> ArchConfig:
     return _qwen_arch(config, qk_norm=True)
 
 
-def _qwen_arch(config: Mapping[str, Any], *, shared_ffn_size: int = 0, **facts: Any) -> ArchConfig:
+def _qwen_arch(config: Mapping[str, Any], *, shared_ffn_size: int = 0, **overrides: Any) -> ArchConfig:
     values = read_fields(config, _QWEN_FIELDS)
     return llama.arch(
         config,
@@ -136,7 +136,7 @@ def _qwen_arch(config: Mapping[str, Any], *, shared_ffn_size: int = 0, **facts: 
         ),
         dense_layers=dense_layers(config),
         mlp_bias=False,
-        **facts,
+        **overrides,
     )
 
 

@@ -1,6 +1,5 @@
 """GPT-NeoX (Pythia), Phi-1 and 2, and StarCoder2: layer norms, biases and GELU with rotary embeddings."""
 
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -82,15 +81,15 @@ def starcoder2_arch(config: Mapping[str, Any]) -> ArchConfig:
     return _arch(config, "norm_epsilon", windows=windows, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 
 
-def _arch(config: Mapping[str, Any], epsilon: str, *, fraction: float | None = None, **facts: Any) -> ArchConfig:
+def _arch(config: Mapping[str, Any], epsilon: str, *, fraction: float | None = None, **fields: Any) -> ArchConfig:
     """Parse Llama's fields, and those that have other names or values here."""
     values = read_fields(config, {"hidden_act": one_of(ACTIVATIONS), epsilon: POSITIVE})
-    arch = llama.arch(
+    return llama.arch(
         {**config, "hidden_act": "silu", "rms_norm_eps": values[epsilon]},
         rope_fraction=fraction,
-        **{"mlp_bias": True, **facts},
+        activation=values["hidden_act"],
+        **{"mlp_bias": True, **fields},
     )
-    return dataclasses.replace(arch, activation=values["hidden_act"])
 
 
 def _project_fused(

@@ -1,6 +1,5 @@
 """OLMo 2 and 3: norms behind attention and MLP alone, and over all heads of queries and keys; windows in OLMo 3."""
 
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -33,7 +32,7 @@ def olmo3_arch(config: Mapping[str, Any]) -> ArchConfig:
     kinds = read_kinds(config, num_layers, full_every(4))
     ropes = tuple(local_rope if kind == SLIDING else whole for kind in kinds)
     windows = read_windows(config, num_layers, full_every(4))
-    return dataclasses.replace(arch, windows=windows, ropes=ropes)
+    return arch.with_attention(window=windows, rope=ropes)
 
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:

@@ -91,7 +91,7 @@ def _experts(config: Mapping[str, Any]) -> Experts:
     )
 
 
-def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
+def _arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
     config = {**_DEFAULTS, **config}
     values = read_fields(config, _FIELDS)
     interval = values["full_attention_interval"]
@@ -113,11 +113,8 @@ def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
             f"linear_num_value_heads must be a multiple of linear_num_key_heads, "
             f"got {sizes.num_value_heads} and {sizes.num_key_heads}"
         )
-    linear_layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
-    state = {"state": sizes if linear_layers else None, "state_layers": linear_layers}
-    arch = llama.arch(config, rope_fraction=0.25, qk_norm=True, mlp_bias=False, **state, **facts)
-    ropes = tuple(None if layer in linear_layers else rope for layer, rope in enumerate(arch.ropes))
-    return dataclasses.replace(arch, ropes=ropes)
+    arch = llama.arch(config, rope_fraction=0.25, qk_norm=True, has_gate=True, mlp_bias=False, **overrides)
+    return arch.with_states({layer: sizes for layer, kind in enumerate(kinds) if kind == _LINEAR})
 
 
 def param_specs(arch: ArchConfig, *, is_grouped: bool) -> list[ParamSpec]:

@@ -245,7 +245,7 @@ class DraftLayer:
         num_rows = jnp.int32(rows.slot.shape[0])
         group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
         arch = self.head.arch
-        attention = PagedAttention(self.backend, kv_pages, (arch.kv.step_rows(self.backend, group),))
+        attention = PagedAttention(self.backend, kv_pages, (arch.kv_layout.pool.step_rows(self.backend, group),))
         tokens = TokenContext(position, attention, live=live)
         x, tokens = apply_layer(own, self.head, embedding, feature, tokens)
         return x, PagedAttention.after(tokens).kv_pages

@@ -112,7 +112,9 @@ class DraftModel:
         if self.tree is not None:
             table_row = state.sequences.table_rows(rows.slot)[self.kv_group]
             places = (state.sequences.page_table, table_row, rows.start.cached, path)
-            own = dataclasses.replace(own, kv_pages=self.arch.kv.move_tokens(self.backend, own.kv_pages, *places))
+            own = dataclasses.replace(
+                own, kv_pages=self.arch.kv_layout.pool.move_tokens(self.backend, own.kv_pages, *places)
+            )
         slot = jnp.where(drafts.count > 0, rows.slot, own.length.shape[0])
         length = state.sequences.length.at[rows.slot].get(**CLIPPED)
         computed = jnp.minimum(rows.start.history + drafts.num_levels, length)
@@ -264,7 +266,9 @@ class DraftModel:
             position = jnp.where(node > 0, last.position[row] + depth, position)
         num_rows = jnp.int32(rows.slot.shape[0])
         group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
-        attention = PagedAttention(self.backend, kv_pages, (self.arch.kv.step_rows(self.backend, group),), tree_mask)
+        attention = PagedAttention(
+            self.backend, kv_pages, (self.arch.kv_layout.pool.step_rows(self.backend, group),), tree_mask
+        )
         hidden, tokens = decoder.forward(params, self.arch, ids, TokenContext(position, attention, live=live))
         return hidden, PagedAttention.after(tokens).kv_pages
 

@@ -61,7 +61,7 @@ class Served:
         self.weights_s = time.perf_counter() - started
         dtype = compute_dtype(config, arch)
         local_arch = arch.local(config.tensor_parallel_size)
-        heads = local_arch.num_heads, local_arch.num_kv_heads, arch.head_dim
+        heads = local_arch.attention.num_heads, local_arch.attention.num_kv_heads, arch.attention.head_dim
         kernel, sizes = KERNELS[device], {"num_kv_heads": heads[1], "head_dim": heads[2]}
         page_size = config.page_size or default_page_size(kernel.backend, **sizes, kv_dtype=dtype)
         self.backend = kernel.served(Problem(*heads, page_size, dtype, jax.default_backend()))

@@ -75,11 +75,11 @@ def test_steps_work_in_place(targets, name, target, num_layers, decode_megabytes
     target, arch = targets(target), first_layers(read_model(name)[1], num_layers)
     platform, local = target.sheet.chip.platform, arch.local(target.num_devices)
     sizes = {"num_query_heads": local.num_heads, "page_size": None, "kv_dtype": BFLOAT16}
-    backend = local.kv.select_backend(AUTO, **sizes, platform=platform)
+    backend = local.kv_layout.pool.select_backend(AUTO, **sizes, platform=platform)
     assert backend == BACKENDS[platform]
-    page_size = local.kv.default_page_size(backend, BFLOAT16)
-    num_pages = POOL_TOKENS // page_size * len(arch.kv_windows)
-    schedule = ScheduleConfig(256, 2048, 8192, page_size, num_pages, windows=arch.kv_windows)
+    page_size = local.kv_layout.pool.default_page_size(backend, BFLOAT16)
+    num_pages = POOL_TOKENS // page_size * len(arch.kv_layout.windows)
+    schedule = ScheduleConfig(256, 2048, 8192, page_size, num_pages, windows=arch.kv_layout.windows)
     compiler = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend)
     buckets = (decode_bucket(schedule), schedule.max_num_batched_tokens)
     state = abstract_state(local, schedule, kv_dtype=BFLOAT16, backend=backend)
@@ -128,13 +128,15 @@ def test_first_layers_work_in_place(targets, name, target, tmp_path, monkeypatch
     monkeypatch.setattr(program_module, "step_options", lambda kind: step_options(kind) | dump_options(kind, tmp_path))
     target, arch = targets(target), layers_of_each_kind(read_model(name)[1])
     arch = dataclasses.replace(arch, schemes=None)
-    sizes = {"num_query_heads": arch.num_heads, "page_size": None, "kv_dtype": BFLOAT16}
+    sizes = {"num_query_heads": arch.attention.num_heads, "page_size": None, "kv_dtype": BFLOAT16}
     with jax.sharding.use_abstract_mesh(target.sheet.chip.mesh()):
-        backend = arch.kv.select_backend(AUTO, **sizes, platform=None)
-    page_size = arch.kv.default_page_size(backend, BFLOAT16)
-    num_pages = 16 * POOL_TOKENS // page_size * len(arch.kv_windows)
+        backend = arch.kv_layout.pool.select_backend(AUTO, **sizes, platform=None)
+    page_size = arch.kv_layout.pool.default_page_size(backend, BFLOAT16)
+    num_pages = 16 * POOL_TOKENS // page_size * len(arch.kv_layout.windows)
     num_snapshots = None if arch.state is None else 32
-    schedule = ScheduleConfig(64, 64, 8192, page_size, num_pages, windows=arch.kv_windows, num_snapshots=num_snapshots)
+    schedule = ScheduleConfig(
+        64, 64, 8192, page_size, num_pages, windows=arch.kv_layout.windows, num_snapshots=num_snapshots
+    )
     state = abstract_state(arch, schedule, kv_dtype=BFLOAT16, backend=backend)
     (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend).compile(arch, (64,))
     memory, pool_bytes = program.memory_analysis(), tree_bytes(state.kv_pages)
@@ -152,10 +154,10 @@ def test_first_layers_work_in_place(targets, name, target, tmp_path, monkeypatch
 def test_divided_experts_exchange_no_more_and_need_no_more_memory(targets, target):
     target, arch = targets(target), first_layers(read_model("qwen3-30b-a3b")[1], 1)
     backend, local = BACKENDS[target.sheet.chip.platform], arch.local(target.num_devices)
-    sizes = {"num_kv_heads": local.num_kv_heads, "head_dim": local.head_dim}
+    sizes = {"num_kv_heads": local.attention.num_kv_heads, "head_dim": local.attention.head_dim}
     page_size = default_page_size(backend, **sizes, kv_dtype=BFLOAT16)
     schedule = ScheduleConfig(64, 2048, 8192, page_size, POOL_TOKENS // page_size)
     compiler = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend)
-    sliced, divided = (compiler.compile(arch.with_expert_shards(n), (64,))[0] for n in (1, 4))
+    sliced, divided = (compiler.compile(arch.divided(4, n), (64,))[0] for n in (1, 4))
     assert collectives(divided.as_text()) == collectives(sliced.as_text())
     assert temp_bytes(divided) <= temp_bytes(sliced)

@@ -217,7 +217,7 @@ def test_narrow_pools(start: Start, backend: str, dtype: str, head_bytes: int, e
         narrow.reset_prefix_cache()
         assert output.outputs[0].token_ids == run_alone(narrow, job).outputs[0].token_ids
     wide, few = (engine.replicas[0].executor for engine in (exact, narrow))
-    assert wide.arch.head_dim == 16
+    assert wide.arch.attention.head_dim == 16
     assert few.costs.kv_token_bytes / wide.costs.kv_token_bytes == head_bytes / (4 * 16)
 
 

@@ -32,12 +32,12 @@ def test_bytes_and_flops_of_a_prefill_and_a_decode(start: Start) -> None:
         assert (step.num_tokens, step.num_padding_tokens) == (count, bucket - count)
         rows = min(bucket, engine.schedule.max_num_seqs)
         scores = sum(range(start_at + 1, start_at + count + 1))
-        attention = 4 * scores * arch.num_layers * arch.num_heads * arch.head_dim
+        attention = 4 * scores * arch.num_layers * arch.attention.num_heads * arch.attention.head_dim
         assert step.flops == 2 * bucket * matrices + 2 * rows * arch.vocab_size * arch.hidden_size + attention
         everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         unread_rows = arch.vocab_size - bucket
         assert step.weight_bytes == everything - unread_rows * arch.hidden_size * 4
-        per_token = 2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * 4
+        per_token = 2 * arch.num_layers * arch.attention.num_kv_heads * arch.attention.head_dim * 4
         assert step.kv_bytes == (start_at + count + count) * per_token
     engine.step()
 

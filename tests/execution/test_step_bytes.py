@@ -21,7 +21,7 @@ R = 8
 
 def step_bytes(arch: ArchConfig, page_size: int) -> float:
     """Return XLA's count for a decode step of R rows; it leaves out what the native kernels read and write."""
-    schedule = ScheduleConfig(R, 64, 4096, page_size, 160, windows=arch.kv_windows)
+    schedule = ScheduleConfig(R, 64, 4096, page_size, 160, windows=arch.kv_layout.windows)
     layout = BatchLayout.from_config(schedule, R)
     state = abstract_state(arch, schedule, kv_dtype=jnp.float32, backend="native")
     blob = jax.ShapeDtypeStruct((layout.blob.size,), jnp.int32)
@@ -43,7 +43,7 @@ def test_a_step_copies_no_page_tables() -> None:
     """Two KV groups, whose rows of the page table are looked up in place: four times as many pages cost nothing."""
     windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
     arch = registry.from_hf_config(hf_dict("qwen2", num_hidden_layers=2, **windows))
-    assert len(arch.kv_windows) == 2
+    assert len(arch.kv_layout.windows) == 2
     counts_update = jax.__version_info__ >= (0, 11)
     update = update_bytes(4096 // 16) - update_bytes(4096 // 64) if counts_update else 0
     assert step_bytes(arch, 16) - step_bytes(arch, 64) == update

@@ -99,7 +99,7 @@ def lowering_of(
     is_native = linear == "auto" and packed.unsupported(weight_format(quantization), matrix_dtype) is None
     params = abstract_params(arch, own_dtype, quantization, matrix_dtype=matrix_dtype, native=is_native)
     drafts = NUM_DRAFTS if new_proposer else 0
-    schedule = dataclasses.replace(SCHEDULE, windows=arch.kv_windows, max_drafts=drafts, has_split_steps=True)
+    schedule = dataclasses.replace(SCHEDULE, windows=arch.kv_layout.windows, max_drafts=drafts, has_split_steps=True)
     if arch.state is not None:
         schedule = dataclasses.replace(schedule, num_snapshots=1)
     proposer, draft = new_proposer(arch, schedule, dtype) if new_proposer else (None, {})

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.models.arch import ArchConfig, RopeConfig
-from jaxserve.models.kv_places import MAX_KV_GROUPS
+from jaxserve.layers.kv_forms import HeadVectors
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.kv_layout import MAX_KV_GROUPS
+from jaxserve.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from jaxserve.scheduling.kv_cache.groups import KVGroups
 from jaxserve.tools.planner.models import read_model
 
@@ -17,9 +19,8 @@ WINDOWS = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=4)
 
 
 def arch_of(*windows: int | None) -> ArchConfig:
-    sizes = {"vocab_size": 8, "hidden_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "ffn_size": 8}
-    rest = {"max_position": 64, "norm_eps": 1e-6, "ropes": (RopeConfig(theta=1e4),) * len(windows)}
-    return ArchConfig("Fake", num_layers=len(windows), windows=windows, **sizes, **rest)
+    layers = (LayerSpec(AttentionSpec(1, HeadVectors(1, 8), window=window), MlpSpec(8)) for window in windows)
+    return ArchConfig("Fake", vocab_size=8, hidden_size=8, layers=tuple(layers), max_position=64, norm_eps=1e-6)
 
 
 @given(page_size=PAGE_SIZES, windows=WINDOWS, num_tokens=st.integers(1, 300))
@@ -62,7 +63,7 @@ def test_layers_of_one_window_share_groups(
     windows: tuple[int | None, ...], group_windows: tuple[int | None, ...], group_layers: int
 ) -> None:
     arch = arch_of(*windows)
-    assert (arch.kv_windows, arch.kv_group_layers) == (group_windows, group_layers)
+    assert (arch.kv_layout.windows, arch.kv_layout.num_pool_layers) == (group_windows, group_layers)
 
 
 @pytest.mark.parametrize(
@@ -78,33 +79,34 @@ def test_windows_save_this_share_of_a_long_sequence(
     windows: tuple[int | None, ...], num_pages: int, share: float
 ) -> None:
     arch, num_tokens, page_size = arch_of(*windows), 32768, 16
-    assert KVGroups(page_size, arch.kv_windows).num_pages(num_tokens) == num_pages
+    assert KVGroups(page_size, arch.kv_layout.windows).num_pages(num_tokens) == num_pages
     # A page has room for the layers of a group; without groups a sequence would hold all layers of all its tokens.
-    held = num_pages * page_size * arch.kv_group_layers
+    held = num_pages * page_size * arch.kv_layout.num_pool_layers
     assert held / (num_tokens * arch.num_layers) == pytest.approx(share, rel=0.04)
 
 
 @given(windows=st.lists(st.sampled_from([None, 4, 8]), min_size=1, max_size=12), times=st.integers(1, 3))
-def test_every_layer_has_a_place_of_its_own(windows: list[int | None], times: int) -> None:
+def test_no_two_layers_have_the_same_position(windows: list[int | None], times: int) -> None:
     arch = arch_of(*windows * times)
-    places, period = arch.kv_places, arch.period
-    assert max(Counter(places).values()) == 1
-    assert all(arch.kv_windows[place.group] == window for place, window in zip(places, arch.windows, strict=True))
+    layers, period = arch.kv_layout.layers, arch.period
+    assert max(Counter(layers).values()) == 1
+    assert all(arch.kv_layout.windows[kept.group] == window for kept, window in zip(layers, arch.windows, strict=True))
     for number in range(period if 2 * period <= arch.num_layers else 0):  # scanned: the group is static, steps are even
-        alike = places[number::period]
-        assert len({place.group for place in alike}) == 1
-        assert len({b.layer - a.layer for a, b in pairwise(alike)}) <= 1
+        alike = layers[number::period]
+        assert len({kept.group for kept in alike}) == 1
+        assert len({b.position - a.position for a, b in pairwise(alike)}) <= 1
     if 2 * period > arch.num_layers:
-        assert len(arch.kv_windows) <= MAX_KV_GROUPS + 2
+        assert len(arch.kv_layout.windows) <= MAX_KV_GROUPS + 2
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8, 16])
 def test_pages_of_two_head_sizes_are_full_on_every_device(num_devices: int) -> None:
     """A layer's share of a page is another one where several devices have a copy of each of the fewer heads."""
-    arch = read_model("gemma-4-31b")[1].over(num_devices)
+    arch = read_model("gemma-4-31b")[1].divided(num_devices)
     local = arch.local(num_devices)
-    assert (arch.kv_places, arch.period) == (local.kv_places, local.period)
+    positions = [[(kept.group, kept.position) for kept in each.kv_layout.layers] for each in (arch, local)]
+    assert (positions[0], arch.period) == (positions[1], local.period)
     assert arch.num_layers % arch.period == 0
-    sizes = [local.layer_heads(layer).token_size for layer in range(arch.num_layers)]
-    pool = len(local.kv_windows) * local.kv_group_layers * max(sizes)
-    assert pool == sum(sizes) == local.num_layers_read * max(sizes)
+    sizes = [attention.kv.token_size for attention in local.attention_layers]
+    pool = len(local.kv_layout.windows) * local.kv_layout.num_pool_layers * max(sizes)
+    assert pool == sum(sizes) == local.kv_layout.num_layers_read * max(sizes)

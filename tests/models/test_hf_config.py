@@ -1,5 +1,6 @@
 """Reading config.json: what is odd but valid reads as in transformers, everything else is refused by name."""
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.models import registry
-from jaxserve.models.layer_facts import LatentAttention
+from jaxserve.models.layer_spec import MlaSizes
 from tests.checkpoints import CONFIGS, DELTA, FAMILIES, LONGROPE, PARTIAL, ROPES, hf_dict, renamed
 
 YARN, LLAMA3 = ROPES["yarn"], ROPES["llama3"]
@@ -191,7 +192,7 @@ def test_windows_that_hold_every_sequence_need_no_groups_of_their_own(family):
     [window] = {window for window in arch.windows if window is not None}
     assert arch.within(window + 1) == arch
     assert arch.within(window).windows == (None, None)
-    assert arch.within(window).kv_windows == (None,)
+    assert arch.within(window).kv_layout.windows == (None,)
 
 
 def without(options, name):
@@ -224,14 +225,14 @@ def test_head_dim_must_follow_from_the_sizes():
     config = {**hf_dict("llama"), "hidden_size": 66, "num_attention_heads": 4, "num_key_value_heads": 2}
     with pytest.raises(ConfigError, match="hidden_size must be a multiple of num_attention_heads"):
         registry.from_hf_config({**config, "head_dim": None})
-    assert registry.from_hf_config({**config, "head_dim": 16}).head_dim == 16
+    assert registry.from_hf_config({**config, "head_dim": 16}).attention.head_dim == 16
 
 
 @pytest.mark.parametrize(
     ("family", "change", "field", "value"),
     [
-        ("llama", {"num_key_value_heads": None, "num_attention_heads": 4}, "num_kv_heads", 4),
-        ("llama", {"head_dim": None, "hidden_size": 96, "num_attention_heads": 4}, "head_dim", 24),
+        ("llama", {"num_key_value_heads": None, "num_attention_heads": 4}, "attention.num_kv_heads", 4),
+        ("llama", {"head_dim": None, "hidden_size": 96, "num_attention_heads": 4}, "attention.head_dim", 24),
         ("llama", {"rope_parameters": None, "rope_scaling": None}, "max_position", 512),
         ("llama", {"eos_token_id": None}, "eos_ids", frozenset()),
         ("llama", {"eos_token_id": [3, 5, 3]}, "eos_ids", {3, 5}),
@@ -248,11 +249,11 @@ def test_head_dim_must_follow_from_the_sizes():
             "max_position",
             512,
         ),
-        ("gpt2", {"n_inner": None}, "ffn_size", 256),
+        ("gpt2", {"n_inner": None}, "mlp.ffn_size", 256),
         ("gpt2", {"activation_function": "gelu_pytorch_tanh"}, "max_position", 512),
-        ("gpt2", {"reorder_and_upcast_attn": True}, "query_scale", None),
-        ("gpt2", {"scale_attn_weights": False}, "query_scale", 1.0),
-        ("gpt_neo", {"intermediate_size": None}, "ffn_size", 256),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "attention.scale", None),
+        ("gpt2", {"scale_attn_weights": False}, "attention.scale", 1.0),
+        ("gpt_neo", {"intermediate_size": None}, "mlp.ffn_size", 256),
         (
             "gpt_neo",
             {"attention_types": [[["global"], 1], [["local"], 1]], "attention_layers": None},
@@ -262,16 +263,17 @@ def test_head_dim_must_follow_from_the_sizes():
         ("mixtral", {"sliding_window": None}, "windows", (None, None)),
         ("qwen3_moe", {"mlp_only_layers": None}, "num_layers", 2),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "windows", (5, 5)),
-        ("qwen3_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 1}, "dense_layers", {1}),
+        ("qwen3_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 1}, "num_moe_layers", 1),
         ("cohere", {"model_max_length": 4096}, "max_position", 4096),
         ("cohere2", {"model_max_length": None}, "max_position", 512),
         ("cohere2", {"model_max_length": 100}, "max_position", 100),
-        ("deepseek_v2", {"rope_interleave": False}, "latent", LatentAttention(24, 12, 10, 20, interleaved=True)),
+        ("deepseek_v2", {"rope_interleave": False}, "attention.mla", MlaSizes(12, 10, 20, interleaved=True)),
         ("olmoe", {"norm_topk_prob": True}, "experts", Experts(7, 2, 96, normalized=True)),
     ],
 )
 def test_odd_values_read(family, change, field, value):
-    assert getattr(registry.from_hf_config({**hf_dict(family), **change}), field) == value
+    arch = registry.from_hf_config({**hf_dict(family), **change})
+    assert attrgetter(field)(arch.layers[0] if field.startswith("mlp") else arch) == value
 
 
 ABSENT = [

@@ -144,5 +144,9 @@ def test_text_parts_leave_out_defaults() -> None:
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {**text, "rope_scaling": rope}}
     arch, full = registry.from_hf_config(config), transformers.Gemma3TextConfig(**text)
-    assert (arch.vocab_size, arch.num_heads, arch.num_kv_heads) == (full.vocab_size, full.num_attention_heads, 4)
-    assert (arch.head_dim, arch.norm_eps, arch.windows[0]) == (full.head_dim, full.rms_norm_eps, 1024)
+    assert (arch.vocab_size, arch.attention.num_heads, arch.attention.num_kv_heads) == (
+        full.vocab_size,
+        full.num_attention_heads,
+        4,
+    )
+    assert (arch.attention.head_dim, arch.norm_eps, arch.windows[0]) == (full.head_dim, full.rms_norm_eps, 1024)

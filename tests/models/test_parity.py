@@ -166,7 +166,7 @@ def test_scanned_layers_match_unrolled(tmp_path, family):
     assert decoder.can_scan(arch)
     np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-5)
     # The count has met every layer once, with its number in its KV group.
-    assert scanned_count == unrolled_count == 10 + sum(place.layer for place in arch.kv_places)
+    assert scanned_count == unrolled_count == 10 + sum(kept.position for kept in arch.kv_layout.layers)
 
 
 def test_scanned_layers_of_quantised_matrices_match_unrolled(tmp_path):

@@ -91,8 +91,10 @@ def test_within_a_tenth_of_what_xla_counts(family: str, num_tokens: int, num_row
     # With one expert, as XLA:CPU computes a ragged product for every expert and all rows.
     experts = {"num_experts": 1, "num_experts_per_tok": 1, **ONE_GROUP.get(family, {})} if family in MIXTURES else {}
     arch = registry.from_hf_config(hf_dict(family, **{**SIZES, **OWN_SIZES.get(family, {})}, **experts))
-    scores = num_tokens * num_tokens * len(arch.attended_windows)
-    of_states = num_tokens * arch.num_states * arch.state.token_flops if arch.state else 0  # computed in loops
+    scores = num_tokens * num_tokens * len(arch.attention_layers)
+    of_states = (
+        num_tokens * (arch.num_layers - len(arch.attention_layers)) * arch.state.token_flops if arch.state else 0
+    )  # computed in loops
     assert registry.flop_counts(arch).step(num_tokens, num_rows, scores) - of_states == pytest.approx(
         compiled_flops(arch, num_tokens, num_rows), rel=0.1
     )
@@ -106,9 +108,13 @@ def test_steps_read_tables_by_rows_and_all_else_whole(family: str) -> None:
     whole = sum(array.nbytes for array in jax.tree.leaves(params))
     embeddings, positions = 4 * arch.vocab_size * arch.hidden_size, 4 * arch.max_position * arch.hidden_size
     has_positions = "position_embed" in params
-    inputs = 4 * arch.num_layers * arch.layer_inputs.size if arch.layer_inputs else 0  # of all layers, for a token
+    inputs = (
+        4 * arch.num_layers * arch.per_layer_embeddings.size if arch.per_layer_embeddings else 0
+    )  # of all layers, for a token
     assert lookup_bytes(params, specs, device_bytes) == 4 * arch.hidden_size * (1 + has_positions) + inputs
-    tables = has_positions * positions + (arch.layer_inputs.vocab_size * inputs if arch.layer_inputs else 0)
+    tables = has_positions * positions + (
+        arch.per_layer_embeddings.vocab_size * inputs if arch.per_layer_embeddings else 0
+    )
     assert step_bytes(params) == whole - tables - (not arch.tied_embeddings) * embeddings
 
 
@@ -119,13 +125,13 @@ def test_steps_read_and_multiply_with_the_experts_of_their_tokens(family: str) -
     assert arch.experts is not None
     specs = registry.param_specs(arch)
     params = zeros_of(specs)
-    num_sparse = arch.num_layers - len(arch.dense_layers)
+    num_sparse = arch.num_moe_layers
     expert = num_sparse * 3 * arch.hidden_size * arch.experts.ffn_size  # elements of one in all layers
     has_biases = "experts_down_bias" in params["layers"][-1]
     biases = num_sparse * (2 * arch.experts.ffn_size + arch.hidden_size) * has_biases
     row = arch.hidden_size * 4
     trees = [params]
-    if not arch.dense_layers:
+    if num_sparse == arch.num_layers:
         trees.append(stack_layers(dict(params, layers=[dict(layer) for layer in params["layers"]]), arch.period))
     for tree in trees:
         reads = WeightReads.of(tree, specs, device_bytes)

@@ -33,7 +33,7 @@ def test_tokens_take_what_their_layers_store(model: str, target: str, token_elem
     """Bytes of a token in bfloat16: heads of one or two sizes, latents, states; the scheduler knows of windows."""
     arch, executor = modelled(model, target)
     assert executor.costs.kv_token_bytes == 2 * token_elements
-    assert executor.schedule.windows == arch.kv_windows
+    assert executor.schedule.windows == arch.kv_layout.windows
     assert (executor.schedule.num_snapshots is None) == (arch.state is None)
     (long_steps, long_s), (short_steps, short_s) = serve(arch, executor, [5000, 100], num_output=2)
     assert 1 <= short_steps <= long_steps

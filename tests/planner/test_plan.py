@@ -171,8 +171,13 @@ def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
     assert memory.missing == memory.weights + memory.slots + memory.request - 8 * 10**9 > 10**9
     num_params = PARAMS[name] * 1e6
     _, arch = read_model(name)
-    if (latent := arch.latent) is not None:  # packed once for queries of latents, once to expand these
-        num_params += len(arch.attended_windows) * latent.rank * arch.num_heads * (latent.nope_dim + latent.value_dim)
+    if (latent := arch.attention.mla) is not None:  # packed once for queries of latents, once to expand these
+        num_params += (
+            len(arch.attention_layers)
+            * arch.attention.kv.rank
+            * arch.attention.num_heads
+            * (latent.nope_dim + latent.value_dim)
+        )
     assert memory.weights == pytest.approx(2 * num_params, rel=0.001)
     told = build_report(small)
     assert (told["fits"], told["missing_bytes_per_chip"], told["limit_bytes_per_chip"]) == (False, memory.missing, 8e9)
@@ -231,7 +236,7 @@ def test_what_is_missing_is_no_more_than_it_lacks(
 def is_split_by_heads(name: str, target: Target) -> bool:
     """Return whether a model has keys and values of heads, and a target divides its heads."""
     _, arch = read_model(name)
-    return arch.latent is None and arch.num_heads % target.num_devices == 0
+    return arch.attention.mla is None and arch.attention.num_heads % target.num_devices == 0
 
 
 @pytest.mark.parametrize(
@@ -253,21 +258,21 @@ def test_each_chip_has_its_share(name: str, target: Target) -> None:
     length = min(8192, arch.max_position)
     plan = plan_of(name, target, max_model_len=length)
     memory, num_chips = plan.memory, target.num_chips
-    copies = max(1, target.num_devices // arch.num_kv_heads)  # copies of each KV head
-    num_layers = len(arch.attended_windows)
-    kv_size = num_layers * 2 * arch.num_kv_heads * arch.head_dim
+    copies = max(1, target.num_devices // arch.attention.num_kv_heads)  # copies of each KV head
+    num_layers = len(arch.attention_layers)
+    kv_size = num_layers * 2 * arch.attention.num_kv_heads * arch.attention.head_dim
     num_params = registry.num_params(arch) + (copies - 1) * kv_size * arch.hidden_size
     whole = [spec for spec in registry.param_specs(arch) if spec.exact and spec.split_dimension is None]
     routers = sum(math.prod(spec.shape) for spec in whole)
     num_params += (target.num_devices - 1) * routers  # every device has all of them
     assert memory.weights == pytest.approx(2 * num_params / num_chips, rel=0.001)
     kv_token_bytes = copies * kv_size * 2
-    group_token_bytes = kv_token_bytes * arch.kv_group_layers // num_layers
+    group_token_bytes = kv_token_bytes * arch.kv_layout.num_pool_layers // num_layers
     assert memory.page == group_token_bytes * plan.schedule.page_size // num_chips
     assert memory.request == memory.page * plan.schedule.kv_groups.num_pages(length)
-    if len(arch.kv_windows) == 1:
+    if len(arch.kv_layout.windows) == 1:
         assert memory.request == kv_token_bytes * length // num_chips
-    layer_token_bytes = 4 * arch.local(target.num_devices).num_kv_heads * arch.head_dim
+    layer_token_bytes = 4 * arch.local(target.num_devices).attention.num_kv_heads * arch.attention.head_dim
     assert plan.schedule.page_size == (16 if target in GPUS else min(128, 128 * 1024 // layer_token_bytes))
     assert plan.num_requests == plan.kv_tokens // length
     assert plan.fits == (memory.missing == 0) == (plan.num_requests > 0)

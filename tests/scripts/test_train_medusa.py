@@ -123,7 +123,7 @@ def test_steps_of_a_layer_are_those_of_drafting(tmp_path: Path) -> None:
     params, arch = load_model(tmp_path / "model")
     torch.manual_seed(0)
     head = draft_layers.write_eagle3(tmp_path / "head", model, (1, 3))
-    layer = Eagle3Layer(arch, (1, 3), ffn_size=arch.ffn_size, num_steps=3)
+    layer = Eagle3Layer(arch, (1, 3), ffn_size=arch.layers[0].mlp.ffn_size, num_steps=3)
     stored = load_file(tmp_path / "head" / "model.safetensors")
     tensors = {name: jnp.asarray(stored[layer.published(name)]) for name in jax.eval_shape(partial(layer.init, 0))}
     predict = jax.jit(partial(layer.predict, tensors, params))

@@ -79,17 +79,17 @@ def test_pages_are_as_many_as_fit_on_the_fullest_device(monkeypatch: pytest.Monk
 def test_experts_that_cannot_be_divided_or_counted() -> None:
     arch = registry.from_hf_config(hf_dict("olmoe", num_experts=6, intermediate_size=6, num_attention_heads=8))
     with pytest.raises(ConfigError, match=r"expert_parallel_size must divide the number of experts, got 4 and 6"):
-        arch.with_expert_shards(4)
+        arch.divided(4, 4)
     with pytest.raises(ConfigError, match=r"expert_parallel_size must be 1, as LlamaForCausalLM has no experts, got 2"):
-        registry.from_hf_config(hf_dict("llama")).with_expert_shards(2)
+        registry.from_hf_config(hf_dict("llama")).divided(2, 2)
     with pytest.raises(ConfigError, match=r"must divide intermediate_size of an expert x expert_parallel_size, got 8"):
-        arch.with_expert_shards(2).local(8)
+        arch.divided(8, 2).local(8)
     with pytest.raises(ConfigError, match="count_expert_tokens must be False, as LlamaForCausalLM has no experts"):
         check_sizes(EngineConfig(count_expert_tokens=True), registry.from_hf_config(hf_dict("llama")))
-    local = arch.with_expert_shards(2).local(4).experts
+    local = arch.divided(4, 2).local(4).experts
     assert local is not None
     assert (local.ffn_size, local.num_held, local.most_read(1), local.most_read(9)) == (3, 3, 2, 3)
-    flops = [registry.flop_counts(arch.with_expert_shards(n).local(2)).per_token for n in (1, 2)]
+    flops = [registry.flop_counts(arch.divided(2, n).local(2)).per_token for n in (1, 2)]
     assert flops[0] == flops[1], "on average over the devices"
 
 
@@ -106,7 +106,7 @@ def test_rows_that_cannot_be_divided() -> None:
     few = EngineConfig(**split, max_num_batched_tokens=16, max_num_seqs=32)
     with pytest.raises(ConfigError, match="got 16 and 32"):
         resolve_schedule(few, max_position=64, platform="cpu", page_size=16, num_pages=10)
-    with pytest.raises(ConfigError, match="must be False for Qwen3NextForCausalLM, as rows of layers with a state"):
+    with pytest.raises(ConfigError, match="must be False for Qwen3NextForCausalLM, as rows of recurrent layers"):
         registry.from_hf_config(hf_dict("qwen3_next", num_experts=6)).divided(4, 2, 2)
     arch = registry.from_hf_config(hf_dict("olmoe", num_experts=6, intermediate_size=6, num_attention_heads=8))
     with pytest.raises(ConfigError, match=r"_size / expert_parallel_size must divide num_attention_heads, got 3 and 8"):

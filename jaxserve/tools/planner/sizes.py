@@ -154,7 +154,7 @@ class Sizes:
             platform=target.platform,
             page_size=choose_page_size(config, local, kv_dtype, backend),
             num_pages=1,
-            windows=arch.kv_windows,
+            windows=arch.kv_layout.windows,
             has_states=arch.state is not None,
         )
         matrices = matrix_dtype(config, arch, on_cpu=sheet is None)
@@ -186,7 +186,9 @@ class Sizes:
             link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
             num_chips=target.num_chips,
             weight_reads=WeightReads.of(self.params, registry.param_specs(local), tree_bytes),
-            kv_token_bytes=int(self.memory.page * local.num_layers_read // (pool.page_size * local.kv_group_layers)),
+            kv_token_bytes=int(
+                self.memory.page * local.kv_layout.num_layers_read // (pool.page_size * local.kv_layout.num_pool_layers)
+            ),
             state_bytes=state_bytes(local),
             collectives=collectives,
             collective_tokens=collective_tokens,

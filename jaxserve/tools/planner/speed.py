@@ -61,8 +61,9 @@ class Roofline:
         """
         num_shards = self.schedule.num_data_shards
         bucket = min(size for size in self.schedule.buckets() if size >= num_shards * sum(counts[::num_shards]))
-        attention = attention_cost(np.array(starts), np.array(counts), self.arch.attended_windows)
-        num_shares = len(self.arch.attended_windows) * num_shards
+        windows = [layer.window for layer in self.arch.attention_layers]
+        attention = attention_cost(np.array(starts), np.array(counts), windows)
+        num_shares = len(self.arch.attention_layers) * num_shards
         kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // num_shares
         num_bytes = self.weight_reads.step(bucket, sum(counts)) + kv_bytes + 2 * len(counts) * self.state_bytes
         flops = flop_counts(self.arch).step(bucket, self.schedule.num_rows(bucket), attention.num_scores)

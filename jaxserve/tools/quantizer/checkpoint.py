@@ -116,7 +116,8 @@ def quantize_checkpoint(
             f"the model must have no experts, whose matrices are not quantised yet, got {arch.architecture}; "
             f'quantise it while it is loaded with quantization="int8"'
         )
-    if arch.global_attention is not None:
+    attentions = {(layer.kv, layer.k_eq_v, layer.kv_source) for layer in arch.attention_layers}
+    if len(attentions) > 1 or arch.per_layer_embeddings is not None:
         raise ConfigError(
             f"the model must have attention of one kind of heads, as layers are quantised one by one, got "
             f'{arch.architecture}; quantise it while it is loaded with quantization="int8"'

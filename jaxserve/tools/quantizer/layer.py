@@ -40,8 +40,7 @@ def empty_stats(p: Params, names: Sequence[str]) -> Stats:
 
 def _kind(arch: ArchConfig, layer: int) -> int:
     """Return the first layer that is like this one: layers that are alike share a program."""
-    facts = [(arch.attention(i), arch.ropes[i]) for i in range(layer + 1)]
-    return facts.index(facts[layer])
+    return arch.layers.index(arch.layers[layer])
 
 
 @partial(jax.jit, static_argnames=("arch", "kind"), donate_argnames="stats")
@@ -57,7 +56,7 @@ def _run(p: Params, x: Array, stats: Stats, *, arch: ArchConfig, kind: int) -> t
 def _apply(p: Params, x: Array, stats: Stats, arch: ArchConfig, kind: int) -> tuple[Array, Stats]:
     B, S, D = x.shape
     tokens = TokenContext(jnp.tile(jnp.arange(S), B), _SequenceAttention(S))
-    rotated = rotation(tokens.position, arch.ropes[kind], arch.head_dim)
+    rotated = rotation(tokens.position, arch.ropes[kind], arch.attention.head_dim)
     stats = dict(stats)
 
     def observe(name: str, inputs: Array) -> None:

@@ -85,7 +85,7 @@ def test_rows_go_on_through_preemption_and_prefixes_are_found_where_they_are(pai
     has_several = engine.stats.num_steps > engine.stats.num_dispatches
     assert has_several == (engine.config.max_steps > 1)
     scheduler = engine.replicas[0].scheduler
-    num_mixtures = engine.arch.num_layers - len(engine.arch.dense_layers)
+    num_mixtures = engine.arch.num_moe_layers
     num_computed = (engine.stats.num_tokens - num_tokens) * num_mixtures
     assert expert_tokens(engine) - num_counted == num_computed * engine.arch.experts.per_token, "none of padding"
     engine.reset_prefix_cache()
@@ -103,7 +103,7 @@ def test_the_pool_has_as_many_times_the_pages_and_is_never_exchanged(pair: Pair)
     assert divided.occupancy.num_pages == count * alone.occupancy.num_pages
     [own, whole] = (engine.replicas[0].executor.state.kv_pages for engine in (divided, alone))
     num_holders = runner.programs.lowering.num_devices // count
-    is_latent = divided.arch.latent is not None
+    is_latent = divided.arch.attention.mla is not None
     for leaf, pool in zip(jax.tree.leaves(own), jax.tree.leaves(whole), strict=True):
         local = leaf.sharding.shard_shape(leaf.shape)
         assert (local[1], np.prod(local) * (1 if is_latent else num_holders)) == (pool.shape[1], pool.size)
@@ -114,7 +114,7 @@ def test_the_pool_has_as_many_times_the_pages_and_is_never_exchanged(pair: Pair)
     assert not any(sizes in result for sizes in pools for result in exchanged)
     assert compiled.memory_analysis().alias_size_in_bytes >= own.nbytes // runner.programs.lowering.num_devices
     counts = {each.kind: each.count for each in collectives("\n".join(re.findall(".*jit.block.*", program)))}
-    num_mixtures = divided.arch.num_layers - len(divided.arch.dense_layers)
+    num_mixtures = divided.arch.num_moe_layers
     assert counts.pop("all-gather") == counts.pop("reduce-scatter") == num_mixtures
     assert counts == {"all-reduce": 2 * divided.arch.num_layers}
 

@@ -44,7 +44,7 @@ FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_os
 
 def load(path: Path, num_shards: int, **form: Any) -> tuple[ArchConfig, list[Any], Any]:
     """Return the model, its specs and its parameters on four devices."""
-    arch = registry.from_hf_config(weights.read_config(path)).with_expert_shards(num_shards)
+    arch = registry.from_hf_config(weights.read_config(path)).divided(DEVICES, num_shards)
     mesh, specs = tensor_mesh(DEVICES, num_expert_shards=num_shards), registry.param_specs(arch)
     assert mesh is not None
     shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__

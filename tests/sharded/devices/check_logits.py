@@ -47,7 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 def split_logits(path: Path, token_ids: np.ndarray, n: int, *, packed: bool = PACKED, stacked: bool = False) -> Any:
     """Return logits [T, V] of one sequence over n devices."""
-    arch, mesh = registry.from_hf_config(weights.read_config(path)).over(n), tensor_mesh(n)
+    arch, mesh = registry.from_hf_config(weights.read_config(path)).divided(n), tensor_mesh(n)
     assert mesh is not None
     specs = registry.param_specs(arch)
     shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__

@@ -92,9 +92,12 @@ def rows_of(arch: ArchConfig, spec: ParamSpec, index: int, n: int) -> np.ndarray
     name, N = spec.path[-1], spec.shape[0]
     rows = np.arange(N)
     if name in ("qkv_proj", "qkv_bias"):
-        Q, K = arch.num_heads, arch.num_kv_heads
+        Q, K = arch.attention.num_heads, arch.attention.num_kv_heads
         own = np.arange(Q).reshape(n, -1)[index]
-        kv = [own[j * len(own) // arch.local(n).num_kv_heads] // (Q // K) for j in range(arch.local(n).num_kv_heads)]
+        kv = [
+            own[j * len(own) // arch.local(n).attention.num_kv_heads] // (Q // K)
+            for j in range(arch.local(n).attention.num_kv_heads)
+        ]
         heads = np.concatenate([own, Q + np.array(kv), Q + K + np.array(kv)])
         return rows.reshape(Q + 2 * K, -1)[heads].reshape(-1)
     if name in ("gate_up_proj", "gate_up_bias"):

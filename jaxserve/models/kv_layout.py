@@ -1,0 +1,194 @@
+"""KVLayout: the KV groups of layers, whose pages they share, and the position of each layer in its group."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, partial
+from itertools import accumulate
+from typing import NamedTuple
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents, MixedHeads, PartOfPages
+from jaxserve.models.layer_spec import LayerSpec, local_kv
+
+MAX_KV_GROUPS = 8  # maximum number of groups if the layers do not repeat
+NO_GROUP = -1  # group of layers that keep no keys and values: recurrent ones, and cross attention
+
+
+class _Kind(NamedTuple):
+    """Properties that all layers of a KV group share.
+
+    Attributes:
+        window: sliding window in tokens, None for full attention.
+        kv: what a token keeps in such a layer.
+        num_parts: number of such layers that fill one layer of the pool.
+    """
+
+    window: int | None
+    kv: HeadVectors | Latents
+    num_parts: int
+
+
+class LayerKV(NamedTuple):
+    """Keys and values of a layer in the pool.
+
+    Attributes:
+        group: KV group of the layer, or NO_GROUP.
+        position: position of the layer in the group, or among the recurrent layers.
+        kind: what all layers of the group share; None without a group.
+    """
+
+    group: int
+    position: int
+    kind: _Kind | None
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Layout of the KV pool.
+
+    Attributes:
+        layers: keys and values of each layer; those of an earlier layer if it reads these.
+        pool: layout of a token in the pool, of the larger heads if layers differ.
+    """
+
+    layers: tuple[LayerKV, ...]
+    pool: KVForm
+
+    def form(self, layer: int) -> KVForm:
+        """Return the layout of a layer's tokens in the pool."""
+        kind = self.layers[layer].kind
+        return self.pool if kind is None else self._form(kind)
+
+    def _form(self, kind: _Kind) -> KVForm:
+        if not isinstance(self.pool, MixedHeads) or kind.kv != self.pool.smaller:
+            return kind.kv
+        return PartOfPages(self.pool.smaller.num_kv_heads, self.pool.smaller.head_dim, kind.num_parts)
+
+    @cached_property
+    def _groups(self) -> list[_Kind]:
+        kinds = {layer.group: layer.kind for layer in self.layers if layer.kind is not None}
+        return [kinds[group] for group in sorted(kinds)]
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each group; None for full attention."""
+        return tuple(kind.window for kind in self._groups)
+
+    @property
+    def forms(self) -> tuple[KVForm, ...]:
+        """Layout of the tokens of each group."""
+        return tuple(map(self._form, self._groups))
+
+    @property
+    def num_pool_layers(self) -> int:
+        """Layers that each page of the pool has, enough for the largest group."""
+        return 1 + max(layer.position // layer.kind.num_parts for layer in self.layers if layer.kind is not None)
+
+    @property
+    def num_layers_read(self) -> Fraction:
+        """Layers whose keys and values a token reads, counted in layers of the pool."""
+        kinds = (layer.kind for layer in self.layers if layer.kind is not None)
+        return sum((Fraction(1, kind.num_parts) for kind in kinds), Fraction(0))
+
+
+def lay_out(
+    layers: Sequence[LayerSpec], *, num_devices: int, period: int | None, has_one_group: bool = False
+) -> KVLayout:
+    """Return the layout of the pool of each device.
+
+    Args:
+        layers: specs of the layers.
+        num_devices: devices that divide the heads of these layers.
+        period: number of layers after which they repeat; None if they do not.
+        has_one_group: True if all layers share one group, whatever their windows.
+    """
+    kinds = _kinds(layers, num_devices)
+    smaller, *others = sorted(
+        {kind.kv: None for kind in kinds if kind is not None}, key=partial(_token_size, num_devices=1)
+    )
+    pool: KVForm = smaller
+    if others:
+        [larger] = others
+        assert isinstance(larger, HeadVectors), "no model has both MLA and KV heads"
+        assert isinstance(smaller, HeadVectors), "no model has both MLA and KV heads"
+        pool = MixedHeads(larger.num_kv_heads, larger.head_dim, smaller)
+    sources = [_source(layers, layer) for layer in range(len(layers))]
+    if has_one_group:
+        assert None not in kinds, "only draft models have one group, and these have attention in all layers"
+        own = [LayerKV(0, layer * kind.num_parts, kind) for layer, kind in enumerate(kinds) if kind is not None]
+    else:
+        num_own = next((layer for layer, source in enumerate(sources) if source < layer), len(layers))
+        num_recurrent = [*accumulate((layer.state is not None for layer in layers), initial=0)]
+        own = _group(kinds[:num_own], period, num_recurrent)
+    return KVLayout(tuple(own[source] for source in sources), pool)
+
+
+def _group(kinds: Sequence[_Kind | None], period: int | None, num_recurrent: Sequence[int]) -> list[LayerKV]:
+    """Assign each layer a KV group and a position in it; groups take equal space per page in every period.
+
+    If the layers do not repeat, a group has as many layers as the rarest kind, or more if there would be more than
+    MAX_KV_GROUPS groups; the last group of a kind may have fewer.
+
+    Args:
+        kinds: kind of each layer.
+        period: see `lay_out`.
+        num_recurrent: recurrent layers before each layer.
+    """
+    counts = Counter(kind for kind in kinds[:period] if kind is not None)
+    pool_layers = {kind: -(-count // kind.num_parts) for kind, count in counts.items()}
+    group_size = math.gcd(*pool_layers.values())
+    if period is None:
+        group_size = max(min(pool_layers.values()), -(-sum(pool_layers.values()) // MAX_KV_GROUPS))
+        period = len(kinds)
+    num_groups = (-(-count // group_size) for count in pool_layers.values())
+    first_groups = dict(zip(pool_layers, accumulate(num_groups, initial=0), strict=False))
+    grouped: list[LayerKV] = []
+    for layer, kind in enumerate(kinds):
+        if kind is None:
+            grouped.append(LayerKV(NO_GROUP, num_recurrent[layer], None))
+            continue
+        start, num_layers = layer // period * period, group_size * kind.num_parts
+        group, index = divmod(kinds[start:layer].count(kind), num_layers)
+        grouped.append(LayerKV(first_groups[kind] + group, start // period * num_layers + index, kind))
+    return grouped
+
+
+def _source(layers: Sequence[LayerSpec], layer: int) -> int:
+    """Return the layer whose keys and values a layer reads."""
+    source = None if layers[layer].state else layers[layer].attention.kv_source
+    return layer if source is None or source < 0 else source
+
+
+def _kinds(layers: Iterable[LayerSpec], num_devices: int) -> list[_Kind | None]:
+    """Return the kind of each layer; None for layers without a group."""
+    mixers = [layer.attention if layer.keeps_tokens else None for layer in layers]
+    sizes = {mixer.kv: _token_size(mixer.kv, num_devices) for mixer in mixers if mixer is not None}
+    largest = max(sizes.values())
+    return [_Kind(mixer.window, mixer.kv, largest // sizes[mixer.kv]) if mixer else None for mixer in mixers]
+
+
+def _token_size(kv: HeadVectors | Latents, num_devices: int) -> int:
+    """Return the elements of a token in a layer on a device; 1 for MLA, whose layers are alike."""
+    local = local_kv(kv, num_devices)
+    return local.token_size if isinstance(local, HeadVectors) else 1
+
+
+def check_sizes(layers: Iterable[LayerSpec], num_devices: int) -> None:
+    """Raise a ConfigError if layers differ in their KV heads so that one kind cannot fill the other's pages."""
+    kinds = dict.fromkeys(layer.attention.kv for layer in layers if layer.keeps_tokens)
+    sizes = [_token_size(kv, num_devices) for kv in kinds]
+    if max(sizes) % min(sizes):
+        raise ConfigError(
+            f"num_key_value_heads * head_dim must be a multiple or a divisor of the same of global layers, so that "
+            f"their pages have equal bytes, got {sizes[0] // 2} and {sizes[1] // 2} on a device"
+        )
+
+
+def filled_period(layers: Sequence[LayerSpec], period: int, num_devices: int) -> int:
+    """Return the smallest multiple of a period whose layers fill whole pages; the period if it would not repeat."""
+    counts = Counter(kind.num_parts for kind in _kinds(layers, num_devices)[:period] if kind is not None)
+    factor = math.lcm(*(num_parts // math.gcd(num_parts, count) for num_parts, count in counts.items()))
+    return factor * period if 2 * factor * period <= len(layers) else period

@@ -1,0 +1,181 @@
+"""LayerSpec: one decoder layer. An architecture is a list of layer specs, from which all else follows.
+
+A layer has one mixer and a feed-forward part: an MLP, experts, both or none.
+
+| what | where |
+|---|---|
+| attention, its heads, norms of queries and keys, biases, gate, sinks, scale | fields of `AttentionSpec` |
+| positions: RoPE, NoPE | `AttentionSpec.rope`, None for NoPE |
+| sliding window | `AttentionSpec.window` |
+| what a token keeps in the KV pool: keys and values of heads, or MLA latents | `AttentionSpec.kv` |
+| keys and values of an earlier layer, or of another input (cross attention) | `AttentionSpec.kv_source`: no writing |
+| recurrent layers: Gated DeltaNet, Mamba-2 | a `StateForm` as the mixer |
+| MoE with dense layers first or between | `mlp` in some layers, `experts` in the others |
+| an MLP alongside experts | both |
+| self-attention, cross attention and an MLP, as in encoder-decoder models | two specs, the first without an MLP |
+
+Layers are alike if their specs are equal. The period that is stacked and scanned (`ArchConfig.period`) is the period of
+the list; KV groups, their pages and the indices of layers in them (`models/kv_layout.py`) follow from the mixers. One
+table holds the inputs of all layers besides the residual stream, so that it belongs to the model
+(`models/per_layer_embeddings.py`).
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxserve.layers.experts import Experts
+from jaxserve.layers.kv_forms import HeadVectors, Latents
+from jaxserve.layers.rope import RopeConfig
+from jaxserve.layers.sharding import EXPERTS, held_heads
+from jaxserve.layers.state_forms import StateForm
+from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
+
+EXTERNAL = -1  # `kv_source` of cross attention
+
+
+class MlaSizes(NamedTuple):
+    """Sizes of multi-head latent attention besides those in `AttentionSpec.kv`.
+
+    Attributes:
+        nope_dim: elements of a head's queries and keys that are not rotated.
+        value_dim: elements of a head's values.
+        q_rank: size between the two matrices of queries; None if they have one.
+        interleaved: True if neighbouring elements are rotated together; False for interleaved halves.
+    """
+
+    nope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    interleaved: bool = True
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Attention of a layer.
+
+    Attributes:
+        num_heads: query heads, Q.
+        kv: what a token keeps in the KV pool.
+        scale: factor on scores; None for head_dim ** -0.5.
+        rope: rotation of queries and keys; None for NoPE.
+        window: sliding window in tokens; None for full attention.
+        soft_cap: bound of scores, soft_cap * tanh(scores / soft_cap); None without a bound.
+        qkv_bias: True if projections to queries, keys and values have biases.
+        o_bias: True if the output projection has a bias.
+        qk_norm: True if each head of queries and keys is normed.
+        has_gate: True if each query head has a gate, projected alongside it.
+        k_eq_v: True if one projection makes keys and values.
+        mla: sizes of multi-head latent attention; None for keys and values of heads.
+        kv_source: earlier layer whose keys and values this layer reads; EXTERNAL for cross attention, which neither
+            reads nor writes the pool; None for its own.
+    """
+
+    num_heads: int
+    kv: HeadVectors | Latents
+    scale: float | None = None
+    rope: RopeConfig | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    has_gate: bool = False
+    k_eq_v: bool = False
+    mla: MlaSizes | None = None
+    kv_source: int | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head that RoPE reads."""
+        return self.kv.rope_dim if isinstance(self.kv, Latents) else self.kv.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads; one for MLA, whose latents all heads read."""
+        return 1 if isinstance(self.kv, Latents) else self.kv.num_kv_heads
+
+    @property
+    def options(self) -> AttentionOptions:
+        """Options of the attention kernels."""
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return AttentionOptions(scale, self.window, self.soft_cap)
+
+    def local(self, num_devices: int) -> "AttentionSpec":
+        """Return the heads of one of `num_devices`."""
+        return dataclasses.replace(self, num_heads=self.num_heads // num_devices, kv=local_kv(self.kv, num_devices))
+
+    def times(self, factor: int) -> "AttentionSpec":
+        """Return attention with heads multiplied by `factor`."""
+        kv = self.kv
+        if isinstance(kv, HeadVectors):
+            kv = dataclasses.replace(kv, num_kv_heads=factor * kv.num_kv_heads)
+        return dataclasses.replace(self, num_heads=factor * self.num_heads, kv=kv)
+
+
+def local_kv(kv: HeadVectors | Latents, num_devices: int) -> HeadVectors | Latents:
+    """Return what a token keeps on one of `num_devices`; fewer KV heads than devices are copied."""
+    if isinstance(kv, Latents):
+        return kv
+    return HeadVectors(len(held_heads(kv.num_kv_heads, 0, num_devices)), kv.head_dim)
+
+
+class MlpSpec(NamedTuple):
+    """MLP of a layer.
+
+    Attributes:
+        ffn_size: feed-forward size, F.
+        bias: True if projections have biases.
+        activation: "swiglu" or "geglu" with a gate; one of `layers.mlp.ACTIVATIONS` without.
+    """
+
+    ffn_size: int
+    bias: bool = False
+    activation: str = "swiglu"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One decoder layer; see the module.
+
+    Attributes:
+        mixer: attention, or the state of a recurrent layer.
+        mlp: MLP; None in a layer without.
+        experts: experts; None in a layer without.
+    """
+
+    mixer: AttentionSpec | StateForm
+    mlp: MlpSpec | None = None
+    experts: Experts | None = None
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The mixer of a layer that is not recurrent."""
+        assert isinstance(self.mixer, AttentionSpec), "the layer is not recurrent"
+        return self.mixer
+
+    @property
+    def state(self) -> StateForm | None:
+        """The mixer of a recurrent layer; None in a layer with attention."""
+        return None if isinstance(self.mixer, AttentionSpec) else self.mixer
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """True if the layer reads keys and values in the pool, which it or an earlier layer has written."""
+        return isinstance(self.mixer, AttentionSpec) and self.mixer.kv_source != EXTERNAL
+
+    def attending(self, **fields: Any) -> "LayerSpec":
+        """Return the layer with other fields of its attention; a recurrent layer as it is."""
+        if not isinstance(self.mixer, AttentionSpec):
+            return self
+        return dataclasses.replace(self, mixer=dataclasses.replace(self.mixer, **fields))
+
+    def local(self, num_devices: int, num_data_shards: int) -> "LayerSpec":
+        """Return the layer on one of `num_devices`, of which each data shard divides the heads."""
+        num_heads_over = num_devices // num_data_shards
+        return dataclasses.replace(
+            self,
+            mixer=self.mixer.local(num_heads_over),
+            mlp=self.mlp and self.mlp._replace(ffn_size=self.mlp.ffn_size // num_heads_over),
+            experts=self.experts and self.experts.local(num_devices, EXPERTS, num_data_shards),
+        )
