@@ -1,7 +1,7 @@
 """Forms of the state that layers without attention keep of a sequence, whatever its length.
 
 States lie in a pool of entries: one for each slot, then those of snapshots, from which later sequences go on that begin
-alike. A model's form is `ArchConfig.state`.
+alike. A recurrent layer's form is the mixer of its `LayerSpec`.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
