@@ -1,6 +1,6 @@
 """Forms in which layers keep their tokens in the pool, and the attention over each of them.
 
-Pool, backend and attention of a model follow from its form alone: `models.kv_layout` is the only module that chooses one.
+Pool, backend and attention of a model follow from its form alone: `models.kv_layout` alone chooses one.
 """
 
 from dataclasses import dataclass
