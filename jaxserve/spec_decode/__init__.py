@@ -1,1 +1,1 @@
-"""Proposers of tokens for speculative decoding; `jaxserve.execution.verification` checks what they propose."""
+"""Draft proposers for speculative decoding; `jaxserve.execution.verification` verifies the drafts."""

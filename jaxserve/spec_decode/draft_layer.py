@@ -1,21 +1,21 @@
-"""DraftLayer: one decoder layer over the model's own features drafts token by token (EAGLE-3, MTP).
+"""DraftLayer: one decoder layer over the model's features drafts token by token (EAGLE-3, MTP).
 
-A feature stands for the sequence up to one position: hidden states that the model computed there, or the layer's own
+A feature summarises the sequence up to one position: hidden states that the model computed there, or the layer's own
 output. From the feature at a position and the embedding of the next token, the layer predicts the token after that. Its
-pool has the page ids of the sequence, and keys and values of a feature are at the feature's position. What it computed
-from its own outputs while drafting is computed again from the model's features: for all tokens of plain steps, and for
-the accepted ones of rounds with drafts.
+KV pool uses the page ids of the sequence, and a feature's keys and values lie at the feature's position. Entries that
+it computed from its own outputs while drafting are replaced by entries from the model's features: for all tokens in
+plain steps, and for accepted tokens in rounds with drafts.
 
 - EAGLE-3 (Li et al. 2025, arXiv 2503.01840): the feature is a projection of the inputs of several layers. Queries, keys
-  and values are projected from embedding and feature side by side; the feature alone is in the residual stream.
+  and values are projected from the concatenated embedding and feature; the residual stream holds only the feature.
 - MTP (DeepSeek-V3, arXiv 2412.19437; FastMTP, arXiv 2509.18362): the feature is the hidden state after the final norm.
   A projection of embedding and feature goes through an ordinary layer.
 
-A request that begins behind a cached prefix finds at the prefix's last position the keys and values of the request that
-computed it, whose next token may differ. That can cost an accepted draft, and no more.
+A request that continues a cached prefix finds, at the prefix's last position, keys and values of the request that
+computed it, whose next token may differ. That may cost an accepted draft, and nothing else.
 
-Over several devices each has the whole layer, but for one that follows the model's own, which is split as they are.
-Embedding and logits that it shares are the model's.
+Each device has the whole layer, except an MTP layer in the model's own layout, which is sharded like the model. If the
+layer has no embedding or logits of its own, it uses the model's.
 """
 
 from __future__ import annotations
@@ -48,14 +48,13 @@ from jaxserve.spec_decode.medusa import whole_logits
 
 @dataclass(frozen=True)
 class LayerHead:
-    """Kind and sizes of a draft layer's checkpoint.
+    """Draft layer method and sizes.
 
     Attributes:
-        method: way in which embedding and feature enter.
-        arch: sizes of its one layer, on one device where the layer is split.
-        feature_layers: layers of the model whose inputs make the feature; none for the hidden state after the final
-            norm.
-        norms_residual: True if the residual stream of EAGLE-3 begins behind the norm of the feature.
+        method: the way embedding and feature enter.
+        arch: layer sizes, per device if it is sharded.
+        feature_layers: model layers whose inputs make the feature; empty for the hidden state after the final norm.
+        norms_residual: True if EAGLE-3's residual stream starts from the normed feature.
         norms_output: True if the next feature is the output after the norm.
     """
 
@@ -69,12 +68,12 @@ class LayerHead:
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class DraftLayerState:
-    """State of a draft layer.
+    """Draft layer state.
 
     Attributes:
-        kv_pages: its pool.
-        feature: feature at the last computed place of each slot's sequence.
-        is_known: False until a step has computed tokens of the sequence.
+        kv_pages: its KV pool.
+        feature: feature at the last computed position, by slot.
+        is_known: False until a step has computed tokens for the slot.
     """
 
     kv_pages: Pages
@@ -97,20 +96,20 @@ class _Drafting:
 class DraftLayer:
     """Proposer with one decoder layer.
 
-    Parameters: those of the layer under `layers`, of `embedding_norm`, `feature_norm`, `final_norm` and either `fc`
-    (EAGLE-3, the projection of the layers' inputs, with its norms `fc_norm` if there are any) or `proj` (MTP); `embed`,
-    `lm_head` and `outputs`, the ids of the model's tokens in `lm_head`, where it does not share those of the model.
+    Parameters: the decoder layer in `layers`; `embedding_norm`, `feature_norm`, `final_norm`; either `fc` (EAGLE-3: the
+    projection of the concatenated layer inputs, with optional norms `fc_norm`) or `proj` (MTP). If they differ from the
+    model's: `embed`, `lm_head`, and `outputs`, which maps the model's token ids to rows of `lm_head`.
 
     Attributes:
-        max_drafts: most tokens that it proposes for a row, K.
-        head: kind and sizes of the checkpoint.
-        target: sizes of the model, or of one device's part of it.
-        vocab_size: size of the whole vocabulary, V.
-        schedule: sizes of steps and pool.
-        dtype: name of the dtype of features.
-        kv_dtype: name of the pool's dtype.
-        backend: backend of its attention.
-        kv_group: KV group of the model whose pages it uses.
+        max_drafts: maximum drafts per row, K.
+        head: layer method and sizes.
+        target: model sizes, per device if it is sharded.
+        vocab_size: whole vocabulary size, V.
+        schedule: step and pool sizes.
+        dtype: feature dtype name.
+        kv_dtype: pool dtype name.
+        backend: attention backend.
+        kv_group: model KV group whose pages it uses.
     """
 
     max_drafts: int
@@ -125,16 +124,15 @@ class DraftLayer:
 
     @property
     def max_nodes(self) -> int:
-        """Most tokens that it proposes for a row: those of a chain."""
+        """Maximum drafts per row."""
         return self.max_drafts
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """Layers of the model whose inputs it reads."""
+        """Model layers whose inputs it reads."""
         return self.head.feature_layers
 
     def new_state(self) -> DraftLayerState:
-        """Return an empty pool, and sequences of which nothing is known."""
         s, arch = self.schedule, self.head.arch
         return DraftLayerState(
             kv_pages=new_pool(arch, s.num_pages, s.page_size, kv_dtype=jnp.dtype(self.kv_dtype), backend=self.backend),
@@ -143,11 +141,10 @@ class DraftLayer:
         )
 
     def admit(self, state: DraftLayerState, slot: Int[Array, " A"]) -> DraftLayerState:
-        """Return the state with sequences in `slot` of which nothing is known."""
         return dataclasses.replace(state, is_known=state.is_known.at[slot].set(False, mode="drop"))
 
     def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> Any:
-        """Return its state as it is: `observe` replaces what was drafted."""
+        """Return the state unchanged: `observe` replaces the entries of drafts."""
         return state.draft
 
     def observe(
@@ -158,10 +155,10 @@ class DraftLayer:
         token_ids: Int[Array, " T"],
         observed: Float[Array, "T observed"],
     ) -> DraftLayerState:
-        """Compute the entries of all places but the last, behind which no token is known yet; keep its feature."""
+        """Compute the entries of all positions whose next token is known: all but the last, whose feature is kept."""
         draft: DraftLayerState = state.draft
         feature = project_features(params[1], self.head, observed.astype(self.dtype))
-        # The first token of a row goes with the feature kept from the step before, if there was one.
+        # A row's first token pairs with the feature kept from the previous step, if there was one.
         first = jnp.where(draft.is_known.at[rows.slot].get(**CLIPPED), 0, 1)
         at = rows.moved(jnp.maximum(first - 1, -rows.start.cached), jnp.maximum(rows.q_lens - first, 0))
         row, offset, (_, position, _), live = place_tokens(at, token_ids.shape[0])
@@ -190,7 +187,7 @@ class DraftLayer:
         num_drafts: Int[Array, " R"],
         base_seed: UInt32[Array, ""],
     ) -> tuple[Drafts, Any]:
-        """Draft token by token, each drawn as the row asks."""
+        """Draft token by token, each sampled with the row's parameters."""
         R, K, V = rows.slot.shape[0], self.max_drafts, self.vocab_size
         own: DraftLayerState = state.draft
         num_drafts = jnp.where(own.is_known.at[rows.slot].get(**CLIPPED), num_drafts, 0)
@@ -238,7 +235,7 @@ class DraftLayer:
         live: Bool[Array, " T"],
         kv_pages: Pages,
     ) -> tuple[Float[Array, "T D"], Pages]:
-        """Return the layer's outputs for features and the tokens behind them, and the pool."""
+        """Return the layer's outputs for features and the tokens that follow them, and the pool."""
         target, own = params
         table, axis = (own["embed"], None) if "embed" in own else (target["embed"], self.target.vocab_axis)
         embedding = embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis))
@@ -260,11 +257,11 @@ class DraftLayer:
 
 
 def project_features(own: Params, head: LayerHead, observed: Float[Array, "T observed"]) -> Float[Array, "T D"]:
-    """Return the features of tokens, from what the model computed of them."""
+    """Return the features of tokens from the hidden states that the model computed for them."""
     x = observed
     if "fc" not in own:
         return x
-    if "fc_norm" in own:  # over all at once, or over each layer's part
+    if "fc_norm" in own:  # one norm over the whole vector, or one per layer
         norms, eps = own["fc_norm"], head.arch.norm_eps
         x = jnp.concatenate(
             [rms_norm(part, norm, eps) for part, norm in zip(jnp.split(x, len(norms), 1), norms, strict=True)], 1
@@ -279,14 +276,14 @@ def apply_layer(
     feature: Float[Array, "T D"],
     tokens: TokenContext,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Return the layer's outputs before the final norm, and the context that it leaves.
+    """Return the layer's outputs before the final norm, and the updated context.
 
     Args:
-        own: parameters that `DraftLayer` describes.
-        head: kind and sizes of the layer.
-        embedding: embeddings of the tokens behind the features.
+        own: parameters as `DraftLayer` lists them.
+        head: layer method and sizes.
+        embedding: embeddings of the tokens that follow the features.
         feature: features.
-        tokens: the tokens, with the positions of the features.
+        tokens: token context, at the feature positions.
     """
     arch, p, eps = head.arch, own["layers"][0], head.arch.norm_eps
     normed = rms_norm(feature, own["feature_norm"], eps)

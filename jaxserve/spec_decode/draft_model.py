@@ -1,14 +1,13 @@
-"""DraftModel: a smaller model proposes tokens, one after the other, or a tree level by level.
+"""DraftModel: a smaller model drafts a chain token by token, or a tree level by level.
 
-Its keys and values are in a pool of its own under the page ids of the sequences. It computes a sequence when it is
-first asked to propose for it, and after plain steps it catches up: steps without drafts cost no more than without a
-proposer.
+Its keys and values are in its own pool, under the page ids of the sequences. It computes a sequence when it first
+drafts for it, and catches up after plain steps, so steps without drafts cost nothing extra.
 
-A draft model with another tokenizer reads each token of the sequence as one of its own, the same token if it has it,
-and proposes only tokens that both have (token-level intersection, Timor et al. 2025, arXiv 2502.05202). Drafts are
-drawn from its distribution over these, so that verification stays exact.
+A draft model with another tokenizer maps each sequence token to one of its own, the same if it has it, and proposes
+only tokens that both vocabularies have (token-level intersection, Timor et al. 2025, arXiv 2502.05202). Drafts are
+sampled from its distribution over these, so verification stays exact.
 
-Over several devices each has the whole draft model: it is small, and exchanges between its layers would take longer.
+Each device has the whole draft model: it is small, and collectives between its layers would take longer.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from jaxserve.spec_decode.draft_sampling import draw_draft, over_vocabulary
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class DraftState:
-    """State of a draft model.
+    """Draft model state.
 
     Attributes:
-        kv_pages: its pool.
-        length: tokens of each slot's sequence whose keys and values are in it.
+        kv_pages: its KV pool.
+        length: number of cached tokens by slot.
     """
 
     kv_pages: Pages
@@ -67,17 +66,17 @@ class DraftModel:
     """Proposer that runs a draft model.
 
     Attributes:
-        max_drafts: most tokens of a continuation that it proposes for a row, K.
-        arch: sizes of the draft model, all layers in one KV group.
-        vocab_size: tokens of the target's vocabulary, V; some that the draft lacks are never drafted.
-        schedule: sizes of steps and pool.
-        kv_dtype: name of the pool's dtype.
-        backend: backend of the draft model's attention.
-        kv_group: KV group of the target whose pages it uses.
-        chunk: tokens that it catches up on at a time.
-        tree: tree of the most likely tokens that it proposes, K levels; None for a chain, whose tokens are drawn.
-        is_mapped: True if the draft model has another tokenizer; its parameters then have the columns of `CommonTokens`
-            beside them, as arrays of the length of the target's vocabulary.
+        max_drafts: maximum draft length, K.
+        arch: draft model sizes; all layers are in one KV group.
+        vocab_size: target vocabulary size, V; tokens that the draft model lacks are never drafted.
+        schedule: step and pool sizes.
+        kv_dtype: pool dtype name.
+        backend: attention backend.
+        kv_group: target KV group whose pages it uses.
+        chunk: tokens per forward pass while catching up.
+        tree: tree shape, K levels, filled with the most likely tokens; None for a chain of sampled tokens.
+        is_mapped: True if the draft model has another tokenizer; its parameters then include the `CommonTokens` arrays,
+            each as long as the target vocabulary.
     """
 
     max_drafts: int
@@ -93,27 +92,25 @@ class DraftModel:
 
     @property
     def max_nodes(self) -> int:
-        """Most tokens that it proposes for a row, N."""
+        """Maximum drafts per row, N."""
         return self.max_drafts if self.tree is None else self.tree.num_nodes
 
     def new_state(self) -> DraftState:
-        """Return an empty pool, and sequences of which nothing is computed."""
         s = self.schedule
         pool = new_pool(self.arch, s.num_pages, s.page_size, kv_dtype=jnp.dtype(self.kv_dtype), backend=self.backend)
         return DraftState(kv_pages=pool, length=jnp.zeros(s.max_num_seqs, jnp.int32))
 
     def admit(self, state: DraftState, slot: Int[Array, " A"]) -> DraftState:
-        """Return the state with sequences in `slot` of which nothing is computed."""
         return dataclasses.replace(state, length=state.length.at[slot].set(0, mode="drop"))
 
     def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> DraftState:
-        """Return its state with the lengths up to which what was drafted has become part of the sequences."""
+        """Return the state with each row's length extended by its accepted drafts."""
         own = state.draft
         if self.tree is not None:
             table_row = state.sequences.table_rows(rows.slot)[self.kv_group]
-            places = (state.sequences.page_table, table_row, rows.start.cached, path)
+            moves = (state.sequences.page_table, table_row, rows.start.cached, path)
             own = dataclasses.replace(
-                own, kv_pages=self.arch.kv_layout.pool.move_tokens(self.backend, own.kv_pages, *places)
+                own, kv_pages=self.arch.kv_layout.pool.move_tokens(self.backend, own.kv_pages, *moves)
             )
         slot = jnp.where(drafts.count > 0, rows.slot, own.length.shape[0])
         length = state.sequences.length.at[rows.slot].get(**CLIPPED)
@@ -129,10 +126,12 @@ class DraftModel:
         base_seed: UInt32[Array, ""],
     ) -> tuple[Drafts, DraftState]:
         """Catch up with the sequences, then draft token by token, or level by level."""
-        # Drafted tokens behind the draft model's longest sequence would be worthless.
+        # Drafts past the draft model's maximum length would be worthless.
         num_drafts = jnp.minimum(num_drafts, jnp.maximum(self.arch.max_position - 1 - rows.start.position, 0))
         missing = rows.start.history - state.draft.length.at[rows.slot].get(**CLIPPED)
-        missing = jnp.where(num_drafts > 0, jnp.minimum(missing, rows.start.cached), 0)  # dropped tokens have no place
+        missing = jnp.where(
+            num_drafts > 0, jnp.minimum(missing, rows.start.cached), 0
+        )  # dropped tokens have no entries
         _, own_params = params
         kv_pages, missing = self._catch_up(own_params, state, rows, missing)
         state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, kv_pages=kv_pages))
@@ -151,7 +150,7 @@ class DraftModel:
         num_drafts: Int[Array, " R"],
         base_seed: UInt32[Array, ""],
     ) -> tuple[Drafts, Pages]:
-        """Draft token by token, each drawn as the row asks."""
+        """Draft token by token, each sampled with the row's parameters."""
         R, K, V = rows.slot.shape[0], self.max_drafts, self.vocab_size
         records = state.sequences.records.at[rows.slot].get(**CLIPPED)
 
@@ -162,7 +161,7 @@ class DraftModel:
             hidden, kv_pages = self._forward(params, state, at, rows.start, so_far.token_ids, so_far.kv_pages, 2 * R)
             logits = self._logits(params, hidden.at[at.cu_q_lens[1:] - 1].get(**CLIPPED))
             sampling = SamplingRows(records, rows.start.history + 1 + index, live)
-            assert so_far.weights is not None, "tokens of a chain are drawn"
+            assert so_far.weights is not None, "tokens of a chain are sampled"
             token_ids, weights = draw_draft(logits, sampling, index, so_far.weights, base_seed)
             token_ids = lax.dynamic_update_slice(so_far.token_ids, token_ids[:, None], (0, index))
             return _Drafting(kv_pages=kv_pages, token_ids=token_ids, weights=weights)
@@ -184,17 +183,17 @@ class DraftModel:
         num_drafts: Int[Array, " R"],
         tree: TokenTree,
     ) -> tuple[Drafts, Pages]:
-        """Draft level by level the most likely tokens behind each node that has children.
+        """Draft each inner node's most likely children, level by level.
 
-        Each level computes all nodes before it again: attention sees a tree among the tokens of one call, and the
-        weights are read once for all of them.
+        Each level recomputes all earlier nodes: attention sees a tree only among the tokens of one call, and reads the
+        weights once for all of them.
         """
         R, N = rows.slot.shape[0], tree.num_nodes
         num_within, levels = jnp.array(tree.num_within), jnp.array(tree.levels)
-        place = np.array(
+        parent_index = np.array(
             [tree.levels[tree.depth[node]].index(node) for node in tree.parent]
-        )  # index of each node's parent in its level
-        max_nodes = num_draftable(state.sequences, rows)  # nodes beyond are cut: no node that is kept follows one
+        )  # its index in its level
+        max_nodes = num_draftable(state.sequences, rows)  # later nodes are cut; ancestors precede their descendants
         words, rank, depth = jnp.array([0, *tree.ancestors]), np.array(tree.rank), jnp.array([tree.depth[1:]])
 
         def draft(level: Int[Array, ""], so_far: _Drafting) -> _Drafting:
@@ -210,7 +209,7 @@ class DraftModel:
             logits = self._logits(params, hidden.at[token.reshape(-1)].get(**CLIPPED))
             _, likely = lax.top_k(logits, max(tree.rank) + 1)
             likely = likely.reshape(R, len(tree.levels[0]), -1)
-            drafted = likely[:, place, rank]
+            drafted = likely[:, parent_index, rank]
             token_ids = jnp.where(depth == level + 1, drafted, so_far.token_ids)
             return _Drafting(kv_pages=kv_pages, token_ids=token_ids, weights=None)
 
@@ -222,7 +221,7 @@ class DraftModel:
     def _catch_up(
         self, params: Params, state: ServeState, rows: Rows, missing: Int[Array, " R"]
     ) -> tuple[Pages, Int[Array, " R"]]:
-        """Compute the missing tokens of rows but their last two, so that drafting begins with one or two."""
+        """Compute each row's missing tokens but the last one or two, with which drafting begins."""
 
         def lags(carry: tuple[Pages, Array]) -> Bool[Array, ""]:
             return jnp.any(carry[1] > 1)
@@ -250,9 +249,9 @@ class DraftModel:
         num_tokens: int,
         words: Int[Array, " N1"] | None = None,
     ) -> tuple[Float[Array, "T D"], Pages]:
-        """Return the hidden states of rows, whose tokens after the one at `last` are drafted ones, and the pool.
+        """Return hidden states for rows whose tokens after `last` are drafts, and the pool.
 
-        `words` has the ancestors of each node of a tree; rows with drafted tokens then begin at `last`.
+        For a tree, `words` are the ancestor bits by node; rows with drafts then begin at `last`.
         """
         row, offset, (history, position, _), live = place_tokens(rows, num_tokens)
         known = state.slots.token_history.at[rows.slot[row], history].get(**CLIPPED)

@@ -1,4 +1,4 @@
-"""Sampling of drafts, shared by the proposers that draw their tokens."""
+"""Draft sampling for proposers that sample their tokens."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,12 +16,12 @@ from jaxserve.execution.state import CLIPPED
 def over_vocabulary(
     logits: Float[Array, "R own"], vocab_size: int, outputs: Int[Array, " V"] | None
 ) -> Float[Array, "R V"]:
-    """Return a proposer's logits over the model's vocabulary, -inf for tokens that it does not have.
+    """Return a proposer's logits over the model's vocabulary, -inf for tokens that the proposer lacks.
 
     Args:
-        logits: logits over its own vocabulary.
-        vocab_size: size of the model's vocabulary, V.
-        outputs: its id of each token of the model, -1 where it has none; None if ids are the same.
+        logits: logits over the proposer's vocabulary.
+        vocab_size: model vocabulary size, V.
+        outputs: the proposer's id for each token of the model, -1 if it has none; None if ids are the same.
     """
     if outputs is not None:
         return jnp.where(outputs[None] >= 0, logits.at[:, outputs].get(**CLIPPED), -jnp.inf)
@@ -36,17 +36,17 @@ def draw_draft(
     weights: Float[Array, "K R V"],
     base_seed: UInt32[Array, ""],
 ) -> tuple[Int[Array, " R"], Float[Array, "K R V"]]:
-    """Draw the next token of each row's chain as the row asks.
+    """Sample one draft per row.
 
     Args:
-        logits: logits of the tokens.
-        rows: sampling parameters of each row.
-        index: tokens drafted before.
-        weights: weights that those were drawn by.
-        base_seed: seed of the engine.
+        logits: draft logits.
+        rows: row sampling parameters.
+        index: draft position.
+        weights: unnormalised probabilities of the drafts at earlier positions.
+        base_seed: engine seed.
 
     Returns:
-        The tokens, and all weights so far: those of greedy rows need not be known.
+        Token ids, and `weights` with this position filled in (left stale for greedy rows).
     """
 
     def draw() -> tuple[Array, Array]:

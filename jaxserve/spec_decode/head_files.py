@@ -1,4 +1,4 @@
-"""Files of draft heads, in the layouts in which they are published."""
+"""Draft-head checkpoints, in the layouts in which they are published."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _RENAMED = (  # pattern of a published name, name under which it is read
     (rf"{_LAYER}(.+)", r"model.layers.0.\1"),
 )
 _IGNORED = re.compile(r"t2d|verifier_.+|rotary_emb\.inv_freq")
-_HIDDEN_FIRST = re.compile(r"model\.mtp_layers\.")  # MiMo's projection has the hidden state in front
+_HIDDEN_FIRST = re.compile(r"model\.mtp_layers\.")  # MiMo's projection takes the hidden state first
 _MEDUSA_BLOCK = re.compile(r"(?:blocks\.)?(\d+)\.(?:layers\.)?(\d+)\.(?:linear\.)?weight")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Read the config.json of a head; ConfigError where there is none."""
+    """Read the config.json of a head; ConfigError if there is none."""
     try:
         return read_object(directory / "config.json")
     except CheckpointError as error:
@@ -53,7 +53,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, jax.Array]:
-    """Read all tensors of a head; ConfigError where there are none, or a file is damaged."""
+    """Read all tensors in a head's directory; ConfigError if there are none or a file is damaged."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         pickled = [path.name for path in (*directory.glob("*.pt"), *directory.glob("*.bin"))]
@@ -66,11 +66,11 @@ def read_tensors(directory: Path) -> dict[str, jax.Array]:
 
 
 def load_medusa(directory: Path, arch: ArchConfig, dtype: DTypeLike) -> Params:
-    """Load Medusa heads for the model `arch`: the parameters that `medusa.Medusa` describes.
+    """Load Medusa heads for the model `arch`, as the parameters of `medusa.Medusa`.
 
     Layouts: the original one, `{head}.{layer}.linear.weight` and `.bias` with `{head}.{layers}.weight` for the logits,
-    and vLLM's, `blocks.{head}.layers.{layer}.weight` with `lm_heads.{head}.weight`. Heads without matrices of their own
-    for the logits share that of the model.
+    and vLLM's, `blocks.{head}.layers.{layer}.weight` with `lm_heads.{head}.weight`. Heads without logits matrices share
+    the model's.
 
     Raises:
         ConfigError: there are no heads, or they do not fit the model.
@@ -79,24 +79,24 @@ def load_medusa(directory: Path, arch: ArchConfig, dtype: DTypeLike) -> Params:
     D, V = arch.hidden_size, arch.vocab_size
     if "token_map" in tensors:
         raise ConfigError(f"Medusa heads must cover the whole vocabulary, got a token_map in {directory}")
-    places: dict[tuple[int, int], str] = {}
+    name_by_layer: dict[tuple[int, int], str] = {}
     for name, tensor in tensors.items():
         match = _MEDUSA_BLOCK.fullmatch(name)
         if match and tensor.shape == (D, D):
-            places[int(match[1]), int(match[2])] = name
+            name_by_layer[int(match[1]), int(match[2])] = name
     specs = []
-    for (head, layer), name in sorted(places.items()):
+    for (head, layer), name in sorted(name_by_layer.items()):
         path = ("blocks", head, layer)
         specs.append(ParamSpec((*path, "weight"), (D, D), (None, None), (name,), (D,)))
         bias = name.removesuffix("weight") + "bias"
         if bias in tensors:
             specs.append(ParamSpec((*path, "bias"), (D,), (None,), (bias,), (D,)))
-    num_layers = Counter(head for head, _ in places)
+    num_layers = Counter(head for head, _ in name_by_layer)
     num_heads = len(num_layers)
     if not num_heads:
         raise ConfigError(f"Medusa heads for this model must have matrices of {(D, D)}, got {_shapes(tensors)}")
-    if places.keys() != {(head, layer) for head in range(num_heads) for layer in range(num_layers[head])}:
-        raise ConfigError(f"Medusa heads and their layers must count from 0, got {sorted(places.values())}")
+    if name_by_layer.keys() != {(head, layer) for head in range(num_heads) for layer in range(num_layers[head])}:
+        raise ConfigError(f"Medusa heads and their layers must count from 0, got {sorted(name_by_layer.values())}")
     blocks = {spec.hf_names[0] for spec in specs}
     rest = sorted(name for name in tensors if name not in blocks)
     if rest:
@@ -110,7 +110,7 @@ def load_medusa(directory: Path, arch: ArchConfig, dtype: DTypeLike) -> Params:
 
 
 def _lm_heads(num_heads: int, names: Sequence[str]) -> list[str]:
-    """Return the names of the matrices for the logits, by head."""
+    """Return the name of each head's logits matrix."""
     by_head = {int(match[1]): name for name in names if (match := re.match(r"(?:lm_heads\.)?(\d+)\.", name))}
     if sorted(by_head) != list(range(num_heads)) or len(names) != num_heads:
         raise ConfigError(f"Medusa heads must have one matrix for the logits each, or none, got {list(names)}")
@@ -124,16 +124,16 @@ def load_draft_layer(
     dtype: DTypeLike,
     transform_of: Callable[[Sequence[ParamSpec]], Callable[[Any, Any], Any]],
 ) -> tuple[Params, LayerHead]:
-    """Load an EAGLE-3 or MTP head for the model `target`: the parameters that `draft_layer.DraftLayer` describes.
+    """Load an EAGLE-3 or MTP head for the model `target`, as the parameters of `draft_layer.DraftLayer`.
 
-    Layouts: EAGLE's own (`midlayer.`), that of the speculators library, DeepSeek's (`enorm`, `eh_proj`) and MiMo's.
+    Layouts: EAGLE's (`midlayer.`), the speculators library's, DeepSeek's (`enorm`, `eh_proj`) and MiMo's.
 
     Args:
         directory: directory with config.json and .safetensors files.
-        method: kind of the head.
-        target: sizes of the whole model.
-        dtype: dtype of the parameters.
-        transform_of: function that returns, for all tensors, how each is converted; see `weights.load`.
+        method: "eagle3" or "mtp".
+        target: whole model sizes.
+        dtype: parameter dtype.
+        transform_of: function from tensor specs to their conversion; see `weights.load`.
 
     Raises:
         ConfigError: the head is damaged or not supported, or does not fit the model.
@@ -177,7 +177,7 @@ def load_draft_layer(
 
 
 def _renamed(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors of a draft layer by the names under which they are read."""
+    """Return draft layer tensors under the names in `_RENAMED`."""
     tensors: dict[str, Any] = {}
     for name, tensor in read_tensors(directory).items():
         if _IGNORED.fullmatch(name):
@@ -192,7 +192,7 @@ def _renamed(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _feature_layers(config: dict[str, Any], target: ArchConfig) -> tuple[int, ...]:
-    """Return the layers whose inputs an EAGLE-3 head reads: those that it names, else the three of its authors."""
+    """Return the layers whose inputs an EAGLE-3 head reads: from its config, by default the paper's three."""
     n = target.num_layers
     name, ids = "eagle_aux_hidden_state_layer_ids", Kind("a list", lambda value: isinstance(value, list)).or_null()
     nested = read_fields(config, {"eagle_config": TABLE.or_null()})["eagle_config"] or {}
@@ -208,13 +208,13 @@ def _feature_layers(config: dict[str, Any], target: ArchConfig) -> tuple[int, ..
 def layer_specs(
     head: LayerHead, target: ArchConfig, tensors: Mapping[str, Any], num_outputs: int | None = None
 ) -> list[ParamSpec]:
-    """Return one row per tensor of a draft layer.
+    """Return one row per draft layer tensor.
 
     Args:
-        head: kind and sizes of the layer.
-        target: sizes of the whole model.
-        tensors: tensors of the checkpoint by name; norms of features, embedding and logits are optional.
-        num_outputs: tokens that the head can draft; None if it can draft all of the model's.
+        head: layer method and sizes.
+        target: whole model sizes.
+        tensors: checkpoint tensors by name; feature norms, `embed` and `lm_head` are optional.
+        num_outputs: draft vocabulary size; None for the model's whole vocabulary.
     """
     arch = head.arch
     D, V = arch.hidden_size, target.vocab_size
@@ -242,7 +242,7 @@ def layer_specs(
 
 
 def _outputs(offsets: NDArray[np.integer], vocab_size: int, directory: Path) -> jax.Array:
-    """Return the draft's id of each token of the model, -1 where it has none; model id = draft id + offset."""
+    """Return draft ids by model id, -1 if there is none; model id = draft id + offset."""
     own = np.arange(len(offsets))
     ids = own + offsets
     if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= vocab_size:

@@ -1,7 +1,7 @@
-"""Medusa: heads on the model's last hidden state propose the tokens behind the next one (Cai et al. 2024).
+"""Medusa: heads on the model's last hidden state propose the tokens after the next one (Cai et al. 2024).
 
-Head n reads the hidden state from which the model sampled the last known token, and proposes the n-th token behind that
-one; heads do not see each other's proposals. A tree proposes products of the most likely tokens of each head.
+Head n reads the hidden state from which the model sampled the last known token, and proposes the n-th token after it.
+Heads do not see each other's proposals. A tree combines each head's most likely tokens.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from jaxserve.models.params import Params
 class Medusa:
     """Proposer with a head per position.
 
-    Parameters: `blocks`, a list per head of a list of `weight` [D, D] and, where there is one, `bias` [D]; and
-    `lm_heads`, a matrix [V, D] per head, empty where the heads share that of the model.
+    Parameters: `blocks`, per head its residual blocks, each `weight` [D, D] and an optional `bias` [D]; and
+    `lm_heads`, a matrix [V, D] per head, empty if the heads use the model's.
 
     Attributes:
-        max_drafts: most tokens of a continuation that it proposes, K: no more than it has heads.
-        arch: sizes of the model, or of one device's part of it.
-        vocab_size: size of the whole vocabulary, V.
+        max_drafts: maximum draft length, K, at most one token per head.
+        arch: model sizes, per device if it is sharded.
+        vocab_size: whole vocabulary size, V.
         max_num_seqs: number of slots, S.
-        dtype: name of the dtype of hidden states.
-        tree: tree of the most likely tokens that it proposes, K levels; None for a chain.
+        dtype: hidden-state dtype name.
+        tree: tree shape, K levels, filled with the most likely tokens; None for a chain.
     """
 
     max_drafts: int
@@ -51,24 +51,23 @@ class Medusa:
 
     @property
     def max_nodes(self) -> int:
-        """Most tokens that it proposes for a row, N."""
+        """Maximum drafts per row, N."""
         return self.max_drafts if self.tree is None else self.tree.num_nodes
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
-        """No layers: it reads hidden states after the final norm."""
+        """Empty: the heads read hidden states after the final norm."""
         return ()
 
     def new_state(self) -> Float[Array, "S D"]:
-        """Return its state: the last hidden state of each slot."""
+        """Return zeros; later the last hidden state by slot."""
         return jnp.zeros((self.max_num_seqs, self.arch.hidden_size), jnp.dtype(self.dtype))
 
     def admit(self, state: Any, slot: Int[Array, " A"]) -> Any:
-        """Return the state as it is: a request computes a token before it drafts any."""
+        """Return the state unchanged: a request computes a token before it drafts any."""
         return state
 
     def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> Any:
-        """Return its state as it is."""
         return state.draft
 
     def observe(
@@ -79,7 +78,6 @@ class Medusa:
         token_ids: Int[Array, " T"],
         observed: Float[Array, "T D"],
     ) -> Float[Array, "S D"]:
-        """Return the state with the hidden state of each row's last token."""
         slot = jnp.where(rows.q_lens > 0, rows.slot, self.max_num_seqs)
         last = observed.at[rows.cu_q_lens[1:] - 1].get(**CLIPPED)
         new: Float[Array, "S D"] = state.draft.at[slot].set(last.astype(self.dtype), mode="drop")
@@ -104,7 +102,7 @@ class Medusa:
         return Drafts(token_ids, jnp.array(self.tree.num_within)[num_drafts], None, ancestors), state.draft
 
     def _likely(self, params: BothParams, head: int, hidden: Float[Array, "R D"], count: int) -> Int[Array, "R count"]:
-        """Return the tokens that a head thinks most likely, the most likely first."""
+        """Return a head's most likely tokens, best first."""
         target, own = params
         x = apply_blocks(own["blocks"][head], hidden)
         if own["lm_heads"]:
@@ -115,13 +113,13 @@ class Medusa:
 
 
 def apply_blocks(blocks: Sequence[Params], hidden: Float[Array, "R D"]) -> Float[Array, "R D"]:
-    """Return the hidden states behind the residual blocks of a head."""
+    """Return the hidden states after a head's residual blocks."""
     for p in blocks:
         hidden = hidden + jax.nn.silu(linear(hidden, p["weight"], bias=p.get("bias")))
     return hidden
 
 
 def whole_logits(params: Any, arch: ArchConfig, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-    """Return logits of a model over its whole vocabulary, on each of its devices."""
+    """Return a model's logits over its whole vocabulary, replicated on its devices."""
     logits = decoder.compute_logits(params, arch, hidden)
     return logits if arch.vocab_axis is None else lax.all_gather(logits, arch.vocab_axis, axis=1, tiled=True)
