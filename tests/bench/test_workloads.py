@@ -115,7 +115,7 @@ def test_a_resized_workload_repeats_with_prompts_of_its_own(name: str, share: fl
         ('{"name": "x", "seed": 1, "requests": [], "extra": 1}', r"got also \['extra'\]"),
         ('{"name": "x", "seed": 1, "requests": []}', "at least one request"),
         ('{"name": "", "seed": 1, "requests": [1]}', "name must be a non-empty string"),
-        ('{"name": "x", "seed": -1, "requests": [1]}', "seed must be an integer of at least 0, got -1"),
+        ('{"name": "x", "seed": -1, "requests": [1]}', "seed must be an integer of 0 or more, got -1"),
         ('{"name": "x", "seed": 1, "requests": [1]}', "request 0: a request must be an object, got 1"),
     ],
 )
@@ -129,11 +129,11 @@ def test_bad_files_say_what_is_wrong(tmp_path: Path, content: str, message: str)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"prompt_len": 0}, "prompt_len must be an integer of at least 1, got 0"),
-        ({"output_len": 1.5}, "output_len must be an integer of at least 1, got 1.5"),
-        ({"arrival_s": -1}, "arrival_s must be a number of seconds from 0 on, got -1"),
-        ({"arrival_s": float("nan")}, "arrival_s must be a number of seconds from 0 on, got nan"),
-        ({"prefix_id": "a"}, "prefix_id must be an integer of at least 0"),
+        ({"prompt_len": 0}, "prompt_len must be a positive integer, got 0"),
+        ({"output_len": 1.5}, "output_len must be a positive integer, got 1.5"),
+        ({"arrival_s": -1}, "arrival_s must be a number of 0 or more, got -1"),
+        ({"arrival_s": float("nan")}, "arrival_s must be a number of 0 or more, got nan"),
+        ({"prefix_id": "a"}, "prefix_id must be an integer of 0 or more"),
         ({"prefix_len": 5}, "prefix_len must be at most prompt_len, got 5 and 4"),
         ({"tokens": 5}, r"got also \['tokens'\]"),
     ],

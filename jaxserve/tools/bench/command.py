@@ -46,7 +46,7 @@ from jaxserve.tools.figures import plotting
 
 @dataclass(frozen=True)
 class BenchJob:
-    """Benchmark to run, with checked values. `rates` holds None for the workload's own arrivals."""
+    """Benchmark to run, with checked values. A rate is None for the workload's arrivals."""
 
     kind: str
     workload: Workload
@@ -62,11 +62,11 @@ class BenchJob:
 
     @property
     def load(self) -> Json:
-        """Entries of the report about the arrivals."""
+        """Report entries about the arrivals."""
         return {name: getattr(self, name) for name in ("time_scale", "arrival_seed", "max_concurrency")}
 
     def arrivals(self, rate: float | None) -> list[float]:
-        """Return the arrival times of the requests of a run, in seconds."""
+        """Return the requests' arrival times in seconds."""
         if self.kind == "offline":
             return [0.0] * len(self.workload.requests)
         if rate is not None:
@@ -75,7 +75,7 @@ class BenchJob:
 
 
 def read_job(args: argparse.Namespace) -> BenchJob:
-    """Return the job that the flags describe; ConfigError before anything is loaded or measured."""
+    """Read the flags; ConfigError before anything is loaded or measured."""
     workload = load_workload(args.workload)
     if (num_requests := _at_least(1, "num_requests", args.num_requests)) is not None:
         workload = workload.resized(num_requests)
@@ -105,7 +105,7 @@ def run_job(engine: DescribedEngine, job: BenchJob) -> Json:
     """Measure an engine that serves nothing else; see `_measure`.
 
     Raises:
-        ConfigError: the engine cannot run the workload; raised before anything is measured.
+        ConfigError: the engine cannot run the workload; nothing has been measured then.
     """
     requests = _prompts(engine, job.workload)
     _warm_up(engine, requests[0][0])  # first, since compilation would lower the measured peak rates
@@ -123,16 +123,16 @@ def run_remote_job(server: Server, vocab_size: int, job: BenchJob) -> Json:
     """Measure a server, which may have other clients; see `_measure`.
 
     Args:
-        server: server to ask.
-        vocab_size: prompts have token ids below it.
+        server: the server.
+        vocab_size: upper limit of the prompts' token ids.
         job: benchmark to run.
 
     Raises:
-        ConfigError: the server is not there, or serves nothing of the workload.
+        ConfigError: the server does not answer, or serves no request.
     """
     prompts = token_ids(job.workload, vocab_size)
     requests = [(prompt, each.output_len) for prompt, each in zip(prompts, job.workload.requests, strict=True)]
-    run_remote(server, [TimedRequest(requests[0][0], output_len=1)])  # shows what is wrong before anything is measured
+    run_remote(server, [TimedRequest(requests[0][0], output_len=1)])  # errors show before anything is measured
 
     def run(rate: float | None) -> LoadTrace:
         return run_remote(server, _timed(requests, job, rate), max_concurrency=job.max_concurrency)
@@ -141,10 +141,10 @@ def run_remote_job(server: Server, vocab_size: int, job: BenchJob) -> Json:
 
 
 def read_server(args: argparse.Namespace, engine_options: Json) -> tuple[Server, int] | None:
-    """Return the server that the flags name, and a bound of token ids; None for an engine in this process.
+    """Return the server that the flags name and the limit of token ids; None for an engine in this process.
 
     Raises:
-        ConfigError: flags contradict each other, or the server is not there.
+        ConfigError: flags contradict each other, or the server does not answer.
     """
     given = {"api_key": getattr(args, "api_key", None), "vocab_size": getattr(args, "vocab_size", None)}
     if getattr(args, "url", None) is None:
@@ -154,7 +154,7 @@ def read_server(args: argparse.Namespace, engine_options: Json) -> tuple[Server,
     if others := sorted(engine_options.keys() - {"model"}):
         raise ConfigError(f"a server has its own engine: leave out {others}, or --url")
     if args.stats:
-        raise ConfigError("stats are of an engine in this process; leave them out, or --url")
+        raise ConfigError("only an engine in this process has stats; leave out --stats or --url")
     vocab_size = _at_least(LOWEST_ID + 1, "vocab_size", given["vocab_size"]) or DEFAULT_VOCAB_SIZE
     return Server.at(args.url, engine_options.get("model"), given["api_key"] or openai_api_key()), vocab_size
 
@@ -162,15 +162,15 @@ def read_server(args: argparse.Namespace, engine_options: Json) -> tuple[Server,
 def _measure(job: BenchJob, report: Json, sizes: EngineSizes | None, run: Callable[[float | None], LoadTrace]) -> Json:
     """Run a job, print the table, write the requested files, and return the report.
 
-    Each run is written when it is done, and if a later one fails, the completed ones are still shown.
+    Each run is written when it ends. If a later one fails, the completed ones are still shown.
     """
     setting = Setting(job.slo, job.price_per_hour, sizes)
     try:
         for index, rate in enumerate(job.rates, 1):
-            _say(f"{job.workload.name}: run {index} of {len(job.rates)}{_at(rate)}")
+            _log(f"{job.workload.name}: run {index} of {len(job.rates)}{_at(rate)}")
             trace = run(rate)
             if trace.failures:
-                _say(f"{len(trace.failures)} requests were not served; the first failed with: {trace.failures[0]}")
+                _log(f"{len(trace.failures)} requests were not served; the first failed with: {trace.failures[0]}")
             report["runs"].append({"rate_per_s": "inf" if rate == math.inf else rate, **summarize(trace, setting)})
             _write(report, job.json_path)
     finally:
@@ -180,7 +180,6 @@ def _measure(job: BenchJob, report: Json, sizes: EngineSizes | None, run: Callab
 
 
 def _timed(prompts: list[tuple[list[int], int]], job: BenchJob, rate: float | None) -> list[TimedRequest]:
-    """Return the requests of a run."""
     return [TimedRequest(*prompt, arrival) for prompt, arrival in zip(prompts, job.arrivals(rate), strict=True)]
 
 
@@ -191,7 +190,7 @@ def _warm_up(engine: MeasuredEngine, prompt: list[int]) -> None:
 
 
 def _prompts(engine: MeasuredEngine, workload: Workload) -> list[tuple[list[int], int]]:
-    """Return prompt and output length of every request, after checking that they fit."""
+    """Return each request's prompt and output length; ConfigError if one does not fit."""
     for index, request in enumerate(workload.requests):
         _check_fits(engine.schedule, f"request {index} of the workload {workload.name}", request)
     prompts = token_ids(workload, engine.arch.vocab_size)
@@ -222,10 +221,10 @@ def _write(report: Json, path: Path | None) -> None:
 def _show(report: Json, job: BenchJob) -> None:
     print(render(report))
     if job.json_path is not None:
-        _say(f"figures: {job.json_path}")
+        _log(f"figures: {job.json_path}")
     if job.plots_dir is not None and plotting.reason_missing() is None:
         for path in plots.draw(report, job.plots_dir):
-            _say(f"plot: {path}")
+            _log(f"plot: {path}")
 
 
 def _read_rates(args: argparse.Namespace, workload: Workload) -> tuple[float | None, ...]:
@@ -233,10 +232,10 @@ def _read_rates(args: argparse.Namespace, workload: Workload) -> tuple[float | N
         if args.arrival_seed is not None:
             raise ConfigError("arrival_seed draws Poisson arrivals; give --rate, or --rates")
         if not any(request.arrival_s for request in workload.requests):
-            raise ConfigError(f"in the workload {workload.name} all requests arrive at once; give --rate, or --rates")
+            raise ConfigError(f"in the workload {workload.name} all requests arrive simultaneously; give --rate")
         return (None,)
     if args.time_scale is not None:
-        raise ConfigError("time_scale stretches the workload's own arrivals; leave it out where --rate is given")
+        raise ConfigError("time_scale stretches the workload's arrivals; leave out --time-scale or --rate")
     try:
         rates = tuple(float(rate) for rate in args.rates.split(","))
     except ValueError:
@@ -263,7 +262,7 @@ def _output_file(given: str | None) -> Path | None:
         return None
     path = Path(given).resolve()  # resolved, to write through a symbolic link instead of replacing it
     if not path.parent.is_dir() or (path.exists() and not path.is_file()):
-        raise ConfigError(f"json must be a file in a directory that exists, got {given}")
+        raise ConfigError(f"json must be a file in an existing directory, got {given}")
     return _writable(path)
 
 
@@ -271,12 +270,12 @@ def _output_dir(given: str | None) -> Path | None:
     if given is None:
         return None
     if (reason := plotting.reason_missing()) is not None:
-        _say(reason)
+        _log(reason)
     path = Path(given)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the directory of plots {given}: {error.strerror}") from error
+        raise ConfigError(f"cannot make the plot directory {given}: {error.strerror}") from error
     _writable(path / "plot.png")
     return path
 
@@ -293,5 +292,5 @@ def _at(rate: float | None) -> str:
     return "" if rate is None else f" at {rate:g} requests/s"
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr)

@@ -49,29 +49,25 @@ class MeasuredEngine(WatchedEngine, Protocol):
     def abort(self, request_id: str) -> object:
         """End a request if it is unfinished."""
 
-    def has_unfinished(self) -> bool:
-        """Return whether any request has not ended."""
+    def has_unfinished(self) -> bool: ...
 
     def step(self) -> Sequence[RequestOutput]:
         """Take a step and return the requests that progressed."""
 
     @property
     def last_steps(self) -> Sequence[StepStats]:
-        """Statistics of the steps whose results the last call of `step` read."""
+        """Statistics of the steps that the last call to `step` completed."""
 
-    def reset_prefix_cache(self) -> None:
-        """Drop all cached pages."""
+    def reset_prefix_cache(self) -> None: ...
 
 
 class Clock:
-    """Clock of the machine; a simulated clock overrides both methods."""
+    """The machine's clock; a simulated clock overrides both methods."""
 
     def now_s(self) -> float:
-        """Return the seconds since a fixed moment."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Wait for `seconds`."""
         time.sleep(seconds)
 
 
@@ -86,7 +82,7 @@ class TimedRequest:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """Arrival time of a request and of each of its tokens, in seconds after the start."""
+    """Arrival times of a request and its tokens, in seconds after the start."""
 
     arrival_s: float  # due time, or later if concurrency is limited
     num_prompt_tokens: int
@@ -95,7 +91,7 @@ class RequestTrace:
 
     @property
     def ttft_s(self) -> float:
-        """Time from arrival to first token."""
+        """Time to first token."""
         return self.token_s[0] - self.arrival_s
 
     @property
@@ -105,19 +101,19 @@ class RequestTrace:
 
     @property
     def itls_s(self) -> list[float]:
-        """Inter-token latencies; tokens that arrive together count as one arrival."""
+        """Inter-token latencies; tokens that arrive simultaneously count as one arrival."""
         return [later - earlier for earlier, later in itertools.pairwise(self.token_s) if later > earlier]
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None if there is only one."""
+        """Mean time per output token after the first; None if there is only one."""
         num_later = len(self.token_s) - 1
         return (self.token_s[-1] - self.token_s[0]) / num_later if num_later else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """Sample of a replica at the end of a step, or of an idle engine at the end of a wait."""
+    """State of a replica at the end of a step, or of an idle engine at the end of a wait."""
 
     time_s: float
     num_rows: int = 0
@@ -128,7 +124,7 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True)
 class EngineTrace:
-    """Steps and statistics of an engine during one run."""
+    """An engine's steps and statistics during one run."""
 
     steps: list[StepSample]
     stats: EngineStats
@@ -136,12 +132,12 @@ class EngineTrace:
 
 @dataclass(frozen=True, slots=True)
 class LoadTrace:
-    """Trace of one run of a load.
+    """Trace of one run.
 
     Attributes:
-        requests: requests that were served, in the order in which they were given.
+        requests: served requests, in the given order.
         elapsed_s: time from start to last token.
-        engine: work of the engine; None for a server, which only its replies are known of.
+        engine: the engine's work; None for a server, which is known only by its replies.
         failures: reasons why other requests were not served.
     """
 
@@ -158,13 +154,13 @@ def run_load(
     *,
     max_concurrency: int | None = None,
 ) -> LoadTrace:
-    """Serve each request from its due time to its last token, with greedy sampling and end of sequence ignored.
+    """Serve each request from its due time to its last token; sampling is greedy, end-of-sequence tokens are ignored.
 
     Args:
-        engine: engine without requests; has none afterwards either, even if a request fails.
+        engine: engine without requests; it has none afterwards either, even if a request fails.
         requests: requests to serve; requests due at the same time are queued in this order.
-        clock: clock to use; by default the machine's.
-        max_concurrency: limit of unfinished requests; a further request arrives when one of them has ended.
+        clock: clock to use; the machine's by default.
+        max_concurrency: maximum number of unfinished requests; the next one then arrives when one of them ends.
 
     Raises:
         RequestError: a request cannot be served.
@@ -180,7 +176,7 @@ class _OpenLoop:
     ) -> None:
         self._engine, self._requests, self._clock = engine, requests, clock
         self._due = deque(sorted(range(len(requests)), key=lambda index: requests[index].arrival_s))
-        self._free_since_s = deque([0.0] * max_concurrency)  # times at which the free places became free
+        self._free_since_s = deque([0.0] * max_concurrency)  # start of idleness of each free client
         self._traces = [RequestTrace(r.arrival_s, len(r.prompt)) for r in requests]
         self._steps: list[StepSample] = []
         self._start_s = 0.0
@@ -236,7 +232,7 @@ class _OpenLoop:
             self._steps.append(StepSample(now_s, step.num_rows, step.num_tokens, step.num_pages_used, num_waiting))
 
     def _num_due(self, now_s: float) -> int:
-        """Return the number of requests that have arrived and are not queued yet."""
+        """Return the number of arrived requests that are not queued yet."""
         due = itertools.takewhile(lambda index: self._requests[index].arrival_s <= now_s, self._due)
         return sum(1 for _ in itertools.islice(due, len(self._free_since_s)))
 

@@ -1,4 +1,4 @@
-"""Plots of a report. Needs matplotlib (the extra `bench`)."""
+"""Plots for a report. They need matplotlib (the extra `bench`)."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,14 +20,14 @@ _LEAST_MS = 1e-3  # smallest latency shown, since zero has no logarithm
 
 
 def draw(report: Json, directory: Path) -> list[Path]:
-    """Write all plots of a report into `directory` and return their paths."""
+    """Write all plots for a report into `directory` and return their paths."""
     runs = report["runs"]
     shown = [median_run(runs)] if report["kind"] == "offline" else runs
     paths = []
     for run in shown:
         suffix = _suffix(run)
         paths.append(_save(directory / f"latency{suffix}.png", (10.0, 3.6), _title(report, run), _draw_latency(run)))
-        if "timeline" in run:  # not of a server
+        if "timeline" in run:  # unknown for a server
             timeline = _draw_timeline(run, report)
             paths.append(_save(directory / f"timeline{suffix}.png", (10.0, 6.0), _title(report, run), timeline))
     if report["kind"] == "serve" and len(runs) > 1:
@@ -77,7 +77,7 @@ def _draw_latency(run: Json) -> Callable[[Any], None]:
 
 
 def _histogram(axes: Axes, values: Numbers, figures: Json, xlabel: str, ylabel: str, promised: float | None) -> None:
-    """Draw counts, on logarithmic scales so that rare slow values are visible, and percentiles."""
+    """Draw percentiles, and counts on logarithmic scales so that rare slow values are visible."""
     if values:
         shown = np.maximum(values, _LEAST_MS)
         axes.hist(shown, bins=np.geomspace(shown.min() / 1.2, shown.max() * 1.2, _NUM_BINS + 1), color=_SOFT)
@@ -159,7 +159,7 @@ def _curve(axes: Axes, runs: Sequence[Json], key: str) -> None:
 
 
 def _log_ticks(axis: Any) -> None:
-    """Label a logarithmic axis with plain numbers, as many as there is room for."""
+    """Label a logarithmic axis with as many plain numbers as fit."""
     from matplotlib.ticker import LogLocator, NullLocator  # noqa: PLC0415 - an extra, needed only for plots
 
     low, high = axis.get_view_interval()

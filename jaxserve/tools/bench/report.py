@@ -1,4 +1,4 @@
-"""JSON report of a benchmark: setup, environment and figures. Names of keys end in their units."""
+"""JSON report of a benchmark: setup, environment and figures. Keys end in their units."""
 
 import dataclasses
 import platform
@@ -22,14 +22,13 @@ FORMAT = "jaxserve-bench-2"
 
 @runtime_checkable
 class DescribedEngine(MeasuredEngine, Protocol):
-    """Engine that knows its device, which may be another process's."""
+    """Engine that describes its device, which may belong to another process."""
 
-    def describe_device(self) -> Device:
-        """Return the kind and number of the devices."""
+    def describe_device(self) -> Device: ...
 
 
 def build_report(engine: DescribedEngine, kind: str, workload: Workload, load: Json) -> Json:
-    """Return the report that `--json` writes, with no runs yet; `load` describes how the requests arrive."""
+    """Return the report that `--json` writes, without runs; `load` describes the arrivals."""
     device = engine.describe_device()
     dtype = compute_dtype(engine.config, engine.arch, on_cpu=device.platform == "cpu")
     return _head(kind) | {
@@ -51,9 +50,9 @@ def build_report(engine: DescribedEngine, kind: str, workload: Workload, load: J
 
 
 def build_remote_report(server: Server, kind: str, workload: Workload, load: Json) -> Json:
-    """Return the report of a load on a server, of which its replies alone are known."""
-    own = {"url": server.url, "model": server.model}
-    return _head(kind) | {"server": own, "workload": _described(workload) | load, "runs": []}
+    """Return the report for a load on a server, which is known only by its replies."""
+    described = {"url": server.url, "model": server.model}
+    return _head(kind) | {"server": described, "workload": _described(workload) | load, "runs": []}
 
 
 def _head(kind: str) -> Json:
@@ -82,10 +81,10 @@ def _described(workload: Workload) -> Json:
 
 
 def offered_rate(run: Json) -> float | None:
-    """Return the requests per second, None for the workload's own arrivals; infinity is a string, as JSON has none."""
+    """Return the requests per second; None for the workload's arrivals. JSON has infinity as a string."""
     return None if run["rate_per_s"] is None else float(run["rate_per_s"])
 
 
 def median_run(runs: Sequence[Json]) -> Json:
-    """Return the run of median output rate; of an even number of runs, the slower of the middle two."""
+    """Return the run with the median output rate, or the slower of the middle two."""
     return sorted(runs, key=lambda run: run["output_tok_per_s"])[(len(runs) - 1) // 2]

@@ -1,4 +1,4 @@
-"""Figures of a run from its trace: percentiles, rates, goodput, cost. Names end in their units."""
+"""Figures of a run, computed from its trace: percentiles, rates, goodput, cost. Names end in their units."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,23 +16,22 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Service-level objective: limits of time to first token and of time per output token after it; None is no limit.
+    """Service-level objective: upper limits of TTFT and TPOT; None is no limit.
 
-    A request of a single token always meets the second limit.
+    A request with a single token always meets the TPOT limit.
     """
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
     def is_met_by(self, request: RequestTrace) -> bool:
-        """Return whether the request met both limits."""
         in_time = self.ttft_ms is None or request.ttft_s * 1e3 <= self.ttft_ms
         return in_time and (self.tpot_ms is None or (request.tpot_s or 0.0) * 1e3 <= self.tpot_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """Sizes and rates of an engine that the figures of its steps depend on."""
+    """Engine sizes and rates that step figures depend on."""
 
     page_size: int
     num_pages: int
@@ -41,7 +40,7 @@ class EngineSizes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Context of a run that its figures depend on; `engine` is None for a server."""
+    """Context that a run's figures depend on; `engine` is None for a server."""
 
     slo: Slo = Slo()
     price_per_hour: float | None = None
@@ -49,7 +48,7 @@ class Setting:
 
 
 def summarize(trace: LoadTrace, setting: Setting) -> Json:
-    """Return the figures of one run as a JSON object; those of steps only where the engine's are known."""
+    """Return a run's figures as a JSON object; step figures only for an engine in this process."""
     figures = _requests(trace, setting)
     if trace.engine is not None and setting.engine is not None:
         figures |= _steps(trace.engine, setting.engine) | {"timeline": _timeline(trace.engine)}
@@ -119,12 +118,11 @@ def _steps(trace: EngineTrace, sizes: EngineSizes) -> Json:
 
 
 def _mean_and_max(values: Sequence[float] | Sequence[int]) -> Json:
-    """Return mean and maximum; zeros if there are no values."""
     return {"mean": float(np.mean(values)), "max": float(max(values))} if values else {"mean": 0.0, "max": 0.0}
 
 
 def _goodput(trace: LoadTrace, slo: Slo) -> Json | None:
-    """Return the requests per second that met every limit (DistServe, Zhong et al., 2024); None without limits."""
+    """Return the rate of requests that met every limit (DistServe, Zhong et al., 2024); None without limits."""
     if slo == Slo():
         return None
     num_met = sum(slo.is_met_by(r) for r in trace.requests)
@@ -137,7 +135,7 @@ def _goodput(trace: LoadTrace, slo: Slo) -> Json | None:
 
 
 def _cost(trace: LoadTrace, price_per_hour: float | None) -> Json | None:
-    """Return the cost of tokens in the currency of the price, at the throughput of this run; None without a price."""
+    """Return the token cost at this run's throughput, in the price's currency; None without a price."""
     if price_per_hour is None:
         return None
     rates = _throughput(trace)
@@ -150,7 +148,7 @@ def _cost(trace: LoadTrace, price_per_hour: float | None) -> Json | None:
 
 
 def _timeline(trace: EngineTrace) -> Json:
-    """Return one list per quantity, with an entry at the end of each step of any replica and of each idle wait."""
+    """Return one list per quantity, with an entry at the end of each replica's step and each idle wait."""
     return {
         "time_s": [round(s.time_s, 6) for s in trace.steps],
         "num_rows": [s.num_rows for s in trace.steps],

@@ -1,4 +1,4 @@
-"""Tables of a report as text."""
+"""Text tables for a report."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,6 @@ _STATISTICS = ("mean", "p50", "p90", "p99", "max")
 
 
 def render(report: Json) -> str:
-    """Return header and tables of a report as text."""
     runs = report["runs"]
     blocks = [_header(report)]
     if report["kind"] == "offline" and len(runs) > 1:
@@ -25,7 +24,7 @@ def render(report: Json) -> str:
         blocks.append(align(_sweep(runs), header=True))
     else:
         run = median_run(runs)
-        blocks += [align(_facts(run, report)), align(_latencies(run), header=True)]
+        blocks += [align(_figures(run, report)), align(_latencies(run), header=True)]
     return "\n\n".join(blocks)
 
 
@@ -52,7 +51,7 @@ def _rounds(runs: Sequence[Json]) -> str:
     return f"{len(runs)} rounds of {rates} output tok/s; below, the median one"
 
 
-def _facts(run: Json, report: Json) -> list[Row]:
+def _figures(run: Json, report: Json) -> list[Row]:
     failed = f", {run['num_failed']} failed" if run["num_failed"] else ""
     return [
         ("output", f"{run['output_tok_per_s']:.1f} tok/s"),

@@ -1,12 +1,13 @@
-"""Workloads: lengths and arrival times only, so that they apply to any engine and vocabulary.
+"""Workloads: only lengths and arrival times, so that they apply to any engine and vocabulary.
 
 The file format is {"name", "seed", "requests": [{"prompt_len", "output_len", "arrival_s", "prefix_id",
 "prefix_len"}]}. Lengths count tokens; `arrival_s` is seconds after the start. Requests with the same `prefix_id` (not
-null) share their first `prefix_len` tokens. Outputs are greedy and ignore the end of sequence: `output_len` is exact.
+null) share their first `prefix_len` tokens. Outputs are greedy and ignore the end-of-sequence token: `output_len` is
+exact.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, no_type_check
@@ -14,7 +15,8 @@ from typing import Any, no_type_check
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.errors import ConfigError, brief
+from jaxserve.api.schema import ANY, FILLED_TEXT, OBJECT, Schema, integer, list_of, number
+from jaxserve.errors import ConfigError
 
 BUILT_IN = (
     "mixed-64",
@@ -29,11 +31,16 @@ LOWEST_ID = 10  # smaller ids tend to be special tokens
 
 _LENGTHS_SEED = 20261121
 _TOKENS_SEED = 1234
-_OWN, _SHARED, _ARRIVALS = 0, 1, 2  # independent random streams of a workload
+_OWN, _SHARED, _ARRIVALS = 0, 1, 2  # independent random streams
+_WORKLOAD = {
+    "name": FILLED_TEXT,
+    "seed": integer(0),
+    "requests": list_of(ANY, "a list of at least one request", least=1),
+}
 
 
 @no_type_check  # tests pass wrong types, which __post_init__ must reject with a ConfigError
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WorkloadRequest:
     """Lengths and arrival time of one request."""
 
@@ -44,19 +51,28 @@ class WorkloadRequest:
     prefix_len: int = 0
 
     def __post_init__(self) -> None:
-        for name, lowest in (("prompt_len", 1), ("output_len", 1), ("prefix_len", 0)):
-            _check_int(name, getattr(self, name), lowest)
-        if self.prefix_id is not None:
-            _check_int("prefix_id", self.prefix_id, 0)
-        if not _is_number(self.arrival_s) or not 0 <= self.arrival_s < float("inf"):
-            raise ConfigError(f"arrival_s must be a number of seconds from 0 on, got {brief(self.arrival_s)}")
+        _REQUEST.check(self)
         if self.prefix_len > self.prompt_len:
             raise ConfigError(f"prefix_len must be at most prompt_len, got {self.prefix_len} and {self.prompt_len}")
 
 
+_LENGTH = integer(1)
+_REQUEST = Schema(
+    ConfigError,
+    WorkloadRequest,
+    {
+        "prompt_len": _LENGTH,
+        "output_len": _LENGTH,
+        "arrival_s": number(0),
+        "prefix_id": integer(0).optional(),
+        "prefix_len": integer(0),
+    },
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in queueing order, and the seed of their tokens."""
+    """Requests in queueing order, and the seed for their tokens."""
 
     name: str
     seed: int
@@ -64,19 +80,19 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Number of tokens of all prompts."""
+        """Number of tokens in all prompts."""
         return sum(r.prompt_len for r in self.requests)
 
     @property
     def num_output_tokens(self) -> int:
-        """Number of tokens of all outputs."""
+        """Number of tokens in all outputs."""
         return sum(r.output_len for r in self.requests)
 
     def resized(self, num_requests: int) -> "Workload":
         """Return the first `num_requests` requests of the workload repeated endlessly.
 
-        Each repetition has its own prompts and shared prefixes, so that the hit rate of the prefix cache stays the
-        same, and begins when the last request of the previous one arrives.
+        Each repetition has its own prompts and shared prefixes, so that the prefix cache's hit rate stays the same. It
+        begins when the last request of the previous one arrives.
         """
         period_s = max(r.arrival_s for r in self.requests)
         num_prefixes = 1 + max((r.prefix_id for r in self.requests if r.prefix_id is not None), default=-1)
@@ -91,7 +107,7 @@ class Workload:
 
 
 def load_workload(source: str) -> Workload:
-    """Load a built-in workload by its name, or a workload from a JSON file.
+    """Load a built-in workload by name, or a workload from a JSON file.
 
     Raises:
         ConfigError: there is no such workload, or the file is malformed.
@@ -112,19 +128,14 @@ def load_workload(source: str) -> Workload:
 
 
 def parse_workload(content: object) -> Workload:
-    """Parse the decoded JSON of a file; ConfigError says what is wrong and where."""
-    fields = _checked_keys("a workload", content, {"name", "seed", "requests"}, optional=())
-    if not isinstance(fields["name"], str) or not fields["name"]:
-        raise ConfigError(f"name must be a non-empty string, got {brief(fields['name'])}")
-    _check_int("seed", fields["seed"], 0)
-    if not isinstance(fields["requests"], list) or not fields["requests"]:
-        raise ConfigError(f"requests must be a list of at least one request, got {brief(fields['requests'])}")
-    requests = tuple(_parse_request(index, r) for index, r in enumerate(fields["requests"]))
-    return Workload(fields["name"], fields["seed"], requests)
+    """Parse the decoded JSON; ConfigError names the wrong field and request."""
+    fields = _checked_keys("a workload", content, _WORKLOAD.keys(), optional=())
+    name, seed, entries = (each.read(name, fields[name], ConfigError) for name, each in _WORKLOAD.items())
+    return Workload(name, seed, tuple(_parse_request(index, each) for index, each in enumerate(entries)))
 
 
 def token_ids(workload: Workload, vocab_size: int) -> list[list[int]]:
-    """Return the prompt ids of every request, uniform in [LOWEST_ID, vocab_size); each prefix has its own stream."""
+    """Return each request's prompt, ids uniform in [LOWEST_ID, vocab_size); each prefix has its own random stream."""
     if vocab_size <= LOWEST_ID:
         raise ConfigError(f"a workload needs a vocabulary of more than {LOWEST_ID} tokens, got {vocab_size}")
 
@@ -142,7 +153,7 @@ def token_ids(workload: Workload, vocab_size: int) -> list[list[int]]:
 def poisson_arrivals(workload: Workload, rate: float, seed: int = 0) -> list[float]:
     """Return Poisson arrival times in seconds at `rate` requests per second; the rate only scales the gaps.
 
-    At an infinite rate all requests arrive at once. Each seed gives different gaps.
+    At an infinite rate all requests arrive simultaneously. Each seed gives different gaps.
     """
     gaps = _stream(workload, _ARRIVALS, seed).exponential(1.0, len(workload.requests))
     arrivals: list[float] = (np.cumsum(gaps) / rate).tolist()
@@ -161,9 +172,8 @@ def _parse_request(index: int, content: object) -> WorkloadRequest:
         raise ConfigError(f"request {index}: {error}") from error
 
 
-def _checked_keys(what: str, content: object, required: set[str], optional: Iterable[str]) -> Mapping[str, Any]:
-    if not isinstance(content, dict):
-        raise ConfigError(f"{what} must be an object, got {brief(content)}")
+def _checked_keys(what: str, given: object, required: Set[str], optional: Iterable[str]) -> Mapping[str, Any]:
+    content: Mapping[str, Any] = OBJECT.read(what, given, ConfigError)
     if missing := sorted(required - content.keys()):
         raise ConfigError(f"{what} must have {sorted(required)}; missing are {missing}")
     if unknown := sorted(content.keys() - required - set(optional)):
@@ -171,17 +181,8 @@ def _checked_keys(what: str, content: object, required: set[str], optional: Iter
     return content
 
 
-def _check_int(name: str, value: object, lowest: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-        raise ConfigError(f"{name} must be an integer of at least {lowest}, got {brief(value)}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _built_in_requests() -> dict[str, list[WorkloadRequest]]:
-    """Return all built-in workloads: their lengths are drawn from one stream, in this order."""
+    """Return all built-in workloads. Their lengths are drawn from one stream, in this order."""
     rng = np.random.default_rng(_LENGTHS_SEED)
 
     def uniform(low: int, high: int, count: int) -> list[int]:
@@ -196,7 +197,7 @@ def _built_in_requests() -> dict[str, list[WorkloadRequest]]:
     poisson = _requests(uniform(16, 192, 128), uniform(16, 96, 128), np.cumsum(rng.exponential(0.25, 128)))
     return {
         "mixed-64": mixed,  # the offline batch
-        "single": [WorkloadRequest(128, 128)],  # latency of one stream
+        "single": [WorkloadRequest(128, 128)],  # latency without a batch
         "shared-prefix-64": [WorkloadRequest(528, 16, prefix_id=0, prefix_len=512)] * 64,  # one system prompt
         "long-tail-128": long_tail,  # most outputs short, a few long: worst for static batching
         "long-prompts-32": [WorkloadRequest(1500 if i % 8 == 0 else 64, 32) for i in range(32)],  # chunked prefill
@@ -213,6 +214,6 @@ def _requests(
 
 
 def _chat_turn(chat: int, turn: int) -> WorkloadRequest:
-    """Return a request with 64 new tokens after a history of earlier turns of 64 prompt and 32 output tokens each."""
+    """Return a request with 64 new tokens after a history: 64 prompt and 32 output tokens per earlier turn."""
     history = 96 * turn
     return WorkloadRequest(history + 64, 32, 2.0 * turn, chat, history)
