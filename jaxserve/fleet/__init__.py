@@ -1,1 +1,1 @@
-"""Several engines behind one queue."""
+"""Several engines with one queue."""

@@ -1,13 +1,13 @@
 """Fleet: several engines that serve as one; assigns requests to engines and recovers them when an engine dies.
 
-The engines run in actors, in other processes. Each gets twice as many sequences as one of its steps takes, so that its
-batch stays full while results are in flight. The router chooses the actor: the least loaded, or one that has computed
-a prefix of the prompt. When the queue is empty, idle actors take over requests that wait in busy ones.
+The engines run in actors, in other processes. Each gets twice as many sequences as fit in a step, so that its batch
+stays full while results are in flight. The router chooses the least loaded actor, or one that has computed a prefix of
+the prompt. When the queue is empty, idle actors take over requests that wait in busy ones.
 
 An actor that dies is restarted. Its requests are not lost, but any of them may have killed it: they are served again in
 two halves, each by an actor that serves nothing else meanwhile. A half that completes is cleared; if a half kills its
-actor, its unfinished requests are halved again. A request fails after MAX_LONE_DEATHS deaths of actors that served it
-alone.
+actor, its unfinished requests are halved again. A request fails after MAX_ISOLATED_DEATHS deaths of actors that served
+no other request.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ from jaxserve.text.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-MAX_LONE_DEATHS = 3
-MAX_FAILED_STARTS = 3  # consecutive failed starts of one actor
-CALL_S = 0.05  # duration of a call: then an actor returns finished requests and gets new ones
+MAX_ISOLATED_DEATHS = 3
+MAX_FAILED_STARTS = 3  # consecutive failed starts per actor
+CALL_S = 0.05  # call duration, after which an actor returns finished requests and gets new ones
 _CALLS_AHEAD = 2  # the next call is queued when an actor ends one
-_BLOCK_BYTES = 256  # bytes of a prompt between consecutive prefix hashes
-_TOKEN_BYTES = 4  # estimated bytes of text per token, and exact bytes of a token id
+_BLOCK_BYTES = 256  # prompt bytes between consecutive prefix hashes
+_TOKEN_BYTES = 4  # estimated text bytes per token, and exact bytes per token id
 
-Ended = list[RequestOutput | RequestFailure]  # answer of a call: requests that ended
+Ended = list[RequestOutput | RequestFailure]  # answer to a call: requests that ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class NewRequest:
 
     Attributes:
         request_id: internal id, not the caller's. It is new each time a request is given to an actor, so that a late
-            result of an earlier attempt is not taken for that of a later one.
+            result of an earlier attempt is not taken for a later one's.
         prompt: text or token ids.
         params: sampling parameters.
         cache_salt: namespace of the prefix cache, as in `BatchEngine.add_request`.
@@ -64,7 +64,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Answer of an actor that is ready to serve."""
+    """Answer from an actor that is ready to serve."""
 
     schedule: ScheduleConfig
     default_sampling_params: SamplingParams
@@ -87,29 +87,24 @@ class Actors(Protocol):
         """Start or restart an actor; it answers `Started` or `Died`."""
 
     def serve(self, index: int, aborted: Sequence[str], added: Sequence[NewRequest]) -> None:
-        """Queue a call of `Server.serve` in an actor; it answers `Ended` or `Died`."""
+        """Queue a call to `Server.serve` in an actor; it answers `Ended` or `Died`."""
 
     def wait(self) -> tuple[int, Started | Ended | Died]:
-        """Return the next answer of any actor; ConfigError if an engine cannot start as configured."""
+        """Return the next answer from any actor; ConfigError if an engine cannot start as configured."""
 
 
 class Server:
-    """Server of an engine in an actor's process.
-
-    Args:
-        engine: an engine that nothing else is using.
-    """
+    """Engine in an actor's process, which nothing else uses."""
 
     def __init__(self, engine: BatchEngine) -> None:
         self._engine = engine
-        self._num_sequences: dict[str, int] = {}  # sequences of unfinished requests, by request id
+        self._num_sequences: dict[str, int] = {}  # by unfinished request id
 
     def started(self) -> Started:
-        """Return what the fleet needs to know of the engine."""
         return Started(self._engine.schedule, self._engine.default_sampling_params)
 
     def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Ended:
-        """Abort some requests, add others, and run for CALL_S, or until a request ends and another would fit."""
+        """Abort some requests, add others, and run for CALL_S or until a request ends and another one fits."""
         for request_id in aborted:
             self._engine.abort(request_id)
             self._num_sequences.pop(request_id, None)
@@ -118,7 +113,7 @@ class Server:
             try:
                 self._add(request)
             except RequestError as error:
-                is_length = isinstance(error, PromptTooLongError)  # clients tell it from others
+                is_length = isinstance(error, PromptTooLongError)  # clients distinguish it
                 known = error if is_length else RequestError(str(error))
                 ended.append(RequestFailure(request.request_id, known))
         until_s = time.monotonic() + CALL_S
@@ -126,7 +121,7 @@ class Server:
             for output in self._engine.wait():
                 del self._num_sequences[output.request_id]
                 ended.append(output)
-            if time.monotonic() >= until_s or (ended and self._has_room()):
+            if time.monotonic() >= until_s or (ended and self._can_start()):
                 break
         return ended
 
@@ -134,7 +129,7 @@ class Server:
         self._engine.add_request(request.request_id, request.prompt, request.params, cache_salt=request.cache_salt)
         self._num_sequences[request.request_id] = request.params.n
 
-    def _has_room(self) -> bool:
+    def _can_start(self) -> bool:
         return sum(self._num_sequences.values()) < self._engine.schedule.max_num_seqs
 
 
@@ -142,7 +137,7 @@ class Server:
 class _Job:
     request_id: str  # the caller's
     request: NewRequest
-    num_lone_deaths: int = 0
+    num_isolated_deaths: int = 0
     seat: "_Seat | None" = None
     load: int = 0  # load that this job adds to its seat, in tokens
 
@@ -152,17 +147,17 @@ class _Job:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the prompt in tokens, estimated if it is text."""
+        """Prompt length in tokens, estimated for text."""
         prompt = self.request.prompt
         return len(prompt) // _TOKEN_BYTES + 1 if isinstance(prompt, str) else len(prompt)
 
     def load_with(self, num_shared_tokens: int) -> int:
-        """Return the load in tokens that it adds to an actor that has computed `num_shared_tokens` of its prompt."""
+        """Return the load in tokens on an actor that has computed `num_shared_tokens` of the prompt."""
         return max(self.num_tokens - num_shared_tokens, 0) + ROW_CHARGE_TOKENS * self.num_sequences
 
     @cached_property
     def prefix(self) -> Prefix:
-        """Hashes of prefixes of the prompt as given, before tokenisation."""
+        """Hashes of prompt prefixes before tokenisation."""
         prompt = self.request.prompt
         try:
             is_text = isinstance(prompt, str)
@@ -183,15 +178,15 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """State of an actor as known to the fleet."""
+    """The fleet's view of an actor."""
 
     index: int
     ready: bool = False
     num_failed_starts: int = 0
     num_calls: int = 0  # outstanding calls
-    jobs: dict[str, _Job] = field(default_factory=dict)  # keys are ids of `NewRequest`, the newest last
-    num_sequences: int = 0  # sequences of its jobs
-    load: int = 0  # load of its jobs, in tokens
+    jobs: dict[str, _Job] = field(default_factory=dict)  # by `NewRequest.request_id`, the newest last
+    num_sequences: int = 0  # sum over its jobs
+    load: int = 0  # sum over its jobs, in tokens
     has_suspects: bool = False  # no other jobs are assigned until these have ended
     added: list[NewRequest] = field(default_factory=list)  # requests to add in the next call
     aborted: list[str] = field(default_factory=list)  # ids to abort first in the next call
@@ -218,17 +213,17 @@ class _Seat:
 
 
 class Fleet:
-    """Fleet of engines with the interface of `BatchEngine`.
+    """Fleet of engines that is a `BatchEngine`.
 
-    A request that an engine refuses is accepted first, and comes back from `wait` as a RequestFailure.
+    A request that an engine refuses is accepted first and comes back from `wait` as a RequestFailure.
 
     Args:
-        config: options of each engine.
+        config: options for each engine.
         actors: actors to start; the constructor returns when one of them is ready.
 
     Attributes:
-        config: options of each engine.
-        schedule: sizes of all engines together.
+        config: options for each engine.
+        schedule: sizes summed over the engines.
         tokenizer: None with `skip_tokenizer_init`.
         default_sampling_params: sampling parameters that the checkpoint recommends.
 
@@ -252,13 +247,13 @@ class Fleet:
         self._idle: dict[int, _Seat] = {}  # ready seats without jobs
         self._due: dict[int, _Seat] = {}  # seats that may need a call
         self._may_even_out = False  # False after `_even_out` found nothing to move, until something changes
-        self._room = self._max_rows = 0  # most sequences of an actor, and of one of its steps
+        self._capacity = self._max_rows = 0  # maximum sequences per actor and per step
         for seat in self._seats:
             actors.start(seat.index)
         while not isinstance(first := self._next_answer(), Started):
             pass
         s, n = first.schedule, actors.count
-        self._room, self._max_rows = 2 * s.max_num_seqs, s.max_num_seqs
+        self._capacity, self._max_rows = 2 * s.max_num_seqs, s.max_num_seqs
         for seat in self._seats:
             self._note(seat)
         self.default_sampling_params = first.default_sampling_params
@@ -282,7 +277,6 @@ class Fleet:
         self._jobs[request_id] = self._queue[request_id] = job
 
     def abort(self, request_id: str) -> None:
-        """Abort a request."""
         job = self._jobs.pop(request_id, None)
         if job is None:
             return
@@ -294,7 +288,6 @@ class Fleet:
             self._note(seat)
 
     def has_unfinished(self) -> bool:
-        """Return whether any request has not ended."""
         return bool(self._jobs)
 
     def wait(self) -> Ended:
@@ -312,7 +305,7 @@ class Fleet:
         return [] if isinstance(answer, Started) else answer
 
     def _note(self, seat: _Seat) -> None:
-        """Update the router and the set of due seats after a change of a seat."""
+        """Update the router and the due seats after a seat has changed."""
         if not seat.jobs:
             seat.has_suspects = False
         self._due[seat.index] = seat
@@ -322,7 +315,7 @@ class Fleet:
         else:
             self._idle.pop(seat.index, None)
         self._may_even_out |= seat.num_sequences > self._max_rows
-        is_open = seat.ready and not seat.has_suspects and (seat.num_sequences < self._room or not seat.jobs)
+        is_open = seat.ready and not seat.has_suspects and (seat.num_sequences < self._capacity or not seat.jobs)
         self._router.set_load(seat.index, seat.load, is_open=is_open)
 
     def _give(self, seat: _Seat, job: _Job, num_shared_tokens: int = 0) -> None:
@@ -359,11 +352,11 @@ class Fleet:
 
     def _could_start(self, job: _Job, route: Route) -> Start:
         seat = self._seats[route.replica]
-        fits = not seat.jobs or seat.num_sequences + job.num_sequences <= self._room
+        fits = not seat.jobs or seat.num_sequences + job.num_sequences <= self._capacity
         return Start.NOW if fits else Start.FULL
 
     def _even_out(self) -> None:
-        """Move to idle actors the newest jobs of busy ones, which exceed the rows of a step and so have not started."""
+        """Move the newest jobs of busy actors, which exceed a step's rows and so have not started, to idle actors."""
         while self._may_even_out and self._idle and not self._queue:
             idle = next(iter(self._idle.values()))
             others = (seat for seat in self._seats if seat.ready and not seat.has_suspects)
@@ -378,7 +371,7 @@ class Fleet:
             self._may_even_out = bool(idle.jobs)
 
     def _next_answer(self) -> Started | Ended:
-        """Wait for the next answer and record it; requests that ended are returned as the caller knows them."""
+        """Wait for the next answer and record it; ended requests are returned with the caller's ids."""
         index, answer = self._actors.wait()
         seat = self._seats[index]
         if isinstance(answer, Started):
@@ -413,8 +406,8 @@ class Fleet:
         for job in jobs:
             job.seat = None
         if len(jobs) == 1:
-            jobs[0].num_lone_deaths += 1
-            if jobs[0].num_lone_deaths == MAX_LONE_DEATHS:
+            jobs[0].num_isolated_deaths += 1
+            if jobs[0].num_isolated_deaths == MAX_ISOLATED_DEATHS:
                 return [self._failure(jobs[0], cause)]
         middle = -(-len(jobs) // 2)
         self._suspects.extend(half for half in (jobs[:middle], jobs[middle:]) if half)
@@ -422,5 +415,5 @@ class Fleet:
 
     def _failure(self, job: _Job, cause: str) -> RequestFailure:
         del self._jobs[job.request_id]
-        message = f"{MAX_LONE_DEATHS} engines died, each while it served this request alone; the last: {cause}"
+        message = f"{MAX_ISOLATED_DEATHS} engines died while they served only this request; the last: {cause}"
         return RequestFailure(job.request_id, EngineDiedError(message))

@@ -1,7 +1,7 @@
-"""Fleet on Ray: each engine runs in an actor, a separate process on any machine of the cluster with room for it.
+"""Fleet on Ray: each engine runs in an actor, a separate process on any machine in the cluster that it fits on.
 
 Ray places the actors, transports calls and reports deaths. The fleet (`fleet.py`) recovers the requests itself, so
-Ray's restarts of actors and retries of calls are off.
+Ray's restarts and retries are off.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ _OBJECT_STORE_BYTES = 2**28  # object store of a local Ray: outputs pass through
 
 @contextlib.contextmanager
 def ray_fleet(num_actors: int | None = None, **options: Any) -> Iterator[Fleet]:
-    """Yield a fleet for `run_batch`; on exit its actors are ended, and so is Ray if it was started here.
+    """Yield a fleet for `run_batch`. On exit its actors end, and Ray ends if it was started here.
 
     Args:
-        num_actors: number of engines; None is as many as the cluster's accelerators suffice for, or one if it has none.
+        num_actors: number of engines; None for as many as fit on the cluster's accelerators, or one if it has none.
         options: fields of EngineConfig for each engine. Its directories must exist on every machine.
 
     Raises:
@@ -63,19 +63,19 @@ def plan_actors(
 
     Args:
         nodes: resources of each machine, by Ray's names.
-        num_devices: devices of one engine, all on one machine.
-        wanted: number of actors; None for as many as the accelerators suffice for.
+        num_devices: number of devices per engine, all on one machine.
+        wanted: number of actors; None for as many as fit on the accelerators.
 
     Raises:
-        ConfigError: the cluster has no room for them.
+        ConfigError: they do not fit on the cluster.
     """
     kind = next((name for name in _ACCELERATORS if any(node.get(name) for node in nodes)), "CPU")
-    most = sum(int(node.get(kind, 0) // num_devices) for node in nodes)
-    count = wanted or (1 if kind == "CPU" else most)
-    if not 0 < count <= most:
+    max_count = sum(int(node.get(kind, 0) // num_devices) for node in nodes)
+    count = wanted or (1 if kind == "CPU" else max_count)
+    if not 0 < count <= max_count:
         raise ConfigError(
-            f"the cluster must have room for --ray-actors, each with tensor_parallel_size {kind}s of one machine, got "
-            f"{count} with {num_devices} each, and room for {most}; lower one of them or add machines"
+            f"--ray-actors must fit on the cluster, each with tensor_parallel_size {kind}s on one machine, got {count} "
+            f"with {num_devices} each, and {max_count} fit; lower one of them or add machines"
         )
     if kind == "TPU":
         return count, {"resources": {"TPU": num_devices}, "num_cpus": 0}
@@ -84,7 +84,7 @@ def plan_actors(
 
 @contextlib.contextmanager
 def _connected() -> Iterator[Any]:
-    """Yield the ray module, connected: as it is, or to the environment's cluster, or to a new one on this machine."""
+    """Yield the ray module, connected as before, to the environment's cluster or to a new one on this machine."""
     address = ray_address()
     try:
         import ray  # noqa: PLC0415 - an extra, and slow
@@ -106,14 +106,14 @@ def _connected() -> Iterator[Any]:
 
 
 class _RayActors:
-    """Implementation of `Actors` on Ray."""
+    """`Actors` on Ray."""
 
     def __init__(self, ray: Any, count: int, resources: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self.count = count
         self._ray, self._options = ray, dict(options)
         self._actor_class = ray.remote(_EngineActor).options(scheduling_strategy="SPREAD", **resources)
         self._actors: dict[int, Any] = {}  # live actors by index
-        self._calls: dict[Any, int] = {}  # outstanding calls, oldest first, with the index of the actor
+        self._calls: dict[Any, int] = {}  # actor index of each outstanding call, oldest first
         self._answered: deque[Any] = deque()  # outstanding calls that Ray has reported as ready
 
     def start(self, index: int) -> None:
@@ -152,7 +152,7 @@ class _RayActors:
 
 
 def _brief(error: Exception) -> str:
-    """Return Ray's message about a death, without ids and advice."""
+    """Return Ray's death message without ids and advice."""
     return str(error).splitlines()[-1].partition(" Some common causes")[0]
 
 
@@ -160,7 +160,7 @@ class _EngineActor:
     """Ray actor that serves an engine."""
 
     def start(self, options: dict[str, Any]) -> Started:
-        from jaxserve.offline.llm import LLM  # noqa: PLC0415 - imports jax, which the fleet's own process does not need
+        from jaxserve.offline.llm import LLM  # noqa: PLC0415 - imports jax, which the fleet's process does not need
 
         self._server = Server(LLM(**options).batch_engine())
         return self._server.started()

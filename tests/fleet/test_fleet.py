@@ -19,7 +19,7 @@ from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.fleet import fleet
 from jaxserve.fleet.fleet import (
     MAX_FAILED_STARTS,
-    MAX_LONE_DEATHS,
+    MAX_ISOLATED_DEATHS,
     Died,
     Fleet,
     NewRequest,
@@ -192,10 +192,10 @@ def test_a_poison_costs_few_deaths_and_nobody_else(model: Path, tokenizer: Token
     assert failure.request_id == "20"
     assert isinstance(failure.error, EngineDiedError)
     assert str(failure.error) == (
-        f"{MAX_LONE_DEATHS} engines died, each while it served this request alone; the last: out of luck"
+        f"{MAX_ISOLATED_DEATHS} engines died while they served only this request; the last: out of luck"
     )
     halvings = (2 * MAX_NUM_SEQS).bit_length() - 1
-    assert actors.num_deaths <= halvings + MAX_LONE_DEATHS
+    assert actors.num_deaths <= halvings + MAX_ISOLATED_DEATHS
 
 
 def test_no_rows_are_free_while_a_request_waits(model: Path, tokenizer: Tokenizer) -> None:

@@ -22,7 +22,7 @@ from killing import records_by_id
 from jaxserve import cli
 from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.fleet.fleet import MAX_LONE_DEATHS
+from jaxserve.fleet.fleet import MAX_ISOLATED_DEATHS
 from jaxserve.fleet.ray_fleet import plan_actors, ray_fleet
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.system import environment as variables
@@ -138,7 +138,7 @@ def test_what_kills_engines_becomes_an_error_and_the_rest_is_served(
     found, wanted = records_by_id(out), expected(model, source, max_num_seqs=2)
     errors = {number: found[f"batch_req_{number}"]["error"] for number in (21, 42, 56)}
     assert [errors[number]["code"] for number in (21, 42)] == ["engine_died"] * 2
-    alone = f"{MAX_LONE_DEATHS} engines died, each while it served this request alone; the last: "
+    alone = f"{MAX_ISOLATED_DEATHS} engines died while they served only this request; the last: "
     assert errors[21]["message"].startswith(alone + "The actor is dead because its worker process has died")
     assert errors[42]["message"] == alone + "RuntimeError('a step went wrong')"
     assert found["batch_req_56"] == wanted["batch_req_56"]  # a refusal, as without Ray
@@ -154,9 +154,9 @@ def test_configuration_errors_of_actors_are_one_line(
     arguments = ["batch", str(source), str(out), "--model", model, "--ray"]
     for flags, message in (
         (["--max-num-seqs", "13"], "max_num_seqs must not be 13, got 13; lower it"),
-        (["--ray-actors", "5"], "the cluster must have room for --ray-actors, each with tensor_parallel_size CPUs"),
+        (["--ray-actors", "5"], "--ray-actors must fit on the cluster, each with tensor_parallel_size CPUs"),
         (["--ray-actors", "0"], "the number of actors must be positive, got 0"),
-        (["--stats"], "--stats shows the steps of one engine, and --ray runs several; leave one of them out"),
+        (["--stats"], "--stats shows the steps of one engine, and --ray runs several; leave out one of them"),
         (["--page-size", "0"], "page_size must be a positive integer"),
     ):
         assert cli.main([*arguments, *flags]) == 2
@@ -223,11 +223,11 @@ def test_an_actor_asks_for_the_devices_of_its_engine(
             [{"GPU": 4.0}, {"GPU": 4.0}],
             8,
             None,
-            "tensor_parallel_size GPUs of one machine, got 0 with 8 each",
+            "tensor_parallel_size GPUs on one machine, got 0 with 8 each",
         ),
-        ([{"GPU": 4.0}, {"GPU": 4.0}], 4, 3, "got 3 with 4 each, and room for 2; lower one of them or add machines"),
-        ([{"CPU": 2.0}], 4, None, "got 1 with 4 each, and room for 0"),
-        ([], 1, None, "room for 0"),
+        ([{"GPU": 4.0}, {"GPU": 4.0}], 4, 3, "got 3 with 4 each, and 2 fit; lower one of them or add machines"),
+        ([{"CPU": 2.0}], 4, None, "got 1 with 4 each, and 0 fit"),
+        ([], 1, None, "and 0 fit"),
     ],
 )
 def test_a_fleet_that_has_no_room_is_refused(nodes: list, num_devices: int, wanted: int | None, message: str) -> None:
