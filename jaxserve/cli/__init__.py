@@ -1,11 +1,11 @@
 """Command line: `jaxserve serve`, `generate`, `batch`, `bench`, `convert`, `quantize`, `plan` and others.
 
-Each command is a module with its flags and its code; code imports jax where it runs, so `--help` and a wrong flag need
-not wait for it.
+Each command is a module with its flags and code, which imports jax only when it runs, so that `--help` and a wrong
+flag need not wait for it.
 
-Exit codes: 0 success, for a batch also if some records are errors; 1 no target of a sweep could be planned, or lines of
+Exit codes: 0 success, for a batch also if some records are errors; 1 no target in a sweep could be planned, or lines of
 a batch with `--strict` have failed; 2 invalid command line or configuration, or a file that cannot be read or written,
-reported in one line; 75 another process of the run was lost; 130 interrupted; 141 the reader of the output closed it.
+reported in one line; 75 another process of the run was lost; 130 interrupted; 141 the output's reader closed it.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from jaxserve.cli.config_flags import with_dashes
-from jaxserve.cli.logs import log_as_asked
+from jaxserve.cli.logs import log_at_level
 from jaxserve.cli.parser import build_parser
 from jaxserve.cli.process_flags import is_distributed
 from jaxserve.distributed import peers
@@ -24,15 +24,15 @@ from jaxserve.system import signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code. Flags may have underscores, as vLLM's may."""
+    """Run a command and return the exit code. Flags may have underscores, as in vLLM."""
     parser, given = build_parser(), with_dashes(sys.argv[1:] if argv is None else argv)
-    if not given:  # whoever does not know the commands learns them
+    if not given:
         parser.print_help()
         return 0
     args = parser.parse_args(given)
     signals.set_hint(args.on_interrupt)
     try:
-        with log_as_asked(args), _unwinding_if_others_wait(args):
+        with log_at_level(args), _unwinding_if_others_wait(args):
             code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -55,6 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unwinding_if_others_wait(args: Namespace) -> contextlib.AbstractContextManager[None]:
-    """Return a context that unwinds on an interrupt in a run of many processes, so that the others are notified."""
+    """Return a context that unwinds on an interrupt in a run with other processes, which are thus notified."""
     wait = hasattr(args, "distributed") and is_distributed(args)
     return signals.unwinding() if wait else contextlib.nullcontext()

@@ -19,21 +19,21 @@ from jaxserve.system.ticker import Ticker
 
 
 def _add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("input", metavar="IN", help="file of requests: JSON lines in OpenAI's batch format")
-    text = "file of results: JSON lines in any order; where it exists, only missing records are added"
+    parser.add_argument("input", metavar="IN", help="request file: JSON lines in OpenAI's batch format")
+    text = "result file: JSON lines in any order; if it exists, only missing records are added"
     parser.add_argument("output", metavar="OUT", help=text)
-    text = "exit with code 1 if lines have failed (default: 0, as their records have the errors)"
+    text = "exit with code 1 if lines have failed (default: 0; their records have the errors)"
     parser.add_argument("--strict", action="store_true", help=text)
-    text = "names that requests may have in `model` (default: any)"
+    text = "model names accepted in requests (default: any)"
     parser.add_argument("--served-model-name", nargs="+", default=(), metavar="NAME", help=text)
     text = (
-        "write a live line to stderr about once a second, in place of the progress bar; "
+        "show live statistics on stderr about once a second instead of the progress bar; "
         "starts when all programs are compiled"
     )
     parser.add_argument("--stats", action="store_true", help=text)
-    text = "spread the requests over engines on the Ray cluster of RAY_ADDRESS, or on a local one (extra: ray)"
+    text = "spread the requests over engines on the Ray cluster at RAY_ADDRESS, or on a local one (extra: ray)"
     parser.add_argument("--ray", action="store_true", help=text)
-    text = "engines on the cluster (default: as many as its GPUs or TPUs have room for; without any, one)"
+    text = "number of engines (default: as many as fit on the cluster's GPUs or TPUs; one on a cluster without any)"
     parser.add_argument("--ray-actors", type=int, metavar="INT", help=text)
     add_log_level(parser)
     add_process_flags(parser)
@@ -46,9 +46,9 @@ def _run(args: Namespace) -> int:
     if args.ray_actors is not None and not args.ray:
         raise ConfigError("--ray-actors needs --ray")
     if args.ray and args.stats:
-        raise ConfigError("--stats shows the steps of one engine, and --ray runs several; leave one of them out")
+        raise ConfigError("--stats shows the steps of one engine, and --ray runs several; leave out one of them")
     if args.ray and is_distributed(args):
-        raise ConfigError("--ray runs engines of one process each; leave it out, or the flags of many processes")
+        raise ConfigError("--ray runs each engine in one process; leave out --ray or the flags for many processes")
     summary = None
     if not is_distributed(args):  # the other processes would wait for this one's engine
         summary = find_finished(args.input, args.output, EngineConfig(**engine_options(args)).seed)
@@ -70,7 +70,7 @@ def _run(args: Namespace) -> int:
 
 @contextlib.contextmanager
 def _engine(args: Namespace) -> Iterator[Any]:
-    """Yield the engine: one in this process, or a fleet on Ray."""
+    """Yield an engine in this process, or a fleet on Ray."""
     if not args.ray:
         with contextlib.nullcontext() if sys.stderr.isatty() else Ticker(_loading(time.monotonic())):
             llm = load_llm(args)

@@ -36,4 +36,4 @@ def _run(args: Namespace) -> int:
     return 0
 
 
-COMMAND = Command("bench", "measure throughput, or latency under load", _add_flags, _run)
+COMMAND = Command("bench", "measure throughput, or latency under load, of an engine or a server", _add_flags, _run)

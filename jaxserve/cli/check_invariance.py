@@ -1,4 +1,4 @@
-"""Command `jaxserve check-invariance`: compare requests alone with the same requests run otherwise."""
+"""Command `jaxserve check-invariance`: compare requests that run alone with the same requests in other settings."""
 
 import dataclasses
 import json
@@ -21,9 +21,7 @@ _NUM_DIFFERENT = 1
 
 
 def _add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="directory of a checkpoint (default: the embedded model)"
-    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="checkpoint directory (default: the embedded model)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
     add_log_level(parser)
     add_config_flags(parser, "workload", Sizes)
@@ -50,7 +48,7 @@ def _run(args: Namespace) -> int:
 
 COMMAND = Command(
     "check-invariance",
-    "compare the tokens of requests alone with those of the same requests batched, cached, preempted and so on",
+    "compare each request's tokens with its tokens when batched, cached, preempted and so on",
     _add_flags,
     _run,
     usage="%(prog)s [OPTIONS] [MODEL]",

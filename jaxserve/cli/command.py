@@ -1,4 +1,4 @@
-"""Description of one command, as every module of a command gives it."""
+"""Command: the value that each module with a command defines."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
@@ -10,12 +10,12 @@ class Command:
     """Command of `jaxserve`.
 
     Attributes:
-        name: name of the command.
-        summary: clause that says what it does.
-        add_flags: function that adds its arguments to its parser.
-        run: function that runs it and returns the exit code.
-        on_interrupt: end of the message where it is interrupted.
-        usage: usage line, where argparse's own would show every flag.
+        name: name on the command line.
+        summary: clause for help.
+        add_flags: function that adds the command's arguments to its parser.
+        run: function that runs the command and returns the exit code.
+        on_interrupt: end of the message after an interrupt.
+        usage: usage line; None for argparse's, which shows every flag.
     """
 
     name: str

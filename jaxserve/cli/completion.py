@@ -34,7 +34,7 @@ _ZSH = (
 
 
 def _add_flags(parser: ArgumentParser) -> None:
-    text = "shell of the script: `source <(jaxserve completion bash)`, or `jaxserve completion fish | source`"
+    text = "shell; use it as `source <(jaxserve completion bash)`, or `jaxserve completion fish | source`"
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help=text)
 
 
@@ -45,7 +45,6 @@ def _run(args: Namespace) -> int:
 
 
 def _flags(parser: ArgumentParser) -> list[argparse.Action]:
-    """Return the flags that help shows."""
     return [a for a in parser._actions if a.option_strings and a.help != argparse.SUPPRESS]
 
 
@@ -58,8 +57,8 @@ def _bash(commands: Mapping[str, ArgumentParser], *, is_zsh: bool) -> str:
     for name, parser in commands.items():
         for action in parser._actions:
             if values := _choices(action):
-                places = [f'"{name} {flag}"' for flag in action.option_strings] or [f'"{name} {name}"']
-                choices.append(f"        {'|'.join(places)}) words={shlex.quote(' '.join(values))} ;;")
+                patterns = [f'"{name} {flag}"' for flag in action.option_strings] or [f'"{name} {name}"']
+                choices.append(f"        {'|'.join(patterns)}) words={shlex.quote(' '.join(values))} ;;")
         texts = [text for action in _flags(parser) for text in action.option_strings]
         flags.append(f"            {name}) words={shlex.quote(' '.join(texts))} ;;")
     script = _BASH.format(commands=shlex.quote(" ".join(commands)), choices="\n".join(choices), flags="\n".join(flags))
@@ -79,13 +78,13 @@ def _fish(commands: Mapping[str, ArgumentParser]) -> str:
             elif action in _flags(parser):
                 takes = "" if action.nargs == 0 or values else " -r"
                 for text in action.option_strings:
-                    own = f"-l {text[2:]}" if text.startswith("--") else f"-s {text[1:]}"
-                    lines.append(f"{where} {own}{takes}{values} -d {shlex.quote(_first_clause(action.help or ''))}")
+                    option = f"-l {text[2:]}" if text.startswith("--") else f"-s {text[1:]}"
+                    lines.append(f"{where} {option}{takes}{values} -d {shlex.quote(_first_clause(action.help or ''))}")
     return "\n".join(lines) + "\n"
 
 
 def _first_clause(text: str) -> str:
-    """Return the beginning of a help text that fits a line of suggestions."""
+    """Return the beginning of a help text, as far as it fits a line of suggestions."""
     clause = re.split(r"[;:(]|\. ", text, maxsplit=1)[0].strip().rstrip(".").replace("%%", "%")
     return clause if len(clause) <= 80 else f"{clause[:77]}..."
 

@@ -1,4 +1,4 @@
-"""Flags for the fields of configurations, and for vLLM's options. Their help is that of the fields' docstrings."""
+"""Flags for configuration fields, with help from their docstrings, and for vLLM's options."""
 
 import argparse
 import contextlib
@@ -23,18 +23,18 @@ _GROUP_DESCRIPTIONS = {"engine": "An option without a default is None if it is n
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
-    """Add a flag for every option of the engine but those of `leave_out`, and flags for vLLM's options."""
+    """Add a flag for every engine option except `leave_out`, and flags for vLLM's options."""
     add_config_flags(parser, "engine", EngineConfig, (*NOT_FLAGS, *leave_out))
     add_vllm_flags(parser, "engine", vllm_options.VLLM_OPTIONS)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of EngineConfig that were given, by either name."""
+    """Return the given EngineConfig options; vLLM's names are translated."""
     return vllm_options.engine_options(config_options(args, "engine"))
 
 
 def add_config_flags(parser: argparse.ArgumentParser, title: str, config: type, leave_out: Sequence[str] = ()) -> None:
-    """Add a flag for every field of a configuration; given values are stored in `args` as "<title>.<field>"."""
+    """Add a flag for every configuration field; given values are stored in `args` as "<title>.<field>"."""
     group = parser.add_argument_group(title, _GROUP_DESCRIPTIONS.get(title))
     helps, hints = field_helps(config), inspect.get_annotations(config, eval_str=True)
     for field in dataclasses.fields(config):
@@ -52,15 +52,15 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, config: type, 
 
 
 def config_options(args: argparse.Namespace, title: str) -> dict[str, Any]:
-    """Return the values that were given for the fields of a configuration."""
+    """Return the given values of configuration fields."""
     prefix = f"{title}."
     return {name.removeprefix(prefix): value for name, value in vars(args).items() if name.startswith(prefix)}
 
 
 class _AddValues(argparse.Action):
-    """Action of a flag of several values, whose uses add up.
+    """Action that accumulates the values of a repeated flag.
 
-    `uses` keeps each of them, since it may have taken a positional with it.
+    `uses` keeps each use, since it may have taken a positional argument, too.
     """
 
     def __call__(self, _: object, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
@@ -69,7 +69,7 @@ class _AddValues(argparse.Action):
 
 
 def flag_that_may_hold_path(args: argparse.Namespace) -> str | None:
-    """Return the flag of several values one use of which ends in what may be a path, or None if there is none."""
+    """Return a flag with several values if the last one may be a path; None if there is none."""
     for name, (*others, last) in getattr(args, "uses", ()):
         if others and (os.path.exists(last) or ("/" in last and "://" not in last)):
             return str(name)
@@ -77,26 +77,25 @@ def flag_that_may_hold_path(args: argparse.Namespace) -> str | None:
 
 
 def flag(name: str) -> str:
-    """Return the flag of a field."""
     return "--" + name.replace("_", "-")
 
 
 def with_dashes(argv: Sequence[str]) -> list[str]:
-    """Return the command line with dashes for the underscores in names of flags."""
+    """Return the command line with dashes for underscores in flag names."""
     end = argv.index("--") if "--" in argv else len(argv)
     return [re.sub(r"^--[^=]*", lambda name: name[0].replace("_", "-"), each) for each in argv[:end]] + [*argv[end:]]
 
 
 def help_text(text: str, default: object) -> str:
-    """Return the help of a flag, with its default unless that is None."""
-    if isinstance(default, tuple):  # flags of several values
+    """Return a flag's help, with its default unless that is None."""
+    if isinstance(default, tuple):  # flags with several values
         default = " ".join(default) or None
     shown = text if default is None else f"{text} (default: {default})"
     return shown.replace("%", "%%")
 
 
 def field_helps(config: type) -> dict[str, str]:
-    """Return the description of each attribute in the class's docstring."""
+    """Return each attribute's description in the class docstring."""
     docs = inspect.cleandoc(config.__doc__ or "")  # a no-op on Python 3.13, which removes the indentation itself
     attributes = re.search(r"Attributes:\n(.*?)(?:\n\n|\Z)", docs, re.DOTALL)
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", attributes[1] if attributes else "", re.MULTILINE)
@@ -104,7 +103,7 @@ def field_helps(config: type) -> dict[str, str]:
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser, title: str, known: Sequence[vllm_options.VllmOption]) -> None:
-    """Add flags for vLLM's options, which help does not show: they have another name here, no effect, or a reason.
+    """Add flags for vLLM's options. Help does not show them, since they have another name here or no effect.
 
     Given values are stored in `args` as "<title>.<name>".
     """
@@ -115,12 +114,12 @@ def add_vllm_flags(parser: argparse.ArgumentParser, title: str, known: Sequence[
         is_switch |= option.field is not None and hints[option.field] is bool
         options: dict[str, Any] = {"dest": f"{title}.{option.name}", "default": argparse.SUPPRESS}
         options |= {"action": argparse.BooleanOptionalAction} if is_switch else {"type": _literal}
-        with contextlib.suppress(argparse.ArgumentError):  # the command has a flag of this name
+        with contextlib.suppress(argparse.ArgumentError):  # the command has a flag with this name
             parser.add_argument(flag(option.name), help=argparse.SUPPRESS, **options)
 
 
 def _literal(text: str) -> Any:
-    """Return the value of a JSON literal, and other text as it is."""
+    """Return a JSON literal's value, and other text unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Command `jaxserve convert`: write a checkpoint in the other form."""
+"""Command `jaxserve convert`: convert a checkpoint between safetensors and Orbax."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -8,7 +8,7 @@ from jaxserve.system import signals
 
 
 def _add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help="directory of a checkpoint of either form")
+    parser.add_argument("source", metavar="SRC", help="checkpoint directory, safetensors or Orbax")
     parser.add_argument("target", metavar="DST", help="directory to write, absent or empty")
 
 
@@ -30,8 +30,8 @@ def _run(args: Namespace) -> int:
 
 COMMAND = Command(
     "convert",
-    "write a Hugging Face checkpoint as an Orbax one, which serves as well, or the reverse",
+    "convert a checkpoint between safetensors and Orbax",
     _add_flags,
     _run,
-    on_interrupt="; nothing is left of what was written",
+    on_interrupt="; the partial output was deleted",
 )

@@ -1,4 +1,4 @@
-"""Command `jaxserve generate`: complete one prompt."""
+"""Command `jaxserve generate`: complete a prompt."""
 
 import dataclasses
 import sys
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxserve.api.outputs import RequestOutput
 
 _DEFAULT_MAX_TOKENS = 256
-_SAMPLING_FLAGS = {  # fields of SamplingParams, with the checkpoint's defaults
+_SAMPLING_FLAGS = {  # SamplingParams fields that take the checkpoint's defaults
     "temperature": float,
     "top_p": float,
     "top_k": int,
@@ -29,12 +29,12 @@ _REPEATED_FLAGS = ("stop", "bad_words")
 
 
 def _add_flags(parser: ArgumentParser) -> None:
-    text = "text to complete, not a chat; - or nothing reads standard input"
+    text = "text to complete, without a chat template; read from standard input if absent or -"
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help=text)
     _add_sampling_flags(parser)
     text = (
-        "write a live line to stderr about once a second (unless the text goes to the same terminal), and a summary; "
-        "starts when all programs are compiled"
+        "show live statistics on stderr about once a second (unless the text goes to the same terminal), and a "
+        "summary; starts when all programs are compiled"
     )
     parser.add_argument("--stats", action="store_true", help=text)
     add_log_level(parser)
@@ -45,7 +45,7 @@ def _add_flags(parser: ArgumentParser) -> None:
 def _add_sampling_flags(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     helps = field_helps(SamplingParams)
-    text = help_text("longest output", _DEFAULT_MAX_TOKENS)
+    text = help_text("maximum number of output tokens", _DEFAULT_MAX_TOKENS)
     group.add_argument("--max-tokens", type=int, default=_DEFAULT_MAX_TOKENS, metavar="INT", help=text)
     for name, kind in _SAMPLING_FLAGS.items():
         text = help_text(helps[name], None if name == "seed" else "the checkpoint's recommendation")
@@ -99,7 +99,7 @@ def _stats(output: "RequestOutput") -> str:
 
 COMMAND = Command(
     "generate",
-    "complete one prompt, shown as it comes",
+    "complete a prompt and stream the text",
     _add_flags,
     _run,
     usage="%(prog)s [OPTIONS] [PROMPT]",

@@ -1,4 +1,4 @@
-"""Engines of the commands that load one, and their live statistics."""
+"""Engines for the commands, and their live statistics."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def load_llm(args: Namespace) -> "LLM":
-    """Load the model that the flags describe, over the devices of all processes of the run."""
+    """Load the model that the flags describe, over the devices of all processes."""
     given = engine_options(args)
     require_model(given)
     from jaxserve.offline.llm import LLM  # noqa: PLC0415 - imports jax
@@ -29,7 +29,7 @@ def load_llm(args: Namespace) -> "LLM":
 
 
 def load_driven(args: Namespace) -> "DrivenEngine":
-    """Load the model that the flags describe, without its tokenizer, for a caller who makes the steps."""
+    """Load the model that the flags describe, without its tokenizer, for a caller that drives the steps."""
     given = engine_options(args)
     require_model(given)
     from jaxserve.assembly.driven import DrivenEngine  # noqa: PLC0415 - imports jax
@@ -37,21 +37,21 @@ def load_driven(args: Namespace) -> "DrivenEngine":
 
     join_processes(args)
     engine = DrivenEngine(EngineConfig(**given, skip_tokenizer_init=True))
-    LLM.over(engine)  # all processes but the first follow it here, and end
+    LLM.over(engine)  # the other processes follow the first one here, and then end
     return engine
 
 
 def require_model(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if there is nothing at the path of the model, without the import of jax that reading takes."""
+    """Raise ConfigError if a model or tokenizer path does not exist. Reading them would import jax first."""
     for name in ("model", "tokenizer"):
         path = options.get(name)
         if path is not None and not os.path.exists(path):
             raise ConfigError(
-                f"the {name} must be a local directory or a .gguf file, got {path} (absent); fetch a model of the "
-                "Hugging Face hub with `hf download NAME --local-dir DIRECTORY`"
+                f"the {name} must be a local directory or a .gguf file, got {path} (absent); download one from "
+                "the Hugging Face Hub with `hf download NAME --local-dir DIRECTORY`"
             )
 
 
 def live_stats(wanted: bool, llm: "LLM") -> contextlib.AbstractContextManager[object]:
-    """Return a context that writes a live line to stderr, if that is wanted."""
+    """Return a context that shows live statistics on stderr if `wanted`."""
     return StatusLine(llm.engine, sys.stderr) if wanted else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""The log of a command that loads an engine."""
+"""Log output of commands that load an engine."""
 
 import contextlib
 import logging
@@ -11,15 +11,14 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 def add_log_level(parser: ArgumentParser, default: str | None = None) -> None:
-    """Add `--log-level`."""
-    shown = "warnings and errors, without" if default is None else default
-    text = f"write what jaxserve logs from this level on to stderr, with times (default: {shown})"
+    shown = "warning, without times" if default is None else default
+    text = f"minimum log level; the log goes to stderr (default: {shown})"
     parser.add_argument("--log-level", type=str.lower, choices=_LEVELS, default=default, help=text)
 
 
 @contextlib.contextmanager
-def log_as_asked(args: Namespace) -> Iterator[None]:
-    """Write the log as `--log-level` says, where the command has the flag and it was given."""
+def log_at_level(args: Namespace) -> Iterator[None]:
+    """Write log messages from `--log-level` on to stderr if the command has this flag and it was given."""
     level = getattr(args, "log_level", None)
     if level is None:
         yield

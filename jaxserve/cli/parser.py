@@ -1,4 +1,4 @@
-"""Parser of the whole command line."""
+"""Parser for the whole command line."""
 
 import argparse
 from typing import Any
@@ -22,9 +22,9 @@ COMMANDS = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands, which stores each one's `run` and `on_interrupt` in the arguments.
+    """Return the parser for all commands.
 
-    `parsers` of the arguments has the parser of each command.
+    Its result has the chosen command's `run` and `on_interrupt`, and all commands' `parsers` by name.
     """
     parser = _Parser(
         prog="jaxserve",
@@ -43,16 +43,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser that takes no shortened options, nor do those of its sub-commands: a typo must not pass for another.
+    """Parser without prefix abbreviations, so that a typo cannot match another flag.
 
-    It suggests flags that are like unknown ones, and names arguments that have no flag here, as the model of `serve`.
+    It suggests flags similar to unknown ones, and names positional arguments that were given as flags.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments of this parser; end the program if some are unknown."""
+        """Parse arguments; end the program if some are unknown."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [text.partition("=")[0] for text in unknown if text.startswith("--")]

@@ -1,4 +1,4 @@
-"""Command `jaxserve plan`: predict memory and speed of a model on chips."""
+"""Command `jaxserve plan`: predict a model's memory and speed on accelerators."""
 
 import dataclasses
 from argparse import ArgumentParser, Namespace
@@ -29,7 +29,7 @@ def _run(args: Namespace) -> int:
 
 COMMAND = Command(
     "plan",
-    "predict whether a model fits on chips, which need not be there, and how fast they can be at best",
+    "predict memory and speed on an accelerator without having it",
     _add_flags,
     _run,
     usage="%(prog)s (--target NAME | --sweep [NAME ...]) [OPTIONS]",

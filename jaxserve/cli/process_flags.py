@@ -1,4 +1,4 @@
-"""Flags for runs of many processes."""
+"""Flags for runs over many processes."""
 
 from argparse import ArgumentParser, Namespace
 
@@ -12,26 +12,24 @@ _FLAGS = {  # arguments of distributed.initialize, in its order
         "address at which the others reach process 0; the port must be free on its host",
     ),
     "num_processes": (int, "INT", "number of processes"),
-    "process_id": (int, "INT", "number of this process, from 0"),
+    "process_id": (int, "INT", "index of this process, from 0"),
 }
 
 
 def add_process_flags(parser: ArgumentParser) -> None:
-    """Add the flags with which the same command runs in every process."""
-    text = "run the same command in every process; the first does the work, with the devices of all"
+    text = "run the same command in every process; the first one does the work, on all processes' devices"
     group = parser.add_argument_group("many processes", text)
-    text = "take what is not given of the following from SLURM, Open MPI or the TPU pod"
+    text = "take the following values, unless they are given, from SLURM, Open MPI or the TPU pod"
     group.add_argument("--distributed", action="store_true", help=text)
     for name, (kind, metavar, text) in _FLAGS.items():
         group.add_argument(flag(name), type=kind, metavar=metavar, help=text)
 
 
 def is_distributed(args: Namespace) -> bool:
-    """Return whether the flags ask for a run of many processes."""
     return args.distributed or any(getattr(args, name) is not None for name in _FLAGS)
 
 
 def join_processes(args: Namespace) -> None:
-    """Connect this process to the others if the flags ask for a run of many processes."""
+    """Connect this process to the others if the flags ask for a run over many processes."""
     if is_distributed(args):
         distributed.initialize(*(getattr(args, name) for name in _FLAGS))

@@ -32,8 +32,8 @@ def _run(args: Namespace) -> int:
 
 COMMAND = Command(
     "quantize",
-    "write a checkpoint with quantised weights, in compressed-tensors' layout",
+    "quantise a checkpoint's weights, in the compressed-tensors format",
     add_quantize,
     _run,
-    on_interrupt="; nothing is left of what was written",
+    on_interrupt="; the partial output was deleted",
 )

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def _add_flags(parser: ArgumentParser) -> None:
-    text = "directory of a checkpoint (default: the embedded model)"
+    text = "checkpoint directory or GGUF file (default: the embedded model)"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
     parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same as MODEL")
     add_log_level(parser, default="info")
@@ -41,18 +41,16 @@ def _run(args: Namespace) -> int:
     model = args.model_flag if args.model is None else args.model
     if model is None and (name := flag_that_may_hold_path(args)) is not None:
         raise ConfigError(
-            f"MODEL must come before flags that take several values, or behind --: {name} took all that follow it, the "
-            f"last of which may be meant as MODEL; if none is, repeat {name} for each value"
+            f"MODEL must come before flags with several values, or after --: {name} took all values after it, and the "
+            f"last one may be MODEL; if it is not, repeat {name} for each value"
         )
     config = ServerConfig(**server_options(config_options(args, "server")))
     engine_config = EngineConfig(model=model, **engine_options(args))
     require_model(vars(engine_config))
-    keys = Keys.of(
-        config.api_key, config.api_key_file
-    )  # wrong ones are told before the model is loaded, as is a taken port
+    keys = Keys.of(config.api_key, config.api_key_file)  # wrong keys, and a taken port, fail before the model loads
     with listen(config) as sock:
         if not keys and is_reachable(sock):
-            logger.warning("other machines can reach the server, and need no key; set --api-key, or --host 127.0.0.1")
+            logger.warning("other machines can reach the server without a key; set --api-key, or --host 127.0.0.1")
         try:
             from jaxserve.server.serve import serve  # noqa: PLC0415 - needs an extra, and imports jax
         except ModuleNotFoundError as error:
@@ -61,11 +59,11 @@ def _run(args: Namespace) -> int:
             raise ConfigError(f"jaxserve serve needs {error.name}; {install_extra('server')}") from error
         from jaxserve.assembly.engine import Engine  # noqa: PLC0415 - imports jax
 
-        serve(Engine(engine_config), config, sock, on_start=_tell_url)
+        serve(Engine(engine_config), config, sock, on_start=_print_url)
     return 0
 
 
-def _tell_url(url: str) -> None:
+def _print_url(url: str) -> None:
     print(f"jaxserve: serving at {url}", file=sys.stderr, flush=True)
 
 

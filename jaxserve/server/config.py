@@ -30,8 +30,8 @@ class ServerConfig:
     Attributes:
         host: address to listen at.
         port: port to listen at; 0 takes a free one.
-        served_model_name: names by which requests may call the model, the first of which replies have; by default the
-            name of its directory.
+        served_model_name: model names accepted in requests; replies use the first; by default the name of the model's
+            directory.
         api_key: keys of which a request must have one; none leaves the server open.
         api_key_file: file with a key per line, which may have a tenant's name and a colon in front.
         objectives: names of objectives and their classes, as NAME=PRIORITY: the `priority` of requests whose header

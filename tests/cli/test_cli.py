@@ -282,8 +282,8 @@ def test_a_model_that_a_flag_has_taken_is_missed(
 ) -> None:
     assert cli.main(["serve", flag, *values]) == 2
     shown = capsys.readouterr().err
-    assert shown.startswith("jaxserve: error: MODEL must come before flags that take several values")
-    assert f"{flag} took all that follow it" in shown
+    assert shown.startswith("jaxserve: error: MODEL must come before flags with several values")
+    assert f"{flag} took all values after it" in shown
     assert f"repeat {flag} for each value" in shown
     assert "secret" not in shown
 
