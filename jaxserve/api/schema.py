@@ -95,7 +95,7 @@ def integer(low: int | None = None, high: int | None = None, words: str = "") ->
     def holds(value: Any) -> bool:
         if type(value) is int:  # nearly always
             return least <= value <= most
-        return isinstance(value, Integral) and not isinstance(value, bool) and least <= value <= most
+        return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
 
     if high is None:
         known = {None: "an integer", 0: "an integer of 0 or more", 1: "a positive integer"}

@@ -17,8 +17,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -38,12 +38,12 @@ from jaxserve.openai.batch_output import (
 )
 from jaxserve.openai.batch_paths import check_output, open_input
 from jaxserve.openai.batch_progress import BatchProgress
-from jaxserve.openai.chat_formats import ChatFormat
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
 from jaxserve.openai.fields import ANY, BodyField, BodyReader, each, needed
-from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body
-from jaxserve.openai.pooling import PoolingReply, parse_pooling
-from jaxserve.openai.replies import Reply, system_fingerprint
+from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest
+from jaxserve.openai.interfaces import INTERFACES, parse
+from jaxserve.openai.replies import system_fingerprint
 
 if TYPE_CHECKING:
     from jaxserve.offline.llm import LLM
@@ -108,9 +108,7 @@ def run_batch(
     max_in_flight: int | None = None,
     urls: Sequence[str] = (COMPLETIONS, CHAT, EMBEDDINGS),
     on_record: Callable[[int, int], None] = lambda num_records, num_errors: None,
-    chat_format: ChatFormat | None = None,
-    response_role: str = "assistant",
-    takes_templates: bool = True,
+    context: BodyContext | None = None,
     adapt: Callable[[ParsedRequest], ParsedRequest] = lambda request: request,
     use_tqdm: bool = True,
 ) -> BatchSummary:
@@ -130,9 +128,7 @@ def run_batch(
             alone.
         urls: values that `url` may have in a line.
         on_record: function that is called after each record with the number of all records and of those with errors.
-        chat_format: format of the model's messages; by default what its chat templates show.
-        response_role: role of a chat's message that is not the continuation of another.
-        takes_templates: False to refuse chat templates in bodies.
+        context: context of bodies, in place of `model_names` and the engine's own.
         adapt: function from the request of a line to the one that is served; a RequestError fails the line.
         use_tqdm: True to show progress on stderr: a bar on a terminal, elsewhere a line every 30 s.
 
@@ -150,13 +146,10 @@ def run_batch(
             out=out,
             done=done,
             key=key,
-            own_name=model_names[0] if model_names else config.model or config.model_path.name,
-            model_names=tuple(model_names),
+            context=_context(engine, model_names) if context is None else replace(context, may_stream=False),
             window=3 * num_rows if max_in_flight is None else max_in_flight,
             urls=tuple(urls),
             on_record=on_record,
-            chat_options={"chat_format": chat_format, "response_role": response_role},
-            takes_templates=takes_templates,
             adapt=adapt,
             progress=stack.enter_context(BatchProgress(done, is_wanted=use_tqdm)),
         )
@@ -182,6 +175,24 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
         return BatchSummary(out.num_records, out.num_errors, done.num_records, 0, 0, 0.0)
 
 
+def _context(engine: BatchEngine, model_names: Sequence[str]) -> BodyContext:
+    """Return the context of bodies for an engine without a server."""
+    tokenizer, config = engine.tokenizer, engine.config
+
+    def check_prompt(text: str) -> None:
+        if tokenizer is not None:
+            check_bound(text, tokenizer, engine.schedule)
+
+    return BodyContext(
+        model_names[0] if model_names else config.model or config.model_path.name,
+        tuple(model_names),
+        tokenizer,
+        engine.default_sampling_params,
+        check_prompt=check_prompt,
+        max_model_len=engine.schedule.max_model_len,
+    )
+
+
 @contextlib.contextmanager
 def _open_files(
     in_path: str | Path, out_path: str | Path, key: bytes
@@ -204,13 +215,10 @@ class _BatchRun:
     out: BatchOutput
     done: DoneLines
     key: bytes
-    own_name: str
-    model_names: tuple[str, ...]
+    context: BodyContext
     window: int
     urls: tuple[str, ...]
     on_record: Callable[[int, int], None]
-    chat_options: Mapping[str, Any]
-    takes_templates: bool
     adapt: Callable[[ParsedRequest], ParsedRequest]
     progress: BatchProgress
     in_flight: dict[str, _InFlight] = field(default_factory=dict)  # keys are request ids
@@ -273,33 +281,7 @@ class _BatchRun:
         if url not in self.urls:
             message = f"url must be {' or '.join(self.urls)}, got {brief(url)}"
             raise BadRequestError(message, "url", "invalid_url")
-        if url == EMBEDDINGS:
-            names = self.own_name, self.model_names
-            return parse_pooling(
-                url,
-                content.get("body"),
-                *names,
-                tokenizer=self.engine.tokenizer,
-                takes_templates=self.takes_templates,
-                check_prompt=self._check_prompt,
-            )
-        return parse_body(
-            url,
-            content.get("body"),
-            self.own_name,
-            self.model_names,
-            self.engine.tokenizer,
-            self.engine.default_sampling_params,
-            check_prompt=self._check_prompt,
-            takes_templates=self.takes_templates,
-            max_model_len=self.engine.schedule.max_model_len,
-            **self.chat_options,
-        )
-
-    def _check_prompt(self, text: str) -> None:
-        """Raise RequestError for a chat that is too long, before it is encoded."""
-        if self.engine.tokenizer is not None:
-            check_bound(text, self.engine.tokenizer, self.engine.schedule)
+        return parse(url, content.get("body"), self.context)
 
     def _has_room(self, num_sequences: int) -> bool:
         return not self.in_flight or self.num_sequences + num_sequences <= self.window
@@ -354,15 +336,14 @@ class _BatchRun:
 
     def _response(self, line: _Line) -> Json:
         outputs = [line.outputs[index] for index in range(len(line.outputs))]
-        created_s = int(time.time())
-        if line.request.pooling is not None:
-            return PoolingReply(line.request, line.fingerprint, created_s).body(outputs)
-        reply = Reply(
+        fingerprint = system_fingerprint(self.engine.config)
+        reply = INTERFACES[line.request.url].new_reply(
             line.request,
+            {},
             self.engine.tokenizer,
-            response_id=line.fingerprint,
-            created_s=created_s,
-            fingerprint=system_fingerprint(self.engine.config),
+            line.fingerprint,
+            created_s=int(time.time()),
+            fingerprint=fingerprint,
         )
         return reply.body(outputs)
 

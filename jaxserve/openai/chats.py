@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import RequestError, brief
-from jaxserve.openai.chat_formats import ChatFormat
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError, Json
 from jaxserve.openai.fields import ANY, OBJECT, SWITCH, TEXT, ObjectFields, each
 from jaxserve.openai.tool_grammar import message_grammar
@@ -26,6 +25,7 @@ from jaxserve.text.chat_template import RenderedChat
 from jaxserve.text.messages import content_text
 from jaxserve.text.tokenizer import Tokenizer
 
+NO_TOOLS = Tools()
 RESERVED = {"messages", "chat_template", "tokenize", "tools", "documents"}  # names not allowed in chat_template_kwargs
 PROMPT_FIELDS: ObjectFields = {  # fields of all bodies that may have a chat as their prompt
     "messages": ANY,
@@ -33,10 +33,6 @@ PROMPT_FIELDS: ObjectFields = {  # fields of all bodies that may have a chat as 
     "chat_template_kwargs": OBJECT,
     **each(SWITCH, "add_generation_prompt", "continue_final_message", "add_special_tokens"),
 }
-
-
-def allow_any(text: str) -> None:
-    """Check nothing of a prompt."""
 
 
 class ChatPrompt(NamedTuple):
@@ -79,76 +75,48 @@ class Chat(NamedTuple):
     honoured: set[str]
 
 
-def read_chat(
-    given: Json,
-    tokenizer: Tokenizer | None,
-    chat_format: ChatFormat | None,
-    params: SamplingParams,
-    *,
-    response_role: str = "assistant",
-    takes_templates: bool = True,
-    check_prompt: Callable[[str], None] = allow_any,
-) -> Chat:
+def read_chat(given: Json, context: BodyContext, params: SamplingParams) -> Chat:
     """Render and encode the messages of a body, and bind the message that follows to the tools.
 
     Args:
         given: fields of the body.
-        tokenizer: tokenizer that renders and encodes chats.
-        chat_format: format of the model's messages; None takes what its chat templates show.
+        context: the model and the options of chats.
         params: sampling parameters of the body.
-        response_role: role of messages that are not continued.
-        takes_templates: False to refuse a chat template in the body.
-        check_prompt: function that raises RequestError for a text that is too long, unless it is truncated.
 
     Raises:
         BadRequestError: the chat template cannot render them, or a field does not go with the template.
     """
-    if tokenizer is None:
-        raise BadRequestError("chats need a tokenizer, and the engine runs with skip_tokenizer_init", "messages")
-    chat_format = detected_format(tokenizer) if chat_format is None else chat_format
+    tokenizer = context.needed_tokenizer("messages")
+    chat_format = detected_format(tokenizer) if context.chat_format is None else context.chat_format
     tools = read_tools(given)
-    if params.truncate_prompt_tokens is not None:
-        check_prompt = allow_any
-    prompt = read_prompt(
-        given, tokenizer, chat_format, tools, takes_templates=takes_templates, check_prompt=check_prompt
-    )
+    prompt = read_prompt(given, context, tools)
     shows_reasoning = given.get("include_reasoning", True)
     form = message_form(chat_format, tools, prompt.rendered.text, tokenizer, shows_reasoning=shows_reasoning)
     if form.hidden and params.skip_special_tokens:  # the scanner hides them instead
         params = dataclasses.replace(params, shown_special_ids=sorted(form.hidden.values()))
     params = _constrained(params, form, tools, tokenizer)
     last_role, last_text = prompt.last
-    role = response_role if prompt.adds_header else last_role
+    role = context.response_role if prompt.adds_header else last_role
     echoed = last_text if given.get("echo") and role == last_role else ""
     return Chat(prompt.rendered.text, prompt.token_ids, params, form, role, echoed, prompt.honoured)
 
 
-def read_prompt(
-    given: Json,
-    tokenizer: Tokenizer,
-    chat_format: ChatFormat,
-    tools: Tools,
-    *,
-    takes_templates: bool = True,
-    check_prompt: Callable[[str], None] = allow_any,
-    adds_header: bool = True,
-) -> ChatPrompt:
+def read_prompt(given: Json, context: BodyContext, tools: Tools = NO_TOOLS, *, adds_header: bool = True) -> ChatPrompt:
     """Render and encode the messages of a body.
 
     Args:
         given: fields of the body.
-        tokenizer: tokenizer that renders and encodes chats.
-        chat_format: format of the model's messages.
+        context: the model and the options of chats.
         tools: tools that the body offers.
-        takes_templates: False to refuse a chat template in the body.
-        check_prompt: the same as in `read_chat`.
         adds_header: default of `add_generation_prompt` if no message is continued.
 
     Raises:
         BadRequestError: the chat template cannot render them, or a field does not go with the template.
     """
+    tokenizer = context.needed_tokenizer("messages")
+    chat_format = detected_format(tokenizer) if context.chat_format is None else context.chat_format
     template, messages = given.get("chat_template"), check_messages(given.get("messages"))
-    if template is not None and not takes_templates:
+    if template is not None and not context.takes_templates:
         message = "chat_template of requests is not trusted here; leave it out, or start the server with "
         raise BadRequestError(f"{message}--trust-request-chat-template", "chat_template", "unsupported_value")
     messages = template_messages(messages, has_text_arguments=chat_format.text_arguments)
@@ -175,7 +143,7 @@ def read_prompt(
     except RequestError as error:
         is_about_end = str(error).startswith("continue_final_message")
         raise BadRequestError(str(error), "continue_final_message" if is_about_end else "messages") from error
-    check_prompt(rendered.text)
+    context.text_check(given)(rendered.text)
     token_ids = tokenizer.encode_chat(rendered, given.get("add_special_tokens", False))
     last = messages[-1]["role"], content_text(messages[-1].get("content"))
     return ChatPrompt(rendered, token_ids, last, adds_header, {"reasoning_effort"} if used else set())

@@ -8,9 +8,8 @@ Any other field is an error. A null means "not given": then the checkpoint's rec
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from jaxserve.api import schema
@@ -19,8 +18,8 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.schema import FieldType
 from jaxserve.api.structured_outputs import StructuredOutputsParams
 from jaxserve.errors import PromptTooLongError, RequestError, brief
-from jaxserve.openai.chat_formats import ChatFormat
-from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_chat
+from jaxserve.openai.chats import PROMPT_FIELDS, read_chat
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, check_output_len
 from jaxserve.openai.fields import (
     ANY,
@@ -37,9 +36,8 @@ from jaxserve.openai.fields import (
     ignored,
     only,
 )
-from jaxserve.openai.prompts import Prompt, completion_prompts, plain_prompts
+from jaxserve.openai.prompts import Prompt, read_prompts
 from jaxserve.openai.tools import MessageForm
-from jaxserve.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EMBEDDINGS, POOLING, CLASSIFICATION = "/v1/embeddings", "/pooling", "/classify"
@@ -205,104 +203,63 @@ class ParsedRequest:
         return self.url == CHAT
 
 
-def parse_body(
-    url: str,
-    body: object,
-    own_name: str,
-    model_names: Sequence[str],
-    tokenizer: Tokenizer | None,
-    defaults: SamplingParams,
-    *,
-    may_stream: bool = False,
-    chat_format: ChatFormat | None = None,
-    check_prompt: Callable[[str], None] = allow_any,
-    response_role: str = "assistant",
-    takes_templates: bool = True,
-    max_model_len: int | None = None,
-) -> ParsedRequest:
-    """Check a request body and convert it to prompts and sampling parameters.
-
-    Args:
-        url: endpoint, COMPLETIONS or CHAT.
-        body: request body, parsed from JSON.
-        own_name: name of the model if a request gives none.
-        model_names: accepted values of `model`; if empty, any name is accepted.
-        tokenizer: tokenizer that renders and encodes chats.
-        defaults: recommended parameters of the checkpoint, for all fields not given except the length.
-        may_stream: False where there is no one to stream to, as in a batch file.
-        chat_format: format of the model's messages; by default what its chat templates show.
-        check_prompt: function that raises RequestError for a chat that is too long, before it is encoded.
-        response_role: role of a chat's message that is not the continuation of another.
-        takes_templates: False to refuse chat templates in bodies.
-        max_model_len: maximum of `max_tokens`, see `check_output_len`; None for any number.
+def parse_body(url: str, body: object, context: BodyContext) -> ParsedRequest:
+    """Check the body of a completion or of a chat and convert it to prompts and sampling parameters.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
     """
-    given, ignored_fields = read_fields(url, body, own_name, model_names, may_stream=may_stream)
+    given, common = read_fields(url, body, context)
     is_chat = url == CHAT
     with naming_fields(url, _form_field(given)):
-        params = _chat_params(given, defaults) if is_chat else _completion_params(given, defaults)
-        check_output_len(given, max_model_len)
-        read = partial(read_chat, response_role=response_role, takes_templates=takes_templates)
-        chat = read(given, tokenizer, chat_format, params, check_prompt=check_prompt) if is_chat else None
+        params = (_chat_params if is_chat else _completion_params)(given, context.defaults)
+        check_output_len(given, context.max_model_len)
+        chat = read_chat(given, context, params) if is_chat else None
+    if chat is not None:
+        common["ignored"] = tuple(sorted({*common["ignored"]} - chat.honoured))
     options = _stream_options(given)
     if given.get("stream") and given.get("prompt_logprobs"):
         message = "prompt_logprobs must be left out, or 0, with stream: true, as only whole replies have them, got "
         raise BadRequestError(f"{message}{given['prompt_logprobs']}", "prompt_logprobs", "unsupported_value")
     return ParsedRequest(
         url,
-        given["model"],
-        [chat.prompt] if chat else _prompts(given, tokenizer, check_prompt),
-        chat.params if chat else params,
-        given.get("cache_salt"),
-        params.logprobs if is_chat else None,
+        prompts=[chat.prompt] if chat else read_prompts(given, "prompt", context),
+        params=chat.params if chat else params,
+        top_logprobs=params.logprobs if is_chat else None,
         echo=given.get("echo", False) and not is_chat,
         has_output=given.get("max_tokens") != 0,
         return_token_ids=given.get("return_token_ids", False),
         shows_prompt_logprobs="prompt_logprobs" in given or (is_chat and given.get("echo", False)),
         tokens_as_ids=given.get("return_tokens_as_token_ids", False),
-        request_id=given.get("request_id", ""),
         stream=given.get("stream", False),
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("include_usage", False) and options.get("continuous_usage_stats", False),
-        priority=given.get("priority"),
         form=chat.form if chat else MessageForm(),
         role=chat.role if chat else "assistant",
         echoed=chat.echoed if chat else "",
         prompt_text=chat.text if chat and given.get("return_prompt_text") else None,
         form_field="tools" if chat and chat.form.tools.are_forced else _form_field(given),
-        ignored=tuple(sorted(ignored_fields - (chat.honoured if chat else set()))),
+        **common,
     )
 
 
-def _prompts(given: Json, tokenizer: Tokenizer | None, check_prompt: Callable[[str], None]) -> list[Prompt]:
-    prompts = completion_prompts(given.get("prompt"))
-    if given.get("add_special_tokens", True):
-        return prompts
-    return plain_prompts(prompts, tokenizer, allow_any if "truncate_prompt_tokens" in given else check_prompt)
-
-
-def read_fields(
-    url: str, body: Any, own_name: str, model_names: Sequence[str], *, may_stream: bool = False
-) -> tuple[Json, set[str]]:
-    """Return the given fields of a body with the name of the model, and the ignored ones.
-
-    The arguments are those of `parse_body`.
+def read_fields(url: str, body: Any, context: BodyContext) -> tuple[Json, Json]:
+    """Return the given fields of a body, and those of a `ParsedRequest` that are the same for all paths.
 
     Raises:
         BadRequestError: a field is unknown or has a value of another type.
     """
     fields = _FIELDS[url]
-    if not may_stream:
+    if not context.may_stream:
         fields = {name: _IN_BATCHES.get(name, field) for name, field in fields.items() if name != "timeout"}
     reader = BodyReader()
     given = reader.read(body, fields)
     if url == COMPLETIONS and body.get("best_of") not in (None, 1, given.get("n", 1)):
         message = f"best_of must be 1 or n, got {brief(body['best_of'])}: all samples are returned"
         raise BadRequestError(message, "best_of", "unsupported_value")
-    check_model(given.setdefault("model", own_name), model_names)
-    return given, reader.ignored
+    check_model(given.setdefault("model", context.own_name), context.model_names)
+    common: Json = {name: given[name] for name in ("model", "cache_salt", "request_id", "priority") if name in given}
+    return given, {**common, "ignored": tuple(sorted(reader.ignored))}
 
 
 def check_model(model: object, model_names: Sequence[str]) -> None:

@@ -10,15 +10,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxserve.openai import messages, responses
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError, error_body
-from jaxserve.openai.format import CHAT, CLASSIFICATION, COMPLETIONS, EMBEDDINGS, ParsedRequest, naming_fields
+from jaxserve.openai.format import (
+    CHAT,
+    CLASSIFICATION,
+    COMPLETIONS,
+    EMBEDDINGS,
+    ParsedRequest,
+    naming_fields,
+    parse_body,
+)
 from jaxserve.openai.message_replies import MessageReply, message_error_body
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES, chat_of_message
-from jaxserve.openai.pooling import TASKS, PoolingReply
+from jaxserve.openai.pooling import TASKS, PoolingReply, parse_pooling
 from jaxserve.openai.replies import Reply
 from jaxserve.openai.response_replies import ResponseReply
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES, chat_of_response
-from jaxserve.openai.scoring import SCORING_PATHS, ScoringReply
+from jaxserve.openai.scoring import SCORING_PATHS, ScoringReply, parse_scoring
 from jaxserve.openai.translation import Translation, naming
 from jaxserve.text.messages import content_text
 
@@ -66,15 +75,14 @@ class Interface:
         prefix: beginning of the names of the engine's requests.
         translate: function from the body of a request to the chat that it asks for; None if the body says so itself.
         names: name of a field in requests by its name in chats, where the two differ.
-        reply: function from a request, its body, the reply in OpenAI's form, its name and the time in seconds since
-            1970 to the reply.
+        reply: function from the reply in OpenAI's form and the body of its request to the reply.
     """
 
     url: str
     prefix: str
     translate: Callable[[Json], Translation] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
-    reply: Callable[[ParsedRequest, Json, Reply, str, int], AnyReply] = lambda _request, _body, reply, _id, _s: reply
+    reply: Callable[[Reply, Json], AnyReply] = lambda reply, _body: reply
 
     def read(
         self, body: Json, parse: Callable[[str, Json], ParsedRequest], max_model_len: int | None = None
@@ -115,14 +123,14 @@ class Interface:
         request: ParsedRequest,
         body: Json,
         tokenizer: Tokenizer | None,
-        *,
         response_id: str,
+        *,
         created_s: int,
         fingerprint: str | None = None,
     ) -> AnyReply:
         """Return the reply to a request, to which nothing has been said yet."""
         reply = Reply(request, tokenizer, response_id=response_id, created_s=created_s, fingerprint=fingerprint)
-        return self.reply(request, body, reply, response_id, created_s)
+        return self.reply(reply, body)
 
 
 def _in_order(chat: Json, parse: Callable[[Json], ParsedRequest]) -> ParsedRequest:
@@ -171,33 +179,28 @@ def _fitting(chat: Json, parse: Callable[[Json], ParsedRequest], max_model_len: 
     return fitting[starts[0]]
 
 
-def _response_reply(request: ParsedRequest, body: Json, chat: Reply, response_id: str, created_s: int) -> AnyReply:
-    return ResponseReply(request, body, chat, response_id=response_id, created_s=created_s)
+def parse(url: str, body: object, context: BodyContext) -> ParsedRequest:
+    """Return the request in a body of a path in OpenAI's or vLLM's form.
+
+    Raises:
+        RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
+    """
+    if url in SCORING_PATHS:
+        return parse_scoring(url, body, context)
+    return parse_pooling(url, body, context) if url in TASKS else parse_body(url, body, context)
 
 
-def _message_reply(request: ParsedRequest, body: Json, chat: Reply, response_id: str, created_s: int) -> AnyReply:
-    return MessageReply(request, chat, response_id=response_id)
-
-
-def _pooling_reply(request: ParsedRequest, body: Json, reply: Reply, response_id: str, created_s: int) -> AnyReply:
-    return PoolingReply(request, response_id, created_s)
-
-
-def _scoring_reply(request: ParsedRequest, body: Json, reply: Reply, response_id: str, created_s: int) -> AnyReply:
-    return ScoringReply(request, body, response_id, created_s)
-
-
-_OF_RESPONSES = Interface(CHAT, "resp", chat_of_response, responses.NAMES, _response_reply)
-_OF_MESSAGES = Interface(CHAT, "msg", chat_of_message, messages.NAMES, _message_reply)
+_RESPONSES = Interface(CHAT, "resp", chat_of_response, responses.NAMES, ResponseReply)
+_MESSAGES = Interface(CHAT, "msg", chat_of_message, messages.NAMES, MessageReply)
 INTERFACES = {
     COMPLETIONS: Interface(COMPLETIONS, "cmpl"),
     CHAT: Interface(CHAT, "chatcmpl"),
-    **{path: Interface(path, "pool", reply=_pooling_reply) for path in TASKS},
-    **{path: Interface(path, "score", reply=_scoring_reply) for path in SCORING_PATHS},
-    RESPONSES: _OF_RESPONSES,
-    INPUT_TOKENS: _OF_RESPONSES,
-    MESSAGES: _OF_MESSAGES,
-    COUNT_TOKENS: replace(_OF_MESSAGES, translate=partial(chat_of_message, has_output=False)),
+    **{path: Interface(path, "pool", reply=PoolingReply) for path in TASKS},
+    **{path: Interface(path, "score", reply=ScoringReply) for path in SCORING_PATHS},
+    RESPONSES: _RESPONSES,
+    INPUT_TOKENS: _RESPONSES,
+    MESSAGES: _MESSAGES,
+    COUNT_TOKENS: replace(_MESSAGES, translate=partial(chat_of_message, has_output=False)),
 }
 
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from jaxserve.api.outputs import RequestOutput
     from jaxserve.errors import RequestError
     from jaxserve.openai.errors import Json
-    from jaxserve.openai.format import ParsedRequest
     from jaxserve.openai.replies import Reply
 
 _ERRORS = {
@@ -40,18 +39,16 @@ class MessageReply:
     """Reply to one request for a message.
 
     Args:
-        request: the chat that the request asks for.
-        chat: reply of that chat, which has its deltas and counts.
-        response_id: name of the reply.
+        chat: reply of the chat that the request asks for, which has its deltas and counts.
     """
 
-    def __init__(self, request: ParsedRequest, chat: Reply, *, response_id: str) -> None:
+    def __init__(self, chat: Reply, _body: Json) -> None:
         self._chat = chat
         self._message: Json = {
-            "id": f"msg_{response_id}",
+            "id": f"msg_{chat.response_id}",
             "type": "message",
             "role": "assistant",
-            "model": request.model,
+            "model": chat.request.model,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxserve.api.pooling_params import CLASSIFY, EMBED, PoolingParams
-from jaxserve.openai.chats import PROMPT_FIELDS, allow_any, read_prompt
+from jaxserve.openai.chats import PROMPT_FIELDS, read_prompt
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import (
     CLASSIFICATION,
@@ -20,8 +21,7 @@ from jaxserve.openai.format import (
     naming_fields,
     read_fields,
 )
-from jaxserve.openai.prompts import Prompt, completion_prompts, plain_prompts
-from jaxserve.openai.tools import Tools, detected_format
+from jaxserve.openai.prompts import Prompt, read_prompts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,84 +30,41 @@ if TYPE_CHECKING:
     from jaxserve.api.stream_events import Increment
     from jaxserve.errors import RequestError
     from jaxserve.openai.errors import Json
-    from jaxserve.text.tokenizer import Tokenizer
+    from jaxserve.openai.replies import Reply
 
 TASKS = {EMBEDDINGS: EMBED, POOLING: None, CLASSIFICATION: CLASSIFY}  # tasks by path; None is the model's own
 
 
-def parse_pooling(
-    url: str,
-    body: object,
-    own_name: str,
-    model_names: Sequence[str],
-    labels: Sequence[str] = (),
-    *,
-    tokenizer: Tokenizer | None = None,
-    may_stream: bool = False,
-    takes_templates: bool = True,
-    check_prompt: Callable[[str], None] = allow_any,
-) -> ParsedRequest:
-    """Check a request body and convert it to prompts and parameters.
-
-    Args:
-        url: one of `TASKS`.
-        body: request body, parsed from JSON.
-        own_name: name of the model if a request gives none.
-        model_names: accepted values of `model`; if empty, any name is accepted.
-        labels: names of the model's labels.
-        tokenizer: tokenizer that renders and encodes chats.
-        may_stream: the same as in `parse_body`.
-        takes_templates: the same as in `parse_body`.
-        check_prompt: the same as in `parse_body`; not of a chat that is truncated.
+def parse_pooling(url: str, body: object, context: BodyContext) -> ParsedRequest:
+    """Check the body of a request for vectors and convert it to prompts and parameters.
 
     Raises:
         BadRequestError: the body cannot be served.
     """
-    given, ignored = read_fields(url, body, own_name, model_names, may_stream=may_stream)
+    given, common = read_fields(url, body, context)
     with naming_fields(url):
         options = {"task": TASKS[url]} | {name: given[name] for name in POOLING_PARAMETERS[url] if name in given}
         params = PoolingParams(**options)
     return ParsedRequest(
         url,
-        given["model"],
-        _prompts(given, tokenizer, takes_templates=takes_templates, check_prompt=check_prompt),
-        params.sampling_params(),
-        given.get("cache_salt"),
-        request_id=given.get("request_id", ""),
-        priority=given.get("priority"),
+        prompts=_prompts(given, context),
+        params=params.sampling_params(),
         pooling=params,
-        labels=tuple(labels),
+        labels=tuple(context.pooler.labels if context.pooler else ()),
         is_base64=given.get("encoding_format") == "base64",
-        ignored=tuple(ignored),
+        **common,
     )
 
 
-def _prompts(
-    given: Json, tokenizer: Tokenizer | None, *, takes_templates: bool, check_prompt: Callable[[str], None]
-) -> list[Prompt]:
+def _prompts(given: Json, context: BodyContext) -> list[Prompt]:
     """Return the prompts of a body: its input, or a chat."""
     if "messages" not in given:
         if unread := sorted(given.keys() & PROMPT_FIELDS.keys() - {"add_special_tokens"}):
             raise BadRequestError(f"{unread[0]} needs messages, and the body has input", unread[0])
-        prompts = completion_prompts(given.get("input"), "input")
-        if given.get("add_special_tokens", True):
-            return prompts
-        check_text = allow_any if "truncate_prompt_tokens" in given else check_prompt
-        return plain_prompts(prompts, tokenizer, check_text, "input")
+        return read_prompts(given, "input", context)
     if "input" in given:
         raise BadRequestError("a body must have input or messages, got both", "input")
-    if tokenizer is None:
-        raise BadRequestError("messages needs a tokenizer, and the engine runs with skip_tokenizer_init", "messages")
-    chat = read_prompt(
-        given,
-        tokenizer,
-        detected_format(tokenizer),
-        Tools(),
-        takes_templates=takes_templates,
-        check_prompt=allow_any if "truncate_prompt_tokens" in given else check_prompt,
-        adds_header=False,
-    )
-    return [chat.token_ids]
+    return [read_prompt(given, context, adds_header=False).token_ids]
 
 
 class WholeReply:
@@ -117,15 +74,15 @@ class WholeReply:
         """Yield nothing."""
         return iter(())
 
-    def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
+    def events(self, _number: int, _output: RequestOutput, _increments: Iterable[Increment]) -> Iterator[bytes]:
         """Yield nothing."""
         return iter(())
 
-    def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+    def last_events(self, _outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         """Yield nothing."""
         return iter(())
 
-    def error_events(self, error: RequestError) -> Iterator[bytes]:
+    def error_events(self, _error: RequestError) -> Iterator[bytes]:
         """Yield nothing."""
         return iter(())
 
@@ -134,15 +91,14 @@ class PoolingReply(WholeReply):
     """Reply to one request for vectors.
 
     Args:
-        request: the request.
-        response_id: name of the reply.
-        created_s: time of the request, in seconds since 1970.
+        reply: the same in OpenAI's form, which has the request and its name.
     """
 
-    def __init__(self, request: ParsedRequest, response_id: str, created_s: int) -> None:
-        self._request = request
-        prefix = {EMBEDDINGS: "embd", POOLING: "pool", CLASSIFICATION: "classify"}[request.url]
-        self._head = {"id": f"{prefix}-{response_id}", "object": "list", "created": created_s, "model": request.model}
+    def __init__(self, reply: Reply, _body: Json) -> None:
+        self._request = reply.request
+        prefix = {EMBEDDINGS: "embd", POOLING: "pool", CLASSIFICATION: "classify"}[reply.request.url]
+        name = f"{prefix}-{reply.response_id}"
+        self._head = {"id": name, "object": "list", "created": reply.created_s, "model": reply.request.model}
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the whole reply."""

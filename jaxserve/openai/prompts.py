@@ -1,18 +1,17 @@
 """Prompts of a body: texts or token ids, one or several."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.api.token_ids import TokenIds
 from jaxserve.errors import brief
-from jaxserve.openai.errors import BadRequestError
-from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.openai.context import BodyContext
+from jaxserve.openai.errors import BadRequestError, Json
 
 Prompt = str | TokenIds
 _PART_LEN = 2**16
 
 
-def completion_prompts(prompt: Any, name: str = "prompt") -> list[Prompt]:
+def completion_prompts(prompt: Any, name: str) -> list[Prompt]:
     """Return the prompts in a field."""
     if isinstance(prompt, str):
         return [prompt]
@@ -27,21 +26,12 @@ def completion_prompts(prompt: Any, name: str = "prompt") -> list[Prompt]:
     raise BadRequestError(f"{message}, got {brief(prompt)}", name)
 
 
-def plain_prompts(
-    prompts: Sequence[Prompt], tokenizer: Tokenizer | None, check_text: Callable[[str], None], name: str = "prompt"
-) -> list[Prompt]:
-    """Return prompts whose texts are encoded without the model's special tokens around them.
-
-    Args:
-        prompts: prompts of a body.
-        tokenizer: tokenizer of the model.
-        check_text: function that raises RequestError for a text that is too long to be encoded.
-        name: field of the prompts.
-    """
-    if not any(isinstance(prompt, str) for prompt in prompts):
-        return list(prompts)
-    if tokenizer is None:
-        raise BadRequestError(f"{name} needs a tokenizer, and the engine runs with skip_tokenizer_init", name)
+def read_prompts(given: Json, name: str, context: BodyContext) -> list[Prompt]:
+    """Return the prompts in a field; their texts are encoded here if the body wants no special tokens around them."""
+    prompts = completion_prompts(given.get(name), name)
+    if given.get("add_special_tokens", True) or not any(isinstance(prompt, str) for prompt in prompts):
+        return prompts
+    tokenizer, check_text = context.needed_tokenizer(name), context.text_check(given)
     for prompt in prompts:
         if isinstance(prompt, str):
             check_text(prompt)

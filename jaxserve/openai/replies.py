@@ -41,6 +41,11 @@ class Reply:
         response_id: name of the reply.
         created_s: time of the request, in seconds since 1970.
         fingerprint: name of the model's configuration, from `system_fingerprint`.
+
+    Attributes:
+        request: the request.
+        response_id: name of the reply.
+        created_s: time of the request, in seconds since 1970.
     """
 
     def __init__(
@@ -52,7 +57,8 @@ class Reply:
         created_s: int,
         fingerprint: str | None = None,
     ) -> None:
-        self._request, self._tokenizer = request, tokenizer
+        self.request, self.response_id, self.created_s = request, response_id, created_s
+        self._tokenizer = tokenizer
         self._head: Json = {
             "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{response_id}",
             "object": "chat.completion" if request.is_chat else "text_completion",
@@ -60,7 +66,6 @@ class Reply:
             "model": request.model,
             "system_fingerprint": fingerprint,
         }
-        self._response_id = response_id
         self._readers: dict[int, DeltaReader] = {}  # readers by choice of a chat
         self._thoughts: dict[int, ThoughtTokens] = {}  # counters of thoughts by choice of a chat
         self._num_chars: dict[int, int] = {}  # characters of each choice so far, where log probabilities count them
@@ -87,7 +92,7 @@ class Reply:
         """Return the same with iterators in place of its long lists, so that it never exists as a whole."""
         self._listed = iter
         choices: Iterable[Json] = self._choices(outputs)
-        if self._request.is_chat:  # the usage counts what they have of thoughts
+        if self.request.is_chat:  # the usage counts what they have of thoughts
             choices = list(choices)
         return self._head | {"choices": choices, "usage": self.usage(outputs)} | self._extensions(outputs)
 
@@ -95,10 +100,10 @@ class Reply:
         for number, output in enumerate(outputs):
             for increment in OutputReader(output).read():
                 choice = self._choice(number, output, increment)
-                if self._request.is_chat:
+                if self.request.is_chat:
                     message: Json = {"reasoning": None} | whole_message(self.read(choice["index"], increment))
-                    message["role"] = self._request.role
-                    if echoed := self._request.echoed:
+                    message["role"] = self.request.role
+                    if echoed := self.request.echoed:
                         message["content"] = echoed + (message["content"] or "")
                     choice["message"] = message
                     choice["finish_reason"] = self.reader(choice["index"]).finish_reason(increment)
@@ -109,10 +114,10 @@ class Reply:
     def _extensions(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the fields that vLLM's whole replies have too."""
         fields: Json = dict.fromkeys(("service_tier", "kv_transfer_params", "ec_transfer_params"))
-        fields["metrics"] = _metrics(self._request, outputs)
-        if self._request.is_chat:
+        fields["metrics"] = _metrics(self.request, outputs)
+        if self.request.is_chat:
             fields["prompt_logprobs"] = self._prompt_logprobs(outputs[0])
-            fields |= _prompt_fields(self._request, outputs[0])
+            fields |= _prompt_fields(self.request, outputs[0])
         return fields
 
     def usage(self, outputs: Iterable[RequestOutput]) -> Json:
@@ -121,7 +126,7 @@ class Reply:
         for output in outputs:
             prompt_tokens += len(output.prompt_token_ids)
             cached_tokens += output.num_cached_tokens
-            if self._request.has_output:
+            if self.request.has_output:
                 completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         num_thought = sum(counter.count for counter in self._thoughts.values())
         return self._counts(prompt_tokens, completion_tokens, cached_tokens, num_thought)
@@ -133,7 +138,7 @@ class Reply:
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
-        if self._request.is_chat:
+        if self.request.is_chat:
             counts["completion_tokens_details"] = {"reasoning_tokens": num_thought}
         return counts
 
@@ -149,7 +154,7 @@ class Reply:
             output: output of that prompt.
             increments: its increments.
         """
-        request, is_plain = self._request, self._is_plain
+        request, is_plain = self.request, self._is_plain
         for increment in increments:
             index = self._index(number, increment)
             is_chat = request.is_chat
@@ -180,10 +185,10 @@ class Reply:
 
     def read(self, index: int, increment: Increment) -> list[Delta]:
         """Return the deltas of what is new in a choice of a chat."""
-        deltas, tokenizer, form = self.reader(index).read(increment), self._tokenizer, self._request.form
+        deltas, tokenizer, form = self.reader(index).read(increment), self._tokenizer, self.request.form
         if form.chat_format is not None and tokenizer is not None:
             if index not in self._thoughts:
-                stream = new_stream(tokenizer, hidden_ids(tokenizer, self._request.params))
+                stream = new_stream(tokenizer, hidden_ids(tokenizer, self.request.params))
                 self._thoughts[index] = ThoughtTokens(form.chat_format, stream, in_thought=form.in_thought)
             self._thoughts[index].push(increment.token_ids)
         return deltas
@@ -191,15 +196,15 @@ class Reply:
     def reader(self, index: int) -> DeltaReader:
         """Return the reader of a choice of a chat."""
         if index not in self._readers:
-            self._readers[index] = self._request.form.reader(f"{self._response_id}-{index}")
+            self._readers[index] = self.request.form.reader(f"{self.response_id}-{index}")
         return self._readers[index]
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         """Yield the events that end a stream."""
-        if self._request.include_usage:
+        if self.request.include_usage:
             head = self._chunk_head.removesuffix('{"index": ')
             times = {
-                name: value for name, value in (_metrics(self._request, outputs) or {}).items() if value is not None
+                name: value for name, value in (_metrics(self.request, outputs) or {}).items() if value is not None
             }
             more = f', "metrics": {json.dumps(times)}' if times else ""
             yield f'data: {head}], "usage": {json.dumps(self.usage(outputs))}{more}}}\n\n'.encode()
@@ -212,23 +217,23 @@ class Reply:
 
     def _event(self, index: int, fields: Json, output: RequestOutput, top: Json | None = None) -> bytes:
         usage = self._usage_tail
-        if self._request.continuous_usage:
+        if self.request.continuous_usage:
             usage = f', "usage": {json.dumps(self._usage_so_far(index, output))}'
         more = f", {json.dumps(top)[1:-1]}" if top else ""
         return f"data: {self._chunk_head}{index}, {json.dumps(fields)[1:]}]{more}{usage}}}\n\n".encode()
 
     def _usage_so_far(self, index: int, output: RequestOutput) -> Json:
         """Return the counts of one choice, as far as it has been sent."""
-        num_sent = self._num_sent.get(index, 0) if self._request.has_output else 0
+        num_sent = self._num_sent.get(index, 0) if self.request.has_output else 0
         num_thought = self._thoughts[index].count if index in self._thoughts else 0
         return self._counts(len(output.prompt_token_ids), num_sent, output.num_cached_tokens, num_thought)
 
     def _index(self, number: int, increment: Increment) -> int:
-        return number * self._request.params.n + increment.completion.index
+        return number * self.request.params.n + increment.completion.index
 
     def _choice(self, number: int, output: RequestOutput, increment: Increment) -> Json:
         """Return a choice of a chunk or of a whole reply; that of a chat still lacks its delta or message."""
-        request, index, completion = self._request, self._index(number, increment), increment.completion
+        request, index, completion = self.request, self._index(number, increment), increment.completion
         if request.is_chat:
             choice: Json = {"index": index, "logprobs": self.chat_logprobs(increment)}
         else:
@@ -246,7 +251,7 @@ class Reply:
 
     def _text_fields(self, index: int, output: RequestOutput, increment: Increment) -> Json:
         """Return the text of a part of a completion and its log probabilities, those of an echoed prompt first."""
-        request, tokenizer = self._request, self._tokenizer
+        request, tokenizer = self.request, self._tokenizer
         text, token_ids = increment.text, increment.token_ids
         tables: Iterable[dict[int, Logprob] | None] | None = increment.logprobs
         if not request.has_output:
@@ -282,7 +287,7 @@ class Reply:
         """
         if tables is None:
             return None
-        hidden = frozenset[int]() if self._tokenizer is None else hidden_ids(self._tokenizer, self._request.params)
+        hidden = frozenset[int]() if self._tokenizer is None else hidden_ids(self._tokenizer, self.request.params)
         tokens: list[str] = []
         token_logprobs: list[float | None] = []
         top_logprobs: list[dict[str, float] | None] = []
@@ -317,7 +322,7 @@ class Reply:
     def _prompt_logprobs(self, output: RequestOutput) -> Any:
         """Return vLLM's extension: by position, log probability, rank and text by token id; null at the first one."""
         tables, tokenizer = output.prompt_tables, self._tokenizer
-        if tables is None or not self._request.shows_prompt_logprobs:  # an echo has them among the others
+        if tables is None or not self.request.shows_prompt_logprobs:  # an echo has them among the others
             return None
 
         def described(token_id: int, entry: Logprob) -> Json:
@@ -332,7 +337,7 @@ class Reply:
         """Return the log probabilities of a chat's new tokens; None unless requested."""
         if increment.logprobs is None:
             return None
-        num_top = self._request.top_logprobs or 0
+        num_top = self.request.top_logprobs or 0
         top = slice(num_top if num_top >= 0 else None)
         content = (
             self._chat_token(token_id, table[token_id])
@@ -347,7 +352,7 @@ class Reply:
         return {"token": self._text(token_id, entry), "logprob": entry.logprob, "bytes": list(data)}
 
     def _text(self, token_id: int, entry: Logprob | None) -> str:
-        if self._request.tokens_as_ids:
+        if self.request.tokens_as_ids:
             return f"token_id:{token_id}"
         return _token_text(token_id, entry, self._tokenizer)
 

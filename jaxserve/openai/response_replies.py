@@ -33,19 +33,18 @@ class ResponseReply:
     """Reply to one request for a response.
 
     Args:
-        request: the chat that the request asks for.
+        chat: reply of the chat that the request asks for, which has its deltas and counts.
         body: body of the request.
-        chat: reply of that chat, which has its deltas and counts.
-        response_id: name of the reply.
-        created_s: time of the request, in seconds since 1970.
     """
 
-    def __init__(self, request: ParsedRequest, body: Json, chat: Reply, *, response_id: str, created_s: int) -> None:
-        self._chat, self._created_s, self._prompt_text = chat, created_s, request.prompt_text
-        self._items = _Items(response_id)
+    def __init__(self, chat: Reply, body: Json) -> None:
+        self._chat = chat
+        self._items = _Items(chat.response_id)
         self._num_events = 0
         self._is_cut = False  # True if the limit on tokens has ended it
-        self._response = {"id": f"resp_{response_id}", "created_at": created_s} | _response(request, body)
+        self._response = {"id": f"resp_{chat.response_id}", "created_at": chat.created_s} | _response(
+            chat.request, body
+        )
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the whole reply; the output has ended."""
@@ -111,11 +110,11 @@ class ResponseReply:
             | {
                 "status": status,
                 "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
-                "completed_at": None if self._is_cut or total_s is None else self._created_s + round(total_s),
+                "completed_at": None if self._is_cut or total_s is None else self._chat.created_s + round(total_s),
                 "output": self._items.items,
                 "usage": _usage(self._chat.usage(outputs)),
             }
-            | ({} if self._prompt_text is None else _raw_messages(self._prompt_text, outputs[0]))
+            | ({} if (prompt := self._chat.request.prompt_text) is None else _raw_messages(prompt, outputs[0]))
         }
 
     def _sent_text(self, text: str) -> bytes:
@@ -261,38 +260,28 @@ def _response(request: ParsedRequest, body: Json) -> Json:
     """Return the fields of a response that repeat its request, and those that have not come yet."""
     params = request.params
 
-    def given(name: str, default: object = None) -> object:
-        return default if body.get(name) is None else body[name]
-
+    given = {name: value for name, value in body.items() if value is not None}
     unset = {"description": None, "parameters": None, "strict": None}
+    names = ("instructions", "max_output_tokens", "max_tool_calls", "user", "safety_identifier", "prompt_cache_key")
     return {
         "object": "response",
         "model": request.model,
         "output": [],
-        "error": None,
-        "incomplete_details": None,
-        "completed_at": None,
-        "usage": None,
-        "instructions": given("instructions"),
-        "metadata": given("metadata", {}),
-        "tools": [unset | tool for tool in body.get("tools") or [] if tool.get("type") == "function"],
-        "tool_choice": given("tool_choice", "auto"),
-        "parallel_tool_calls": given("parallel_tool_calls", True),
-        "text": {"format": {"type": "text"}} | _without_nulls(body.get("text")),
-        "reasoning": {"effort": None, "summary": None} | (body.get("reasoning") or {}),
+        **dict.fromkeys(("error", "incomplete_details", "completed_at", "usage", "previous_response_id")),
+        **{name: given.get(name) for name in names},
+        "metadata": given.get("metadata", {}),
+        "tools": [unset | tool for tool in given.get("tools", ()) if tool.get("type") == "function"],
+        "tool_choice": given.get("tool_choice", "auto"),
+        "parallel_tool_calls": given.get("parallel_tool_calls", True),
+        "text": {"format": {"type": "text"}} | _without_nulls(given.get("text")),
+        "reasoning": {"effort": None, "summary": None} | given.get("reasoning", {}),
         "temperature": params.temperature,
         "top_p": params.top_p,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "top_logprobs": request.top_logprobs or 0,
-        "max_output_tokens": given("max_output_tokens"),
-        "max_tool_calls": given("max_tool_calls"),
-        "truncation": given("truncation", "disabled"),
+        "truncation": given.get("truncation", "disabled"),
         "service_tier": "default",
         "store": False,
         "background": False,
-        "previous_response_id": None,
-        "user": given("user"),
-        "safety_identifier": given("safety_identifier"),
-        "prompt_cache_key": given("prompt_cache_key"),
     }

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.api.pooling_params import (
     CLASSIFY,
     EMBED,
-    Pooler,
     PoolingParams,
 )
 from jaxserve.errors import brief
 from jaxserve.offline import scoring
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import RERANK_PATHS, SCORE_PATHS, ParsedRequest, naming_fields, read_fields
 from jaxserve.openai.pooling import WholeReply, vector_of
@@ -21,6 +22,7 @@ from jaxserve.openai.pooling import WholeReply, vector_of
 if TYPE_CHECKING:
     from jaxserve.api.outputs import RequestOutput
     from jaxserve.openai.errors import Json
+    from jaxserve.openai.replies import Reply
     from jaxserve.text.tokenizer import Tokenizer
 
 SCORING_PATHS = (*SCORE_PATHS, *RERANK_PATHS)
@@ -47,44 +49,22 @@ class _Texts:
             yield (0 if len(self.first) == 1 else index), index
 
 
-def parse_scoring(
-    url: str,
-    body: object,
-    own_name: str,
-    model_names: Sequence[str],
-    *,
-    pooler: Pooler,
-    tokenizer: Tokenizer | None,
-    max_model_len: int,
-    max_prompts: int,
-    check_text: Callable[[str], None],
-) -> ParsedRequest:
-    """Check a request body and convert it to prompts: both texts of each pair, or the pairs where a head reads them.
-
-    Args:
-        url: one of `SCORING_PATHS`.
-        body: request body, parsed from JSON.
-        own_name: name of the model if a request gives none.
-        model_names: accepted values of `model`; if empty, any name is accepted.
-        pooler: pooling of the model.
-        tokenizer: tokenizer of the model.
-        max_model_len: the most tokens of a prompt.
-        max_prompts: the most pairs, which are counted before any is encoded.
-        check_text: function that raises RequestError for a text that is too long to be encoded.
+def parse_scoring(url: str, body: object, context: BodyContext) -> ParsedRequest:
+    """Check the body of a request for scores and convert it to prompts: both texts of each pair, or pairs for a head.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
     """
-    given, ignored = read_fields(url, body, own_name, model_names, may_stream=True)
-    texts = _read_texts(url, given)
+    given, common = read_fields(url, body, context)
+    texts, max_prompts, pooler = _read_texts(url, given), context.max_prompts, context.pooler
+    assert pooler is not None, "the server has these paths for models that pool"
     if len(texts.second) > max_prompts:
         message = (
             f"{texts.names[1]} must be at most {max_prompts} texts, got {len(texts.second)}; send several requests"
         )
         raise BadRequestError(message, texts.names[1])
     limits = [given.get(name) or None for name in ("max_tokens_per_query", "max_tokens_per_doc")]
-    if tokenizer is None:
-        raise BadRequestError("scores need a tokenizer, and the engine runs with skip_tokenizer_init", texts.names[0])
+    tokenizer, max_len = context.needed_tokenizer(texts.names[0]), context.max_model_len or sys.maxsize
     first, second = (
         [text if limit is None else shortened(tokenizer, text, limit) for text in each]
         for each, limit in zip((texts.first, texts.second), limits, strict=True)
@@ -97,24 +77,14 @@ def parse_scoring(
         if has_head:
             scoring.check_head(pooler)
             wanted = params.truncate_prompt_tokens
-            most = None if wanted is None else min(max_model_len if wanted < 0 else wanted, max_model_len)
+            most = None if wanted is None else min(max_len if wanted < 0 else wanted, max_len)
             prompts = []
             for one, other in texts.pairs():
                 if most is None:
-                    check_text(first[one])
-                    check_text(second[other])
+                    context.check_prompt(first[one])
+                    context.check_prompt(second[other])
                 prompts.append(_pair(tokenizer, first[one], second[other], most))
-    return ParsedRequest(
-        url,
-        given["model"],
-        prompts,
-        params.sampling_params(),
-        given.get("cache_salt"),
-        request_id=given.get("request_id", ""),
-        priority=given.get("priority"),
-        pooling=params,
-        ignored=tuple(ignored),
-    )
+    return ParsedRequest(url, prompts=prompts, params=params.sampling_params(), pooling=params, **common)
 
 
 def _pair(tokenizer: Tokenizer, first: str, second: str, most: int | None) -> list[int]:
@@ -172,15 +142,13 @@ class ScoringReply(WholeReply):
     """Reply to one request for scores.
 
     Args:
-        request: the request.
-        body: its body.
-        response_id: name of the reply.
-        created_s: time of the request, in seconds since 1970.
+        reply: the same in OpenAI's form, which has the request and its name.
+        body: body of the request.
     """
 
-    def __init__(self, request: ParsedRequest, body: Json, response_id: str, created_s: int) -> None:
-        self._request, self._body, self._id, self._created_s = request, body, response_id, created_s
-        self._texts = _read_texts(request.url, {name: value for name, value in body.items() if value is not None})
+    def __init__(self, reply: Reply, body: Json) -> None:
+        self._request, self._body, self._id, self._created_s = reply.request, body, reply.response_id, reply.created_s
+        self._texts = _read_texts(self._request.url, {name: value for name, value in body.items() if value is not None})
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the whole reply, which is short."""

@@ -87,7 +87,7 @@ class Generation:
             request,
             body,
             self._engine.tokenizer,
-            response_id=response_id,
+            response_id,
             created_s=int(time.time()),
             fingerprint=self._service.fingerprint,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from jaxserve import __version__
 from jaxserve.api.schema import FieldType
 from jaxserve.core.prompt import outside_vocabulary
 from jaxserve.openai.chats import PROMPT_FIELDS, read_prompt
+from jaxserve.openai.context import allow_any
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.fields import ANY, LIST, SWITCH, TEXT, BodyField, BodyReader, ObjectFields, needed
 from jaxserve.openai.format import check_model
@@ -88,8 +90,8 @@ class Info:
         given = BodyReader().read(body, _TOKENIZED_CHAT if is_chat else _TOKENIZED_TEXT)
         self._check_model(given)
         if is_chat:
-            form, trusts = self._service.chat_format, self._service.config.trust_request_chat_template
-            tokens = read_prompt(given, tokenizer, form, read_tools(given), takes_templates=trusts).token_ids
+            context = replace(self._service.context, check_prompt=allow_any)
+            tokens = read_prompt(given, context, read_tools(given)).token_ids
         else:
             text, most = given["prompt"], max(MAX_TEXT_CHARS, (tokenizer.bound.max_chars or 0) * self._max_model_len)
             if len(text) > most:

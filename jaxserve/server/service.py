@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import ConfigError
 from jaxserve.openai.chat_formats import chat_format
-from jaxserve.openai.chats import allow_any
+from jaxserve.openai.context import BodyContext, allow_any
 from jaxserve.openai.errors import BadRequestError
-from jaxserve.openai.format import parse_body, prompt_field
-from jaxserve.openai.pooling import TASKS, parse_pooling
+from jaxserve.openai.format import prompt_field
+from jaxserve.openai.interfaces import parse
 from jaxserve.openai.replies import system_fingerprint
-from jaxserve.openai.scoring import SCORING_PATHS, parse_scoring
 from jaxserve.server.admission import Admission
 from jaxserve.server.auth import Keys
 from jaxserve.server.health import Health
@@ -46,6 +44,7 @@ class Service:
         health: watch over the engine.
         fingerprint: name of the engine's configuration in replies.
         chat_format: format of the model's messages in chats.
+        context: the model and the options with which bodies are read.
         keys: keys of those who may send requests.
         admission: gate of requests.
         is_draining: True once no further requests are served.
@@ -69,6 +68,20 @@ class Service:
         self.chat_format = chat_format(templates, config.tool_call_parser, config.reasoning_parser)
         if config.enable_auto_tool_choice and not self.chat_format.has_calls:
             raise ConfigError("enable_auto_tool_choice needs a known format of calls; give --tool-call-parser")
+        self.context = BodyContext(
+            self.model_names[0],
+            self.model_names,
+            engine.tokenizer,
+            engine.default_sampling_params,
+            may_stream=True,
+            chat_format=self.chat_format,
+            check_prompt=engine.reader.check_text,
+            response_role=config.response_role,
+            takes_templates=config.trust_request_chat_template,
+            max_model_len=engine.schedule.max_model_len,
+            pooler=engine.arch.pooler,
+            max_prompts=config.max_prompts,
+        )
         self._streams: Streams | None = None
 
     def start(self) -> None:
@@ -94,52 +107,11 @@ class Service:
             body: the body.
             is_counted: True if only the tokens of its prompt are counted, which may be too many.
         """
-        check: Callable[[str], None] = allow_any if is_counted else self.engine.reader.check_text
-        names, defaults = self.model_names, self.engine.default_sampling_params
-        tokenizer, form = self.engine.tokenizer, self.chat_format
-        trusts = self.config.trust_request_chat_template
-        if url in SCORING_PATHS:
-            engine, scorer = self.engine, self.engine.arch.pooler
-            assert scorer is not None, "the server has these paths for models that pool"
-            return parse_scoring(
-                url,
-                body,
-                names[0],
-                names,
-                pooler=scorer,
-                tokenizer=engine.tokenizer,
-                max_model_len=engine.schedule.max_model_len,
-                max_prompts=self.config.max_prompts,
-                check_text=engine.reader.check_text,
-            )
-        if url in TASKS:
-            pooler = self.engine.arch.pooler
-            return parse_pooling(
-                url,
-                body,
-                names[0],
-                names,
-                pooler.labels if pooler else (),
-                tokenizer=tokenizer,
-                may_stream=True,
-                takes_templates=trusts,
-                check_prompt=check,
-            )
-        request = parse_body(
-            url,
-            body,
-            names[0],
-            names,
-            tokenizer,
-            defaults,
-            may_stream=True,
-            chat_format=form,
-            check_prompt=check,
-            response_role=self.config.response_role,
-            takes_templates=trusts,
-            max_model_len=None if is_counted else self.engine.schedule.max_model_len,
-        )
-        return self.with_options(request)
+        context = self.context
+        if is_counted:
+            context = dataclasses.replace(context, check_prompt=allow_any, max_model_len=None)
+        request = parse(url, body, context)
+        return request if request.pooling is not None else self.with_options(request)
 
     def with_options(self, request: ParsedRequest) -> ParsedRequest:
         """Return a request for text with what the server's options make of it."""

@@ -15,6 +15,7 @@ from jaxserve.errors import PeerLostError
 from jaxserve.openai import batch_files, batch_output
 from jaxserve.openai import format as openai_format
 from jaxserve.openai.batch_files import run_batch
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
 from jaxserve.text.loading import load_tokenizer
 from tests.openai.batches import chat, completion, run
@@ -160,10 +161,10 @@ def test_messages_of_tool_calls_need_no_content(engine: FakeEngine) -> None:
             {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
         ]
     }
-    assert parse_body(CHAT, body, "tiny", (), engine.tokenizer, SamplingParams()).prompts
+    assert parse_body(CHAT, body, BodyContext("tiny", (), engine.tokenizer, SamplingParams())).prompts
 
 
-@pytest.mark.parametrize("where", ["parse_body", "Reply", "add_request"])
+@pytest.mark.parametrize("where", ["parse", "system_fingerprint", "add_request"])
 def test_an_unexpected_error_is_its_lines_alone(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 from fake_engine import FakeEngine
 
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
 from tests.openai.batches import chat, completion, run
 
@@ -59,7 +60,7 @@ def test_all_log_probabilities(engine: FakeEngine, tmp_path: Path) -> None:
 def test_forbidden_tokens_reach_the_engine(engine: FakeEngine) -> None:
     fields = {"allowed_token_ids": [5, 6], "bad_words": ["bad", "worse"]}
     for line in (completion("a", **fields), chat("a", **fields)):
-        parsed = parse_body(line["url"], line["body"], "m", [], engine.tokenizer, SamplingParams())
+        parsed = parse_body(line["url"], line["body"], BodyContext("m", [], engine.tokenizer, SamplingParams()))
         assert (parsed.params.allowed_token_ids, parsed.params.bad_words) == ([5, 6], ["bad", "worse"])
 
 
@@ -130,7 +131,9 @@ def test_completion_features_switched_off(engine: FakeEngine, fields: dict) -> N
 
 
 def check_same(bodies: list[dict], engine: FakeEngine, url: str) -> None:
-    first, second = (parse_body(url, body, "tiny", (), engine.tokenizer, SamplingParams()) for body in bodies)
+    first, second = (
+        parse_body(url, body, BodyContext("tiny", (), engine.tokenizer, SamplingParams())) for body in bodies
+    )
     assert first == second
 
 
@@ -139,7 +142,7 @@ def test_absent_sampling_fields_are_the_checkpoints(engine: FakeEngine) -> None:
     defaults = SamplingParams(**recommended, max_tokens=999)
 
     def params(url: str, **body: object) -> SamplingParams:
-        return parse_body(url, body, "tiny", (), engine.tokenizer, defaults).params
+        return parse_body(url, body, BodyContext("tiny", (), engine.tokenizer, defaults)).params
 
     given = {"temperature": 0, "top_k": 3}
     messages = [{"role": "user", "content": "Hi"}]

@@ -9,6 +9,7 @@ from fake_engine import FakeEngine
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import RequestError
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body
 from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
@@ -44,7 +45,7 @@ def parts(*texts: str, kind: str = "text") -> list[dict[str, Any]]:
 
 def read(url: str, body: dict[str, Any], tokenizer: Tokenizer, **options: Any) -> ParsedRequest:
     return INTERFACES[url].read(
-        body, lambda path, given: parse_body(path, given, "m", (), tokenizer, SamplingParams(), **options)
+        body, lambda path, given: parse_body(path, given, BodyContext("m", (), tokenizer, SamplingParams(), **options))
     )
 
 
@@ -76,7 +77,7 @@ def test_parts_through_every_interface(tokenizer: Tokenizer, name: str, tmp_path
     assert prompt(RESPONSES, {"input": items}, tokenizer) == said
     usage = run(FakeEngine(tokenizer), tmp_path, [chat("a", messages=messages)])["batch_req_1"]["response"]["body"]
     assert usage["usage"]["prompt_tokens"] == len(tokenizer.encode(said))
-    pooled = parse_pooling(EMBEDDINGS, {"messages": messages}, "m", (), tokenizer=tokenizer)
+    pooled = parse_pooling(EMBEDDINGS, {"messages": messages}, BodyContext("m", (), tokenizer=tokenizer))
     assert pooled.prompts == [tokenizer.encode(said.removesuffix("[assistant]"))]
 
 
@@ -96,7 +97,9 @@ def test_prefill(tokenizer: Tokenizer, content: Any) -> None:
     assert prompt(COUNT_TOKENS, {"messages": messages}, tokenizer) == said
     continued = {"messages": messages, "continue_final_message": True}
     assert prompt(CHAT, continued, tokenizer) == said
-    assert parse_pooling(EMBEDDINGS, continued, "m", (), tokenizer=tokenizer).prompts == [tokenizer.encode(said)]
+    assert parse_pooling(EMBEDDINGS, continued, BodyContext("m", (), tokenizer=tokenizer)).prompts == [
+        tokenizer.encode(said)
+    ]
     called = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
     messages[-1]["content"] = [called]
     with pytest.raises(RequestError, match="a last message of the assistant must have text"):
@@ -172,16 +175,16 @@ def test_role_and_echo(tokenizer: Tokenizer, fields: dict[str, Any], role: str, 
 )
 def test_wrong_bodies_of_vectors(tokenizer: Tokenizer, body: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        parse_pooling(EMBEDDINGS, body, "m", (), tokenizer=tokenizer)
+        parse_pooling(EMBEDDINGS, body, BodyContext("m", (), tokenizer=tokenizer))
 
 
 def test_vectors_without_special_tokens(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_fallback()))
     body = {"input": ["a", "b c"], "add_special_tokens": False}
-    prompts = parse_pooling(EMBEDDINGS, body, "m", (), tokenizer=tokenizer).prompts
+    prompts = parse_pooling(EMBEDDINGS, body, BodyContext("m", (), tokenizer=tokenizer)).prompts
     encoded = [tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b c")]
     assert prompts == encoded
-    assert parse_pooling(EMBEDDINGS, body | {"add_special_tokens": True}, "m", ()).prompts == ["a", "b c"]
+    assert parse_pooling(EMBEDDINGS, body | {"add_special_tokens": True}, BodyContext("m", ())).prompts == ["a", "b c"]
     texts = {"prompt": [*body["input"]], "add_special_tokens": False}
     assert read(COMPLETIONS, texts, tokenizer).prompts == encoded
     assert read(COMPLETIONS, texts | {"prompt": [5, 6]}, tokenizer).prompts == [[5, 6]]

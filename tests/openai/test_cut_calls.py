@@ -15,6 +15,7 @@ from openai.types.responses import Response
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.stream_events import OutputReader
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
 from jaxserve.openai.interfaces import INTERFACES, AnyReply
 from jaxserve.openai.messages import MESSAGES
@@ -56,7 +57,7 @@ def request_of(path: str, name: str) -> ParsedRequest:
 def read(path: str, name: str, body: dict[str, Any]) -> ParsedRequest:
     options: dict[str, Any] = {"may_stream": True, "chat_format": format_of(name)}
     return INTERFACES[path].read(
-        body, lambda url, chat: parse_body(url, chat, "m", (), TOKENIZERS[0], SamplingParams(), **options)
+        body, lambda url, chat: parse_body(url, chat, BodyContext("m", (), TOKENIZERS[0], SamplingParams(), **options))
     )
 
 

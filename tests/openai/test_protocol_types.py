@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.stream_events import OutputReader
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import CHAT, COMPLETIONS, ParsedRequest, parse_body
 from jaxserve.openai.replies import Reply
@@ -36,7 +37,7 @@ CHUNK: dict[str, type[BaseModel]] = {COMPLETIONS: Completion, CHAT: ChatCompleti
 
 
 def parsed(path: str, body: dict[str, Any]) -> ParsedRequest:
-    return parse_body(path, body, "m", (), tokenizer, SamplingParams(), may_stream=True)
+    return parse_body(path, body, BodyContext("m", (), tokenizer, SamplingParams(), may_stream=True))
 
 
 def check(model: type[BaseModel], content: Any, *, is_chunk: bool = False) -> None:

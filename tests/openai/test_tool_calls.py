@@ -20,6 +20,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.stream_events import OutputReader
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.openai.chat_formats import CALLS, THOUGHTS, ChatFormat, Marks, chat_format
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.deltas import Delta, whole_message
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
 from jaxserve.openai.replies import DONE, Reply
@@ -246,7 +247,9 @@ def test_a_stream_adds_up_to_the_whole_reply(
         "return_token_ids": data.draw(st.booleans()),
     }
     body |= {"include_reasoning": data.draw(st.sampled_from([True, True, False]))}
-    request = parse_body(CHAT, body, "m", (), tokenizer, SamplingParams(), may_stream=True, chat_format=format_of(name))
+    request = parse_body(
+        CHAT, body, BodyContext("m", (), tokenizer, SamplingParams(), may_stream=True, chat_format=format_of(name))
+    )
     texts, meant = [], []
     for _ in range(n):
         meant.append(data.draw(messages(name)))
@@ -313,7 +316,9 @@ def check_stream(chunks: list[dict[str, Any]], whole: dict[str, Any]) -> None:
 
 def parsed(template: str = "hermes", **fields: Any) -> ParsedRequest:
     body = {"messages": [{"role": "user", "content": "x"}]} | fields
-    return parse_body(CHAT, body, "m", (), TOKENIZERS[0], SamplingParams(), chat_format=format_of(template))
+    return parse_body(
+        CHAT, body, BodyContext("m", (), TOKENIZERS[0], SamplingParams(), chat_format=format_of(template))
+    )
 
 
 @pytest.mark.parametrize(
@@ -346,7 +351,7 @@ def test_errors_name_the_field(fields: dict[str, Any], message: str) -> None:
 def test_a_model_without_known_calls_cannot_choose_tools() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "tools": tools()}
     with pytest.raises(RequestError, match="tool-call-parser"):
-        parse_body(CHAT, body, "m", (), TOKENIZERS[0], SamplingParams())
+        parse_body(CHAT, body, BodyContext("m", (), TOKENIZERS[0], SamplingParams()))
 
 
 def test_a_message_with_calls_reaches_the_template_as_objects() -> None:
@@ -360,7 +365,7 @@ def test_a_message_with_calls_reaches_the_template_as_objects() -> None:
         tokenizer = load_tokenizer(tiny_tokenizers.write(Path(directory), backend, chat_template=template))
     body = {"messages": [{"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": [call]}]}
     body |= {"reasoning_effort": "low"}
-    request = parse_body(CHAT, body, "m", (), tokenizer, SamplingParams())
+    request = parse_body(CHAT, body, BodyContext("m", (), tokenizer, SamplingParams()))
     assert tokenizer.decode(request.prompts[0]) == "hm|1low"
     assert request.ignored == ()
 
@@ -368,7 +373,9 @@ def test_a_message_with_calls_reaches_the_template_as_objects() -> None:
 @pytest.mark.parametrize(("prompt", "in_thought"), [("<think>\n", True), ("<think>\n\n</think>\n", False), ("", False)])
 def test_a_prompt_that_ends_in_a_thought_begins_one(prompt: str, in_thought: bool) -> None:
     body = {"messages": [{"role": "user", "content": prompt}]}
-    request = parse_body(CHAT, body, "m", (), TOKENIZERS[0], SamplingParams(), chat_format=THOUGHTS["qwen3"])
+    request = parse_body(
+        CHAT, body, BodyContext("m", (), TOKENIZERS[0], SamplingParams(), chat_format=THOUGHTS["qwen3"])
+    )
     assert request.form.in_thought == in_thought
 
 

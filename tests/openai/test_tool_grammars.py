@@ -11,6 +11,7 @@ import pytest
 from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.openai.chat_formats import ChatFormat
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.deltas import whole_message
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
 from jaxserve.openai.interfaces import INTERFACES
@@ -43,7 +44,7 @@ COMPILERS = [GrammarCompiler(each.json_text(), each.vocab_size, frozenset(each.e
 def request_of(name: str | None, is_special: bool, prompt: str = "x", **fields: Any) -> ParsedRequest:
     body = {"messages": [{"role": "user", "content": prompt}], "tools": TOOLS} | fields
     form = ChatFormat() if name is None else format_of(name)
-    return parse_body(CHAT, body, "m", (), TOKENIZERS[is_special], SamplingParams(), chat_format=form)
+    return parse_body(CHAT, body, BodyContext("m", (), TOKENIZERS[is_special], SamplingParams(), chat_format=form))
 
 
 def constraint_of(request: ParsedRequest, is_special: bool) -> TokenConstraint:
@@ -252,21 +253,10 @@ def test_the_same_form_and_tools_of_every_interface() -> None:
     response["text"] = {"format": {"type": "json_schema"} | named}
     bodies = {CHAT: chat | {"response_format": FORMAT}, RESPONSES: response, MESSAGES: message}
     grammars = set()
+    context = BodyContext("m", (), TOKENIZERS[0], may_stream=True, chat_format=format_of("hermes"))
     for path, body in bodies.items():
         for each in (body, body | {"stream": True}):  # lines of batch files are read like the former
-            request = INTERFACES[path].read(
-                each,
-                lambda url, chat: parse_body(
-                    url,
-                    chat,
-                    "m",
-                    (),
-                    TOKENIZERS[0],
-                    SamplingParams(),
-                    may_stream=True,
-                    chat_format=format_of("hermes"),
-                ),
-            )
+            request = INTERFACES[path].read(each, lambda url, chat: parse_body(url, chat, context))
             grammars.add(request.params.structured_outputs.grammar)
     assert len(grammars) == 1
 

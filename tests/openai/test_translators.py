@@ -22,6 +22,7 @@ from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.stream_events import Increment, OutputReader
 from jaxserve.openai.chat_formats import chat_format
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import ParsedRequest, parse_body
@@ -112,7 +113,8 @@ def scripts(draw: st.DrawFn) -> tuple[list[Delta], str]:
 def read(path: str, body: dict[str, Any]) -> ParsedRequest:
     """Return the request in a body."""
     return INTERFACES[path].read(
-        body, lambda url, chat: parse_body(url, chat, "m", (), tokenizer, SamplingParams(), may_stream=True)
+        body,
+        lambda url, chat: parse_body(url, chat, BodyContext("m", (), tokenizer, SamplingParams(), may_stream=True)),
     )
 
 
@@ -131,7 +133,7 @@ def sent(path: str, script: tuple[list[Delta], str], cuts: Iterable[int]) -> tup
     def new_reply() -> AnyReply:
         reader, chat = CutReader(deltas), Reply(request, None, response_id="x", created_s=1)
         chat.reader = lambda _: reader
-        return interface.reply(request, body, chat, "x", 1)
+        return interface.reply(chat, body)
 
     return streamed(new_reply, CutReader(deltas).text, reason, cuts)
 
@@ -359,7 +361,7 @@ def test_calls_and_thoughts_arrive(name: str, cuts: list[int], num_lost: int) ->
         request = INTERFACES[path].read(
             body,
             lambda url, chat: parse_body(
-                url, chat, "m", (), tool_tokenizer, defaults, may_stream=True, chat_format=form
+                url, chat, BodyContext("m", (), tool_tokenizer, defaults, may_stream=True, chat_format=form)
             ),
         )
         return INTERFACES[path].new_reply(request, body, None, response_id="x", created_s=1)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.stream_events import OutputReader
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
 from jaxserve.openai.replies import DONE, Reply
 from jaxserve.text.loading import load_tokenizer
@@ -75,7 +76,7 @@ def test_a_stream_adds_up_to_the_whole_reply(  # noqa: PLR0912 - a case for each
     body |= {"stream": True, "stream_options": options}
     if url == CHAT:
         texts, order = texts[:1], [each for each in order if each[0] == 0]
-    request = parse_body(url, body, "m", (), tokenizer, SamplingParams(), may_stream=True)
+    request = parse_body(url, body, BodyContext("m", (), tokenizer, SamplingParams(), may_stream=True))
     outputs = []
     for number, samples in enumerate(texts):
         completions = [CompletionOutput(i, logprobs=[] if has_logprobs else None) for i in range(len(samples))]

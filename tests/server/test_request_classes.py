@@ -4,6 +4,7 @@ import pytest
 
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.errors import ConfigError
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import COMPLETIONS, EMBEDDINGS, parse_body
 from jaxserve.openai.messages import chat_of_message
@@ -16,7 +17,7 @@ OBJECTIVES = {"interactive": -1, "batch": 10}
 
 def parsed(may_stream=True, **fields):
     body = {"prompt": [1, 2], **fields}
-    return parse_body(COMPLETIONS, body, "m", ["m"], None, SamplingParams(), may_stream=may_stream)
+    return parse_body(COMPLETIONS, body, BodyContext("m", ["m"], None, SamplingParams(), may_stream=may_stream))
 
 
 @pytest.mark.parametrize("read", [parsed, lambda **body: chat_of_response(body), lambda **body: chat_of_message(body)])
@@ -27,7 +28,7 @@ def test_the_error_of_an_unknown_field_lists_that_of_who_waits(read):
 
 def test_clients_of_vectors_may_have_a_timeout_and_lines_of_batch_files_have_none():
     def vector(may_stream=True, **fields):
-        return parse_pooling(EMBEDDINGS, {"input": "a", **fields}, "m", ["m"], may_stream=may_stream)
+        return parse_pooling(EMBEDDINGS, {"input": "a", **fields}, BodyContext("m", ["m"], may_stream=may_stream))
 
     for read in (parsed, vector):
         assert read(timeout=1) == read()
@@ -55,6 +56,6 @@ def test_objectives_are_names_with_numbers():
 
 
 def test_a_batch_file_has_no_classes():
-    assert parsed(may_stream=False, priority=0).priority == 0
-    with pytest.raises(BadRequestError, match="priority 0"):
+    assert parsed(may_stream=False, priority=0).priority is None
+    with pytest.raises(BadRequestError, match="priority must be 0, got 1"):
         parsed(may_stream=False, priority=1)

@@ -15,6 +15,7 @@ from jaxserve.api.pooling_params import Pooler
 from jaxserve.assembly.engine import Engine
 from jaxserve.errors import RequestError
 from jaxserve.offline.llm import LLM
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.scoring import parse_scoring
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.test_pooling import write_classifier
@@ -158,6 +159,6 @@ def test_a_model_that_generates_scores_nothing(server: Running) -> None:
 
 def test_pairs_are_counted_before_they_are_encoded() -> None:
     body = {"query": "a", "documents": ["b"] * 3}
-    options: dict[str, Any] = {"pooler": Pooler(num_labels=1), "tokenizer": None, "max_model_len": 8}
+    context = BodyContext("m", pooler=Pooler(num_labels=1), max_model_len=8, max_prompts=2)
     with pytest.raises(RequestError, match="documents must be at most 2 texts, got 3"):
-        parse_scoring("/rerank", body, "m", (), **options, max_prompts=2, check_text=lambda text: None)
+        parse_scoring("/rerank", body, context)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import CHAT, CLASSIFICATION, COMPLETIONS, EMBEDDINGS, POOLING, parse_body
 from jaxserve.openai.messages import chat_of_message
@@ -55,7 +56,7 @@ COMPLETION_VALUES = {  # values of fields that take more than a number, a text o
 def parsed(url: str, may_stream: bool = True, **fields: Any) -> Any:
     prompt = {"prompt" if url == COMPLETIONS else "messages": [1, 2]}
     body = {**prompt, "stream": may_stream, **fields}
-    return parse_body(url, body, "m", [], None, SamplingParams(), may_stream=may_stream)
+    return parse_body(url, body, BodyContext("m", [], None, SamplingParams(), may_stream=may_stream))
 
 
 def listed(read: Callable[..., Any]) -> list[str]:
@@ -72,7 +73,9 @@ READERS = {
     "responses": lambda **body: chat_of_response({"input": "a", **body}),
     "messages": lambda **body: chat_of_message({"messages": [], "max_tokens": 1, **body}),
     **{
-        url: lambda url=url, **body: parse_pooling(url, {"input": "a", **body}, "m", ["m"], may_stream=True)
+        url: lambda url=url, **body: parse_pooling(
+            url, {"input": "a", **body}, BodyContext("m", ["m"], may_stream=True)
+        )
         for url in (EMBEDDINGS, POOLING, CLASSIFICATION)
     },
 }

@@ -14,6 +14,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.stream_events import OutputReader
 from jaxserve.core.growing_outputs import RequestGroup
 from jaxserve.execution.sampling import TokenLogprobs
+from jaxserve.openai.context import BodyContext
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
 from jaxserve.openai.replies import Reply
 from jaxserve.scheduling.request import FinishReason, Request
@@ -94,7 +95,9 @@ def run(
     """Return the choice of a whole reply, and the one that the parts of a stream add up to."""
     url = CHAT if "messages" in body else COMPLETIONS
     content = body if url == CHAT else body | {"prompt": prompt}
-    request = parse_body(url, content | {"stream": True}, "m", (), family.own, SamplingParams(), may_stream=True)
+    request = parse_body(
+        url, content | {"stream": True}, BodyContext("m", (), family.own, SamplingParams(), may_stream=True)
+    )
     limit, keeps_first = request.params.truncate_prompt_tokens, request.params.truncation_side == "right"
     is_text = isinstance(prompt, str)
     ids = family.own.encode(prompt, max_tokens=limit, keeps_first=keeps_first) if is_text else prompt

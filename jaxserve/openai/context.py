@@ -1,0 +1,61 @@
+"""BodyContext: the served model and the options with which bodies are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+
+from jaxserve.api.pooling_params import Pooler
+from jaxserve.api.sampling_params import SamplingParams
+from jaxserve.openai.chat_formats import ChatFormat
+from jaxserve.openai.errors import BadRequestError, Json
+from jaxserve.text.tokenizer import Tokenizer
+
+
+def allow_any(text: str) -> None:
+    """Check nothing of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class BodyContext:
+    """Served model and options with which bodies are read.
+
+    Attributes:
+        own_name: name of the model if a request gives none.
+        model_names: accepted values of `model`; if empty, any name is accepted.
+        tokenizer: tokenizer of texts and chats; None if prompts are token ids.
+        defaults: recommended parameters of the checkpoint, for all fields not given except the length.
+        may_stream: False if there is no one to stream to, as in a batch file.
+        chat_format: format of the model's messages; None takes the one that its chat templates show.
+        check_prompt: function that raises RequestError for a text that is too long, before it is encoded.
+        response_role: role of a chat's message that is not the continuation of another.
+        takes_templates: False to refuse chat templates in bodies.
+        max_model_len: maximum of `max_tokens`, see `check_output_len`; None for any number.
+        pooler: pooling of the model; None if it generates text.
+        max_prompts: maximum number of scored pairs, which are counted before any is encoded.
+    """
+
+    own_name: str
+    model_names: Sequence[str] = ()
+    tokenizer: Tokenizer | None = None
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    _: KW_ONLY
+    may_stream: bool = False
+    chat_format: ChatFormat | None = None
+    check_prompt: Callable[[str], None] = allow_any
+    response_role: str = "assistant"
+    takes_templates: bool = True
+    max_model_len: int | None = None
+    pooler: Pooler | None = None
+    max_prompts: int = 1024
+
+    def needed_tokenizer(self, name: str) -> Tokenizer:
+        """Return the tokenizer; BadRequestError that names a field if there is none."""
+        if self.tokenizer is None:
+            message = f"{name} needs a tokenizer, and the engine runs with skip_tokenizer_init"
+            raise BadRequestError(message, name)
+        return self.tokenizer
+
+    def text_check(self, given: Json) -> Callable[[str], None]:
+        """Return the check of the body's texts; prompts that are truncated may be of any length."""
+        return self.check_prompt if given.get("truncate_prompt_tokens") is None else allow_any
