@@ -18,7 +18,7 @@ from jaxserve.api.pooling_params import PoolingKind
 from jaxserve.execution.round import Model, StepOutput, begin, run_model, with_counts
 from jaxserve.execution.rows import Rows, Tokens, place_tokens, planned_rows, state_rows
 from jaxserve.execution.state import CLIPPED, ServeState
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import linear
 from jaxserve.models.pooling_heads import HEAD
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def make_pooling_step(model: Model, layout: BatchLayout) -> Program:
         with jax.named_scope("pool"):
             pooled, kept = pool(hidden, rows, tokens, state.pooled, kind)
             if has_head:
-                pooled = linear(pooled.astype(hidden.dtype), params[HEAD], LinearContext(dtype=jnp.float32))
+                pooled = linear(pooled.astype(hidden.dtype), params[HEAD], dtype=jnp.float32)
         S = sequences.length.shape[0]  # out of range, dropped
         length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.end.history, mode="drop")
         sequences = dataclasses.replace(sequences, length=length)

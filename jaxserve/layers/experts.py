@@ -193,9 +193,9 @@ def mixture(
         routing: inputs of the router; None if they are those of the experts.
         token_axis: mesh axis along which devices have tokens, and experts, of their own; None if all have the same.
     """
-    own, x = x, all_tokens(x, token_axis)
+    local, x = x, all_tokens(x, token_axis)
     routing = x if routing is None else all_tokens(routing, token_axis)
-    logits = linear(routing, matrices.router, LinearContext(dtype=jnp.float32), bias=matrices.logit_bias)
+    logits = linear(routing, matrices.router, bias=matrices.logit_bias, dtype=jnp.float32)
     weights, ids = route(logits, experts, matrices.router_bias)
     if matrices.weight_factors is not None:
         weights *= matrices.weight_factors.astype(weights.dtype)[ids]
@@ -204,34 +204,42 @@ def mixture(
     tokens = tokens.count_experts(ids)
     first = 0 if experts.num_shards == 1 else lax.axis_index(experts.shard_axis) * experts.num_held
     pairs = SortedPairs.of(ids - first, experts.num_held)
-    parts = None if axis is None else _axes_of_parts(axis, experts)
-    gated = LinearContext(experts.activation, x.dtype, num_shards=experts.num_shards)
-    plain = LinearContext(dtype=x.dtype, axis=parts, num_shards=experts.num_shards)
-    gate_up, down, sizes = as_matrix(matrices.gate_up), as_matrix(matrices.down), pairs.group_sizes
-    gate_up_bias, down_bias = (_of_share(each, first, experts) for each in (matrices.gate_up_bias, matrices.down_bias))
-    inner = gate_up.linear_groups(x[pairs.order // experts.per_token], sizes, gated, gate_up_bias)
-    if parts is not None and down_bias is not None:  # products are summed over the devices with parts of an expert
+    parts = None if axis is None else _expert_axes(axis, experts)
+    token = pairs.order // experts.per_token
+    context = LinearContext(
+        tokens=tokens.select(lambda each: all_tokens(each, token_axis)[token]),
+        bias=_local_biases(matrices.gate_up_bias, first, experts),
+        activation=experts.activation,
+        dtype=x.dtype,
+        num_shards=experts.num_shards,
+    )
+    inner = as_matrix(matrices.gate_up).linear_groups(x[token], pairs.group_sizes, context)
+    down_bias = _local_biases(matrices.down_bias, first, experts)
+    if parts is not None and down_bias is not None:  # outputs are summed over the devices with parts of an expert
         down_bias = jnp.where(lax.axis_index(parts) == 0, down_bias, 0)
-    outputs = down.linear_groups(inner, sizes, plain, down_bias)
-    of_tokens = outputs[pairs.place].reshape(*ids.shape, -1).astype(jnp.float32)
-    y = jnp.sum(of_tokens * weights[:, :, None], axis=1).astype(x.dtype)
+    context = context._replace(bias=down_bias, activation=None, axis=parts)
+    outputs = as_matrix(matrices.down).linear_groups(inner, pairs.group_sizes, context)
+    by_token = outputs[pairs.place].reshape(*ids.shape, -1).astype(jnp.float32)
+    y = jnp.sum(by_token * weights[:, :, None], axis=1).astype(x.dtype)
     y = sum_of_own_tokens(y, token_axis)
     if matrices.shared_gate_up is not None and matrices.shared_down is not None:
-        inner = linear(own, matrices.shared_gate_up, LinearContext(activation=swiglu))
-        whole = LinearContext(dtype=x.dtype, axis=axis)
-        shared = as_matrix(matrices.shared_down).multiply(inner, whole).astype(x.dtype)  # summed below
-        y += shared if matrices.shared_gate is None else jax.nn.sigmoid(linear(own, matrices.shared_gate)) * shared
+        inner = linear(local, matrices.shared_gate_up, tokens, activation=swiglu)
+        context = LinearContext(tokens, dtype=x.dtype, axis=axis)
+        shared = as_matrix(matrices.shared_down).multiply(inner, context).astype(x.dtype)  # reduced below
+        if matrices.shared_gate is not None:
+            shared *= jax.nn.sigmoid(linear(local, matrices.shared_gate, tokens))
+        y += shared
     return y if axis is None else lax.psum(y, axis), tokens
 
 
-def _of_share(bias: Float[Array, "E N"] | None, first: Any, experts: Experts) -> Float[Array, "held N"] | None:
-    """Return the biases of the experts whose matrices a device has, from number `first` on."""
+def _local_biases(bias: Float[Array, "E N"] | None, first: Any, experts: Experts) -> Float[Array, "held N"] | None:
+    """Return the biases of a device's experts, from index `first` on."""
     if bias is None or experts.num_shards == 1:
         return bias
     return lax.dynamic_slice_in_dim(bias, first, experts.num_held)
 
 
-def _axes_of_parts(axis: str | tuple[str, ...], experts: Experts) -> tuple[str, ...]:
+def _expert_axes(axis: str | tuple[str, ...], experts: Experts) -> tuple[str, ...]:
     """Return the mesh axes over whose devices each expert is split; devices along the others have other experts."""
     axes = (axis,) if isinstance(axis, str) else axis
     return tuple(name for name in axes if name not in (experts.shard_axis or ()))

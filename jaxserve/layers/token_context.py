@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self, no_type_check
 
 import jax.numpy as jnp
@@ -72,7 +73,7 @@ class Attention(ABC):
 class TokenContext:
     """Tokens of a forward pass, in which rows they are, and the state that layers leave to later ones.
 
-    An index of each token's adapter would be one more array by token; `take` selects such arrays.
+    The index of each token's adapter would be one more array by token, which `select` takes too.
 
     Attributes:
         position: position of each token.
@@ -110,6 +111,11 @@ class TokenContext:
         """Return the outputs of a recurrent layer, and the context of the layers after it."""
         out, attention = self.attention.advance(inputs, layer)
         return out, dataclasses.replace(self, attention=attention)
+
+    def select(self, take: Callable[[Array], Array]) -> TokenContext:
+        """Return the context of other rows of activations, whose tokens `take` selects; they only pass matrices."""
+        row, slot = (None if each is None else take(each) for each in (self.row, self.slot))
+        return dataclasses.replace(self, position=take(self.position), row=row, slot=slot)
 
     def count_experts(self, ids: Int[Array, "all k"]) -> TokenContext:
         """Return the context after an MoE layer with these experts of the tokens; ids of no expert are not counted."""

@@ -81,15 +81,15 @@ def block(
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
     normed = layer_norm(x, p["input_norm"], arch.norm_eps)
     with jax.named_scope("attention"):
-        qkv = linear(normed, p["qkv_proj"], bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
+        qkv = linear(normed, p["qkv_proj"], tokens, bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
         q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
         if arch.qk_norm:
             q, k = (layer_norm(x, {"weight": p[f"{name}_norm"]}, arch.norm_eps) for name, x in (("q", q), ("k", k)))
         q, k = pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs)
         out, tokens = tokens.attend(q, k, v, layer)
-        x = llama.project_out(p, out, arch, x)
+        x = llama.project_out(p, out, tokens, arch, x)
     with jax.named_scope("mlp"):
-        return llama.swiglu_mlp(p, normed, arch, residual=x), tokens
+        return llama.swiglu_mlp(p, normed, tokens, arch, residual=x), tokens
 
 
 _FOLDS = tuple(fold for fold in llama.FOLDS if fold.part is not None)  # two matrices read the norm

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.linear import LinearContext, Matrix, StackedMatrix, embed, linear
+from jaxserve.layers.linear import Matrix, StackedMatrix, embed, linear
 from jaxserve.layers.own_tokens import all_tokens, own_tokens
 from jaxserve.layers.rope import rotation
 from jaxserve.layers.token_context import LayerContext, TokenContext
@@ -148,12 +148,12 @@ def embed_tokens(
 ) -> Float[Array, "T D"]:
     """Return the inputs of the first layer."""
     # The dtype is that of the norms, which are never quantised.
-    context = LinearContext(dtype=jax.tree.leaves(params["final_norm"])[0].dtype, axis=arch.vocab_axis)
-    x = own_tokens(embed(all_tokens(token_ids, arch.token_axis), params["embed"], context), arch.token_axis)
+    dtype, ids = jax.tree.leaves(params["final_norm"])[0].dtype, all_tokens(token_ids, arch.token_axis)
+    x = own_tokens(embed(ids, params["embed"], dtype=dtype, axis=arch.vocab_axis), arch.token_axis)
     if arch.embed_scale != 1.0:
         x *= jnp.asarray(arch.embed_scale, x.dtype)
     if POSITION_EMBED in params:
-        x += embed(positions, params[POSITION_EMBED], dataclasses.replace(context, axis=None))
+        x += embed(positions, params[POSITION_EMBED], dtype=dtype)
     return x
 
 
@@ -171,7 +171,7 @@ def compute_logits(params: Params, arch: ArchConfig, hidden: Float[Array, "R D"]
     """Return next-token logits in float32, of a device's own part of the vocabulary where that is split."""
     with jax.named_scope("logits"):
         head = params["lm_head"] if "lm_head" in params else params["embed"]
-        logits = linear(hidden, head, LinearContext(dtype=jnp.float32), bias=params.get("lm_head_bias"))
+        logits = linear(hidden, head, bias=params.get("lm_head_bias"), dtype=jnp.float32)
         if arch.logit_scale != 1.0:
             logits *= arch.logit_scale
         return logits if (cap := arch.logit_soft_cap) is None else cap * jnp.tanh(logits / cap)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.layers.delta_net import DeltaInputs, GatedDelta
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
@@ -80,8 +80,8 @@ def delta(
     sizes, T = arch.state, x.shape[0]
     assert isinstance(sizes, GatedDelta), "layers with a state are delta nets here"
     K, keys, values = sizes.num_key_heads, sizes.key_size, sizes.value_size
-    projected = linear(normed, p["in_proj"])
-    rates = linear(normed, p["rate_proj"], LinearContext(dtype=jnp.float32))
+    projected = linear(normed, p["in_proj"], tokens)
+    rates = linear(normed, p["rate_proj"], tokens, dtype=jnp.float32)
     groups, parts = (K, (keys, keys, values, values)) if is_grouped else (1, (2 * keys + values, values))
     ends = [sum(parts[: n + 1]) // groups for n in range(len(parts) - 1)]
     *mixed, z = (y.reshape(T, -1) for y in jnp.split(projected.reshape(T, groups, -1), ends, axis=2))
@@ -95,4 +95,4 @@ def delta(
     out, tokens = tokens.advance(inputs, layer)
     out = rms_norm(out, p["delta_norm"].astype(jnp.float32), arch.norm_eps).reshape(T, -1)
     out = (out * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
-    return linear(out, p["delta_out"], LinearContext(axis=arch.tensor_axis), residual=x), tokens
+    return linear(out, p["delta_out"], tokens, residual=x, axis=arch.tensor_axis), tokens

@@ -120,7 +120,7 @@ def block(
     layer = LayerContext(arch.layer_options(0), jnp.int32(0), rotation(tokens.position, arch.ropes[0], arch.head_dim))
     if residual is None:
         return registry.family(arch).block(p, x, tokens, layer, arch=arch)
-    q, k, v = llama.project_qkv(p, x, arch, None)
+    q, k, v = llama.project_qkv(p, x, tokens, arch, None)
     out, tokens = tokens.attend(q, k, v, layer)
-    y = linear(out.reshape(out.shape[0], -1), p["o_proj"], bias=p.get("o_bias"), residual=residual)
-    return llama.mlp(p, y, arch), tokens
+    y = linear(out.reshape(out.shape[0], -1), p["o_proj"], tokens, bias=p.get("o_bias"), residual=residual)
+    return llama.mlp(p, y, tokens, arch), tokens

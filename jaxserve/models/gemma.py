@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import offset_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
@@ -91,15 +91,15 @@ def block(
     """Run one decoder layer: norm, attention, norm, residual; then the same around GeGLU. See `llama.block`."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
     with jax.named_scope("attention"):
-        qkv = linear(offset_norm(x, p["input_norm"], arch.norm_eps), p["qkv_proj"], bias=p.get("qkv_bias"))
+        qkv = linear(offset_norm(x, p["input_norm"], arch.norm_eps), p["qkv_proj"], tokens, bias=p.get("qkv_bias"))
         q, k, v = jnp.split(qkv.reshape(T, Q + 2 * K, H), [Q, Q + K], axis=1)
         if arch.qk_norm:
             q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k, p["k_norm"], arch.norm_eps)
         out, tokens = tokens.attend(q, k, v, layer)
-        x += offset_norm(llama.project_out(p, out, arch), p["attention_post_norm"], arch.norm_eps)
+        x += offset_norm(llama.project_out(p, out, tokens, arch), p["attention_post_norm"], arch.norm_eps)
     with jax.named_scope("mlp"):
-        inner = geglu(linear(offset_norm(x, p["mlp_norm"], arch.norm_eps), p["gate_up_proj"]))
-        out = linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis))
+        inner = geglu(linear(offset_norm(x, p["mlp_norm"], arch.norm_eps), p["gate_up_proj"], tokens))
+        out = linear(inner, p["down_proj"], tokens, axis=arch.tensor_axis)
         x += offset_norm(out, p["mlp_post_norm"], arch.norm_eps)
     return x, tokens
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.kv_forms import HeadVectors
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
@@ -215,12 +215,12 @@ def block(
     """Run one decoder layer: attention, MLP and the layer's input, each between norms. See `llama.block`."""
     eps = arch.norm_eps
     with jax.named_scope("attention"):
-        q, k, v = _project(p, rms_norm(x, p["input_norm"], eps), arch, layer)
+        q, k, v = _project(p, rms_norm(x, p["input_norm"], eps), tokens, arch, layer)
         out, tokens = tokens.attend(q, k, v, layer)
-        x += rms_norm(llama.project_out(p, out, arch), p["attention_post_norm"], eps)
+        x += rms_norm(llama.project_out(p, out, tokens, arch), p["attention_post_norm"], eps)
     with jax.named_scope("mlp"):
-        inner = geglu(linear(rms_norm(x, p["mlp_norm"], eps), p["gate_up_proj"]))
-        out = linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis))
+        inner = geglu(linear(rms_norm(x, p["mlp_norm"], eps), p["gate_up_proj"], tokens))
+        out = linear(inner, p["down_proj"], tokens, axis=arch.tensor_axis)
         if "router" in p:
             routing = rms_norm(x, p["router_norm"], eps) * jnp.asarray(arch.hidden_size**-0.5, x.dtype)
             mixed, tokens = mixtures.mix(p, rms_norm(x, p["experts_norm"], eps), tokens, arch, routing)
@@ -228,16 +228,16 @@ def block(
         x += rms_norm(out, p["mlp_post_norm"], eps)
     if layer.inputs is not None:
         with jax.named_scope("layer_input"):
-            x = per_layer_embeddings.add(p, x, layer.inputs, eps)
+            x = per_layer_embeddings.add(p, x, tokens, layer.inputs, eps)
     return x * p["scalar"][None].astype(x.dtype), tokens
 
 
 def _project(
-    p: Params, x: Float[Array, "T D"], arch: ArchConfig, layer: LayerContext
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig, layer: LayerContext
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"] | None, Float[Array, "T K H"] | None]:
     """Return queries, keys and values, normed by head; None for those of another layer."""
     H, Q = p["q_norm"].shape[0], arch.num_heads
-    heads = linear(x, p["qkv_proj"], bias=p.get("qkv_bias")).reshape(x.shape[0], -1, H)
+    heads = linear(x, p["qkv_proj"], tokens, bias=p.get("qkv_bias")).reshape(x.shape[0], -1, H)
     q, others = rms_norm(heads[:, :Q], p["q_norm"], arch.norm_eps), heads[:, Q:]
     if "k_norm" not in p:
         return q, None, None

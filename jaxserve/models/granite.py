@@ -163,9 +163,9 @@ def block(
     with jax.named_scope("attention"):
         norm = RmsNorm(p["input_norm"], arch.norm_eps)
         if layer.options.state is None:
-            q, k, v = llama.project_qkv(p, x, arch, norm)
+            q, k, v = llama.project_qkv(p, x, tokens, arch, norm)
             out, tokens = tokens.attend(q, k, v, layer, p.get("sinks"))
-            out = llama.project_out(p, out, arch)
+            out = llama.project_out(p, out, tokens, arch)
         else:
             out, tokens = mamba(p, norm(x), tokens, layer, arch)
         x += arch.residual_scale * out
@@ -173,7 +173,7 @@ def block(
         if "router" in p:
             out, tokens = mixtures.mix(p, rms_norm(x, p["mlp_norm"], arch.norm_eps), tokens, arch)
         else:
-            out = llama.swiglu_mlp(p, x, arch, RmsNorm(p["mlp_norm"], arch.norm_eps))
+            out = llama.swiglu_mlp(p, x, tokens, arch, RmsNorm(p["mlp_norm"], arch.norm_eps))
         return x + arch.residual_scale * out, tokens
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.layers.kv_forms import Latents
-from jaxserve.layers.linear import linear
+from jaxserve.layers.linear import as_matrix, linear
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
@@ -61,15 +61,16 @@ def attention(
     latent, Q = arch.latent, arch.num_heads
     assert latent is not None, "every model of these families has latents"
     rank = _rank(arch)
-    to_keys, to_values = jnp.split(p["kv_b_proj"].reshape(Q, -1, rank), [latent.nope_dim], axis=1)
+    by_head = as_matrix(p["kv_b_proj"]).dense().reshape(Q, -1, rank)
+    to_keys, to_values = jnp.split(by_head, [latent.nope_dim], axis=1)
     normed = rms_norm(x, p["input_norm"], arch.norm_eps)
-    own, shared = jnp.split(_queries(p, normed, arch), [latent.nope_dim], axis=-1)
+    own, shared = jnp.split(_queries(p, normed, tokens, arch), [latent.nope_dim], axis=-1)
     q = jnp.concatenate([own, _halves(shared, latent)], axis=-1)
-    value, key = jnp.split(linear(normed, p["kv_a_proj"], bias=p.get("kv_a_bias")), [rank], axis=-1)
+    value, key = jnp.split(linear(normed, p["kv_a_proj"], tokens, bias=p.get("kv_a_bias")), [rank], axis=-1)
     value = rms_norm(value, p["kv_a_norm"], _INNER_EPS)
     latents = jnp.concatenate([value, _halves(key, latent)], axis=-1)[:, None]
     out, tokens = tokens.attend(q, latents, HeadMatrices(to_keys, to_values), layer)
-    return llama.project_out(p, out, arch, x), tokens
+    return llama.project_out(p, out, tokens, arch, x), tokens
 
 
 def _rank(arch: ArchConfig) -> int:
@@ -78,12 +79,12 @@ def _rank(arch: ArchConfig) -> int:
     return kv.rank
 
 
-def _queries(p: Params, normed: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T Q H"]:
+def _queries(p: Params, normed: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig) -> Float[Array, "T Q H"]:
     if "q_a_proj" not in p:
-        q = linear(normed, p["q_proj"])
+        q = linear(normed, p["q_proj"], tokens)
     else:
-        small = linear(normed, p["q_a_proj"], bias=p.get("q_a_bias"))
-        q = linear(small, p["q_proj"], norm=RmsNorm(p["q_a_norm"], _INNER_EPS))
+        small = linear(normed, p["q_a_proj"], tokens, bias=p.get("q_a_bias"))
+        q = linear(small, p["q_proj"], tokens, norm=RmsNorm(p["q_a_norm"], _INNER_EPS))
     return q.reshape(q.shape[0], arch.num_heads, -1)
 
 

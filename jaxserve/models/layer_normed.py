@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float
 
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import layer_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
@@ -130,15 +130,15 @@ def block(
     """
     with jax.named_scope("attention"):
         normed = layer_norm(x, p["input_norm"], arch.norm_eps)
-        q, k, v = project(p, normed, arch, None)
+        q, k, v = project(p, normed, tokens, arch, None)
         out, tokens = tokens.attend(q, k, v, layer)
-        attended = llama.project_out(p, out, arch, x)
+        attended = llama.project_out(p, out, tokens, arch, x)
     with jax.named_scope("mlp"):
         if "mlp_norm" in p:
             normed = layer_norm(x if arch.parallel else attended, p["mlp_norm"], arch.norm_eps)
-        inner = ACTIVATIONS[arch.activation](linear(normed, p["up_proj"], bias=p.get("up_bias")))
-        summed = LinearContext(axis=arch.tensor_axis)
-        return linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=attended), tokens
+        activation, bias = ACTIVATIONS[arch.activation], p.get("down_bias")
+        inner = linear(normed, p["up_proj"], tokens, bias=p.get("up_bias"), activation=activation)
+        return linear(inner, p["down_proj"], tokens, bias=bias, residual=attended, axis=arch.tensor_axis), tokens
 
 
 FOLDS = (Fold("input_norm", "qkv_proj"), Fold("qkv_proj", "o_proj", part=2), Fold("mlp_norm", "up_proj"))

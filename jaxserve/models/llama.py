@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.kv_forms import HeadVectors
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.layers.rope import pair_halves
@@ -212,11 +212,11 @@ def _layer_specs(arch: ArchConfig, layer: int, gated: bool, mlp_norm: str) -> li
 
 
 def project_qkv(
-    p: Params, x: Float[Array, "T inner"], arch: ArchConfig, norm: RmsNorm | None
+    p: Params, x: Float[Array, "T inner"], tokens: TokenContext, arch: ArchConfig, norm: RmsNorm | None
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
     """Norm the input and return queries, keys and values of every token, normed per head if `arch.qk_norm`."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
-    qkv = linear(x, p["qkv_proj"], norm=norm, bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
+    qkv = linear(x, p["qkv_proj"], tokens, norm=norm, bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
     q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
     if arch.qk_norm:
         q, k = rms_norm(q, p["q_norm"], arch.norm_eps), rms_norm(k, p["k_norm"], arch.norm_eps)
@@ -224,11 +224,15 @@ def project_qkv(
 
 
 def project_out(
-    p: Params, out: Float[Array, "T Q H"], arch: ArchConfig, residual: Float[Array, "T D"] | None = None
+    p: Params,
+    out: Float[Array, "T Q H"],
+    tokens: TokenContext,
+    arch: ArchConfig,
+    residual: Float[Array, "T D"] | None = None,
 ) -> Float[Array, "T D"]:
-    """Return the projection of what attention returns for all heads, added to `residual` if it is given."""
-    summed = LinearContext(axis=arch.tensor_axis)
-    return linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"), residual=residual)
+    """Return the projection of the outputs of all heads, added to `residual` if it is given."""
+    x, bias = out.reshape(out.shape[0], -1), p.get("o_bias")
+    return linear(x, p["o_proj"], tokens, bias=bias, residual=residual, axis=arch.tensor_axis)
 
 
 def block(
@@ -238,36 +242,37 @@ def block(
     layer: LayerContext,
     *,
     arch: ArchConfig,
-    feed_forward: Callable[[Params, Array, ArchConfig], Array] | None = None,
+    feed_forward: Callable[[Params, Array, TokenContext, ArchConfig], Array] | None = None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one pre-norm decoder layer: x + attention, then + SwiGLU, or what `feed_forward` adds.
 
     If the model is split, each device has a part of the heads and of the feed-forward size, and all of x.
     """
     with jax.named_scope("attention"):
-        q, k, v = project_qkv(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
+        q, k, v = project_qkv(p, x, tokens, arch, RmsNorm(p["input_norm"], arch.norm_eps))
         out, tokens = tokens.attend(q, k, v, layer)
-        x = project_out(p, out, arch, x)
+        x = project_out(p, out, tokens, arch, x)
     with jax.named_scope("mlp"):
-        return (feed_forward or mlp)(p, x, arch), tokens
+        return (feed_forward or mlp)(p, x, tokens, arch), tokens
 
 
-def mlp(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:
+def mlp(p: Params, x: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig) -> Float[Array, "T D"]:
     """Return x + SwiGLU of its norm."""
-    return swiglu_mlp(p, x, arch, RmsNorm(p["mlp_norm"], arch.norm_eps), x)
+    return swiglu_mlp(p, x, tokens, arch, RmsNorm(p["mlp_norm"], arch.norm_eps), x)
 
 
 def swiglu_mlp(
     p: Params,
     x: Float[Array, "T D"],
+    tokens: TokenContext,
     arch: ArchConfig,
     norm: RmsNorm | None = None,
     residual: Float[Array, "T D"] | None = None,
 ) -> Float[Array, "T D"]:
     """Return SwiGLU of x, normed if there is a norm, added to `residual` if it is given."""
-    gated, summed = LinearContext(activation=swiglu), LinearContext(axis=arch.tensor_axis)
-    inner = linear(x, p["gate_up_proj"], gated, norm=norm, bias=p.get("gate_up_bias"))
-    return linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=residual)
+    inner = linear(x, p["gate_up_proj"], tokens, norm=norm, bias=p.get("gate_up_bias"), activation=swiglu)
+    bias = p.get("down_bias")
+    return linear(inner, p["down_proj"], tokens, bias=bias, residual=residual, axis=arch.tensor_axis)
 
 
 FOLDS = (

@@ -8,9 +8,10 @@ from typing import Any
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import RmsNorm, rms_norm
+from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block, Fold, ModelFamily
@@ -98,10 +99,10 @@ def arcee_param_specs(arch: ArchConfig) -> list[ParamSpec]:
     return [ungated(spec) for spec in llama.param_specs(arch)]
 
 
-def _ungated_mlp(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:
-    norm, summed = RmsNorm(p["mlp_norm"], arch.norm_eps), LinearContext(axis=arch.tensor_axis)
-    inner = ACTIVATIONS[arch.activation](linear(x, p["up_proj"], norm=norm, bias=p.get("up_bias")))
-    return linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=x)
+def _ungated_mlp(p: Params, x: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig) -> Float[Array, "T D"]:
+    norm, activation = RmsNorm(p["mlp_norm"], arch.norm_eps), ACTIVATIONS[arch.activation]
+    inner = linear(x, p["up_proj"], tokens, norm=norm, bias=p.get("up_bias"), activation=activation)
+    return linear(inner, p["down_proj"], tokens, bias=p.get("down_bias"), residual=x, axis=arch.tensor_axis)
 
 
 _arcee_block: Block = partial(llama.block, feed_forward=_ungated_mlp)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import linear
 from jaxserve.layers.mamba import Mamba, MambaInputs
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
@@ -132,7 +132,7 @@ def mamba(
     """
     sizes = arch.state
     assert isinstance(sizes, Mamba), "layers with a state are Mamba's here"
-    projected = linear(normed, p["in_proj"], bias=p.get("in_bias"))
+    projected = linear(normed, p["in_proj"], tokens, bias=p.get("in_bias"))
     z, mixed, step = jnp.split(projected, [sizes.inner_size, projected.shape[1] - sizes.num_heads], axis=1)
     step = jax.nn.softplus(step.astype(jnp.float32) + p["time_bias"][None, :])
     step = jnp.clip(step, *sizes.time_step_limit)
@@ -141,7 +141,7 @@ def mamba(
     out, tokens = tokens.advance(inputs, layer)
     gated = out.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
     out = (_group_norm(gated, sizes, arch) * p["mamba_norm"].astype(jnp.float32)[None, :]).astype(normed.dtype)
-    return linear(out, p["mamba_out"], LinearContext(axis=arch.tensor_axis), bias=p.get("mamba_out_bias")), tokens
+    return linear(out, p["mamba_out"], tokens, bias=p.get("mamba_out_bias"), axis=arch.tensor_axis), tokens
 
 
 def _group_norm(x: Float32[Array, "T inner"], sizes: Mamba, arch: ArchConfig) -> Float32[Array, "T inner"]:

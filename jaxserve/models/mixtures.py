@@ -133,9 +133,9 @@ def block(
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one pre-norm decoder layer: x + attention, then + its MLP or mixture of experts. See `llama.block`."""
     with jax.named_scope("attention"):
-        q, k, v = project(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
+        q, k, v = project(p, x, tokens, arch, RmsNorm(p["input_norm"], arch.norm_eps))
         out, tokens = tokens.attend(q, k, v, layer, p.get("sinks"))
-        x = llama.project_out(p, out, arch, x)
+        x = llama.project_out(p, out, tokens, arch, x)
     with jax.named_scope("mlp"):
         return feed_forward(p, x, tokens, arch)
 
@@ -149,7 +149,7 @@ def feed_forward(
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Return x + the MoE layer of its norm, or + SwiGLU of its `rms_norm` if the layer has no experts."""
     if "router" not in p:
-        return llama.mlp(p, x, arch), tokens
+        return llama.mlp(p, x, tokens, arch), tokens
     y, tokens = mix(p, norm(x, p["mlp_norm"], arch.norm_eps), tokens, arch)
     return x + y, tokens
 

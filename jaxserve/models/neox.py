@@ -11,6 +11,7 @@ from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import layer_norm
 from jaxserve.layers.rope import pair_halves
+from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block, Fold, ModelFamily
@@ -93,11 +94,12 @@ def _arch(config: Mapping[str, Any], epsilon: str, *, fraction: float | None = N
 
 
 def _project_fused(
-    p: Params, x: Float[Array, "T D"], arch: ArchConfig, norm: None
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig, norm: None
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T Q H"], Float[Array, "T Q H"]]:
     """Return queries, keys and values, of which the matrix has those of each head next to each other."""
-    fused = linear(x, p["qkv_proj"], bias=p.get("qkv_bias")).reshape(x.shape[0], arch.num_heads, 3, arch.head_dim)
-    q, k, v = (part[:, :, 0] for part in jnp.split(fused, 3, axis=2))
+    fused = linear(x, p["qkv_proj"], tokens, bias=p.get("qkv_bias"))
+    by_head = fused.reshape(len(x), arch.num_heads, 3, arch.head_dim)
+    q, k, v = (part[:, :, 0] for part in jnp.split(by_head, 3, axis=2))
     return pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs), v
 
 

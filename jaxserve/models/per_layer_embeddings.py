@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.linear import LinearContext, embed, linear
+from jaxserve.layers.linear import embed, linear
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.token_context import TokenContext
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import LAYER_EMBED, LAYER_PROJECTION, Params, ParamSpec
 
@@ -46,7 +47,7 @@ def read(
     if (inputs := arch.layer_inputs) is None:
         return None
     shape = (x.shape[0], arch.num_layers, inputs.size)
-    rows = embed(token_ids, params[LAYER_EMBED], LinearContext(dtype=x.dtype, axis=arch.vocab_axis))
+    rows = embed(token_ids, params[LAYER_EMBED], dtype=x.dtype, axis=arch.vocab_axis)
     rows *= jnp.asarray(math.sqrt(inputs.size), x.dtype)
     projected = linear(x, params[LAYER_PROJECTION]) * jnp.asarray(arch.hidden_size**-0.5, x.dtype)
     projected = rms_norm(projected.reshape(shape), params["layer_input_norm"], arch.norm_eps)
@@ -54,7 +55,9 @@ def read(
     return jnp.moveaxis(both, 1, 0)
 
 
-def add(p: Params, x: Float[Array, "T D"], inputs: Float[Array, "T size"], eps: float) -> Float[Array, "T D"]:
+def add(
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, inputs: Float[Array, "T size"], eps: float
+) -> Float[Array, "T D"]:
     """Return x + the norm of a layer's inputs, gated by x."""
-    gate = jax.nn.gelu(linear(x, p["layer_input_gate"]), approximate=True)
-    return x + rms_norm(linear(gate * inputs, p["layer_input_proj"]), p["layer_input_post_norm"], eps)
+    gate = jax.nn.gelu(linear(x, p["layer_input_gate"], tokens), approximate=True)
+    return x + rms_norm(linear(gate * inputs, p["layer_input_proj"], tokens), p["layer_input_post_norm"], eps)

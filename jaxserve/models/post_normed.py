@@ -51,7 +51,7 @@ def whole_norm_specs(arch: ArchConfig) -> list[ParamSpec]:
 
 
 def project_normed_whole(
-    p: Params, x: Float[Array, "T inner"], arch: ArchConfig, norm: RmsNorm | None
+    p: Params, x: Float[Array, "T inner"], tokens: TokenContext, arch: ArchConfig, norm: RmsNorm | None
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
     """Return what `llama.project_qkv` returns, with queries and keys normed over all their heads at once."""
 
@@ -62,7 +62,7 @@ def project_normed_whole(
         mean = mean if arch.tensor_axis is None else lax.pmean(mean, arch.tensor_axis)
         return (x32 * lax.rsqrt(mean + arch.norm_eps)).astype(x.dtype) * weight.reshape(1, *x.shape[1:])
 
-    q, k, v = llama.project_qkv(p, x, arch, norm)
+    q, k, v = llama.project_qkv(p, x, tokens, arch, norm)
     return normed(q, p["q_norm"]), normed(k, p["k_norm"]), v
 
 
@@ -82,9 +82,9 @@ def block(
     eps = arch.norm_eps
     before = {name: RmsNorm(p[name], eps) for name in ("input_norm", "mlp_norm") if name in p}
     with jax.named_scope("attention"):
-        q, k, v = project(p, x, arch, before.get("input_norm"))
+        q, k, v = project(p, x, tokens, arch, before.get("input_norm"))
         out, tokens = tokens.attend(q, k, v, layer)
-        x += rms_norm(llama.project_out(p, out, arch), p["attention_post_norm"], eps)
+        x += rms_norm(llama.project_out(p, out, tokens, arch), p["attention_post_norm"], eps)
     with jax.named_scope("mlp"):
-        out = llama.swiglu_mlp(p, x, arch, before.get("mlp_norm"))
+        out = llama.swiglu_mlp(p, x, tokens, arch, before.get("mlp_norm"))
         return x + rms_norm(out, p["mlp_post_norm"], eps), tokens

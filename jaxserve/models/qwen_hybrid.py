@@ -165,7 +165,7 @@ def block(
     with jax.named_scope("mlp"):
         if "router" in p:
             return mixtures.feed_forward(p, x, tokens, arch, offset_norm)
-        return llama.swiglu_mlp(p, offset_norm(x, p["mlp_norm"], arch.norm_eps), arch, residual=x), tokens
+        return llama.swiglu_mlp(p, offset_norm(x, p["mlp_norm"], arch.norm_eps), tokens, arch, residual=x), tokens
 
 
 def _attention(
@@ -178,13 +178,13 @@ def _attention(
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Return x + attention whose heads have gates of their own."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
-    qkv = linear(normed, p["qkv_proj"], bias=p.get("qkv_bias"))
+    qkv = linear(normed, p["qkv_proj"], tokens, bias=p.get("qkv_bias"))
     gated, k, v = jnp.split(qkv, [2 * Q * H, (2 * Q + K) * H], axis=1)
     q, gate = jnp.split(gated.reshape(T, Q, 2 * H), 2, axis=2)
     q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k.reshape(T, K, H), p["k_norm"], arch.norm_eps)
     q, k = pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs)
     out, tokens = tokens.attend(q, k, v.reshape(T, K, H), layer)
-    return llama.project_out(p, out * jax.nn.sigmoid(gate), arch, x), tokens
+    return llama.project_out(p, out * jax.nn.sigmoid(gate), tokens, arch, x), tokens
 
 
 _next_block, _block = (partial(block, is_grouped=is_grouped) for is_grouped in (True, False))

@@ -34,7 +34,7 @@ from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.rows import Rows, place_tokens, ragged_rows
 from jaxserve.execution.sampling import SamplingRows
 from jaxserve.execution.state import CLIPPED, ServeState, new_pool
-from jaxserve.layers.linear import LinearContext, embed, linear
+from jaxserve.layers.linear import embed, linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import draft_head
@@ -238,7 +238,7 @@ class DraftLayer:
         """Return the layer's outputs for features and the tokens that follow them, and the pool."""
         target, own = params
         table, axis = (own["embed"], None) if "embed" in own else (target["embed"], self.target.vocab_axis)
-        embedding = embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis))
+        embedding = embed(token_ids, table, dtype=feature.dtype, axis=axis)
         num_rows = jnp.int32(rows.slot.shape[0])
         group = ragged_rows(state.sequences, rows, num_rows)[self.kv_group]
         arch = self.head.arch
@@ -250,7 +250,7 @@ class DraftLayer:
     def _logits(self, params: BothParams, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         target, own = params
         if "lm_head" in own:
-            logits = linear(hidden, own["lm_head"], LinearContext(dtype=jnp.float32))
+            logits = linear(hidden, own["lm_head"], dtype=jnp.float32)
         else:
             logits = whole_logits(target, self.target, hidden)
         return over_vocabulary(logits, self.vocab_size, own.get("outputs"))

@@ -20,7 +20,7 @@ from jaxserve.api.token_tree import TokenTree
 from jaxserve.execution.proposer import BothParams, Drafts
 from jaxserve.execution.rows import Rows
 from jaxserve.execution.state import CLIPPED, ServeState
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import linear
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
@@ -106,7 +106,7 @@ class Medusa:
         target, own = params
         x = apply_blocks(own["blocks"][head], hidden)
         if own["lm_heads"]:
-            logits = linear(x, own["lm_heads"][head], LinearContext(dtype=jnp.float32))
+            logits = linear(x, own["lm_heads"][head], dtype=jnp.float32)
         else:
             logits = whole_logits(target, self.arch, x)
         return lax.top_k(logits[:, : self.vocab_size], count)[1]

@@ -14,7 +14,7 @@ import optax
 from jax import Array
 from safetensors.flax import save_file  # numpy has no bfloat16
 
-from jaxserve.layers.linear import LinearContext, embed
+from jaxserve.layers.linear import embed
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models import decoder, llama
@@ -192,9 +192,7 @@ class Eagle3Layer:
         places, attention = jnp.arange(P), DenseAttention(S, entries=())
         predictions = []
         for step in range(self.num_steps):
-            embedding = embed(
-                tokens[:, 1 + step + places].reshape(-1), target["embed"], LinearContext(dtype=feature.dtype)
-            )
+            embedding = embed(tokens[:, 1 + step + places].reshape(-1), target["embed"], dtype=feature.dtype)
             attention = replace(attention, seq_len=len(places))
             context = TokenContext(jnp.tile(step + places, B), attention)
             out, context = apply_layer(own, self.head, embedding, feature.reshape(-1, D), context)

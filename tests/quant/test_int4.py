@@ -10,7 +10,7 @@ import pytest
 from jaxserve.pallas_kernels import packed_linear
 
 from jaxserve import EngineConfig, weights
-from jaxserve.layers.linear import LinearContext, embed, linear
+from jaxserve.layers.linear import embed, linear
 from jaxserve.layers.stored_rows import multiply_by_slabs, multiply_whole
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.layers.weight_formats.int4 import Int4Matrix, paired
@@ -72,7 +72,7 @@ def test_products(shape):
 @pytest.mark.parametrize("shape", [(10, 96), (10, 31)])
 def test_embedded_rows_are_those_of_the_matrix(shape):
     matrix = random_matrix(*shape)
-    look_up = jax.jit(partial(embed, context=LinearContext(dtype=jnp.float32)), compiler_options=UNOPTIMIZED)
+    look_up = jax.jit(partial(embed, dtype=jnp.float32), compiler_options=UNOPTIMIZED)
     rows = look_up(np.array([3, 9, 0, 12, -1], np.int32), quantized(matrix))
     np.testing.assert_allclose(rows, dequantized(matrix)[[3, 9, 0, 9, 9]], rtol=1e-6)
 

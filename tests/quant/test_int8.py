@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.layers.linear import LinearContext, embed, linear
+from jaxserve.layers.linear import embed, linear
 from jaxserve.layers.stored_rows import multiply_by_slabs, multiply_whole
 from jaxserve.layers.weight_formats.int8 import QuantizedMatrix, block_size, quantize
 from tests.parameters import mainly
@@ -109,7 +109,7 @@ def test_linear_adds_the_bias_in_the_dtype_of_the_activations():
     y = multiply(x, weight, bias=bias)
     assert y.dtype == "bfloat16"
     np.testing.assert_allclose(np.asarray(y, np.float32), expected, rtol=2**-7, atol=2**-5)
-    assert jax.eval_shape(partial(linear, context=LinearContext(dtype=jnp.float32)), x, weight).dtype == "float32"
+    assert jax.eval_shape(partial(linear, dtype=jnp.float32), x, weight).dtype == "float32"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -120,7 +120,7 @@ def test_embedded_rows_are_those_of_the_matrix(dtype):
 
     @partial(jax.jit, compiler_options=UNOPTIMIZED)
     def look_up(ids, tables):
-        return [embed(ids, table, LinearContext(dtype=dtype)) for table in tables]
+        return [embed(ids, table, dtype=dtype) for table in tables]
 
     for rows, reference in zip(look_up(ids, tables), (dequantized(tables[0]), matrix), strict=True):
         assert rows.dtype == dtype

@@ -8,7 +8,7 @@ from jaxserve.pallas_kernels.quantized_matmul import OP
 from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
 from jaxserve.weights.rows import leaf_at
 
-from jaxserve.layers.linear import LinearContext, StackedMatrix, linear
+from jaxserve.layers.linear import StackedMatrix, linear
 from jaxserve.layers.weight_formats import products, weight_format
 from jaxserve.models.params import ParamSpec
 from tests.quant.loaded import ONE_LAYER, loaded
@@ -34,7 +34,7 @@ def test_layers_of_a_stack_reach_the_kernel(name, monkeypatch):
     monkeypatch.delitem(OP.backends, "mosaic_gpu")  # TPU kernels alone run in this interpreter
     monkeypatch.setattr(products, "multiply", lambda *_: pytest.fail("XLA multiplies"))
     with SETTINGS.interpreted(pltpu.InterpretParams()):
-        found = linear(x, StackedMatrix(stack, jnp.int32(1)), LinearContext(dtype=jnp.float32))
+        found = linear(x, StackedMatrix(stack, jnp.int32(1)), dtype=jnp.float32)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
@@ -56,5 +56,5 @@ def test_matrices_of_checkpoints_reach_the_kernel(name, monkeypatch, tmp_path):
     monkeypatch.delitem(OP.backends, "mosaic_gpu")  # TPU kernels alone run in this interpreter
     monkeypatch.setattr(products, "multiply", lambda *_: pytest.fail("XLA multiplies"))
     with SETTINGS.interpreted(pltpu.InterpretParams()):
-        found = linear(x, matrix, LinearContext(dtype=jnp.float32))
+        found = linear(x, matrix, dtype=jnp.float32)
     np.testing.assert_allclose(found, expected, rtol=0, atol=0.01 * np.abs(expected).max())

@@ -14,7 +14,7 @@ from jaxserve.pallas_kernels import packed_linear
 from jaxserve.weights.rows import leaf_at
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.weight_formats import packed, weight_format
 from jaxserve.layers.weight_formats.int8 import QuantizedMatrix
@@ -66,7 +66,7 @@ def test_weights_and_products(tmp_path: Path, name: str) -> None:
 
 @partial(jax.jit, compiler_options=UNOPTIMIZED)
 def multiply(x: jax.Array, matrix: Any) -> jax.Array:
-    return linear(x, matrix, LinearContext(dtype=jnp.float32))
+    return linear(x, matrix, dtype=jnp.float32)
 
 
 NATIVE = {
@@ -84,8 +84,8 @@ needs_kernels = pytest.mark.skipif(packed_linear.unsupported("int4", "cpu") is n
 @partial(jax.jit, static_argnums=2, compiler_options=UNOPTIMIZED)
 def products(inputs: tuple[jax.Array, ...], matrices: tuple[Any, ...], gated: tuple[bool, ...]) -> list[jax.Array]:
     """Return the product of each input and matrix, all by one program."""
-    contexts = [LinearContext(activation=swiglu if each else None) for each in gated]
-    return list(map(linear, inputs, matrices, contexts))
+    activations = [swiglu if each else None for each in gated]
+    return [linear(*each, activation=f) for *each, f in zip(inputs, matrices, activations, strict=True)]
 
 
 @needs_kernels

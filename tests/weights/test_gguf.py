@@ -22,7 +22,7 @@ from jaxserve.weights.quantized.config import GGUF_SCHEMES
 from jaxserve.weights.rows import leaf_at
 
 from jaxserve import LLM, ConfigError, EngineConfig, weights
-from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.layers.weight_formats.stored import SchemeFormat, StoredMatrix
@@ -71,7 +71,7 @@ def test_native_kernels_use_the_stored_elements(tmp_path: Path, kind: str) -> No
     """Products are those of the encoded weights in float64; minima are zero points that are not whole."""
     model = write_gguf(tmp_path / "model.gguf", kind, **ONE_LAYER)
     _, specs, params = loaded(tmp_path, native=True)
-    multiply = jax.jit(linear, static_argnums=2, compiler_options=UNOPTIMIZED)
+    multiply = jax.jit(linear, static_argnames="activation", compiler_options=UNOPTIMIZED)
     for spec in specs:
         if not spec.path[-1].endswith("proj"):
             continue
@@ -82,8 +82,8 @@ def test_native_kernels_use_the_stored_elements(tmp_path: Path, kind: str) -> No
         if spec.gated:
             gate, up = np.split(wanted, 2, axis=1)
             wanted = gate / (1 + np.exp(-gate)) * up
-        context = LinearContext(activation=swiglu if spec.gated else None)
-        np.testing.assert_allclose(multiply(x, matrix, context), wanted, rtol=1e-5, atol=2e-5)
+        activation = swiglu if spec.gated else None
+        np.testing.assert_allclose(multiply(x, matrix, activation=activation), wanted, rtol=1e-5, atol=2e-5)
 
 
 GEMMA = {"query_pre_attn_scalar": 40, "tie_word_embeddings": True, "num_hidden_layers": 7, "layer_types": None}

@@ -1,26 +1,28 @@
 """Matrices of any format that the native CPU kernels multiply, packed for them."""
 
+from dataclasses import replace
 from typing import no_type_check
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
-from jaxserve.layers.linear import LinearContext, Matrix, Operands
+from jaxserve.layers.linear import LinearContext, Matrix
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.weight_formats.weight_format import FormatChoice, Row, WeightFormat
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
-from jaxserve.pallas_kernels.packed_linear import PackedMatrix, Packer
+from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix, Packer
 from jaxserve.weights import StoredTensor
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
 class NativeMatrix(Matrix):
-    """A packed matrix, whose kernel computes a product and all that surrounds it in one call."""
+    """A packed matrix, whose kernel computes a linear layer in one call."""
 
     packed: PackedMatrix
 
@@ -30,41 +32,54 @@ class NativeMatrix(Matrix):
         return self.packed.shape
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
-        """Multiply without any operands."""
-        assert not self.packed.gated, "the product of a gated matrix is SwiGLU"
-        return packed_linear.multiply(self.packed, x)
+        """Multiply; the kernel of gated matrices computes SwiGLU, so that their panels are multiplied as plain ones."""
+        return _plain_rows(self.packed, packed_linear.multiply(_plain_panels(self.packed), x))
 
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
         return packed_linear.rows(self.packed, ids)
 
-    def linear(self, x: Float[Array, "T in"], context: LinearContext, operands: Operands) -> Float[Array, "T outputs"]:
-        """Compute everything in one call, unless devices sum first or the activation is not that of the kernel."""
+    def linear(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T outputs"]:
+        """Compute everything in one call, unless devices sum first or the kernel has another activation."""
         if context.axis is not None or context.activation is not (swiglu if self.packed.gated else None):
-            return super().linear(x, context, operands)
-        norm = None if operands.norm is None else (operands.norm.weight, operands.norm.eps)
-        y = packed_linear.multiply(self.packed, x, rms_norm=norm, bias=operands.bias, residual=operands.residual)
+            return super().linear(x, context)
+        norm = None if context.norm is None else (context.norm.weight, context.norm.eps)
+        y = packed_linear.multiply(self.packed, x, rms_norm=norm, bias=context.bias, residual=context.residual)
         return y.astype(context.dtype)
 
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M out"]:
-        """Multiply each row with the matrix of its group, in one call."""
-        return grouped_matmul(x, self.packed, group_sizes)
+        """Multiply each row by the matrix of its group, in one call."""
+        return _plain_rows(self.packed, grouped_matmul(x, _plain_panels(self.packed), group_sizes))
 
     def linear_groups(
-        self,
-        x: Float[Array, "M in"],
-        group_sizes: Int[Array, " G"],
-        context: LinearContext,
-        bias: Float[Array, "G out"] | None = None,
+        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float[Array, "M outputs"]:
-        """Compute everything in one call if the matrices are gated, whose only activation is that of the kernel."""
-        if not self.packed.gated:
-            return super().linear_groups(x, group_sizes, context, bias)
-        assert context.activation is swiglu, "the product of gated matrices is SwiGLU"
-        assert bias is None, "the kernel of gated matrices takes no bias"
-        return self.multiply_groups(x, group_sizes, context).astype(context.dtype)
+        """Compute everything in one call if the matrices are gated and have no bias."""
+        if not self.packed.gated or context.activation is not swiglu or context.bias is not None:
+            return super().linear_groups(x, group_sizes, context)
+        return grouped_matmul(x, self.packed, group_sizes).astype(context.dtype)
+
+
+def _plain_panels(packed: PackedMatrix) -> PackedMatrix:
+    """Return a gated matrix as a plain one, whose panels each have rows of the gate, then rows that it gates."""
+    if not packed.gated:
+        return packed
+
+    def joined(panels: Shaped[Array, "panels columns parts rows"]) -> Shaped[Array, "panels columns 1 all"]:
+        return panels.reshape(*panels.shape[:2], 1, -1)
+
+    num_rows = packed.weights.shape[0] // packed.num_matrices * PANEL_ROWS
+    return replace(jax.tree.map(joined, packed), num_outputs=num_rows)
+
+
+def _plain_rows(packed: PackedMatrix, y: Float[Array, "T columns"]) -> Float[Array, "T out"]:
+    """Return outputs by `_plain_panels` in the order of the rows of the matrix."""
+    if not packed.gated:
+        return y
+    parts = jnp.swapaxes(y.reshape(len(y), -1, 2, PANEL_ROWS // 2), 1, 2).reshape(len(y), 2, -1)
+    return parts[:, :, : packed.num_outputs].reshape(len(y), -1)
 
 
 def unsupported(form: FormatChoice, dtype: DTypeLike, platform: str | None = None) -> str | None:
