@@ -352,6 +352,16 @@ _SWITCHES = (
     *("skip_tokenizer_init", "special_tokens_as_text", "enable_dp_attention", "enable_prefix_caching", "step_ahead"),
     *("count_expert_tokens", "forbid_compiles", "engine_process"),
 )
+
+
+def quantization_type() -> FieldType:
+    """Return the type of `quantization`, by the registered formats."""
+    words = (
+        f"one of {list(WEIGHT_FORMATS)}, or the format of a quantised checkpoint, of {', '.join(CHECKPOINT_FORMATS)}"
+    )
+    return one_of((*WEIGHT_FORMATS, *CHECKPOINT_FORMATS), words=words)
+
+
 _SCHEMA = Schema(
     ConfigError,
     EngineConfig,
@@ -365,11 +375,7 @@ _SCHEMA = Schema(
         "convert": one_of(("auto", "none", EMBED, CLASSIFY)),
         "dtype": one_of(("auto", *DTYPES), _DTYPE_ALIASES),
         "kv_cache_dtype": one_of(("auto", *KV_DTYPES), _KV_DTYPE_ALIASES),
-        "quantization": one_of(
-            (*WEIGHT_FORMATS, *CHECKPOINT_FORMATS),
-            words=f"one of {list(WEIGHT_FORMATS)}, or the format of a quantised checkpoint, of "
-            f"{', '.join(CHECKPOINT_FORMATS)}",
-        ),
+        "quantization": quantization_type(),
         "long_prefill_token_threshold": integer(0).optional(int),  # None is 0, as in vLLM
         "max_logprobs": integer(-1, words="an integer of 0 or more, or -1 for the whole vocabulary"),
         "scheduling_policy": one_of(("fcfs", "priority")),

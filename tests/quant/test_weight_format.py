@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
+from jaxserve.api import config
 from jaxserve.api.config import WEIGHT_FORMATS
 from jaxserve.layers.weight_formats import packed, weight_format
 from jaxserve.models import registry
@@ -28,6 +29,10 @@ FAMILIES = {"llama": {"attention_bias": True, "mlp_bias": True}, "qwen3": {"tie_
 @pytest.fixture(autouse=True)
 def planes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(WEIGHT_FORMATS, "planes", "tests.quant.planes")
+    schema = config._SCHEMA
+    types = {"quantization": config.quantization_type()}
+    entries = [(name, types.get(name, each), skipped) for name, each, skipped in schema._entries]
+    monkeypatch.setattr(schema, "_entries", entries)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -86,8 +91,8 @@ def test_plans_count_the_bytes_that_are_loaded(checkpoint: Path, num_devices: in
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(planned)]
     held = device_bytes(loaded)
     assert sum(sizes) == held if num_devices == 1 else held / 2 < sum(sizes) < held
-    config = EngineConfig(str(checkpoint), quantization="planes", dtype="float32", tensor_parallel_size=num_devices)
-    assert make_plan(config, parse_target("cpu")).memory.weights == held
+    engine = EngineConfig(str(checkpoint), quantization="planes", dtype="float32", tensor_parallel_size=num_devices)
+    assert make_plan(engine, parse_target("cpu")).memory.weights == held
 
 
 def test_names_outside_the_registry_are_refused() -> None:
