@@ -1,1 +1,1 @@
-"""Check of determinism: whether the tokens of a request depend on how it is run, on the device at hand."""
+"""Determinism check: whether a request's tokens depend on batching, caching and so on, on this machine's devices."""

@@ -1,4 +1,4 @@
-"""Ways to run the same requests, each of which is compared with every request alone."""
+"""Axes: ways to run the same requests, to be compared with each request run alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,14 +16,13 @@ MULTI_STEP = 8
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One way to run requests.
+    """A way to run requests.
 
     Attributes:
         name: name in the report.
         run: function that runs the requests on an engine.
-        evidence: function that returns what shows that the way was taken, by the statistics of the run; "" if nothing
-            does.
-        options: function that returns the options of its engine in addition to the baseline's.
+        evidence: function from the run's statistics to evidence that they ran in this way; "" without evidence.
+        options: function that returns engine options to add to the baseline's.
     """
 
     name: str
@@ -33,7 +32,7 @@ class Axis:
 
 
 def baseline_options(sizes: Sizes) -> dict[str, Any]:
-    """Return the options of the engine that runs each request alone: whole prompts, step after step."""
+    """Return the options of the engine that runs requests one by one: whole prompts, step after step."""
     return {
         "runner": "generate",
         "skip_tokenizer_init": True,
@@ -49,7 +48,7 @@ def baseline_options(sizes: Sizes) -> dict[str, Any]:
 
 
 def alone(engine: DrivenEngine, jobs: Sequence[Job]) -> list[RequestOutput]:
-    """Run each request with an empty cache and nothing next to it."""
+    """Run each request with an empty cache and no other request."""
     outputs = []
     for job in jobs:
         engine.reset_prefix_cache()
@@ -58,7 +57,7 @@ def alone(engine: DrivenEngine, jobs: Sequence[Job]) -> list[RequestOutput]:
 
 
 def together(engine: DrivenEngine, jobs: Sequence[Job]) -> list[RequestOutput]:
-    """Run all requests from the same step on."""
+    """Run all requests, beginning in the same step."""
     engine.reset_prefix_cache()
     return _run(engine, jobs)
 
@@ -87,12 +86,12 @@ def _run(engine: DrivenEngine, jobs: Sequence[Job], steps_between: int = 0) -> l
             engine.step()
     while engine.has_unfinished():
         engine.step()
-    engine.step()  # collects what is in flight after the last request has ended
+    engine.step()  # collects the steps in flight after the last request has ended
     return [outputs[index] for index in range(len(jobs))]
 
 
 def _rows(stats: EngineStats) -> str:
-    sampled = stats.num_sampled_tokens / max(stats.num_steps, 1)  # alone a request has at most one token per step
+    sampled = stats.num_sampled_tokens / max(stats.num_steps, 1)  # at most 1 without a batch
     return f"{sampled:.1f} tokens sampled per step" if sampled > 1 else ""
 
 
@@ -123,7 +122,7 @@ def _devices(stats: EngineStats) -> str:
 
 
 def _few_pages(sizes: Sizes) -> dict[str, Any]:
-    """Pages for all prompts and a third of the outputs, but for one request at least."""
+    """Pages for all prompts and a third of the outputs, but at least for one request."""
     whole = -(-sizes.max_len // PAGE_SIZE)
     some = -(-(sizes.prompt_len + sizes.max_tokens // 3) * 3 * sizes.num_requests // (4 * PAGE_SIZE))
     return {"num_pages": max(whole, some)}

@@ -1,4 +1,4 @@
-"""The check: requests alone, then by every axis, on engines that follow each other."""
+"""The check: requests run alone, then by every axis, on one engine after another."""
 
 import contextlib
 import dataclasses
@@ -23,12 +23,12 @@ from jaxserve.tools.invariance.workload import Job, Sizes, make_jobs
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of one axis.
+    """Result for an axis.
 
     Attributes:
         axis: name of the axis.
-        agreement: comparison with the requests alone; None if the axis could not run.
-        detail: what shows that the requests were run so, or the reason why they could not be.
+        agreement: comparison with the requests run alone; None if the axis could not run.
+        detail: evidence that the requests ran by this axis, or the reason why they did not.
     """
 
     axis: str
@@ -47,10 +47,10 @@ def check_invariance(
     axes: Sequence[Axis] = AXES,
     report: Callable[[Finding], None] = lambda finding: None,
 ) -> list[Finding]:
-    """Run the requests alone and by each axis; return the results, and report each as it comes.
+    """Run the requests alone and by each axis; return the results, and report each one immediately.
 
     Args:
-        options: options of the engine for all runs, such as the model; those of `baseline_options` replace them.
+        options: engine options for all runs, such as the model; `baseline_options` replace them.
         sizes: sizes of the requests.
         axes: ways to run them.
         report: function that gets each finding.
@@ -86,7 +86,7 @@ def _check(
 
 
 class _Engines:
-    """One engine at a time: on an accelerator a second one would not fit."""
+    """One engine at a time: a second one would not fit on an accelerator."""
 
     def __init__(self) -> None:
         self._key = ""

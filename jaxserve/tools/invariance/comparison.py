@@ -1,4 +1,4 @@
-"""Comparison of outputs: bitwise, by token ids, and the first place where they differ."""
+"""Comparison of outputs: bitwise, by token ids, and the first token that differs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from jaxserve.tools.invariance.workload import Job
 
 @dataclass(frozen=True, slots=True)
 class Counterexample:
-    """First token at which a request differs from the same request alone.
+    """First token at which a request differs from the same request run alone.
 
     Attributes:
         request: index of the request.
-        is_greedy: whether it takes the most likely token.
-        position: index of the token in the output.
-        expected: id of the token of the request alone.
-        found: id of the other token.
-        expected_logprob: log probability of the expected token in the request alone.
-        found_logprob: log probability of the other token there; None if it is not among the most likely ones.
+        is_greedy: True if it takes the most likely tokens.
+        position: index in the output.
+        expected: token id in the run alone.
+        found: token id in the other run.
+        expected_logprob: log probability of `expected` in the run alone.
+        found_logprob: log probability of `found` in the run alone; None if it is not among the most likely tokens.
     """
 
     request: int
@@ -32,15 +32,15 @@ class Counterexample:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """How far outputs equal those of the same requests alone.
+    """Agreement of outputs with the outputs from runs alone.
 
     Attributes:
-        num_requests: number of requests compared.
-        num_bitwise: requests with the same ids and bitwise the same log probabilities.
-        num_equal: requests with the same ids.
-        max_logprob_difference: largest difference of a log probability, of sampled tokens and of the likely ones that
-            both outputs list, before the first id that differs.
-        counterexample: first token that differs, of the first request with one; None if all ids are the same.
+        num_requests: number of compared requests.
+        num_bitwise: number of requests with the same ids and bitwise the same log probabilities.
+        num_equal: number of requests with the same ids.
+        max_logprob_difference: largest difference in log probabilities before the first id that differs, over sampled
+            tokens and the likely tokens that both outputs list.
+        counterexample: first token that differs in the first request with one; None if all ids are the same.
     """
 
     num_requests: int
@@ -58,7 +58,7 @@ class Agreement:
 
 
 def compare(jobs: Sequence[Job], found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> Agreement:
-    """Compare outputs with the outputs of the same requests alone."""
+    """Compare outputs with the outputs from runs alone."""
     num_bitwise = num_equal = 0
     largest = 0.0
     first: Counterexample | None = None

@@ -1,4 +1,4 @@
-"""Devices of the check."""
+"""Devices for the check."""
 
 import jax
 

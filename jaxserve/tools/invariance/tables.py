@@ -1,4 +1,4 @@
-"""Report of the check as text."""
+"""Text report."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,6 @@ from jaxserve.tools.invariance.comparison import Agreement
 
 
 def line(finding: Finding) -> str:
-    """Return the line of one axis."""
     head = f"{finding.axis:<16} {finding.grade:<8}"
     if finding.agreement is None:
         return f"{head} {finding.detail}"
@@ -15,7 +14,7 @@ def line(finding: Finding) -> str:
 
 
 def counterexample(finding: Finding) -> str:
-    """Return a sentence on the first token that differs; "" without one."""
+    """Return a sentence about the first token that differs; "" if none does."""
     found = finding.agreement and finding.agreement.counterexample
     if not found:
         return ""
@@ -28,7 +27,7 @@ def counterexample(finding: Finding) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return a sentence with the axes by grade, and the first counterexample."""
+    """Return the axes by grade, and the first counterexample."""
     parts = []
     for grade, text in (
         ("bitwise", "bitwise the same"),

@@ -1,4 +1,4 @@
-"""Requests of the check: random prompts that repeat themselves, greedy and sampled."""
+"""Requests for the check: random prompts that repeat themselves, greedy and sampled."""
 
 import random
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ _PHRASE_LEN = 12  # prompts repeat phrases, so that n-gram drafts find something
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the workload.
+    """Workload sizes.
 
     Attributes:
         num_requests: number of requests; every other one is greedy, the others are sampled with a seed.
-        prompt_len: tokens of the longest prompt; the shortest has three quarters of them.
-        max_tokens: tokens generated for each request.
-        prompt_seed: seed of the prompts and of the samples.
+        prompt_len: length of the longest prompt; the shortest has three quarters.
+        max_tokens: number of tokens generated for each request.
+        prompt_seed: seed for the prompts and samples.
     """
 
     num_requests: int = 8
@@ -33,25 +33,23 @@ class Sizes:
 
     @property
     def max_len(self) -> int:
-        """Tokens of the longest request."""
         return self.prompt_len + self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request of the workload."""
+    """A request in the workload."""
 
     prompt: list[int]
     params: SamplingParams
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether the most likely token is always taken."""
         return self.params.temperature == 0
 
 
 def make_jobs(sizes: Sizes, vocab_size: int, special_ids: frozenset[int]) -> list[Job]:
-    """Return the requests. Prompts have ids of the whole vocabulary except special ones, and share no prefix."""
+    """Return the requests. Prompts have ids from the whole vocabulary except special ones, and share no prefix."""
     rng = random.Random(sizes.prompt_seed)
     jobs = []
     for index in range(sizes.num_requests):

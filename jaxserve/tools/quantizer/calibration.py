@@ -1,4 +1,4 @@
-"""Calibration sequences: token ids from a file, or from the source of Python's standard library."""
+"""Calibration sequences: token ids from a file, or from Python's standard library as text."""
 
 import json
 import logging
@@ -17,20 +17,20 @@ logger = logging.getLogger(__name__)
 
 Document = str | list[int]
 
-_ADVICE = "write one JSON object a line, with a `text` or a list `token_ids`, or a file of plain text"
+_ADVICE = "write one JSON object per line, with a `text` or a list `token_ids`, or plain text"
 
 
 def calibration_sequences(
     model: Path, file: str | None, *, num_sequences: int, sequence_len: int, vocab_size: int
 ) -> NDArray[np.int32]:
-    """Return token ids [sequences, tokens]: the documents one after the other, cut into pieces of one length.
+    """Return token ids [sequences, tokens]: the documents concatenated and cut into pieces of the same length.
 
     Args:
-        model: directory of the tokenizer, which a file of token ids does not need.
-        file: path of plain text or JSON lines; None for the standard library of this Python.
-        num_sequences: most sequences; documents behind them are not read.
-        sequence_len: tokens of each; a text of fewer makes one shorter sequence.
-        vocab_size: bound of token ids.
+        model: the tokenizer's directory, which is not read if the file has token ids.
+        file: path to plain text or JSON lines; None for Python's standard library.
+        num_sequences: maximum number of sequences; later documents are not read.
+        sequence_len: tokens per sequence; a shorter text makes one shorter sequence.
+        vocab_size: upper limit of token ids.
 
     Raises:
         ConfigError: the file or the tokenizer cannot be read, or has no tokens.
@@ -76,7 +76,7 @@ def _documents(file: Path) -> Iterator[Document]:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"the calibration file must be readable UTF-8, but: {error}; {_ADVICE}") from error
-    if not text.strip():  # a tokenizer makes tokens of nothing, too
+    if not text.strip():  # a tokenizer makes tokens even from an empty text
         raise ConfigError(f"the calibration file must have text, but {file} has none; {_ADVICE}")
     if file.suffix not in (".jsonl", ".json"):
         yield text
@@ -101,7 +101,7 @@ def _document(line: str, where: str) -> Document:
 
 
 def _standard_library() -> Iterator[str]:
-    """Yield modules of the standard library, spread over it, so that any number of them is varied."""
+    """Yield modules from the standard library in an order that makes any number of them varied."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "test", "tests", "__pycache__"}
     files = sorted(path for path in root.rglob("*.py") if skipped.isdisjoint(path.relative_to(root).parts))

@@ -1,7 +1,7 @@
 """Quantised checkpoints, written while they are computed: one layer at a time is in memory.
 
-A layer is read in float32, run on the calibration sequences for the statistics of its matrices, smoothed and rounded,
-and run once more, so that the next layer is calibrated on what it will get.
+A layer is read in float32, run on the calibration sequences for its matrices' statistics, smoothed and rounded, and run
+once more, so that the next layer is calibrated on the inputs that it will get.
 """
 
 import dataclasses
@@ -63,18 +63,18 @@ from jaxserve.weights.rows import hf_row_counts, hf_shapes, leaf_at
 
 logger = logging.getLogger(__name__)
 
-_BATCH_TOKENS = 4096  # tokens that go through a layer at once
+_BATCH_TOKENS = 4096  # tokens per batch through a layer
 
 
 @dataclass(frozen=True)
 class QuantizedCheckpoint:
-    """Summary of a checkpoint that was written.
+    """Summary of a written checkpoint.
 
     Attributes:
-        num_bytes: bytes of its tensors.
-        errors: squared error of the outputs of each matrix on the calibration sequences, as a share of the squared
-            outputs; of its weights where there are no sequences.
-        group_size: weights of a row that share a scale; None if a whole row does, or a block.
+        num_bytes: size of its tensors.
+        errors: each matrix's squared output error on the calibration sequences, relative to the squared outputs;
+            without sequences, its squared weight error, relative to the squared weights.
+        group_size: number of weights per scale; None if a whole row or block shares one.
     """
 
     num_bytes: int
@@ -89,18 +89,18 @@ def quantize_checkpoint(
     *,
     use_tqdm: bool = False,
 ) -> QuantizedCheckpoint:
-    """Write a checkpoint with quantised layers in compressed-tensors' layout.
+    """Write a checkpoint with quantised layers in the compressed-tensors layout.
 
     Embedding, head, norms and biases keep their dtype. `target` appears once it is complete.
 
     Args:
-        source: directory of an unquantised checkpoint.
+        source: directory with an unquantised checkpoint.
         target: directory that is absent or empty.
-        options: options of the run.
-        use_tqdm: show progress where stderr is a terminal.
+        options: options for the run.
+        use_tqdm: show progress if stderr is a terminal.
 
     Raises:
-        ConfigError: the model, its sizes or the calibration file do not go with the scheme.
+        ConfigError: the model, its sizes or the calibration file do not suit the scheme.
         CheckpointError: `source` cannot be read, or `target` is taken.
         OSError: `target` cannot be written.
     """
@@ -127,7 +127,7 @@ def quantize_checkpoint(
             f"the model must have attention in all layers, as states of layers are not calibrated yet, got "
             f'{arch.architecture}; quantise it while it is loaded with quantization="int8"'
         )
-    grid = grid_of(options, arch)
+    grid = make_grid(options, arch)
     checkpoint = weights.open_checkpoint(source, registry.param_specs(arch))
     sequences = None
     if options.kind.is_calibrated:
@@ -150,13 +150,13 @@ def quantize_checkpoint(
     return QuantizedCheckpoint(sum(tensor.nbytes for tensor in tensors.values()), run.errors, group_size)
 
 
-def grid_of(options: QuantizeOptions, arch: ArchConfig) -> Grid:
-    """Return the grid of a scheme for a model; ConfigError if they do not go together."""
+def make_grid(options: QuantizeOptions, arch: ArchConfig) -> Grid:
+    """Return the scheme's grid for a model; ConfigError if they do not suit each other."""
     specs = [spec for spec in registry.param_specs(arch) if _is_quantized(spec)]
     if any(spec.transposed for spec in specs):
         raise ConfigError(
             f"matrices must be stored as [out, in] for compressed-tensors, got [in, out] in {arch.architecture}; "
-            "it has no form for them"
+            "it has no layout for them"
         )
     scheme, sizes = options.kind, sorted({spec.shape[1] for spec in specs})
     if scheme.smoothing and not registry.family(arch).folds:
@@ -182,7 +182,7 @@ def _is_quantized(spec: ParamSpec) -> bool:
 
 @dataclass(frozen=True)
 class _PendingTensor:
-    """Tensor of the new checkpoint that is computed when it is written."""
+    """Tensor that is computed when it is written."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -197,11 +197,11 @@ class _PendingTensor:
 
 
 class _Run:
-    """Computation of one checkpoint, layer after layer, driven by the reading of its tensors in their order.
+    """Computation of a checkpoint, layer after layer, driven by whoever reads its tensors in their order.
 
     Attributes:
-        errors: error of each matrix that is done; see `QuantizedCheckpoint`.
-        stepped: function that is called with the number of steps that were done.
+        errors: error of each finished matrix; see `QuantizedCheckpoint`.
+        stepped: function that is called with the number of finished steps.
     """
 
     def __init__(
@@ -216,22 +216,22 @@ class _Run:
         self._layers: list[list[ParamSpec]] = [[] for _ in range(arch.num_layers)]
         self._others: list[ParamSpec] = []
         for spec in registry.param_specs(arch):
-            kin = self._layers[spec.path[1]] if spec.path[0] == "layers" else self._others  # type: ignore[index]
-            kin.append(spec)
+            specs = self._layers[spec.path[1]] if spec.path[0] == "layers" else self._others  # type: ignore[index]
+            specs.append(spec)
         self._sequences = None if sequences is None else _batches(sequences)
         self._inputs: list[NDArray[Any]] = []  # hidden states before the current layer, batch by batch
-        self._done: dict[str, NDArray[Any]] = {}  # tensors of the current layer that are not written yet
+        self._done: dict[str, NDArray[Any]] = {}  # the current layer's tensors that are not written yet
         self.errors: dict[str, float] = {}
         self.stepped: Callable[[int], object] = lambda _: None
 
     @property
     def num_steps(self) -> int:
-        """Number of steps: batches through layers, twice each, and matrices."""
+        """Number of steps: two per batch and layer, and one per matrix."""
         num_batches = 0 if self._sequences is None else len(self._sequences)
         return sum(2 * num_batches + sum(map(_is_quantized, specs)) for specs in self._layers)
 
     def tensors(self) -> dict[str, Any]:
-        """Return all tensors of the new checkpoint, to be read in their order, which computes layer by layer."""
+        """Return all tensors of the new checkpoint. Reading them, in their order, computes layer by layer."""
         found: dict[str, Any] = {
             name: self._checkpoint.tensors[name] for spec in self._others for name in spec.hf_names
         }
@@ -276,12 +276,12 @@ class _Run:
         for name, spec in matrices.items():
             p[name] = self._round(spec, p[name], stats.pop(name, None))
             self.stepped(1)
-        for place, x in enumerate(self._inputs):
-            self._inputs[place] = np.asarray(layer_outputs(p, self._arch, layer, jnp.asarray(x)))
+        for index, x in enumerate(self._inputs):
+            self._inputs[index] = np.asarray(layer_outputs(p, self._arch, layer, jnp.asarray(x)))
             self.stepped(1)
 
     def _embedded(self, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[Any]]:
-        """Return the inputs of the first layer."""
+        """Return the first layer's inputs."""
         wanted = (("embed",), (POSITION_EMBED,), ("final_norm",))
         params = self._checkpoint.load([spec for spec in self._others if spec.path[:1] in wanted], jnp.float32)
         embed = jax.jit(decoder.embed_tokens, static_argnums=1)
@@ -293,12 +293,12 @@ class _Run:
         return [hidden(ids) for ids in sequences]
 
     def _smoothed(self, p: Params, specs: Sequence[ParamSpec], stats: Stats) -> tuple[Params, Stats]:
-        """Return the layer and its statistics after the scheme's factors are moved."""
+        """Return the layer and its statistics with the scheme's factors moved."""
         scheme, family, stats = self._options.kind, registry.family(self._arch), dict(stats)
         matrices = {str(spec.path[0]): spec for spec in specs if spec.is_matrix}
         for fold in family.folds if scheme.smoothing else ():
             if scheme.smoothing == "smoothquant" and fold.part is not None:
-                continue  # the paper leaves these inputs as they are
+                continue  # the paper does not change these inputs
             channels, weight = Channels.of(fold, matrices), p[fold.target]
             if scheme.smoothing == "awq":
                 factors = search_factors(weight, stats[fold.target], channels, self._grid)
@@ -312,9 +312,9 @@ class _Run:
         return p, stats
 
     def _round(self, spec: ParamSpec, weight: Array, stats: InputStats | None) -> Array:
-        """Round a matrix, keep its tensors for the file, and return the values that they stand for."""
+        """Round a matrix, keep its tensors for the file, and return their values."""
         counts = hf_row_counts(spec)
-        in_parts = self._grid.rows > 1  # blocks begin anew in every tensor of the checkpoint
+        in_parts = self._grid.rows > 1  # each checkpoint tensor has its own blocks
         names = [[name] for name in counts] if in_parts else [list(counts)]
         sizes = tuple(sum(counts[name] for name in group) for group in names)
         rounded = _rounded(weight, stats, sizes, self._options.kind, self._grid)
@@ -332,7 +332,7 @@ class _Run:
             start += num_rows
 
     def _keep(self, spec: ParamSpec, array: Array) -> None:
-        """Keep a tensor that is not quantised, in the dtype that it had."""
+        """Keep an unquantised tensor in the dtype that it had."""
         start = 0
         for name, num_rows in hf_row_counts(spec).items():
             dtype = self._checkpoint.tensors[name].dtype
@@ -341,13 +341,13 @@ class _Run:
 
 
 class _Rounded(NamedTuple):
-    """A matrix after rounding.
+    """A rounded matrix.
 
     Attributes:
-        codes: codes of each part.
-        scales: scales of each part.
-        values: the values that they stand for, of the whole matrix.
-        error: share of the squared outputs that rounding changes; of the squared weights if there are no statistics.
+        codes: codes for each part.
+        scales: scales for each part.
+        values: rounded weights of the whole matrix.
+        error: relative error; see `QuantizedCheckpoint.errors`.
     """
 
     codes: list[Array]
@@ -358,7 +358,7 @@ class _Rounded(NamedTuple):
 
 @partial(jax.jit, static_argnums=(2, 3, 4))
 def _rounded(weight: Array, stats: InputStats | None, sizes: tuple[int, ...], scheme: Scheme, grid: Grid) -> _Rounded:
-    """Round parts of so many rows each, in one program for each shape."""
+    """Round parts with `sizes` rows, in one program for each shape."""
     parts = jnp.split(weight, np.cumsum(sizes)[:-1])
     codes, scales = map(list, zip(*(_choose(scheme, grid, part, stats) for part in parts), strict=True))
     values = jnp.concatenate([grid.decode(*part) for part in zip(codes, scales, strict=True)])
@@ -366,7 +366,7 @@ def _rounded(weight: Array, stats: InputStats | None, sizes: tuple[int, ...], sc
 
 
 def _choose(scheme: Scheme, grid: Grid, weight: Array, stats: InputStats | None) -> tuple[Array, Array]:
-    """Return codes and scales of a matrix by the rounding of a scheme."""
+    """Return a matrix's codes and scales by the scheme's rounding."""
     if scheme.rounding == "nearest" or stats is None:
         return round_to_nearest(weight, grid)
     scale = search_scales(weight, stats.gram, grid)
@@ -384,7 +384,7 @@ def _relative_error(weight: Array, values: Array, stats: InputStats | None) -> A
 
 
 def _batches(sequences: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-    """Return the sequences in equal batches, so that each kind of layer has one program."""
+    """Return the sequences in equal batches, so that layers with the same spec share a program."""
     count, length = sequences.shape
     size = next(n for n in range(max(1, min(count, _BATCH_TOKENS // length)), 0, -1) if count % n == 0)
     return np.split(sequences, count // size)

@@ -1,4 +1,4 @@
-"""Grid: the values that quantised weights can have, and the regions of a matrix that share a scale."""
+"""Grid: the values that quantised weights can have, and the matrix regions that share a scale."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +13,14 @@ _FLOAT8_MAX = 448.0
 
 @dataclass(frozen=True)
 class Grid:
-    """Values of a quantised weight, which is a code times the scale of its region; hashable.
+    """Possible values of a quantised weight, which is a code times its region's scale; hashable.
 
     Attributes:
-        bits: bits of a code.
-        is_float: True for codes in float8_e4m3fn, False for integers.
-        rows: rows of a region.
-        columns: columns of a region; None for a whole row.
-        scale_dtype: dtype in which scales are stored, so that codes are those of the rounded scale.
+        bits: bits per code.
+        is_float: True for float8_e4m3fn codes, False for integers.
+        rows: rows per region.
+        columns: columns per region; None for a whole row.
+        scale_dtype: dtype in which scales are stored; codes are chosen for the rounded scales.
     """
 
     bits: int
@@ -31,17 +31,16 @@ class Grid:
 
     @property
     def code_dtype(self) -> np.dtype:
-        """Dtype of the codes in memory."""
         return np.dtype(FLOAT8 if self.is_float else np.int8)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return how many scales a matrix has along each axis; regions at its edges may be smaller."""
+        """Return the number of scales along each matrix axis; regions at the edges may be smaller."""
         return -(-shape[0] // self.rows), -(-shape[1] // (self.columns or shape[1]))
 
     def scales(self, weight: Float[Array, "out in"]) -> Float[Array, "row_regions column_regions"]:
-        """Return the scales at which the largest magnitude of each region is the end of the grid.
+        """Return the scales that map each region's largest magnitude to the end of the grid.
 
-        The end of a grid of integers lies halfway between its largest codes of either sign, as in compressed-tensors.
+        An integer grid ends halfway between its largest positive and negative codes, as in compressed-tensors.
         """
         (num_rows, num_columns), (R, C) = weight.shape, self.scale_shape(weight.shape)
         columns = self.columns or num_columns
@@ -51,17 +50,17 @@ class Grid:
         return self.stored(largest / (_FLOAT8_MAX if self.is_float else 2 ** (self.bits - 1) - 0.5))
 
     def stored(self, scale: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """Return scales as they will be read from a file; 1 in place of 0."""
+        """Return scales as a file stores them; 1 instead of 0."""
         rounded = scale.astype(self.scale_dtype).astype(scale.dtype)
         return jnp.where(rounded == 0, jnp.ones_like(rounded), rounded)
 
     def spread(self, scale: Float[Array, "row_regions column_regions"], shape: tuple[int, ...]) -> Any:
-        """Return the scale of every weight of a matrix."""
+        """Return every weight's scale."""
         rows = jnp.repeat(scale, self.rows, axis=0)[: shape[0]]
         return jnp.repeat(rows, self.columns or shape[1], axis=1)[:, : shape[1]]
 
     def nearest(self, scaled: Float[Array, "*shape"]) -> Shaped[Array, "*shape"]:
-        """Return the codes nearest to weights divided by their scales, ties to even."""
+        """Return the codes nearest to weights that are divided by their scales; ties go to even codes."""
         if self.is_float:  # values beyond the largest would become NaN
             return jnp.clip(scaled, -_FLOAT8_MAX, _FLOAT8_MAX).astype(FLOAT8)
         half = 2 ** (self.bits - 1)
@@ -70,17 +69,16 @@ class Grid:
     def encode(
         self, weight: Float[Array, "out in"], scale: Float[Array, "row_regions column_regions"]
     ) -> Shaped[Array, "out in"]:
-        """Round every weight to the nearest value of its region."""
+        """Return each weight's nearest code."""
         return self.nearest(weight / self.spread(scale, weight.shape))
 
     def decode(
         self, codes: Shaped[Array, "out in"], scale: Float[Array, "row_regions column_regions"]
     ) -> Float[Array, "out in"]:
-        """Return the values of codes."""
         return codes.astype(scale.dtype) * self.spread(scale, codes.shape)
 
     def rounded(
         self, weight: Float[Array, "out in"], scale: Float[Array, "row_regions column_regions"]
     ) -> Float[Array, "out in"]:
-        """Return the nearest values of the grid."""
+        """Return each weight's nearest value on the grid."""
         return self.decode(self.encode(weight, scale), scale)

@@ -1,4 +1,4 @@
-"""One decoder layer on calibration sequences: statistics of what its matrices read, and its outputs."""
+"""A decoder layer on calibration sequences: statistics of its matrices' inputs, and its outputs."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -23,23 +23,22 @@ Stats = dict[str, InputStats]
 
 
 def layer_outputs(p: Params, arch: ArchConfig, layer: int, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """Return the outputs of a layer for some sequences."""
     outputs, _ = _run(p, x, {}, arch=arch, kind=_kind(arch, layer))
     return outputs
 
 
 def layer_stats(p: Params, arch: ArchConfig, layer: int, x: Float[Array, "B S D"], stats: Stats) -> Stats:
-    """Return the statistics of the matrices in `stats` with those of some sequences; donates `stats`."""
+    """Return `stats` with some sequences added; donates `stats`."""
     return _add_stats(p, x, stats, arch=arch, kind=_kind(arch, layer))
 
 
 def empty_stats(p: Params, names: Sequence[str]) -> Stats:
-    """Return the statistics of some matrices of a layer over no sequences."""
+    """Return the statistics for some matrices before any sequence."""
     return {name: InputStats.empty(p[name].shape[1]) for name in names}
 
 
 def _kind(arch: ArchConfig, layer: int) -> int:
-    """Return the first layer that is like this one: layers that are alike share a program."""
+    """Return the first layer with the same spec, which shares its program with this one."""
     return arch.layers.index(arch.layers[layer])
 
 
@@ -70,14 +69,14 @@ def _apply(p: Params, x: Array, stats: Stats, arch: ArchConfig, kind: int) -> tu
 
 @struct.dataclass
 class _SequenceAttention(Attention):
-    """Attention inside each run of `seq_len` tokens; one sequence at a time, whose scores are the largest array."""
+    """Attention within each run of `seq_len` tokens, one sequence at a time: its scores are the largest array."""
 
     seq_len: int = struct.field(pytree_node=False)
 
     def attend(
         self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
     ) -> tuple[Array, "_SequenceAttention"]:
-        assert k is not None, "every layer has keys of its own"
+        assert k is not None, "no layer shares another one's keys"
         if layer.rope is not None:
             q, k = apply_rope(q, layer.rope), apply_rope(k, layer.rope)
         (T, Q, H), K, attention = q.shape, k.shape[1], layer.options.attention

@@ -1,4 +1,4 @@
-"""Layout of compressed-tensors: names, dtypes and shapes of the tensors of a matrix, and quantization_config."""
+"""compressed-tensors layout: names, dtypes and shapes of a matrix's tensors, and quantization_config."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ _WORD_BITS = 32
 
 
 def quantization_config(scheme: Scheme, grid: Grid) -> dict[str, Any]:
-    """Return the entry of config.json that describes the matrices of all layers; embedding and head are left out."""
+    """Return the config.json entry for the matrices in all layers; embedding and head are left out."""
     weights: dict[str, Any] = {
         "num_bits": scheme.bits,
         "type": "float" if scheme.is_float else "int",
@@ -52,12 +52,12 @@ def quantization_config(scheme: Scheme, grid: Grid) -> dict[str, Any]:
 
 
 def stored_tensors(name: str, shape: tuple[int, int], scheme: Scheme, grid: Grid) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of the tensors of a matrix by name.
+    """Return shapes and dtypes of a matrix's tensors by name.
 
     Args:
-        name: name of the matrix in a checkpoint, `module.weight`.
+        name: the matrix's name in a checkpoint, `module.weight`.
         shape: shape [out, in].
-        scheme: scheme of the checkpoint.
+        scheme: the checkpoint's scheme.
         grid: grid of the codes.
     """
     scale = jax.ShapeDtypeStruct(grid.scale_shape(shape), grid.scale_dtype)
@@ -74,7 +74,7 @@ def stored_tensors(name: str, shape: tuple[int, int], scheme: Scheme, grid: Grid
 def encode_tensors(
     name: str, codes: NDArray[Any], scale: NDArray[Any], scheme: Scheme, grid: Grid
 ) -> Mapping[str, NDArray[Any]]:
-    """Return the tensors of `stored_tensors`."""
+    """Return the tensors that `stored_tensors` describes."""
     scale = scale.astype(grid.scale_dtype)
     if scheme.layout != "pack-quantized":
         return {name: codes, f"{name}_scale": scale}
@@ -83,7 +83,7 @@ def encode_tensors(
 
 
 def pack(codes: NDArray[np.int8], bits: int) -> NDArray[np.int32]:
-    """Return codes in words of 32 bits along each row, the first in the lowest bits, offset to be unsigned."""
+    """Pack codes along each row into 32-bit words, offset to be unsigned, the first in the lowest bits."""
     per_word = _WORD_BITS // bits
     unsigned = (codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint32)
     unsigned = np.pad(unsigned, ((0, 0), (0, -codes.shape[1] % per_word)))
@@ -93,5 +93,4 @@ def pack(codes: NDArray[np.int8], bits: int) -> NDArray[np.int32]:
 
 
 def scale_dtype(checkpoint_dtype: str) -> np.dtype:
-    """Return the dtype of scales, which is that of the checkpoint."""
     return np.dtype(ml_dtypes.bfloat16) if checkpoint_dtype == "bfloat16" else np.dtype(checkpoint_dtype)

@@ -1,26 +1,26 @@
-"""Scheme: one way to quantise a checkpoint, and the options of a run. Imports nothing heavy, for the command line."""
+"""Quantisation schemes and the options of a run. The imports are light, for the command line."""
 
 from dataclasses import dataclass
 
 from jaxserve.errors import ConfigError
 
-GROUP_SIZES = (128, 64, 32)  # sizes that kernels of other engines have, the usual one first
-BLOCK_SIZE = 128  # rows and columns of a block, and of a group of activations, in fp8-block
+GROUP_SIZES = (128, 64, 32)  # sizes that other engines' kernels have, the usual one first
+BLOCK_SIZE = 128  # rows and columns per block, and activations per group, in fp8-block
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Names and parts of a scheme.
+    """Quantisation scheme.
 
     Attributes:
         summary: description for the command line.
-        layout: layout of the file, by its name in compressed-tensors.
-        bits: bits of a weight.
+        layout: file layout's name in compressed-tensors.
+        bits: bits per weight.
         activations: strategy by which activations are quantised in serving: "token" or "group"; None if they are not.
-        smoothing: method by which factors are moved between inputs and weights before rounding: "awq", "smoothquant".
-        rounding: "nearest"; "search" for scales chosen by the error of the outputs; "gptq" for that and for errors
-            that later columns make up for.
-        in_groups: True for scales per group of a row, rather than per row or block.
+        smoothing: method that moves factors between inputs and weights before rounding: "awq", "smoothquant".
+        rounding: "nearest"; "search" for scales with the least output error; "gptq" for such scales, and later columns
+            that compensate errors.
+        in_groups: True for scales per group in a row, rather than per row or block.
         in_blocks: True for scales per block.
     """
 
@@ -35,7 +35,6 @@ class Scheme:
 
     @property
     def is_float(self) -> bool:
-        """True for weights in float8."""
         return self.layout == "float-quantized"
 
     @property
@@ -60,18 +59,17 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """Options of a run.
+    """Options for a run.
 
     Attributes:
         scheme: name of the scheme.
-        group_size: weights of a row that share a scale, for schemes with groups; None is the largest of 128, 64 and 32
-            that divides the rows of all matrices.
-        calibration: file of text, or of JSON lines with `text` or `token_ids`; None is the source of Python's standard
-            library.
-        num_sequences: most calibration sequences.
-        sequence_len: tokens of a calibration sequence; the model's context bounds it.
-        smoothing_strength: share of the difficulty that SmoothQuant moves from activations to weights.
-        max_shard_bytes: size above which weights go to several files.
+        group_size: number of weights per scale, for schemes with groups; None is the largest of 128, 64 and 32 that
+            divides all matrices' rows.
+        calibration: file with plain text, or JSON lines with `text` or `token_ids`; None is Python's standard library.
+        num_sequences: maximum number of calibration sequences.
+        sequence_len: tokens per calibration sequence, at most the model's context length.
+        smoothing_strength: fraction of the difficulty that SmoothQuant moves from activations to weights.
+        max_shard_bytes: size above which weights are split into several files.
     """
 
     scheme: str
@@ -96,5 +94,4 @@ class QuantizeOptions:
 
     @property
     def kind(self) -> Scheme:
-        """The scheme."""
         return SCHEMES[self.scheme]

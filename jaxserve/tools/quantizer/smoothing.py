@@ -1,6 +1,6 @@
-"""Smoothing: factors per channel that move from the inputs of a matrix to the norm or matrix that computes them.
+"""Smoothing: factors per channel that move from a matrix's inputs to the norm or matrix that computes them.
 
-The model computes the same, but what has to be rounded is other: weights (AWQ) or activations (SmoothQuant).
+The model computes the same function, but its weights (AWQ) or activations (SmoothQuant) lose less by rounding.
 """
 
 from collections.abc import Mapping
@@ -18,16 +18,16 @@ from jaxserve.tools.quantizer.grid import Grid
 from jaxserve.tools.quantizer.rounding import output_error
 
 _STRENGTHS = tuple(step / 20 for step in range(20))  # exponents that AWQ tries
-_SMALLEST, _LARGEST = 1e-4, 1e4  # bounds of a factor
+_SMALLEST, _LARGEST = 1e-4, 1e4  # bounds for factors
 
 
 class InputStats(NamedTuple):
-    """Sums over the calibration inputs of a matrix.
+    """Sums over a matrix's calibration inputs.
 
     Attributes:
-        gram: products of channels, summed.
-        magnitude: magnitudes of each channel, summed.
-        peak: largest magnitude of each channel.
+        gram: sum of products for each pair of channels.
+        magnitude: sum of magnitudes per channel.
+        peak: largest magnitude per channel.
     """
 
     gram: Float[Array, "in in"]
@@ -36,29 +36,28 @@ class InputStats(NamedTuple):
 
     @classmethod
     def empty(cls, size: int) -> "InputStats":
-        """Return the sums over no inputs."""
         return cls(jnp.zeros((size, size)), jnp.zeros(size), jnp.zeros(size))
 
     def add(self, x: Float[Array, "T in"]) -> "InputStats":
-        """Return the sums with those of some tokens."""
+        """Return the sums with some tokens added."""
         x = x.astype(jnp.float32)
         gram = self.gram + jnp.matmul(x.T, x, precision=lax.Precision.HIGHEST)
         size = jnp.abs(x)
         return InputStats(gram, self.magnitude + size.sum(0), jnp.maximum(self.peak, size.max(0)))
 
     def divided(self, factor: Float[Array, " in"]) -> "InputStats":
-        """Return the sums over inputs that are divided by a factor per channel."""
+        """Return the sums for inputs divided by a factor per channel."""
         gram = self.gram / factor[:, None] / factor[None, :]
         return InputStats(gram, self.magnitude / jnp.abs(factor), self.peak / jnp.abs(factor))
 
 
 class Channels(NamedTuple):
-    """Channels that have a factor of their own; those of a key-value head are inputs of all query heads of its group.
+    """Channels with a factor each. A key-value head's channels are inputs of all query heads in its group.
 
     Attributes:
-        heads: heads that have channels of their own; 1 for channels without heads.
+        heads: number of heads with separate channels; 1 for channels without heads.
         group: number of inputs that share a factor.
-        size: channels of a head.
+        size: number of channels per head.
     """
 
     heads: int
@@ -67,7 +66,6 @@ class Channels(NamedTuple):
 
     @classmethod
     def of(cls, fold: Fold, specs: Mapping[str, ParamSpec]) -> "Channels":
-        """Return the channels of a fold in a layer."""
         num_inputs = specs[fold.target].shape[1]
         if fold.part is None:
             return cls(1, 1, num_inputs)
@@ -76,11 +74,11 @@ class Channels(NamedTuple):
         return cls(heads, num_inputs // num_channels, num_channels // heads)
 
     def split(self, inputs: Float[Array, " in"]) -> Float[Array, "heads group size"]:
-        """Return values of inputs by channel."""
+        """Arrange values of inputs by channel."""
         return inputs.reshape(self.heads, self.group, self.size)
 
     def inputs(self, channels: Float[Array, " channels"]) -> Float[Array, " in"]:
-        """Return values of channels by input."""
+        """Repeat values of channels for each input."""
         shape = (self.heads, self.group, self.size)
         return jnp.broadcast_to(channels.reshape(self.heads, 1, self.size), shape).reshape(-1)
 
@@ -89,10 +87,10 @@ class Channels(NamedTuple):
 def search_factors(
     weight: Float[Array, "out in"], stats: InputStats, channels: Channels, grid: Grid
 ) -> Float[Array, " channels"]:
-    """Return the factors after which rounding changes the outputs least (AWQ, Lin et al. 2023).
+    """Return the factors with which rounding changes the outputs least (AWQ, Lin et al. 2023).
 
-    Factors are powers of the mean magnitude of a channel's inputs, scaled to a geometric mean of 1 between the
-    extremes; the power 0 leaves all as it is.
+    Factors are powers of a channel's mean input magnitude, scaled to a geometric mean of 1 between the extremes; the
+    power 0 changes nothing.
     """
     magnitude = channels.split(stats.magnitude).mean(1).reshape(-1)
     magnitude = jnp.maximum(magnitude / jnp.maximum(magnitude.max(), 1e-30), _SMALLEST)
@@ -115,9 +113,9 @@ def search_factors(
 def balance_factors(
     weight: Float[Array, "out in"], stats: InputStats, channels: Channels, strength: float
 ) -> Float[Array, " channels"]:
-    """Return the factors that share the difficulty between inputs and weights (SmoothQuant, Xiao et al. 2022).
+    """Return the factors that divide the difficulty between inputs and weights (SmoothQuant, Xiao et al. 2022).
 
-    A factor is peak of the inputs ** strength / peak of the weights ** (1 - strength).
+    A factor is (input peak) ** strength / (weight peak) ** (1 - strength).
     """
     peaks = (channels.split(x).max(1).reshape(-1) for x in (stats.peak, jnp.abs(weight).max(0)))
     inputs, weights = (jnp.maximum(peak, 1e-5) for peak in peaks)
@@ -132,16 +130,16 @@ def fold_factors(
     dtype: Any,
     norm_offset: float,
 ) -> tuple[Params, Float[Array, " in"]]:
-    """Return the layer with its source divided by the factors and its target multiplied, and the factor of each input.
+    """Return the layer with its source divided by the factors and its target multiplied, and each input's factor.
 
-    Norms and biases get values that `dtype` has. The factors of a norm are those that its rounded weights really have,
-    so that only its bias is changed by rounding.
+    Norms and biases are rounded to `dtype`. A norm's factors follow from its rounded weights, so that rounding changes
+    only its bias.
 
     Args:
-        p: parameters of the layer.
+        p: the layer's parameters.
         fold: source and target.
-        specs: specs of the layer by name.
-        factors: factor of each channel that is wanted.
+        specs: the layer's specs by name.
+        factors: wanted factor for each channel.
         dtype: dtype in which norms and biases are stored.
         norm_offset: constant that norms add to their weights.
     """
@@ -160,10 +158,10 @@ def fold_factors(
     else:
         rows = specs[fold.source].hf_rows
         start = sum(rows[: fold.part])
-        own = slice(start, start + rows[fold.part])
-        p = {**p, fold.source: source.at[own].divide(factors[:, None])}
+        part = slice(start, start + rows[fold.part])
+        p = {**p, fold.source: source.at[part].divide(factors[:, None])}
         if (name := fold.source.removesuffix("_proj") + "_bias") in p:
-            p[name] = _stored(p[name].at[own].divide(factors), dtype)
+            p[name] = _stored(p[name].at[part].divide(factors), dtype)
     inputs = Channels.of(fold, specs).inputs(factors)
     return {**p, fold.target: p[fold.target] * inputs[None, :]}, inputs
 
