@@ -7,11 +7,9 @@ Pallas extends `pallas_kernel.PallasKernel`, which checks the platform and the c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -23,8 +21,6 @@ XLA = "xla"
 logger = logging.getLogger(__name__)
 
 B = TypeVar("B")
-
-_products: ContextVar[str] = ContextVar("products", default=AUTO)
 
 
 class UnsupportedBackendError(ValueError):
@@ -38,12 +34,10 @@ class Op(Generic[B]):
     Attributes:
         name: name in messages and logs.
         backends: all backends by name, best first.
-        xla_backend: name of XLA's backend, if `products_by("xla")` should select it for calls that request "auto".
     """
 
     name: str
     backends: Mapping[str, B]
-    xla_backend: str | None = None
 
     def select(self, requested: str, unsupported_reason: Callable[[B], str | None]) -> str:
         """Return the name of the backend that runs a call.
@@ -58,8 +52,6 @@ class Op(Generic[B]):
         Raises:
             UnsupportedBackendError: the name is unknown, the named backend cannot run the call, or no backend can.
         """
-        if requested == AUTO and self.xla_backend is not None and products_choice() == XLA:
-            requested = self.xla_backend
         if requested != AUTO and requested not in self.backends:
             known = [AUTO, *self.backends]
             raise UnsupportedBackendError(f"{self.name}: backend must be one of {known}, got {requested!r}")
@@ -90,18 +82,3 @@ def log_choice(op: str, name: str, skipped: tuple[str, ...], level: int) -> None
     """Log the backend of an op, and the reasons why better ones were skipped."""
     reasons = f" (skipped {'; '.join(skipped)})" if skipped else ""
     logger.log(level, "%s: using backend %r%s", op, name, reasons)
-
-
-@contextlib.contextmanager
-def products_by(backend: str) -> Iterator[None]:
-    """Make all matmuls traced inside use "auto" or "xla", unless they name a backend themselves."""
-    token = _products.set(backend)
-    try:
-        yield
-    finally:
-        _products.reset(token)
-
-
-def products_choice() -> str:
-    """Return the backend of the enclosing `products_by`, "auto" outside of it."""
-    return _products.get()

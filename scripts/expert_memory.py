@@ -3,8 +3,8 @@
     PYTHONPATH=~/.cache/jaxserve/compilers JAX_PLATFORMS=cpu python scripts/expert_memory.py
     ... python scripts/expert_memory.py --targets h200 --tokens 64
 
-Steps are compiled without the hardware, with the Pallas kernel and with `ragged_dot`, which takes minutes and much
-memory for many tokens. One JSON line for each: GB of temporaries, and GB accessed as XLA counts them, layers once.
+Steps are compiled without the hardware, with the Pallas kernel and with XLA's `ragged_dot`, which takes minutes and
+much memory for many tokens. One JSON line for each: GB of temporaries, and GB accessed as XLA counts them, layers once.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import json
 from unittest import mock
 
 import jax.numpy as jnp
-from jaxserve.pallas_kernels import grouped_matmul
+from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 
 from jaxserve.models.arch import ArchConfig
@@ -38,8 +38,8 @@ def measure(model: str, target_name: str, num_tokens: int, product: str) -> dict
     heads = {"num_kv_heads": arch.attention.num_kv_heads, "head_dim": arch.attention.head_dim}
     page_size = default_page_size(backend, **heads, kv_dtype=BFLOAT16)
     schedule = ScheduleConfig(64, 2048, 8192, page_size, POOL_TOKENS // page_size)
-    own = {product: grouped_matmul.BACKENDS[product]}
-    with mock.patch.dict(grouped_matmul.BACKENDS, own, clear=True):
+    only = {product: GROUPED_MATMUL.backends[product]}
+    with mock.patch.dict(GROUPED_MATMUL.backends, only, clear=True):
         (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend).compile(arch, (num_tokens,))
     return {"temporaries_gb": temp_bytes(program) / 1e9, "accessed_gb": program.cost_analysis()["bytes accessed"] / 1e9}
 
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-30b-a3b")
     parser.add_argument("--targets", nargs="+", choices=list(LAYERS), default=list(LAYERS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 256, 2048])
-    parser.add_argument("--products", nargs="+", choices=["pallas", "ragged_dot"], default=["pallas", "ragged_dot"])
+    parser.add_argument("--products", nargs="+", choices=["pallas", "xla"], default=["pallas", "xla"])
     args = parser.parse_args()
     for target in args.targets:
         pallas = f"mosaic_{parse_target(target).platform}"

@@ -40,7 +40,7 @@ from jaxserve.layers.sharding import (
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.deviceless import Chip
-from jaxserve.pallas_kernels.op import products_by
+from jaxserve.pallas_kernels.grouped_matmul import using_matmul_backend
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.scheduling.step_plan import StepShape
 
@@ -229,7 +229,7 @@ class Lowering:
             program = over_devices(program, self.mesh, (params, state, *blobs), specs)
         else:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        with products_by(self.linear_backend):
+        with using_matmul_backend(self.linear_backend):
             return self._trace(program, (params, state, *blobs), donated=1, options=self.compiler_options)
 
     def _trace(

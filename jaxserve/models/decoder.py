@@ -23,16 +23,16 @@ from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block
 from jaxserve.models.params import EXPERT_MATRICES, POSITION_EMBED, Params, ScannedLayers
-from jaxserve.pallas_kernels.op import products_choice
+from jaxserve.pallas_kernels.grouped_matmul import default_matmul_backend
 
 
 @cache
-def _inner(block: Block, products: str) -> Block:
+def _inner(block: Block, matmul_backend: str) -> Block:
     """Return a block as an inner jit, which is traced once for layers that are alike.
 
     Args:
         block: layer of a family.
-        products: `products_choice()` of the traces: jit does not know that they depend on it.
+        matmul_backend: `default_matmul_backend()` of the traces, a dependency that jit does not know.
     """
     return jax.jit(partial(block), static_argnames="arch")
 
@@ -111,7 +111,7 @@ def forward_with_features(
         state: tuple[Array, Array, TokenContext], period: Sequence[Params], start: int
     ) -> tuple[Array, Array, TokenContext]:
         x, features, tokens = state
-        block = _inner(family.block, products_choice())
+        block = _inner(family.block, default_matmul_backend())
         for layer, p in enumerate(period, start):
             features = keep(features, layer, x)
             own = None if inputs is None else inputs[layer]

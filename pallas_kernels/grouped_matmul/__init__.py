@@ -1,92 +1,196 @@
-"""Products of groups of rows with matrices of their own, as the experts of a layer need them.
+"""Grouped matmul: rows of x, sorted by group, times the transposed matrix of their group; a dense matmul is one group.
 
-Contract of the operation, the same for all backends:
+Contract, the same for all backends:
 
-- The rows of x are sorted by group: the first `group_sizes[0]` rows belong to group 0, the next `group_sizes[1]` to
-  group 1, and so on. Groups may be empty. Rows behind the last group get zeros.
-- Shapes do not depend on the sizes of groups, which are data; no row is dropped, however uneven the groups are.
-- Sums are float32, whatever the dtypes; results may be rounded to another one.
+- The first `group_sizes[0]` rows of x belong to group 0, the next `group_sizes[1]` rows to group 1, and so on. Groups
+  may be empty. Rows after the last group get zeros.
+- Shapes do not depend on the group sizes, which are data. No row is dropped, however uneven the groups are.
+- Sums are float32, whatever the dtypes. The result may be rounded to another dtype.
+- Kernels read the matrices of one layer in place in the stack of all layers: for them a slice would be a copy.
 
-Matrices are an array `[G, N, K]`, or packed for the native kernels (`packed_linear.pack` with `num_matrices`). A gated
-packed matrix gives SwiGLU of the product, as in `packed_linear`. Or they are those of one layer in an array of all,
-`[layers, G * N, K]`: the kernels read them there, and a slice would be a copy for them.
+Matrices have one of four formats:
+
+- `[G, N, K]`: floats of one layer;
+- `[layers, G * N, K]`: floats of all layers;
+- `PackedMatrix`, for the native kernels (`packed_linear.pack` with `num_matrices`), which apply SwiGLU if it is gated;
+- `QuantizedStack`: int8, int4, fp8 or fp4 elements of all layers, for one group.
+
+A quantised matrix `[N, K]` has grids `[groups, N]` of scales and perhaps zero points or minima, for groups of
+consecutive columns. An element stands for `(q - zero) * scale` or `q * scale - minimum`. Kernels round scaled elements
+to the dtype of x, or multiply the float32 sum of a group by its scale, which rounds nothing; a single scale per row
+always multiplies the sum. XLA's matmul, which the caller provides, may round differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxserve.pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, native, ragged_dot
-from jaxserve.pallas_kernels.grouped_matmul.interface import Backend, Matrices, Problem
-from jaxserve.pallas_kernels.op import AUTO, Op
+from jaxserve.pallas_kernels.grouped_matmul import native, xla
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu import float_matmul as gpu_floats
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu import quantized_matmul as gpu_quantized
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu import float_matmul as tpu_floats
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu import quantized_matmul as tpu_quantized
+from jaxserve.pallas_kernels.grouped_matmul.problem import Matrices, Problem, QuantizedProblem, QuantizedStack
+from jaxserve.pallas_kernels.op import AUTO, XLA, Op
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 from jaxserve.pallas_kernels.target import target_platform
 from jaxtyping import Array, Float, Int
 
-__all__ = ["BACKENDS", "Backend", "Matrices", "Problem", "grouped_matmul"]
+__all__ = [
+    "GROUPED_MATMUL",
+    "QUANTIZED_MATMUL",
+    "Backend",
+    "Matrices",
+    "Problem",
+    "QuantizedProblem",
+    "QuantizedStack",
+    "default_matmul_backend",
+    "grouped_matmul",
+    "using_matmul_backend",
+]
 
-BACKENDS: Mapping[str, Backend] = {
-    "native": native,
-    "mosaic_gpu": mosaic_gpu.KERNEL,
-    "mosaic_tpu": mosaic_tpu.KERNEL,
-    "ragged_dot": ragged_dot,
-}
-"""All backends, best first."""
-OP = Op("grouped_matmul", BACKENDS, xla_backend="ragged_dot")
+_default_backend: ContextVar[str] = ContextVar("default_backend", default=AUTO)
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Backend of a matmul with one format of matrices."""
+
+    def unsupported_reason(self, problem: Any) -> str | None:
+        """Return the reason why this backend cannot run the problem, or None if it can."""
+
+    def multiply(
+        self,
+        problem: Any,
+        x: Float[Array, "M K"],
+        matrices: Any,
+        group_sizes: Any,
+        layer: Int[Array, ""],
+    ) -> Float[Array, "M out"]:
+        """Return the result in float32 or the result dtype; rows after the last group may have any values.
+
+        Matrices of floats are `[layers, G * N, K]`; `group_sizes` are None if the matrices are quantised.
+        """
+
+
+GROUPED_MATMUL: Op[Backend] = Op(
+    "grouped_matmul",
+    {"native": native, "mosaic_gpu": gpu_floats.KERNEL, "mosaic_tpu": tpu_floats.KERNEL, XLA: xla},
+)
+"""Matmuls with packed matrices or matrices of floats."""
+
+QUANTIZED_MATMUL: Op[Backend] = Op(
+    "quantized_matmul", {"mosaic_gpu": gpu_quantized.KERNEL, "mosaic_tpu": tpu_quantized.KERNEL, XLA: xla}
+)
+"""Matmuls with quantised matrices."""
+
+
+@contextlib.contextmanager
+def using_matmul_backend(backend: str) -> Iterator[None]:
+    """Use a backend, "auto" or "xla", for all matmuls traced inside that request "auto"."""
+    token = _default_backend.set(backend)
+    try:
+        yield
+    finally:
+        _default_backend.reset(token)
+
+
+def default_matmul_backend() -> str:
+    """Return the backend of the enclosing `using_matmul_backend`, "auto" outside of it."""
+    return _default_backend.get()
 
 
 def grouped_matmul(
     x: Float[Array, "M in"],
     matrices: Matrices,
-    group_sizes: Int[Array, " groups"],
+    group_sizes: Int[Array, " groups"] | None = None,
     *,
     layer: int | Int[Array, ""] | None = None,
     dtype: DTypeLike = jnp.float32,
     num_shards: int = 1,
+    row_factor: Float[Array, " out"] | None = None,
+    xla_matmul: Callable[[], Float[Array, "M out"]] | None = None,
     backend: str = AUTO,
 ) -> Float[Array, "M out"]:
-    """Return the product of each row with the transposed matrix of its group.
+    """Multiply each row of x with the transposed matrix of its group.
 
     Args:
-      x: rows, sorted by group.
-      matrices: a matrix for each group, or, with `layer`, those of each layer one after the other.
-      group_sizes: rows of each group; their sum is at most M.
-      layer: number of the layer; None if the matrices are those of the groups alone.
-      dtype: dtype of the results.
-      num_shards: number of devices whose groups the rows are those of; see `Problem`.
-      backend: "auto" or a name in `BACKENDS`.
+        x: rows, sorted by group.
+        matrices: matrices of the groups, in a format that the package describes.
+        group_sizes: number of rows in each group, with a sum of at most M; None for quantised matrices, whose only
+            group has all rows.
+        layer: index of the layer in a stack of all layers; None if `matrices` belong to one layer.
+        dtype: dtype of the result.
+        num_shards: number of expert-parallel shards whose rows x holds; see `Problem`.
+        row_factor: factor for each row of a quantised matrix, which kernels apply to the result; `xla_matmul` has it.
+        xla_matmul: function that multiplies a quantised matrix by XLA: only its weight format knows all its layouts.
+        backend: "auto" or a backend name in `GROUPED_MATMUL` or `QUANTIZED_MATMUL`.
 
     Raises:
-      ValueError: shapes or dtypes do not fit together.
-      UnsupportedBackendError: the requested backend cannot run this call.
+        ValueError: shapes or dtypes do not fit together.
+        UnsupportedBackendError: the requested backend cannot run this call.
     """
-    if isinstance(matrices, PackedMatrix):
-        num_matrices, N, K = matrices.num_matrices, matrices.num_outputs, matrices.num_inputs
+    result_dtype = jnp.dtype(dtype if row_factor is None else jnp.float32)
+    problem = _bind(x, matrices, group_sizes, layer, result_dtype, num_shards)
+    op = QUANTIZED_MATMUL if isinstance(problem, QuantizedProblem) else GROUPED_MATMUL
+    requested = default_matmul_backend() if backend == AUTO else backend
+    chosen = op.select(requested, lambda candidate: candidate.unsupported_reason(problem))
+    if chosen == XLA and xla_matmul is not None:
+        return xla_matmul().astype(dtype)
+    if layer is None and not isinstance(matrices, PackedMatrix | QuantizedStack):
+        matrices = matrices.reshape(1, -1, problem.num_inputs)
+    index = jnp.asarray(0 if layer is None else layer, jnp.int32)
+    y = op.backends[chosen].multiply(problem, x, matrices, group_sizes, index)
+    y = (y if row_factor is None else y * row_factor[None]).astype(dtype)
+    if group_sizes is None or chosen == "native":  # which writes zeros after the last group
+        return y
+    is_in_group = jnp.arange(x.shape[0]) < group_sizes.sum()
+    return jnp.where(is_in_group[:, None], y, 0)
+
+
+def _bind(
+    x: Float[Array, "M in"],
+    matrices: Matrices,
+    group_sizes: Int[Array, " groups"] | None,
+    layer: int | Int[Array, ""] | None,
+    result_dtype: jnp.dtype,
+    num_shards: int,
+) -> Problem:
+    """Check the shapes of a call; return its static parameters."""
+    if isinstance(matrices, QuantizedStack):
+        (num_matrices, N, K), stored = (1, *matrices.shape), matrices.elements
+    elif isinstance(matrices, PackedMatrix):
+        num_matrices, N, K, stored = matrices.num_matrices, matrices.num_outputs, matrices.num_inputs, matrices.weights
     elif layer is None:
-        num_matrices, N, K = matrices.shape
+        (num_matrices, N, K), stored = matrices.shape, matrices
     else:
-        (_, rows, K), num_matrices = matrices.shape, group_sizes.size
+        (_, rows, K), num_matrices, stored = matrices.shape, 0 if group_sizes is None else group_sizes.size, matrices
         if num_matrices == 0 or rows % num_matrices:
             raise ValueError(f"matrices must be [layers, G * N, K] for {num_matrices} groups, got {matrices.shape}")
         N = rows // num_matrices
     if x.ndim != 2 or x.shape[1] != K:
         raise ValueError(f"x must be [M, {K}], as the matrices have {K} columns, got {x.shape}")
-    if group_sizes.shape != (num_matrices,) or group_sizes.dtype != jnp.int32:
-        raise ValueError(
-            f"group_sizes must be int32 of shape ({num_matrices},), one for each matrix, "
-            f"got {group_sizes.dtype} of shape {group_sizes.shape}"
+    sizes = {"num_rows": x.shape[0], "num_groups": num_matrices, "num_outputs": N, "num_inputs": K}
+    dtypes = {"dtype": x.dtype, "matrix_dtype": stored.dtype, "result_dtype": result_dtype}
+    common: dict[str, Any] = {**sizes, **dtypes, "platform": target_platform()}
+    if isinstance(matrices, QuantizedStack):
+        assert group_sizes is None, "quantised matrices have one group of rows"
+        if matrices.scale.shape[2] != N:
+            raise ValueError(f"scales must be [layers, groups, {N}], got {matrices.scale.shape}")
+        return QuantizedProblem(
+            **common,
+            elements=matrices.kind,
+            num_scale_groups=matrices.scale.shape[1],
+            has_zero=matrices.zero is not None,
+            has_minimum=matrices.minimum is not None,
+            scale_dtype=matrices.scale.dtype,
         )
-    is_packed = isinstance(matrices, PackedMatrix)
-    dtypes = x.dtype, (matrices.weights if isinstance(matrices, PackedMatrix) else matrices).dtype, jnp.dtype(dtype)
-    sizes = x.shape[0], num_matrices, N, K
-    problem = Problem(*sizes, *dtypes, is_packed=is_packed, platform=target_platform(), num_shards=num_shards)
-    chosen = OP.select(backend, lambda candidate: candidate.unsupported_reason(problem))
-    stack = matrices if isinstance(matrices, PackedMatrix) or layer is not None else matrices.reshape(1, -1, K)
-    index = jnp.asarray(0 if layer is None else layer, jnp.int32)
-    y = BACKENDS[chosen].multiply(problem, x, stack, group_sizes, index).astype(dtype)
-    if chosen == "native":  # it has zeros there
-        return y
-    is_in_group = jnp.arange(x.shape[0]) < group_sizes.sum()
-    return jnp.where(is_in_group[:, None], y, 0)
+    if group_sizes is None or group_sizes.shape != (num_matrices,) or group_sizes.dtype != jnp.int32:
+        found = "None" if group_sizes is None else f"{group_sizes.dtype} of shape {group_sizes.shape}"
+        raise ValueError(f"group_sizes must be int32 of shape ({num_matrices},), one for each matrix, got {found}")
+    return Problem(**common, is_packed=isinstance(matrices, PackedMatrix), num_shards=num_shards)

@@ -1,7 +1,6 @@
-"""Backend in C++ for CPUs: it reads the weights of groups that have rows, and of no others.
+"""CPU backend in C++: a matmul of `packed_linear` for each group, with the weights of empty groups not read.
 
-Each group is a product of `packed_linear`, with the same tiles; the groups of a call share the threads. A row's result
-is bit-identical whatever other rows there are.
+The groups of a call share the threads. A row's result is bit-identical whatever other rows there are.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jaxserve.pallas_kernels import native
-from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
+from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 from jaxtyping import Array, Float, Int, Int32
 
@@ -26,9 +25,9 @@ def multiply(
     x: Float[Array, "M K"],
     matrices: PackedMatrix,
     group_sizes: Int32[Array, " G"],
-    layer: Int[Array, ""],  # zero: packed matrices are those of the groups
+    layer: Int[Array, ""],  # zero: packed matrices belong to one layer
 ) -> Float[Array, "M out"]:
-    """Return the products in float32, or SwiGLU of them if the matrices are gated."""
+    """Return the result in float32, SwiGLU of it if the matrices are gated."""
     out = jax.ShapeDtypeStruct((x.shape[0], matrices.num_outputs), jnp.float32)
     y: Array = jax.ffi.ffi_call(native.GROUPED_LINEAR, out)(
         x.astype(jnp.float32), matrices.weights, matrices.scales, matrices.zeros.reshape(-1), group_sizes

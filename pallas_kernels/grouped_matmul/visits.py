@@ -1,4 +1,4 @@
-"""Plan of a grouped product: the tiles of rows that are multiplied, each with the matrix of one group."""
+"""Visits of row tiles by groups: the order in which grouped matmul kernels multiply tiles."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from jaxtyping import Array, Int, Int32
 
 
 class Visits(NamedTuple):
-    """Tiles of rows in the order of their groups; those from `num_visits` on have no rows.
+    """Row tiles that are multiplied with the matrix of one group each, in the order of the groups.
 
-    A visit is for the rows of one group in one tile. Its results in other rows of the tile have no meaning.
+    Visits from index `num_visits` on have no rows. Results of a visit are valid only in rows of its group.
     """
 
     matrix: Int32[Array, "visits"]
-    """Index of the matrix of the group."""
+    """Index of the group's matrix."""
     base: Int32[Array, "visits"]
     """First row of the tile."""
     begin: Int32[Array, "visits"]
@@ -28,25 +28,25 @@ class Visits(NamedTuple):
 def plan_visits(
     group_sizes: Int32[Array, "G"], first: Int[Array, ""], num_rows: int, tile_rows: int, alignment: int
 ) -> Visits:
-    """Return the visits that multiply each row of each group once.
+    """Return visits that multiply each row of each group once.
 
     Args:
-        group_sizes: rows of each group.
+        group_sizes: number of rows in each group.
         first: index of the matrix of group 0.
-        num_rows: number of rows of the call, in groups or behind them.
-        tile_rows: rows of a tile.
-        alignment: number of which the first row of a tile is a multiple, at most `tile_rows`: if it is that, groups
-            visit the same tiles; otherwise each has tiles that begin less than `alignment` rows before its own.
+        num_rows: number of rows of x.
+        tile_rows: rows per tile.
+        alignment: divisor of each tile's first row. If it is `tile_rows`, groups share tiles; if it is smaller, each
+            group has its own tiles, which start less than `alignment` rows before the group.
     """
     G = group_sizes.shape[0]
     extra = 0 if alignment == tile_rows else G * (alignment - 1)
-    most = max(1, min(num_rows, -(-(num_rows + extra) // tile_rows) + G))
+    max_visits = max(1, min(num_rows, -(-(num_rows + extra) // tile_rows) + G))
     ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
     starts = ends - group_sizes
     leads = starts % alignment
     visits = jnp.where(group_sizes > 0, (leads + group_sizes + (tile_rows - 1)) // tile_rows, 0)
     visit_ends = jnp.cumsum(visits, dtype=jnp.int32)
-    index = jnp.arange(most, dtype=jnp.int32)
+    index = jnp.arange(max_visits, dtype=jnp.int32)
     group = jnp.minimum(jnp.sum(visit_ends[None, :] <= index[:, None], axis=1, dtype=jnp.int32), G - 1)
     base = (starts - leads)[group] + (index - (visit_ends - visits)[group]) * tile_rows
     begin, end = jnp.maximum(base, starts[group]), jnp.minimum(base + tile_rows, ends[group])

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
-from jaxserve.pallas_kernels.quantized_matmul import FLOAT16_BITS, Quantized, quantized_matmul
-from jaxserve.pallas_kernels.quantized_matmul.interface import PACKED
+from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack, grouped_matmul
+from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, PACKED
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.weights.quantized import read_schemes
 
@@ -54,8 +54,9 @@ def lower(chip, rows, outputs, inputs, group, kind, more, num_layers=32):
     shapes += [(grid, scale_dtype(kind, more)), ((), "int32"), *([(grid, OFFSETS[more])] if more in OFFSETS else [])]
 
     def multiply(x, elements, scale, layer, values=None):
-        matrix = Quantized(elements, scale, None, kind)._replace(**({more: values} if more in OFFSETS else {}))
-        return quantized_matmul(x, matrix, layer, by_xla=lambda: x, dtype=BFLOAT16, backend=BACKENDS[chip.platform])
+        matrix = QuantizedStack(elements, scale, None, kind)._replace(**({more: values} if more in OFFSETS else {}))
+        options = {"dtype": BFLOAT16, "backend": BACKENDS[chip.platform]}
+        return grouped_matmul(x, matrix, layer=layer, xla_matmul=lambda: x, **options)
 
     return chip.lower(multiply, [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes])
 

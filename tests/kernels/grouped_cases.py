@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
+from jaxserve.pallas_kernels.grouped_matmul import Problem
 from jaxtyping import Array, Float, Int32
 from numpy.typing import NDArray
 
@@ -54,8 +54,16 @@ class Case:
 
     def problem(self, platform: str) -> Problem:
         dtype = jnp.dtype(self.dtype)
-        sizes = (self.num_rows, len(self.group_sizes), self.num_outputs, self.num_inputs)
-        return Problem(*sizes, dtype, dtype, jnp.dtype(self.result_dtype), is_packed=False, platform=platform)
+        return Problem(
+            num_rows=self.num_rows,
+            num_groups=len(self.group_sizes),
+            num_outputs=self.num_outputs,
+            num_inputs=self.num_inputs,
+            dtype=dtype,
+            matrix_dtype=dtype,
+            result_dtype=jnp.dtype(self.result_dtype),
+            platform=platform,
+        )
 
     def arguments(self, stale: float = 0.0) -> Arguments:
         """Return the arguments, with `stale` in all rows and matrices that must not affect the result."""

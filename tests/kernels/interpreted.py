@@ -16,8 +16,7 @@ import numpy as np
 
 ON_CPU = jax.default_backend() == "cpu"
 OP = "jaxserve.pallas_kernels.ragged_paged_attention"
-GROUPED = "jaxserve.pallas_kernels.grouped_matmul"
-QUANTIZED = "jaxserve.pallas_kernels.quantized_matmul"
+MATMUL = "jaxserve.pallas_kernels.grouped_matmul"
 KERNELS = {
     "mosaic_gpu": [
         f"{OP}.mosaic_gpu.{name}" for name in ("kernel", "memory", "warpgroup", "loading", "computing", "ring", "merge")
@@ -26,10 +25,10 @@ KERNELS = {
         f"{OP}.mosaic_tpu.{name}"
         for name in ("kernel", "plan", "writes", "work_items", "pages", "decode", "tiles", "softmax")
     ],
-    "grouped_gpu": [f"{GROUPED}.mosaic_gpu.kernel", f"{GROUPED}.visits"],
-    "grouped_tpu": [f"{GROUPED}.mosaic_tpu.kernel", f"{GROUPED}.visits"],
-    "quantized_gpu": [f"{QUANTIZED}.mosaic_gpu.{name}" for name in ("kernel", "memory", "fragments")],
-    "quantized_tpu": [f"{QUANTIZED}.mosaic_tpu.kernel"],
+    "grouped_gpu": [f"{MATMUL}.{name}" for name in ("mosaic_gpu.pipeline", "mosaic_gpu.float_kernel", "visits")],
+    "grouped_tpu": [f"{MATMUL}.mosaic_tpu.float_kernel", f"{MATMUL}.visits"],
+    "quantized_gpu": [f"{MATMUL}.mosaic_gpu.{name}" for name in ("pipeline", "quantized_kernel", "fragments")],
+    "quantized_tpu": [f"{MATMUL}.mosaic_tpu.quantized_kernel"],
 }
 SMALL_TILES = {
     "grouped_gpu": {"stages": 3},
@@ -104,11 +103,11 @@ def _compared(case, name, kernels, reference, canonical, num_live, num_rotated=0
 
 
 def run_groups(case, name):
-    """Run a case of the grouped product; matrices of groups without rows, and rows of no group, are NaN."""
-    from jaxserve.pallas_kernels.grouped_matmul import BACKENDS
-    from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS
+    """Run a case of a grouped matmul; matrices of empty groups, and rows after the last group, are NaN."""
+    from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL
+    from jaxserve.pallas_kernels.grouped_matmul.launch import SETTINGS
 
-    backend = BACKENDS[name.replace("grouped", "mosaic")]
+    backend = GROUPED_MATMUL.backends[name.replace("grouped", "mosaic")]
     multiply = functools.partial(backend.multiply, case.problem(jax.default_backend()))
     here = SETTINGS.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
     with here, SETTINGS.sized(**SMALL_TILES[name]), _watched(name, num_kernels=1) as has_races:
@@ -121,15 +120,16 @@ def run_groups(case, name):
 
 
 def run_quantized(case, name):
-    """Run a case of the product with a quantised matrix; the scales of other layers are NaN."""
-    from jaxserve.pallas_kernels.quantized_matmul import BACKENDS
-    from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
+    """Run a case of a matmul with a quantised matrix; the scales of other layers are NaN."""
+    from jaxserve.pallas_kernels.grouped_matmul import QUANTIZED_MATMUL
+    from jaxserve.pallas_kernels.grouped_matmul.launch import SETTINGS
+    from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.quantized_matmul import scales_sums
 
     problem, arguments = case.problem(jax.default_backend()), case.arguments(np.nan)
-    backend, kind = BACKENDS[name.replace("quantized", "mosaic")], arguments.matrix.kind
+    backend, kind = QUANTIZED_MATMUL.backends[name.replace("quantized", "mosaic")], arguments.matrix.kind
 
     def multiply(x, arrays, layer):
-        return backend.multiply(problem, x, arguments.matrix._replace(**arrays), layer)
+        return backend.multiply(problem, x, arguments.matrix._replace(**arrays), None, layer)
 
     arrays = {key: array for key, array in arguments.matrix._asdict().items() if key != "kind"}
     here = SETTINGS.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
@@ -137,7 +137,7 @@ def run_quantized(case, name):
         assert backend.unsupported_reason(problem) is None, (backend.unsupported_reason(problem), kind)
         options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
         y = jax.jit(multiply, compiler_options=options)(arguments.x, arrays, arguments.layer)
-        is_rounded = name != "quantized_gpu" or not backend.launch(problem).scales_sums
+        is_rounded = name != "quantized_gpu" or not scales_sums(problem, backend.launch(problem).tiles.rows)
     y, expected = np.asarray(y, np.float32), case.expected(is_rounded)
     error = np.max(np.abs(y - expected) / (1 + np.abs(expected)))
     return Found(float(error), bool(np.isfinite(y).all()), has_races())

@@ -9,14 +9,8 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jaxserve.pallas_kernels.quantized_matmul.interface import (
-    FLOAT16_BITS,
-    INT4_ZERO,
-    PACKED,
-    Problem,
-    Quantized,
-    packed,
-)
+from jaxserve.pallas_kernels.grouped_matmul import QuantizedProblem, QuantizedStack
+from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, INT4_ZERO, PACKED, packed
 from jaxtyping import Array, Float, Int32
 from numpy.typing import NDArray
 
@@ -27,7 +21,7 @@ class Arguments(NamedTuple):
     """Arguments of a backend's `multiply`, except the problem."""
 
     x: Float[Array, "T K"]
-    matrix: Quantized
+    matrix: QuantizedStack
     layer: Int32[Array, ""]
 
 
@@ -72,9 +66,8 @@ class Case:
     num_layers: int = 1
     layer: int = 0
 
-    def problem(self, platform: str) -> Problem:
-        x, matrix, _ = self.arguments()
-        return matrix.problem(x, jnp.dtype(self.result_dtype), platform)
+    def problem(self, platform: str) -> QuantizedProblem:
+        return quantized_problem(*self.arguments()[:2], self.result_dtype, platform)
 
     def arguments(self, stale: float = 0.0) -> Arguments:
         """Return the arguments, with the scales of other layers multiplied by `stale`."""
@@ -87,7 +80,7 @@ class Case:
         minima = [values.minimum for values in layers if values.minimum is not None]
         grids = (scale, *(np.stack(grid) if grid else None for grid in (zeros, minima)))
         elements, scale, zero, minimum = map(jax.device_put, (elements, *grids))
-        matrix = Quantized(elements, scale, zero, self.elements, minimum=minimum)
+        matrix = QuantizedStack(elements, scale, zero, self.elements, minimum=minimum)
         return Arguments(jax.device_put(self._x()), matrix, jax.device_put(np.int32(self.layer)))
 
     def expected(self, is_rounded: bool = True) -> NDArray[np.float32]:
@@ -129,6 +122,27 @@ class Case:
         if self.elements in PACKED:
             return packed(elements.astype(np.uint8))
         return elements.astype(E4M3 if self.elements == "e4m3" else np.int8)
+
+
+def quantized_problem(
+    x: Float[Array, "T K"], matrix: QuantizedStack, result_dtype: str, platform: str
+) -> QuantizedProblem:
+    """Return the static parameters of `x @ matrix.T`."""
+    num_outputs, num_inputs = matrix.shape
+    return QuantizedProblem(
+        num_rows=len(x),
+        num_outputs=num_outputs,
+        num_inputs=num_inputs,
+        dtype=x.dtype,
+        matrix_dtype=matrix.elements.dtype,
+        result_dtype=jnp.dtype(result_dtype),
+        platform=platform,
+        elements=matrix.kind,
+        num_scale_groups=matrix.scale.shape[1],
+        has_zero=matrix.zero is not None,
+        has_minimum=matrix.minimum is not None,
+        scale_dtype=matrix.scale.dtype,
+    )
 
 
 CASES: tuple[Case, ...] = (

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jaxserve.pallas_kernels import deviceless
-from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
-from jaxserve.pallas_kernels.op import Op, UnsupportedBackendError, log_choice, products_by, products_choice
+from jaxserve.pallas_kernels.grouped_matmul import default_matmul_backend, grouped_matmul, using_matmul_backend
+from jaxserve.pallas_kernels.op import Op, UnsupportedBackendError, log_choice
 from jaxserve.pallas_kernels.target import target_platform
 
 from jaxserve.models.decoder import _inner
 
-OP = Op("op", {"fast": "needs a GPU", "plain": None, "slow": None}, xla_backend="slow")  # backends are reasons
+OP = Op("op", {"fast": "needs a GPU", "plain": None, "slow": None})  # backends are reasons
 
 
 def same(reason):
@@ -39,7 +39,7 @@ def test_a_call_that_no_kernel_of_an_accelerator_takes_is_warned_of(caplog):
         jax.eval_shape(grouped_matmul, jax.ShapeDtypeStruct((64, 176), jnp.bfloat16), experts, sizes)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.message.startswith("grouped_matmul: using backend 'ragged_dot' (skipped native: ")
+    assert record.message.startswith("grouped_matmul: using backend 'xla' (skipped native: ")
     assert "mosaic_gpu: columns of matrices must be a multiple of 32, not 176" in record.message
 
 
@@ -62,14 +62,6 @@ def test_auto_with_no_backend_lists_every_reason():
         OP.select("auto", lambda _: "broken")
 
 
-def test_products_may_be_left_to_xla():
-    with products_by("xla"):
-        assert OP.select("auto", same) == "slow"
-        assert OP.select("plain", same) == "plain"
-        assert Op("attention", OP.backends).select("auto", same) == "plain"
-    assert OP.select("auto", same) == "plain"
-
-
 @pytest.mark.parametrize("name", ["H100", "H200", "TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU7X"])
 def test_a_chip_is_compiled_for_as_what_it_is(name):
     chip = getattr(deviceless, name)
@@ -79,14 +71,14 @@ def test_a_chip_is_compiled_for_as_what_it_is(name):
 
 
 def test_layers_are_traced_again_for_other_products():
-    """jit does not know that a trace depends on `products_by`."""
+    """jit does not know that a trace depends on `using_matmul_backend`."""
     seen = []
 
     def block(x, *, arch=None):
-        seen.append(products_choice())
+        seen.append(default_matmul_backend())
         return x
 
     for backend in ("auto", "xla", "auto"):
-        with products_by(backend):
-            _inner(block, products_choice())(jnp.ones(2))
+        with using_matmul_backend(backend):
+            _inner(block, default_matmul_backend())(jnp.ones(2))
     assert seen == ["auto", "xla"]

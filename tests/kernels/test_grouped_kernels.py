@@ -21,7 +21,7 @@ ALIKE = ["one_group_has_all", "boundaries_at_tiles", "several_boundaries_in_a_ti
 @pytest.mark.parametrize("case", TPU_CASES, ids=lambda case: case.name)
 def test_xla_matches_the_reference(case):
     x, matrices, group_sizes, layer = case.arguments()
-    y = grouped_matmul(x, matrices, group_sizes, layer=layer, dtype=case.result_dtype, backend="ragged_dot")
+    y = grouped_matmul(x, matrices, group_sizes, layer=layer, dtype=case.result_dtype, backend="xla")
     rtol = 1e-5 if case.result_dtype == "float32" else 4e-3
     np.testing.assert_allclose(np.asarray(y, np.float32), case.expected(), rtol=rtol, atol=1e-4)
 
@@ -59,7 +59,11 @@ PLANTED = {  # kernels: {bug: (case, old code, new code)}
         "the last row of a group is not stored": ("one_token", "(row < end[visit])", "(row < end[visit] - 1)"),
         "rows of the group before are stored": ("boundaries_inside_tiles", "(row >= begin[visit]) & ", ""),
         "the matrices are those of the first layer": ("a_layer_among_others", "Visits(first + group,", "Visits(group,"),
-        "sums begin with those of the visit before": ("many_inputs", "sums[...] = product", "sums[...] += product"),
+        "sums begin with those of the visit before": (
+            "many_inputs",
+            "sums[...] = partial_sums",
+            "sums[...] += partial_sums",
+        ),
         "a group's last tile is not visited": (
             "several_boundaries_in_a_tile",
             "(leads + group_sizes + (tile_rows - 1)) // tile_rows",
@@ -70,7 +74,7 @@ PLANTED = {  # kernels: {bug: (case, old code, new code)}
         "none": ("rows_of_many_tiles", "", ""),
         "blocks are loaded over those still in use": (
             "rows_of_many_tiles",
-            "plgpu.barrier_wait(shared.free.at[slot])",
+            "plgpu.barrier_wait(self.shared.free.at[slot])",
             "pass",
         ),
         "blocks are multiplied before they are there": (
@@ -81,7 +85,7 @@ PLANTED = {  # kernels: {bug: (case, old code, new code)}
         "one of two copies is waited for": ("rows_of_many_tiles", "num_arrivals=2,", "num_arrivals=1,"),
         "the last block is never given back": (
             "rows_of_many_tiles",
-            "        plgpu.barrier_arrive(shared.free.at[slot_of(blocks - 1)])\n",
+            "        plgpu.barrier_arrive(shared.free.at[self.slot(number, num_blocks - 1)])\n",
             "",
         ),
         "results leave before they are written": ("rows_of_many_tiles", "        plgpu.commit_smem()\n", ""),

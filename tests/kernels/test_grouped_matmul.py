@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jaxserve.pallas_kernels import native, packed_linear
-from jaxserve.pallas_kernels.grouped_matmul import BACKENDS, grouped_matmul
+from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL, grouped_matmul
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
 
 from tests.parameters import mainly
@@ -19,7 +19,7 @@ from tests.random_runs import examples
 
 REASON = packed_linear.unsupported("float32", jax.default_backend())
 needs_native = pytest.mark.skipif(REASON is not None, reason=str(REASON))
-FORMS = ["ragged_dot", pytest.param("native", marks=needs_native), pytest.param("gated", marks=needs_native)]
+FORMS = ["xla", pytest.param("native", marks=needs_native), pytest.param("gated", marks=needs_native)]
 NUM_ROWS = 60  # of random groups
 SIZES = [(5, 40, 33), (3, 16, 64), (8, 64, 256)]  # groups, outputs, inputs
 
@@ -50,8 +50,8 @@ product = jax.jit(grouped_matmul, static_argnames="backend", compiler_options={"
 
 
 def multiply(form, weight, x, group_sizes):
-    matrices = jnp.asarray(weight) if form == "ragged_dot" else pack(weight, gated=form == "gated")
-    backend = "ragged_dot" if form == "ragged_dot" else "native"
+    matrices = jnp.asarray(weight) if form == "xla" else pack(weight, gated=form == "gated")
+    backend = "xla" if form == "xla" else "native"
     return np.asarray(product(x, matrices, np.array(group_sizes, np.int32), backend=backend))
 
 
@@ -173,15 +173,15 @@ def test_bad_calls_say_what_must_hold():
         grouped_matmul(x, weight, sizes[:2])
     with pytest.raises(ValueError, match=r"must be \[layers, G \* N, K\] for 3 groups, got \(3, 5, 8\)"):
         grouped_matmul(x, weight, sizes, layer=0)
-    with pytest.raises(UnsupportedBackendError, match=r"'native' cannot run this call.*ragged_dot"):
+    with pytest.raises(UnsupportedBackendError, match=r"'native' cannot run this call.*xla"):
         grouped_matmul(x, weight, sizes, backend="native")
-    assert list(BACKENDS) == ["native", "mosaic_gpu", "mosaic_tpu", "ragged_dot"]
+    assert list(GROUPED_MATMUL.backends) == ["native", "mosaic_gpu", "mosaic_tpu", "xla"]
 
 
 @needs_native
 def test_packed_matrices_are_for_the_native_kernels():
     with pytest.raises(UnsupportedBackendError, match="packed"):
-        grouped_matmul(jnp.ones((4, 8)), pack(normal(3, 16, 8)), jnp.array([1, 2, 1], jnp.int32), backend="ragged_dot")
+        grouped_matmul(jnp.ones((4, 8)), pack(normal(3, 16, 8)), jnp.array([1, 2, 1], jnp.int32), backend="xla")
     with pytest.raises(jax.errors.JaxRuntimeError, match="no more tokens"):
         multiply("native", normal(3, 16, 8), normal(4, 8), [3, 1, 1])
     with pytest.raises(jax.errors.JaxRuntimeError, match="must not be negative"):

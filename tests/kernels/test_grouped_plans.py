@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU_V6E, Chip
-from jaxserve.pallas_kernels.grouped_matmul import BACKENDS, Problem, grouped_matmul
-from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.plan import LANES, _block_bytes, sublanes
-from jaxserve.pallas_kernels.grouped_matmul.settings import SETTINGS
+from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL, Problem, grouped_matmul
+from jaxserve.pallas_kernels.grouped_matmul.launch import SETTINGS
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.float_matmul import LANES, block_bytes, sublanes
 from jaxserve.pallas_kernels.grouped_matmul.visits import plan_visits
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
 
 from tests.random_runs import examples
 
+KERNELS = GROUPED_MATMUL.backends
 BF16 = jnp.dtype("bfloat16")
 FACTS = {
     "num_rows": 512,
@@ -76,12 +77,12 @@ def test_blocks_fit_the_memory_of_tpus(chip):
     ):
         problem = problem_of(rows, N, K, dtype)
         with jax.sharding.use_abstract_mesh(chip.mesh()):
-            assert BACKENDS["mosaic_tpu"].unsupported_reason(problem) is None
-            call = BACKENDS["mosaic_tpu"].launch(problem)
-        tiles = call.tiles
-        assert _block_bytes(tiles, problem.matrix_dtype.itemsize) <= call.vmem_bytes
-        assert K % tiles.inputs == 0
-        assert tiles.inputs % LANES == 0
+            assert KERNELS["mosaic_tpu"].unsupported_reason(problem) is None
+            launch = KERNELS["mosaic_tpu"].launch(problem)
+        tiles = launch.tiles
+        assert block_bytes(tiles, problem.matrix_dtype.itemsize) <= launch.chip.memory_bytes
+        assert K % tiles.columns == 0
+        assert tiles.columns % LANES == 0
         assert tiles.outputs == N or tiles.outputs % LANES == 0
         assert tiles.rows % sublanes(problem.matrix_dtype) == 0
 
@@ -90,11 +91,11 @@ def test_blocks_fit_the_memory_of_gpus():
     for rows, (N, K), outputs in itertools.product((8, 16384), ((1536, 2048), (2048, 96), (64, 64)), (64, 128, 256)):
         problem = problem_of(rows, N, K, platform="gpu")
         with SETTINGS.sized(outputs=outputs), jax.sharding.use_abstract_mesh(H200.mesh()):
-            tiles = BACKENDS["mosaic_gpu"].launch(problem).tiles
+            tiles = KERNELS["mosaic_gpu"].launch(problem).tiles
         assert tiles.stages >= 2
-        ring = tiles.stages * (tiles.rows + tiles.outputs) * tiles.inputs * 2
+        ring = tiles.stages * (tiles.rows + tiles.outputs) * tiles.columns * 2
         assert ring + tiles.rows * tiles.outputs * 2 <= SHARED_BYTES
-        assert N % tiles.outputs == K % tiles.inputs == 0
+        assert N % tiles.outputs == K % tiles.columns == 0
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_blocks_fit_the_memory_of_gpus():
 )
 def test_refuses_with_a_reason(backend, chip, changed, reason):
     with jax.sharding.use_abstract_mesh(chip.mesh()):
-        found = BACKENDS[backend].unsupported_reason(Problem(**FACTS | changed))
+        found = KERNELS[backend].unsupported_reason(Problem(**FACTS | changed))
     assert found is None if reason is None else reason in found
 
 
@@ -128,12 +129,12 @@ def test_sizes_must_be_known():
             jax.sharding.use_abstract_mesh(chip.mesh()),
             pytest.raises(ValueError, match="columns"),
         ):
-            BACKENDS[backend].launch(Problem(**FACTS))
+            KERNELS[backend].launch(Problem(**FACTS))
 
 
 def test_on_cpus_xla_multiplies_arrays():
     args = jnp.ones((4, 64), BF16), jnp.ones((2, 64, 64), BF16), jnp.array([1, 2], jnp.int32)
     np.testing.assert_array_equal(grouped_matmul(*args)[:, 0], [64, 64, 64, 0])
     for backend in ("mosaic_tpu", "mosaic_gpu"):
-        with pytest.raises(UnsupportedBackendError, match=r"runs on .PUs only; use one of \['ragged_dot'\]"):
+        with pytest.raises(UnsupportedBackendError, match=r"runs on .PUs only; use one of \['xla'\]"):
             grouped_matmul(*args, backend=backend)

@@ -11,21 +11,21 @@ import numpy as np
 import ptx
 import pytest
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
-from jaxserve.pallas_kernels.hopper import SHARED_BYTES
-from jaxserve.pallas_kernels.op import UnsupportedBackendError, products_by
-from jaxserve.pallas_kernels.quantized_matmul import (
-    BACKENDS,
-    FLOAT16_BITS,
-    Problem,
-    quantized_matmul,
-    scale_floats,
+from jaxserve.pallas_kernels.grouped_matmul import (
+    QUANTIZED_MATMUL,
+    QuantizedProblem,
+    grouped_matmul,
+    using_matmul_backend,
 )
-from jaxserve.pallas_kernels.quantized_matmul.interface import PACKED
-from jaxserve.pallas_kernels.quantized_matmul.mosaic_tpu.plan import LANES, block_bytes
-from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
+from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, PACKED, scale_floats
+from jaxserve.pallas_kernels.grouped_matmul.launch import SETTINGS
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.quantized_matmul import LANES, block_bytes
+from jaxserve.pallas_kernels.hopper import SHARED_BYTES
+from jaxserve.pallas_kernels.op import UnsupportedBackendError
 
 from tests.kernels.quantized_cases import BY_NAME, CASES
 
+KERNELS = QUANTIZED_MATMUL.backends
 needs_gpu_interpreter = pytest.mark.skipif(
     jax.default_backend() != "gpu" and jax.__version_info__ < (0, 11),
     reason="on a CPU GPU kernels need the interpreter of jax 0.11 and later",
@@ -72,12 +72,12 @@ PLANTED = {  # kernels: {bug: (case, old code, new code)}
         ),
         "scales are those of the first half of the columns": (
             "int4_by_group",
-            "(part * problem.row_bytes + start) // size",
+            "(half * problem.stored_columns + start) // size",
             "start // size",
         ),
         "both halves of the columns are low bits": (
             "int4_by_channel",
-            "codes & 15 if part == 0 else codes >> 4",
+            "codes & 15 if half == 0 else codes >> 4",
             "codes & 15",
         ),
         "sums begin with those of the block before": ("int8_by_channel", "    sums[...] = jnp.zeros_like(sums)\n", ""),
@@ -91,12 +91,12 @@ PLANTED = {  # kernels: {bug: (case, old code, new code)}
         ),
         "the first groups of each half stand for all": (
             "many_groups",
-            "_at(turn, GRID_ROWS, part",
-            "_at(0, GRID_ROWS, part",
+            "_at(index, SCALE_SUBLANES, half",
+            "_at(0, SCALE_SUBLANES, half",
         ),
         "x is that of the first half": (
             "many_groups",
-            "part * problem.row_bytes + start), tiles",
+            "half * problem.stored_columns + start), tiles",
             "start), tiles",
         ),
     },
@@ -104,7 +104,7 @@ PLANTED = {  # kernels: {bug: (case, old code, new code)}
         "none": ("int4_by_group", "", ""),
         "blocks are loaded over those still in use": (
             "int4_by_group",
-            "plgpu.barrier_wait(shared.free.at[slot])",
+            "plgpu.barrier_wait(self.shared.free.at[slot])",
             "pass",
         ),
         "blocks are multiplied before they are there": (
@@ -112,11 +112,11 @@ PLANTED = {  # kernels: {bug: (case, old code, new code)}
             "        plgpu.barrier_wait(self.shared.ready.at[slot])\n",
             "",
         ),
-        "one of the copies is not waited for": ("int4_by_group", "num_arrivals=1 + parts", "num_arrivals=parts"),
+        "one of the copies is not waited for": ("int4_by_group", "num_copies = 1 + halves", "num_copies = halves"),
         "blocks are not given back": ("int4_by_group", "        plgpu.barrier_arrive(self.shared.free.at[slot])\n", ""),
         "x and scales are those of the first half": (
             "int4_by_group",
-            "first = part * problem.row_bytes + start",
+            "first = half * problem.stored_columns + start",
             "first = start",
         ),
         "both halves of the columns are low bits": (
@@ -126,8 +126,8 @@ PLANTED = {  # kernels: {bug: (case, old code, new code)}
         ),
         "all units of a block have its first columns of x": (
             "int8_by_channel",
-            "part, :, pl.ds(unit * UNIT, UNIT)",
-            "part, :, pl.ds(0, UNIT)",
+            "half, :, pl.ds(unit * WGMMA_COLUMNS, WGMMA_COLUMNS)",
+            "half, :, pl.ds(0, WGMMA_COLUMNS)",
         ),
         "zero points are left out": (
             "zero_points",
@@ -136,16 +136,16 @@ PLANTED = {  # kernels: {bug: (case, old code, new code)}
         ),
         "sums have the scale of a block's first group": (
             "int8_by_group",
-            "scale.at[slot, part, group]",
-            "scale.at[slot, part, 0]",
+            "scale.at[slot, half, group]",
+            "scale.at[slot, half, 0]",
         ),
         "the first group of a unit stands for all": (
             "small_groups",
             "for group in range(count)",
             "for group in [0] * count",
         ),
-        "all splits have the first columns": ("few_outputs", "(split * blocks + block)", "block"),
-        "all tiles of rows are the first": ("rows_of_many_tiles", "return row_tile * call.tiles.rows, ", "return 0, "),
+        "all splits have the first columns": ("few_outputs", "(split * self.launch.num_blocks + block)", "block"),
+        "all tiles of rows are the first": ("rows_of_many_tiles", "return row_tile * tiles.rows, ", "return 0, "),
         "the matrix is that of the first layer": (
             "a_layer_among_others",
             "self.elements.at[self.layer, outputs",
@@ -179,11 +179,12 @@ FACTS = {
     "num_rows": 64,
     "num_outputs": 6144,
     "num_inputs": 4096,
-    "num_groups": 64,
+    "num_scale_groups": 64,
     "elements": "int4",
     "has_zero": False,
     "has_minimum": False,
     "dtype": jnp.dtype("bfloat16"),
+    "matrix_dtype": jnp.dtype("uint8"),
     "scale_dtype": jnp.dtype("float32"),
     "result_dtype": jnp.dtype("bfloat16"),
     "platform": "tpu",
@@ -194,16 +195,16 @@ FACTS = {
 def test_blocks_fit_the_memory_of_tpus(chip):
     shapes = ((6144, 4096), (4096, 14336), (28672, 4096), (128256, 4096), (32064, 4096), (8192, 28672), (384, 1792))
     for rows, (N, K), size, elements in itertools.product((1, 64, 2048), shapes, (32, 64, 128, None), ("int4", "int8")):
-        facts = {"num_rows": rows, "num_outputs": N, "num_inputs": K, "num_groups": K // (size or K)}
-        problem = Problem(**FACTS | facts | {"elements": elements})
+        facts = {"num_rows": rows, "num_outputs": N, "num_inputs": K, "num_scale_groups": K // (size or K)}
+        problem = QuantizedProblem(**FACTS | facts | {"elements": elements})
         with jax.sharding.use_abstract_mesh(chip.mesh()):
-            assert BACKENDS["mosaic_tpu"].unsupported_reason(problem) is None
-            call = BACKENDS["mosaic_tpu"].launch(problem)
-        tiles = call.tiles
-        assert block_bytes(problem, tiles) <= call.vmem_bytes
-        assert tiles.outputs % LANES == problem.row_bytes % tiles.columns == tiles.columns % LANES == 0
-        assert call.row_tiles * tiles.rows >= rows
-        assert 0 <= call.output_tiles * tiles.outputs - N < tiles.outputs
+            assert KERNELS["mosaic_tpu"].unsupported_reason(problem) is None
+            launch = KERNELS["mosaic_tpu"].launch(problem)
+        tiles = launch.tiles
+        assert block_bytes(problem, tiles) <= launch.chip.memory_bytes
+        assert tiles.outputs % LANES == problem.stored_columns % tiles.columns == tiles.columns % LANES == 0
+        assert launch.num_row_tiles * tiles.rows >= rows
+        assert 0 <= launch.num_output_tiles * tiles.outputs - N < tiles.outputs
 
 
 def test_all_scales_of_float16_are_exact():
@@ -215,7 +216,7 @@ def test_all_scales_of_float16_are_exact():
 @pytest.mark.parametrize("kind", ["int4", "e2m1", "int8", "e4m3"])
 def test_elements_become_floats_in_the_registers_of_gpus(kind, dtype):
     """Every byte, at every place of a register; `exchanged` has brought the bytes of packed elements apart."""
-    fragments = pytest.importorskip("jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.fragments")
+    fragments = pytest.importorskip("jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.fragments")
     codes = np.stack([np.roll(np.arange(256, dtype=np.uint8), 61 * place) for place in range(4)], axis=1)
     is_packed = kind in PACKED
     for part, half in itertools.product(range(1 + is_packed), range(2)):
@@ -233,24 +234,24 @@ def test_elements_become_floats_in_the_registers_of_gpus(kind, dtype):
 
 
 def test_blocks_fit_the_memory_of_gpus():
-    memory = pytest.importorskip("jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.memory")
+    kernel = pytest.importorskip("jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.quantized_kernel")
 
     shapes = ((6144, 4096), (4096, 14336), (28672, 4096), (128256, 4096), (32064, 4096), (384, 1792))
     for rows, (N, K), elements in itertools.product((1, 64, 2048), shapes, ("int4", "int8")):
-        facts = {"num_rows": rows, "num_outputs": N, "num_inputs": K, "num_groups": K // 64, "platform": "gpu"}
-        problem = Problem(**FACTS | facts | {"elements": elements, "has_zero": elements == "int4"})
+        facts = {"num_rows": rows, "num_outputs": N, "num_inputs": K, "num_scale_groups": K // 64, "platform": "gpu"}
+        problem = QuantizedProblem(**FACTS | facts | {"elements": elements, "has_zero": elements == "int4"})
         with jax.sharding.use_abstract_mesh(H200.mesh()):
-            assert BACKENDS["mosaic_gpu"].unsupported_reason(problem) is None
-            call = BACKENDS["mosaic_gpu"].launch(problem)
-        tiles = call.tiles
-        arrays = [array for array in memory.shared_memory(call) if hasattr(array, "dtype")]
+            assert KERNELS["mosaic_gpu"].unsupported_reason(problem) is None
+            launch = KERNELS["mosaic_gpu"].launch(problem)
+        tiles = launch.tiles
+        arrays = [array for array in kernel.shared_memory(launch) if hasattr(array, "dtype")]
         assert sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays) <= SHARED_BYTES
         for grid in arrays[2:4]:  # a stage's scales, and its zero points, are copied at once
             assert len(grid.shape) == 1 or math.prod(grid.shape[2:]) * grid.dtype.itemsize % 128 == 0
         assert tiles.stages >= 2
-        assert call.blocks * tiles.splits * tiles.columns == problem.row_bytes
-        assert 0 <= call.output_tiles * tiles.item_outputs - N < tiles.item_outputs
-        assert call.row_tiles * tiles.rows >= rows
+        assert launch.num_blocks * tiles.splits * tiles.columns == problem.stored_columns
+        assert 0 <= launch.num_output_tiles * tiles.outputs - N < tiles.outputs
+        assert launch.num_row_tiles * tiles.rows >= rows
 
 
 @pytest.mark.parametrize(
@@ -258,7 +259,7 @@ def test_blocks_fit_the_memory_of_gpus():
     [
         ("mosaic_tpu", {}, None),
         ("mosaic_tpu", {"platform": "cpu"}, "TPUs only"),
-        ("mosaic_tpu", {"elements": "e2m1", "num_groups": 256, "scale_dtype": jnp.dtype("float8_e4m3fn")}, None),
+        ("mosaic_tpu", {"elements": "e2m1", "num_scale_groups": 256, "scale_dtype": jnp.dtype("float8_e4m3fn")}, None),
         ("mosaic_tpu", {"elements": "int2"}, "not int2"),
         ("mosaic_tpu", {"scale_dtype": jnp.dtype("float16")}, "not bfloat16 and float16"),
         ("mosaic_tpu", {"dtype": jnp.dtype("float32")}, "not float32 and float32"),
@@ -266,15 +267,15 @@ def test_blocks_fit_the_memory_of_gpus():
         ("mosaic_tpu", {"num_outputs": 32064}, None),
         ("mosaic_tpu", {"num_outputs": 50257}, "multiple of 16, not 50257"),
         ("mosaic_tpu", {"num_outputs": 96}, "128 or more, not 96"),
-        ("mosaic_tpu", {"num_inputs": 4608, "num_groups": 128}, "not of 36"),
+        ("mosaic_tpu", {"num_inputs": 4608, "num_scale_groups": 128}, "not of 36"),
         ("mosaic_gpu", {}, None),
         ("mosaic_gpu", {"platform": "tpu"}, "GPUs only"),
-        ("mosaic_gpu", {"elements": "e2m1", "num_groups": 256, "scale_dtype": jnp.dtype("float8_e4m3fn")}, None),
-        ("mosaic_gpu", {"has_minimum": True, "num_groups": 128}, None),
+        ("mosaic_gpu", {"elements": "e2m1", "num_scale_groups": 256, "scale_dtype": jnp.dtype("float8_e4m3fn")}, None),
+        ("mosaic_gpu", {"has_minimum": True, "num_scale_groups": 128}, None),
         ("mosaic_gpu", {"elements": "int8", "has_zero": True}, "zero points must be those of int4"),
         ("mosaic_gpu", {"dtype": jnp.dtype("float32")}, "not float32 and float32"),
         ("mosaic_gpu", {"num_inputs": 4032}, "multiple of 64 bytes, not 2016"),
-        ("mosaic_gpu", {"num_inputs": 6144, "num_groups": 64}, "not of 96"),
+        ("mosaic_gpu", {"num_inputs": 6144, "num_scale_groups": 64}, "not of 96"),
         ("mosaic_gpu", {"num_outputs": 32064}, None),
         ("mosaic_gpu", {"num_outputs": 6200}, "multiple of 16, not 6200"),
     ],
@@ -282,7 +283,7 @@ def test_blocks_fit_the_memory_of_gpus():
 def test_refuses_with_a_reason(backend, changed, reason):
     chip = H200 if backend == "mosaic_gpu" else TPU_V6E
     with jax.sharding.use_abstract_mesh(chip.mesh()):
-        found = BACKENDS[backend].unsupported_reason(Problem(**FACTS | {"platform": chip.platform} | changed))
+        found = KERNELS[backend].unsupported_reason(QuantizedProblem(**FACTS | {"platform": chip.platform} | changed))
     assert found is None if reason is None else reason in found
 
 
@@ -290,7 +291,7 @@ def test_refuses_with_a_reason(backend, changed, reason):
 def test_sizes_must_be_known(backend, chip):
     mesh = jax.sharding.use_abstract_mesh(chip.mesh())
     with SETTINGS.sized(heads=3), mesh, pytest.raises(ValueError, match="heads"):
-        BACKENDS[backend].launch(Problem(**FACTS))
+        KERNELS[backend].launch(QuantizedProblem(**FACTS))
 
 
 @pytest.mark.parametrize(
@@ -304,17 +305,17 @@ def test_sizes_must_be_known(backend, chip):
 def test_impossible_sizes_are_refused(backend, chip, sizes):
     facts = FACTS | {"platform": chip.platform, "num_rows": 4096}
     with jax.sharding.use_abstract_mesh(chip.mesh()):
-        assert BACKENDS[backend].unsupported_reason(Problem(**facts)) is None
+        assert KERNELS[backend].unsupported_reason(QuantizedProblem(**facts)) is None
         with SETTINGS.sized(**sizes):
-            assert BACKENDS[backend].unsupported_reason(Problem(**facts)) is not None
+            assert KERNELS[backend].unsupported_reason(QuantizedProblem(**facts)) is not None
 
 
 def test_on_cpus_the_format_multiplies():
     x, matrix, layer = BY_NAME["int8_by_group"].arguments()
-    y = quantized_matmul(x, matrix, layer, by_xla=lambda: x[:, :256], dtype=jnp.float32)
+    y = grouped_matmul(x, matrix, layer=layer, xla_matmul=lambda: x[:, :256], dtype=jnp.float32)
     assert (y == x[:, :256]).all()
-    with SETTINGS.interpreted("any"), products_by("xla"):
-        assert (quantized_matmul(x, matrix, layer, by_xla=lambda: x[:, :256], dtype=jnp.float32) == y).all()
-    for backend in BACKENDS:
+    with SETTINGS.interpreted("any"), using_matmul_backend("xla"):
+        assert (grouped_matmul(x, matrix, layer=layer, xla_matmul=lambda: x[:, :256], dtype=jnp.float32) == y).all()
+    for backend in ("mosaic_gpu", "mosaic_tpu"):
         with pytest.raises(UnsupportedBackendError, match=r"runs on .PUs only; use one of \['xla'\]"):
-            quantized_matmul(x, matrix, layer, by_xla=lambda: x, backend=backend)
+            grouped_matmul(x, matrix, layer=layer, xla_matmul=lambda: x, backend=backend)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels.grouped_matmul import mosaic_tpu
+from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL
 
 from jaxserve import weights
 from jaxserve.errors import ConfigError
@@ -75,8 +75,8 @@ def test_divided_experts_are_multiplied_in_the_same_tiles(monkeypatch):
     """A device has the rows of all experts, of which most belong to those of other devices."""
     T, E, k, D, F, seen = 64, 8, 2, 8, 4, []
     monkeypatch.setattr(jax.lax, "axis_index", lambda _: 1)
-    kernel = type(mosaic_tpu.KERNEL)
-    monkeypatch.setattr(kernel, "unsupported_reason", lambda _, problem: seen.append(problem) or "of another platform")
+    kernel = GROUPED_MATMUL.backends["mosaic_tpu"]
+    monkeypatch.setattr(kernel, "unsupported_reason", lambda problem: seen.append(problem) or "of another platform")
     for num_shards in (1, 4):
         experts = Experts(E, k, F, num_shards=num_shards, shard_axis="expert" if num_shards > 1 else None)
         held = experts.num_held

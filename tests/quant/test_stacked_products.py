@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jaxserve.pallas_kernels.quantized_matmul import OP
-from jaxserve.pallas_kernels.quantized_matmul.settings import SETTINGS
+from jaxserve.pallas_kernels.grouped_matmul import QUANTIZED_MATMUL
+from jaxserve.pallas_kernels.grouped_matmul.launch import SETTINGS
 from jaxserve.weights.rows import leaf_at
 
 from jaxserve.layers.linear import StackedMatrix, linear
@@ -31,7 +31,7 @@ def test_layers_of_a_stack_reach_the_kernel(name, monkeypatch):
     matrix = own.dequantize(*(rows.whole() for rows in own.rows_arrays())).astype(jnp.bfloat16)
     expected = np.asarray(x, np.float32) @ np.asarray(matrix, np.float32).T
     stack = form.weight(*map(jnp.asarray, buffers))
-    monkeypatch.delitem(OP.backends, "mosaic_gpu")  # TPU kernels alone run in this interpreter
+    monkeypatch.delitem(QUANTIZED_MATMUL.backends, "mosaic_gpu")  # TPU kernels alone run in this interpreter
     monkeypatch.setattr(products, "multiply", lambda *_: pytest.fail("XLA multiplies"))
     with SETTINGS.interpreted(pltpu.InterpretParams()):
         found = linear(x, StackedMatrix(stack, jnp.int32(1)), dtype=jnp.float32)
@@ -53,7 +53,7 @@ def test_matrices_of_checkpoints_reach_the_kernel(name, monkeypatch, tmp_path):
     matrix = leaf_at(params, spec.path)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 256)), jnp.bfloat16)
     expected = np.asarray(x, np.float32) @ np.asarray(matrix.rows(jnp.arange(128))).T
-    monkeypatch.delitem(OP.backends, "mosaic_gpu")  # TPU kernels alone run in this interpreter
+    monkeypatch.delitem(QUANTIZED_MATMUL.backends, "mosaic_gpu")  # TPU kernels alone run in this interpreter
     monkeypatch.setattr(products, "multiply", lambda *_: pytest.fail("XLA multiplies"))
     with SETTINGS.interpreted(pltpu.InterpretParams()):
         found = linear(x, matrix, dtype=jnp.float32)

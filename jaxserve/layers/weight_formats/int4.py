@@ -17,7 +17,8 @@ from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.layers.weight_formats.int8 import num_blocks, quantize
 from jaxserve.layers.weight_formats.products import ScaledMatrix
 from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
-from jaxserve.pallas_kernels.quantized_matmul import INT4_ZERO, Quantized, packed, unpacked
+from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack
+from jaxserve.pallas_kernels.grouped_matmul.elements import INT4_ZERO, packed, unpacked
 
 _INT4_MAX = 7  # symmetric: -8 is not used
 _PAIRS = np.dtype(np.uint8)
@@ -28,7 +29,7 @@ _PAIRS = np.dtype(np.uint8)
 class Int4Matrix(ScaledMatrix):
     """A matrix [out, in] in int4, or a stack of them: w[o, i] is q[o, i] * scale[i // B, o], in = blocks * B.
 
-    Two elements q + 8 are a byte, uint8 [out, in / 2], as `quantized_matmul` has them. In blocks of an odd size each
+    Two elements q + 8 are a byte, uint8 [out, in / 2], see `elements.packed`. In blocks of an odd size each
     is an int8.
     """
 
@@ -41,9 +42,9 @@ class Int4Matrix(ScaledMatrix):
         *rows, columns = self.q.shape
         return (*rows, columns * (2 if self.q.dtype == _PAIRS else 1))
 
-    def quantized(self) -> Quantized:
+    def quantized(self) -> QuantizedStack:
         """Return what kernels multiply, if this holds the matrices of all layers."""
-        return Quantized(self.q, self.scale, None, "int4" if self.q.dtype == _PAIRS else "int8")
+        return QuantizedStack(self.q, self.scale, None, "int4" if self.q.dtype == _PAIRS else "int8")
 
     def rows_arrays(self) -> tuple[StoredRows, ...]:
         """Return elements and scales."""

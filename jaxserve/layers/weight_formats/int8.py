@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.layers.weight_formats.products import ScaledMatrix
 from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
-from jaxserve.pallas_kernels.quantized_matmul import Quantized
+from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack
 
 _INT8_MAX = 127  # symmetric: -128 is not used
 _BLOCK_SIZE = 64
@@ -40,9 +40,9 @@ class QuantizedMatrix(ScaledMatrix):
         """Dtype of the stored elements, int8."""
         return self.q.dtype
 
-    def quantized(self) -> Quantized:
+    def quantized(self) -> QuantizedStack:
         """Return what kernels multiply, if this holds the matrices of all layers."""
-        return Quantized(self.q, self.scale, None, "int8")
+        return QuantizedStack(self.q, self.scale, None, "int8")
 
     def rows_arrays(self) -> tuple[StoredRows, ...]:
         """Return elements and scales."""

@@ -11,14 +11,14 @@ from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.layers.linear import LinearContext, Matrix
 from jaxserve.layers.stored_rows import Dequantize, StoredRows, block, multiply_by_slabs, multiply_whole
-from jaxserve.pallas_kernels.quantized_matmul import Quantized, quantized_matmul
+from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack, grouped_matmul
 
 
 class ScaledMatrix(Matrix):
     """A matrix of quantised elements and grids of scales, a pytree of arrays."""
 
     @abstractmethod
-    def quantized(self) -> Quantized:
+    def quantized(self) -> QuantizedStack:
         """Return what kernels multiply, if this holds the matrices of all layers."""
 
     @abstractmethod
@@ -50,8 +50,14 @@ class ScaledMatrix(Matrix):
         assert isinstance(stack, ScaledMatrix), "a stack has the type of its matrices"
         x, factor = self.quantize_inputs(x, context)
         dtype = jnp.float32 if factor is not None or context.dtype is None else context.dtype
-        by_xla = partial(multiply, self.dequantize, self.rows_arrays(), x)
-        y = quantized_matmul(x, stack.quantized(), layer, row_factor=self.row_factor(), dtype=dtype, by_xla=by_xla)
+        y = grouped_matmul(
+            x,
+            stack.quantized(),
+            layer=layer,
+            row_factor=self.row_factor(),
+            dtype=dtype,
+            xla_matmul=partial(multiply, self.dequantize, self.rows_arrays(), x),
+        )
         return y if factor is None else y * factor
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:

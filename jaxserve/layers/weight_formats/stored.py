@@ -23,16 +23,16 @@ from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.layers.weight_formats import activations
 from jaxserve.layers.weight_formats.products import ScaledMatrix
 from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
-from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
-from jaxserve.pallas_kernels.quantized_matmul import (
+from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack
+from jaxserve.pallas_kernels.grouped_matmul.elements import (
     FLOAT16_BITS,
     INT4_ZERO,
-    Quantized,
     e2m1_floats,
     packed,
     scale_floats,
     unpacked,
 )
+from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
 from jaxserve.weights import CheckpointError, QuantizedPart, Scheme, Schemes, StoredTensor, host_buffer
 from jaxserve.weights.quantized.packing import nibbles
 from jaxserve.weights.quantized.scheme import Role
@@ -46,7 +46,7 @@ class StoredMatrix(ScaledMatrix):
     """A matrix [out, in] of any scheme, or a stack of them.
 
     Attributes:
-        elements: elements of one byte, or pairs of elements of four bits, as `quantized_matmul` has them.
+        elements: elements of one byte, or pairs of elements of four bits, see `elements.packed`.
         scale: scales of each row's groups of columns; bits of those in float16.
         row_scale: further scale of each row, of schemes with a scale of the whole tensor.
         zero: zero points of the groups.
@@ -76,9 +76,9 @@ class StoredMatrix(ScaledMatrix):
         *outer, in_bytes = self.elements.shape
         return (*outer, in_bytes * (2 if self.scheme.is_packed else 1))
 
-    def quantized(self) -> Quantized:
+    def quantized(self) -> QuantizedStack:
         """Return what kernels multiply, if this holds the matrices of all layers."""
-        return Quantized(self.elements, self.scale, self.zero, self.scheme.elements, self.minimum)
+        return QuantizedStack(self.elements, self.scale, self.zero, self.scheme.elements, self.minimum)
 
     def row_factor(self) -> Float32[Array, " out"] | None:
         """Return the further scales of rows."""

@@ -1,14 +1,14 @@
-"""Backend of XLA's own ragged product, on every platform.
+"""XLA backend for every platform: `ragged_dot`.
 
-XLA:CPU and XLA:GPU multiply all rows with the matrix of every group and mask the products. There it is right, but takes
-as many times longer as there are groups.
+XLA:CPU and XLA:GPU multiply all rows with the matrix of every group and mask the results, which takes `num_groups`
+times longer than necessary.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
+from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
 from jaxtyping import Array, Float, Int, Int32
 
 _DIMENSIONS = lax.RaggedDotDimensionNumbers(
@@ -28,13 +28,13 @@ def multiply(
     group_sizes: Int32[Array, " G"],
     layer: Int[Array, ""],
 ) -> Float[Array, "M N"]:
-    """Return the products in float32; those of float32 are exact float32, as in `FloatMatrix`."""
-    own = matrices[0] if len(matrices) == 1 else lax.dynamic_index_in_dim(matrices, layer, keepdims=False)
+    """Return the result in float32; matmuls of float32 are exact float32, as in `FloatMatrix`."""
+    local = matrices[0] if len(matrices) == 1 else lax.dynamic_index_in_dim(matrices, layer, keepdims=False)
     dtype = jnp.promote_types(x.dtype, matrices.dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     return lax.ragged_dot_general(
         x.astype(dtype),
-        own.reshape(problem.num_groups, problem.num_outputs, -1).astype(dtype),
+        local.reshape(problem.num_groups, problem.num_outputs, -1).astype(dtype),
         group_sizes,
         _DIMENSIONS,
         precision=precision,

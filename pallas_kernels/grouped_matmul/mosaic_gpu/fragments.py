@@ -18,8 +18,8 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
-from jaxserve.pallas_kernels.quantized_matmul.interface import PACKED, e2m1_floats
-from jaxserve.pallas_kernels.quantized_matmul.mosaic_gpu.plan import UNIT
+from jaxserve.pallas_kernels.grouped_matmul.elements import PACKED, e2m1_floats
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.quantized_matmul import WGMMA_COLUMNS
 from jaxtyping import Array, Shaped
 
 BIAS = {"bfloat16": 128, "float16": 1024}  # what codes of int4 are more by: their bits are the last of this number's
@@ -62,13 +62,13 @@ def floats(
         interpret: parameters of the interpreter; None on a GPU.
     """
     if interpret is not None:
-        return _interpreted(elements[:, unit * UNIT : (unit + 1) * UNIT], kind, dtype, part)
-    shape = elements.shape[0], UNIT
+        return _interpreted(elements[:, unit * WGMMA_COLUMNS : (unit + 1) * WGMMA_COLUMNS], kind, dtype, part)
+    shape = elements.shape[0], WGMMA_COLUMNS
     codes = [f"{{ .reg .b32 a, b; {_code(kind, dtype.name, part, half)} }}" for half in range(2)]
 
     @plgpu.inline_mgpu(arg_types=(LOADED,), return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=WANTED))
     def convert_unit(_: Any, x: Any) -> Any:
-        tiles, pair_type = UNIT // _COLUMNS, ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
+        tiles, pair_type = WGMMA_COLUMNS // _COLUMNS, ir.VectorType.get((2,), utils.dtype_to_ir_type(dtype))
         registers = np.empty(WANTED.to_mgpu().registers_shape(shape), dtype=object)
         for index, register in np.ndenumerate(x.registers[:, unit * tiles : (unit + 1) * tiles]):
             bits = utils.bitcast(register, _i32_type())
@@ -83,7 +83,7 @@ def floats(
 
 def joined(groups: Sequence[Shaped[Array, "out 64"]], interpret: Any) -> Shaped[Array, "out 64"]:
     """Return an array whose columns are in equal parts those of each of some arrays, in the layout `WANTED`."""
-    size = UNIT // len(groups)
+    size = WGMMA_COLUMNS // len(groups)
     if len(groups) == 1:
         return groups[0]
     if interpret is not None:

@@ -1,0 +1,43 @@
+"""Quantised matrix elements and scales: how they are stored, and their values as floats."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float32, Int32, Shaped, UInt8
+from numpy.typing import NDArray
+
+PACKED = ("int4", "e2m1")  # element types with two elements per byte
+INT4_ZERO = 8  # zero point of int4 without stored zero points
+FLOAT16_BITS = np.dtype(np.uint16)  # storage dtype of float16 scales: TPU kernels take no float16 arrays
+
+
+def packed(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Pack 4-bit codes into bytes: the first half of the columns in the low bits, the second half in the high bits."""
+    low, high = np.split(codes, 2, axis=-1)
+    return (low | high << 4).astype(np.uint8, copy=False)
+
+
+def unpacked(pairs: UInt8[Array, "*rows in_bytes"]) -> UInt8[Array, "*rows in"]:
+    """Invert `packed`."""
+    return jnp.concatenate([pairs & 15, pairs >> 4], axis=-1)
+
+
+def e2m1_floats(codes: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Return the values of fp4 codes with sign, two exponent bits and one mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    size = (codes & 7).astype(jnp.float32)
+    size = jnp.maximum(size * 0.5, jnp.maximum(size - 2, size * 2 - 8))
+    return size * (1 - (codes & 8).astype(jnp.float32) * 0.25)
+
+
+def scale_floats(scale: Shaped[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Return scales in float32. Float16 bits are decoded by integer arithmetic: TPUs would flush its subnormals."""
+    if scale.dtype != FLOAT16_BITS:
+        return scale.astype(jnp.float32)
+    bits = scale.astype(jnp.int32)
+    size = bits & 0x7FFF
+    rebias = jnp.where(size < 0x7C00, 112, 224) << 23  # 224 for infinity and NaN
+    wide = lax.bitcast_convert_type((size << 13) + rebias, jnp.float32)
+    wide = jnp.where(size < 0x400, size.astype(jnp.float32) * 2.0**-24, wide)
+    return jnp.where(bits < 0x8000, wide, -wide)

@@ -1,0 +1,76 @@
+"""Grouped matmul of floats on Hopper GPUs: supported problems and tile sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.grouped_matmul.launch import MatmulKernel, Tiles
+from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
+from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
+from jaxserve.pallas_kernels.target import TargetChip
+from jaxtyping import Array, Float, Int, Int32
+
+DTYPES = ("bfloat16", "float16")
+MIN_INPUTS = 32  # columns in a line of shared memory
+MIN_OUTPUTS = 64  # matrix rows of the smallest tile
+ROW_ALIGNMENT = 8  # TMA copies rows of x to shared memory in eights
+MAX_WARPGROUPS = 2  # computing warpgroups of a thread block
+
+
+@dataclass(frozen=True)
+class TileLimits:
+    """Limits of tile sizes; tuned values override the defaults.
+
+    Attributes:
+        warpgroups: maximum number of computing warpgroups, with 64 rows of x each.
+        outputs: maximum number of matrix rows per tile.
+        stages: maximum number of blocks in flight.
+    """
+
+    warpgroups: int = MAX_WARPGROUPS
+    outputs: int = 128
+    stages: int = 8
+
+    def __post_init__(self) -> None:
+        if self.stages < 2:  # a block is freed when the matmul of the next block has started
+            raise ValueError(f"stages must be at least 2, got {self.stages}")
+
+
+class FloatMatmul(MatmulKernel[Problem]):
+    """Grouped matmul of floats on Hopper GPUs."""
+
+    platform = "gpu"
+    module = f"{__package__}.float_kernel"
+    limits = TileLimits
+
+    def unsupported_problem(self, problem: Problem) -> str | None:
+        return problem.unsupported_reason(DTYPES, outputs=MIN_OUTPUTS, inputs=MIN_INPUTS)
+
+    def choose_tiles(self, problem: Problem, limits: TileLimits, chip: TargetChip) -> Tiles:
+        """Fit row tiles to the mean group size, and fill shared memory with blocks in flight."""
+        warpgroups = 1 if problem.mean_rows <= WARPGROUP_ROWS else min(limits.warpgroups, MAX_WARPGROUPS)
+        outputs = next(size for size in (256, 128, 64) if size <= limits.outputs and problem.num_outputs % size == 0)
+        columns = 64 if problem.num_inputs % 64 == 0 else 32
+        rows = warpgroups * WARPGROUP_ROWS
+        stage_bytes = (rows + outputs) * columns * problem.matrix_dtype.itemsize
+        free_bytes = chip.memory_bytes - rows * outputs * problem.kernel_dtype.itemsize
+        stages = min(limits.stages, free_bytes // stage_bytes)
+        return Tiles(rows, outputs, columns, warpgroups=warpgroups, stages=stages)
+
+    def multiply(
+        self,
+        problem: Problem,
+        x: Float[Array, "M K"],
+        matrices: Float[Array, "layers GN K"],
+        group_sizes: Int32[Array, " G"],
+        layer: Int[Array, ""],
+    ) -> Float[Array, "M N"]:
+        """Pad x to whole eights of rows and at least one tile, and run the kernel."""
+        launch, M = self.launch(problem), problem.num_rows
+        x = jnp.pad(x, ((0, max(-M % ROW_ALIGNMENT, launch.tiles.rows - M)), (0, 0)))
+        y: Array = self.kernel().multiply(launch, x, matrices, group_sizes, layer)
+        return y
+
+
+KERNEL = FloatMatmul()

@@ -1,0 +1,154 @@
+"""Matmul with quantised matrices on Hopper GPUs: supported problems and tile sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.grouped_matmul.elements import scale_floats
+from jaxserve.pallas_kernels.grouped_matmul.launch import Launch, MatmulKernel, Tiles
+from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, QuantizedStack
+from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
+from jaxserve.pallas_kernels.target import TargetChip
+from jaxtyping import Array, Float, Int
+
+DTYPES = ("bfloat16", "float16")
+MIN_GROUP_SIZE = 8  # columns that are adjacent in wgmma's registers
+COPY_BYTES = 128  # TMA copies grids to shared memory in multiples
+WGMMA_COLUMNS = 64  # columns of one wgmma with registers: a line of 128 bytes of x
+MIN_COLUMNS = 64  # bytes of a matrix row in a block, or twice as many
+ROW_MULTIPLE = 8  # rows of x in a tile are a multiple
+MAX_ROWS = 256  # rows of x that one instruction multiplies
+SCALED_SUM_ROWS = 64  # rows of x up to which scaling the sums of 64-column groups is cheaper than scaling elements
+MAX_ROWS_BY_WARPGROUPS = {4: 32, 3: 64, 2: MAX_ROWS}  # computing warpgroups: rows of x whose sums fit their registers
+RING_BYTES = SHARED_BYTES - 2048  # shared memory less everything else that a thread block keeps there
+LATENCY_BYTES = 24 * 1024  # bytes that a multiprocessor loads while it starts and stores a work item
+
+
+@dataclass(frozen=True)
+class TileLimits:
+    """Limits of tile sizes; tuned values override the defaults.
+
+    Attributes:
+        rows: maximum rows of x per work item. Each row tile reads and dequantises the matrix again.
+        columns: maximum bytes of a matrix row per block.
+        warpgroups: maximum number of computing warpgroups, with 64 matrix rows each.
+        stages: maximum number of blocks in flight.
+    """
+
+    rows: int = MAX_ROWS
+    columns: int = 2 * MIN_COLUMNS
+    warpgroups: int = 4
+    stages: int = 8
+
+    def __post_init__(self) -> None:
+        if self.stages < 2:  # a block is free only once it is multiplied
+            raise ValueError(f"stages must be at least 2, got {self.stages}")
+        if self.columns < MIN_COLUMNS:
+            raise ValueError(f"columns must be at least {MIN_COLUMNS}, got {self.columns}")
+        if not ROW_MULTIPLE <= self.rows <= MAX_ROWS:
+            raise ValueError(f"rows must be between {ROW_MULTIPLE} and {MAX_ROWS}, got {self.rows}")
+        if self.warpgroups < min(MAX_ROWS_BY_WARPGROUPS):
+            raise ValueError(f"warpgroups must be at least {min(MAX_ROWS_BY_WARPGROUPS)}, got {self.warpgroups}")
+
+
+class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
+    """Matmul with quantised matrices on Hopper GPUs."""
+
+    platform = "gpu"
+    module = f"{__package__}.quantized_kernel"
+    limits = TileLimits
+
+    def unsupported_problem(self, problem: QuantizedProblem) -> str | None:
+        if (reason := problem.unsupported_elements(DTYPES)) is not None:
+            return reason
+        if problem.has_zero and problem.elements != "int4":
+            return f"zero points must be those of int4, not of {problem.elements}"
+        if problem.stored_columns % MIN_COLUMNS:
+            return f"rows of the matrix must have a multiple of {MIN_COLUMNS} bytes, not {problem.stored_columns}"
+        size = problem.group_size
+        if size % WGMMA_COLUMNS and (WGMMA_COLUMNS % size or size < MIN_GROUP_SIZE):
+            known = f"{WGMMA_COLUMNS} columns, or of a multiple or a part of them of {MIN_GROUP_SIZE} or more"
+            return f"groups must be of {known}, not of {size}"
+        return None
+
+    def choose_tiles(self, problem: QuantizedProblem, limits: TileLimits, chip: TargetChip) -> Tiles:
+        """Return the tiles with the lowest estimated time among those that fit."""
+        num_tiles = -(-problem.num_rows // limits.rows)
+        rows = -(-problem.num_rows // (num_tiles * ROW_MULTIPLE)) * ROW_MULTIPLE  # tiles of about equal size
+        min_warpgroups = min(MAX_ROWS_BY_WARPGROUPS)
+        possible = [
+            (stages, columns, warpgroups)
+            for columns in (2 * MIN_COLUMNS, MIN_COLUMNS)
+            if columns <= limits.columns and problem.stored_columns % columns == 0
+            if columns % problem.group_size == 0 or problem.group_size % columns == 0
+            for warpgroups, max_rows in MAX_ROWS_BY_WARPGROUPS.items()
+            if warpgroups <= limits.warpgroups and (rows <= max_rows or warpgroups == min_warpgroups)
+            if all(size % COPY_BYTES == 0 for size in _grid_bytes(problem, columns, warpgroups))
+            if (stages := min(limits.stages, RING_BYTES // _stage_bytes(problem, rows, columns, warpgroups))) >= 2
+        ]
+        if not possible:
+            raise ValueError(f"stages must be at least 2, and memory holds fewer for {rows} rows of x")
+        choices = [
+            Tiles(rows, warpgroups * WARPGROUP_ROWS, columns, warpgroups=warpgroups, stages=stages, splits=splits)
+            for stages, columns, warpgroups in possible
+            if stages >= min(3, max(possible)[0])
+            for splits in range(1, problem.stored_columns // columns + 1)
+            if problem.stored_columns // columns % splits == 0
+        ]
+        return min(choices, key=lambda tiles: _cost(problem, tiles, chip.num_cores))
+
+    def multiply(
+        self,
+        problem: QuantizedProblem,
+        x: Float[Array, "T K"],
+        matrix: QuantizedStack,
+        group_sizes: None,
+        layer: Int[Array, ""],
+    ) -> Float[Array, "T N"]:
+        """Run the kernel, add the sums of the splits, and apply a single scale per matrix row."""
+        launch = self.launch(problem)
+        _, padded_rows, _ = sums_shape(launch)
+        x = jnp.pad(x, ((0, padded_rows - problem.num_rows), (0, 0)))
+        y: Array = self.kernel().multiply(launch, x, matrix, layer).sum(axis=0)
+        y = y[: problem.num_rows, : problem.num_outputs]
+        return y if problem.scales_elements else y * scale_floats(jnp.take(matrix.scale, layer, axis=0))
+
+
+KERNEL = QuantizedMatmul()
+
+
+def scales_sums(problem: QuantizedProblem, rows: int) -> bool:
+    """Return whether the kernel scales the sums of groups: exact, and cheap for few rows of x and large groups."""
+    size = problem.group_size
+    max_rows = 0 if size % WGMMA_COLUMNS else SCALED_SUM_ROWS if size == WGMMA_COLUMNS else 2 * SCALED_SUM_ROWS
+    return problem.scales_elements and not problem.has_minimum and rows <= max_rows
+
+
+def sums_shape(launch: Launch[QuantizedProblem]) -> tuple[int, int, int]:
+    """Return the shape of the kernel's output: splits, rows of x and matrix rows, both padded to whole tiles."""
+    tiles = launch.tiles
+    return tiles.splits, launch.num_row_tiles * tiles.rows, launch.num_output_tiles * tiles.outputs
+
+
+def _grid_bytes(problem: QuantizedProblem, columns: int, warpgroups: int) -> tuple[int, ...]:
+    """Return the bytes of a block's scales, and of its zero points or minima."""
+    count = problem.block_groups(columns) * warpgroups * WARPGROUP_ROWS
+    sizes = (problem.scale_dtype.itemsize if problem.scales_elements else 0, problem.offset_bytes)
+    return tuple(count * size for size in sizes if size)
+
+
+def _stage_bytes(problem: QuantizedProblem, rows: int, columns: int, warpgroups: int) -> int:
+    """Return the bytes of a block in shared memory."""
+    x_bytes, element_bytes = rows * columns * problem.dtype.itemsize, warpgroups * WARPGROUP_ROWS * columns
+    return problem.per_byte * (x_bytes + sum(_grid_bytes(problem, columns, warpgroups))) + element_bytes
+
+
+def _cost(problem: QuantizedProblem, tiles: Tiles, num_cores: int) -> float:
+    """Return the bytes that the busiest multiprocessor loads and stores; cached bytes count half."""
+    row_tiles = -(-problem.num_rows // tiles.rows)
+    items = row_tiles * -(-problem.num_outputs // tiles.outputs) * tiles.splits
+    x_bytes = tiles.rows * problem.num_inputs * problem.dtype.itemsize
+    sum_bytes = tiles.rows * tiles.outputs * 4 * (2 if tiles.splits > 1 else 1)
+    item = (tiles.outputs * problem.stored_columns + x_bytes / 2) / tiles.splits + sum_bytes / 2 + LATENCY_BYTES
+    return -(-items // num_cores) * item

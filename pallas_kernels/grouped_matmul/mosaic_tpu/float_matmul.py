@@ -1,0 +1,91 @@
+"""Grouped matmul of floats on TPUs: supported problems and tile sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.grouped_matmul.launch import MatmulKernel, Tiles, round_up
+from jaxserve.pallas_kernels.grouped_matmul.problem import Problem
+from jaxserve.pallas_kernels.target import TargetChip
+from jaxtyping import Array, Float, Int, Int32
+
+DTYPES = ("bfloat16", "float32")
+LANES = 128  # elements in a row of a memory tile
+
+
+@dataclass(frozen=True)
+class TileLimits:
+    """Limits of tile sizes; tuned values override the defaults.
+
+    Attributes:
+        weight_bytes: maximum bytes of a matrix block, whose copy should take longer than the overhead of a grid step.
+        min_rows: minimum rows of a tile, for small groups: loading MXU weights costs as much as multiplying 128 rows.
+        max_rows: maximum rows of a tile.
+    """
+
+    weight_bytes: int = 2 * 2**20
+    min_rows: int = 128
+    max_rows: int = 512
+
+
+class FloatMatmul(MatmulKernel[Problem]):
+    """Grouped matmul of floats on TPUs; matmuls of float32 are exact float32."""
+
+    platform = "tpu"
+    module = f"{__package__}.float_kernel"
+    limits = TileLimits
+
+    def unsupported_problem(self, problem: Problem) -> str | None:
+        # XLA stores matrices with other numbers of columns transposed, and would copy the matrices of all layers.
+        return problem.unsupported_reason(DTYPES, outputs=sublanes(problem.matrix_dtype), inputs=LANES)
+
+    def choose_tiles(self, problem: Problem, limits: TileLimits, chip: TargetChip) -> Tiles:
+        """Fit row tiles to the mean group size, and prefer blocks with whole matrix rows."""
+        itemsize, N, K = problem.matrix_dtype.itemsize, problem.num_outputs, problem.num_inputs
+        rows = min(max(problem.mean_rows, limits.min_rows), limits.max_rows)
+        rows = round_up(min(rows, problem.num_rows), sublanes(problem.matrix_dtype))
+        for splits in range(1, K // LANES + 1):
+            if K % (splits * LANES):
+                continue
+            columns = K // splits
+            max_outputs = limits.weight_bytes // (columns * itemsize)
+            if max_outputs < N:
+                max_outputs = max_outputs // LANES * LANES
+            while max_outputs > 0:
+                num_tiles = -(-N // max_outputs)  # tiles of about equal size
+                outputs = N if num_tiles == 1 else round_up(-(-N // num_tiles), LANES)
+                tiles = Tiles(rows, outputs, columns)
+                if block_bytes(tiles, itemsize) <= chip.memory_bytes:
+                    return tiles
+                max_outputs = (max_outputs - 1) // LANES * LANES
+        raise ValueError(
+            f"blocks of matrices of {K} columns and {rows} rows of x need more than {chip.memory_bytes} bytes"
+        )
+
+    def multiply(
+        self,
+        problem: Problem,
+        x: Float[Array, "M K"],
+        matrices: Float[Array, "layers GN K"],
+        group_sizes: Int32[Array, " G"],
+        layer: Int[Array, ""],
+    ) -> Float[Array, "M N"]:
+        """Pad x to whole memory tiles and run the kernel."""
+        x = jnp.pad(x, ((0, -problem.num_rows % sublanes(x.dtype)), (0, 0)))
+        y: Array = self.kernel().multiply(self.launch(problem), x, matrices, group_sizes, layer)
+        return y[: problem.num_rows]
+
+
+KERNEL = FloatMatmul()
+
+
+def sublanes(dtype: jnp.dtype) -> int:
+    """Return the number of rows in a memory tile."""
+    return 32 // dtype.itemsize
+
+
+def block_bytes(tiles: Tiles, itemsize: int) -> int:
+    """Return the bytes of VMEM: two buffers for each copied block, and the sums."""
+    copied = (tiles.rows + tiles.outputs) * tiles.columns * itemsize
+    return 2 * copied + 3 * tiles.rows * round_up(tiles.outputs, LANES) * 4

@@ -1,0 +1,41 @@
+"""The call of a matmul kernel on TPUs: Pallas copies the blocks of the next grid step while one is computed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
+from jaxtyping import Array
+
+
+def pipelined_kernel(
+    launch: Launch[Any],
+    kernel: Callable[..., None],
+    grid_spec: pltpu.PrefetchScalarGridSpec,
+    out: jax.ShapeDtypeStruct,
+    *,
+    bytes_accessed: int,
+    name: str,
+) -> Callable[..., Array]:
+    """Return a function that runs the kernel for each grid step; only steps of the first dimension may be reordered."""
+    problem = launch.problem
+    flops = 2 * problem.num_rows * problem.num_outputs * problem.num_inputs
+    semantics: Any = ("parallel", *["arbitrary"] * (len(grid_spec.grid) - 1))
+    run: Callable[..., Array] = pl.pallas_call(
+        functools.partial(kernel, launch),
+        out_shape=out,
+        grid_spec=grid_spec,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics,
+            vmem_limit_bytes=2 * launch.chip.memory_bytes,
+        ),
+        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=bytes_accessed),
+        name=name,
+        **launch.options,
+    )
+    return run

@@ -1,0 +1,150 @@
+"""Matmul kernel with quantised matrices for TPUs.
+
+The Pallas grid has a step for each pair of a row tile and a block of matrix rows. The pipeline copies the next blocks
+ahead, of the matrix as it is stored in the array of all layers, with the layer index as a prefetched scalar. A row tile
+is copied once, with all columns, and stays in VMEM while the matrix passes. If blocks do not divide the matrix rows,
+the last block is padded with undefined rows, whose results are not stored.
+
+In VMEM a loop dequantises some columns of a block at a time and multiplies them in the dtype of x with float32 sums.
+The scales of a group lie along the lanes, `[groups, N]`, as XLA would lay out other shapes too. They are repeated for
+each column of the group and transposed, so that each element meets its scale.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxserve.pallas_kernels.grouped_matmul.elements import INT4_ZERO, e2m1_floats, scale_floats
+from jaxserve.pallas_kernels.grouped_matmul.launch import Launch
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.pipeline import pipelined_kernel
+from jaxserve.pallas_kernels.grouped_matmul.mosaic_tpu.quantized_matmul import (
+    LANES,
+    SCALE_SUBLANES,
+    loop_columns,
+    num_narrow_grids,
+)
+from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, QuantizedStack
+from jaxtyping import Array, Float, Int
+
+
+def multiply(
+    launch: Launch[QuantizedProblem], x: Float[Array, "padded K"], matrix: QuantizedStack, layer: Int[Array, ""]
+) -> Float[Array, "padded N"]:
+    """Run the kernel."""
+    tiles, problem = launch.tiles, launch.problem
+    groups = (None, problem.num_scale_groups, tiles.outputs)
+    in_specs = [
+        pl.BlockSpec((tiles.rows, problem.num_inputs), lambda t, n, _: (t, 0)),
+        pl.BlockSpec((None, tiles.outputs, problem.stored_columns), lambda t, n, layer: (layer[0], n, 0)),
+        pl.BlockSpec(groups, lambda t, n, layer: (layer[0], 0, n)),
+    ]
+    arrays = [matrix.elements, matrix.scale]
+    if matrix.offset is not None:
+        in_specs.append(in_specs[-1])
+        arrays.append(matrix.offset)
+    scratch = [pltpu.VMEM((tiles.rows, tiles.outputs), jnp.float32)]
+    scratch += [pltpu.VMEM(groups[1:], jnp.float32) for _ in range(num_narrow_grids(problem))]
+    if launch.interpret is None:  # XLA would copy small stacks of all layers to VMEM
+        arrays = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
+    row_bytes = problem.num_inputs * problem.dtype.itemsize + problem.num_outputs * problem.result_dtype.itemsize
+    run = pipelined_kernel(
+        launch,
+        _kernel,
+        pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(launch.num_row_tiles, launch.num_output_tiles),
+            in_specs=in_specs,
+            out_specs=pl.BlockSpec((tiles.rows, tiles.outputs), lambda t, n, _: (t, n)),
+            scratch_shapes=scratch,
+        ),
+        jax.ShapeDtypeStruct((x.shape[0], problem.num_outputs), problem.result_dtype),
+        bytes_accessed=launch.num_row_tiles * problem.matrix_bytes + problem.num_rows * row_bytes,
+        name="quantized_matmul",
+    )
+    return run(layer[None], x, *arrays)
+
+
+def _kernel(launch: Launch[QuantizedProblem], layer: Any, x: Any, elements: Any, scale: Any, *rest: Any) -> None:
+    del layer
+    problem, tiles = launch.problem, launch.tiles
+    offset, (out, sums, *scratch) = (rest[0], rest[1:]) if problem.offset_bytes else (None, rest)
+    sums[...] = jnp.zeros_like(sums)
+
+    def widened(grid: Any) -> Any:
+        """Return scales or offsets as float32: only aligned rows of narrower dtypes can be read."""
+        if grid is None or grid.dtype == jnp.float32:
+            return grid
+        values, copy = grid[...], scratch.pop()
+        copy[...] = values.astype(jnp.int32).astype(jnp.float32) if grid.dtype == jnp.uint8 else scale_floats(values)
+        return copy
+
+    scale, offset = widened(scale), widened(offset)
+    span = _span_columns(launch)
+
+    @pl.loop(0, tiles.outputs // LANES)
+    def multiply_outputs(block: Any) -> None:
+        outputs = pl.ds(pl.multiple_of(block * LANES, LANES), LANES)
+
+        @pl.loop(0, problem.stored_columns // span)
+        def multiply_span(index: Any) -> None:
+            for half, start in itertools.product(range(problem.per_byte), range(0, span, tiles.columns)):
+                weight = _floats(problem, elements[outputs, pl.ds(_at(index, span, start), tiles.columns)], half)
+                if problem.has_zero:
+                    weight -= _spread(launch, offset, half, index, start, outputs)
+                if problem.scales_elements:
+                    weight *= _spread(launch, scale, half, index, start, outputs)
+                if problem.has_minimum:
+                    weight -= _spread(launch, offset, half, index, start, outputs)
+                sums[:, outputs] += lax.dot_general(
+                    x[:, pl.ds(_at(index, span, half * problem.stored_columns + start), tiles.columns)],
+                    weight.astype(x.dtype),
+                    (((1,), (1,)), ((), ())),
+                    precision=lax.Precision.DEFAULT,
+                    preferred_element_type=jnp.float32,
+                )
+
+    y = sums[...]
+    out[...] = (y if problem.scales_elements else y * scale[...]).astype(out.dtype)
+
+
+def _span_columns(launch: Launch[QuantizedProblem]) -> int:
+    """Return the stored columns of one iteration of the loop over a block."""
+    return launch.tiles.columns if launch.problem.num_scale_groups == 1 else loop_columns(launch.problem)
+
+
+def _floats(problem: QuantizedProblem, stored: Any, half: int) -> Any:
+    """Return the values of elements before zero points and scales."""
+    if problem.per_byte == 1:
+        return stored.astype(jnp.float32)
+    codes = stored.astype(jnp.int32)
+    codes = codes & 15 if half == 0 else codes >> 4
+    if problem.elements == "e2m1":
+        return e2m1_floats(codes)
+    return (codes if problem.offset_bytes else codes - INT4_ZERO).astype(jnp.float32)
+
+
+def _spread(launch: Launch[QuantizedProblem], grid: Any, half: int, index: Any, start: int, outputs: Any) -> Any:
+    """Return the scale or offset of each element, [outputs, columns], for the columns from `start` on in a span."""
+    problem, columns, size = launch.problem, launch.tiles.columns, launch.problem.group_size
+    if _span_columns(launch) == SCALE_SUBLANES * size:  # the groups of one span: a tile of the grid
+        first = start // size
+        rows = grid[pl.ds(_at(index, SCALE_SUBLANES, half * problem.stored_columns // size), SCALE_SUBLANES), outputs]
+    else:  # all columns are one span
+        first = (half * problem.stored_columns + start) // size
+        rows = grid[:, outputs]
+    if columns <= size:  # the same for all columns: repeat one tile of lanes
+        tile = jnp.broadcast_to(rows[first : first + 1], (LANES, LANES)).T
+        return jnp.concatenate([tile] * (columns // LANES), axis=1)
+    return jnp.repeat(rows[first : first + columns // size], size, axis=0).T
+
+
+def _at(index: Any, size: int, offset: int) -> Any:
+    """Return `index * size + offset`, and inform the compiler about its largest known divisor."""
+    return pl.multiple_of(index * size + offset, math.gcd(size, offset))

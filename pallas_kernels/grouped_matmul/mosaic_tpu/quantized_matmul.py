@@ -1,0 +1,118 @@
+"""Matmul with quantised matrices on TPUs: supported problems and tile sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.grouped_matmul.launch import MatmulKernel, Tiles, round_up
+from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, QuantizedStack
+from jaxserve.pallas_kernels.target import TargetChip
+from jaxtyping import Array, Float, Int
+
+DTYPES = ("bfloat16",)
+LANES = 128  # elements in a row of a memory tile
+SUBLANES = 16  # rows of x in a memory tile
+SCALE_SUBLANES = 8  # groups in a memory tile of float32 scales
+
+
+@dataclass(frozen=True)
+class TileLimits:
+    """Limits of tile sizes; tuned values override the defaults.
+
+    Attributes:
+        weight_bytes: maximum bytes of a matrix block, whose copy should take longer than the overhead of a grid step.
+        max_rows: maximum rows of x per tile. Each row tile reads and dequantises the matrix again.
+        columns: maximum number of columns that one iteration dequantises.
+    """
+
+    weight_bytes: int = 2 * 2**20
+    max_rows: int = 512
+    columns: int = 512
+
+
+class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
+    """Matmul with quantised matrices on TPUs."""
+
+    platform = "tpu"
+    module = f"{__package__}.quantized_kernel"
+    limits = TileLimits
+
+    def unsupported_problem(self, problem: QuantizedProblem) -> str | None:
+        if (reason := problem.unsupported_elements(DTYPES)) is not None:
+            return reason
+        if problem.stored_columns % LANES:  # XLA stores such matrices transposed, and would copy those of all layers
+            return f"rows of the matrix must have a multiple of {LANES} bytes, not {problem.stored_columns}"
+        if problem.num_outputs < LANES:
+            return f"rows of the matrix must be {LANES} or more, not {problem.num_outputs}"
+        if _dequantized_columns(problem, TileLimits().columns) is None:
+            return f"groups must be of {LANES} columns or of a multiple or a part of them, not of {problem.group_size}"
+        return None
+
+    def choose_tiles(self, problem: QuantizedProblem, limits: TileLimits, chip: TargetChip) -> Tiles:
+        """Maximise the rows of x per tile, then the matrix rows."""
+        columns = _dequantized_columns(problem, limits.columns)
+        if columns is None:
+            raise ValueError(f"no block of at most {limits.columns} columns divides groups of {problem.group_size}")
+        all_rows = round_up(problem.num_rows, SUBLANES)
+        num_tiles = -(-all_rows // limits.max_rows)
+        rows = round_up(-(-all_rows // num_tiles), SUBLANES)  # tiles of about equal size
+        max_outputs = min(limits.weight_bytes // problem.stored_columns, problem.num_outputs)
+        while rows:
+            for outputs in range(max(LANES, max_outputs // LANES * LANES), 0, -LANES):
+                tiles = Tiles(rows, outputs, columns)
+                if block_bytes(problem, tiles) <= chip.memory_bytes:
+                    return tiles
+            rows = rows // 2 // SUBLANES * SUBLANES
+        raise ValueError(f"blocks of matrices of {problem.num_inputs} columns need more than {chip.memory_bytes} bytes")
+
+    def multiply(
+        self,
+        problem: QuantizedProblem,
+        x: Float[Array, "T K"],
+        matrix: QuantizedStack,
+        group_sizes: None,
+        layer: Int[Array, ""],
+    ) -> Float[Array, "T N"]:
+        """Pad x to whole memory tiles and run the kernel."""
+        x = jnp.pad(x, ((0, -problem.num_rows % SUBLANES), (0, 0)))
+        y: Array = self.kernel().multiply(self.launch(problem), x, matrix, layer)
+        return y[: problem.num_rows]
+
+
+KERNEL = QuantizedMatmul()
+
+
+def loop_columns(problem: QuantizedProblem) -> int:
+    """Return the stored columns of an iteration of the kernel's loop over scale groups.
+
+    A dynamic slice of the scales must start at a multiple of eight groups: an iteration has eight groups, or all.
+    """
+    span = SCALE_SUBLANES * problem.group_size
+    return span if problem.stored_columns % span == 0 else problem.stored_columns
+
+
+def num_narrow_grids(problem: QuantizedProblem) -> int:
+    """Return the number of grids that the kernel converts to float32 in VMEM."""
+    return (problem.scale_dtype.itemsize < 4) + problem.has_zero
+
+
+def block_bytes(problem: QuantizedProblem, tiles: Tiles) -> int:
+    """Return the bytes of VMEM: two buffers for each copied block, the sums, and converted grids."""
+    groups = round_up(problem.num_scale_groups, 32) * tiles.outputs
+    grids = groups * (problem.scale_dtype.itemsize + problem.offset_bytes)
+    x, elements = tiles.rows * problem.num_inputs * problem.dtype.itemsize, tiles.outputs * problem.stored_columns
+    out = tiles.rows * tiles.outputs * problem.result_dtype.itemsize
+    return 2 * (x + elements + grids + out) + tiles.rows * tiles.outputs * 4 + num_narrow_grids(problem) * groups * 4
+
+
+def _dequantized_columns(problem: QuantizedProblem, maximum: int) -> int | None:
+    """Return how many columns to dequantise together, or None if no number suits the groups.
+
+    They lie in one group or are whole groups, and divide the columns of a loop iteration.
+    """
+    size, span = problem.group_size, loop_columns(problem)
+    for columns in range(maximum // LANES * LANES, 0, -LANES):
+        if span % columns == 0 and (size % columns == 0 or (columns % size == 0 and size % SCALE_SUBLANES == 0)):
+            return columns
+    return None

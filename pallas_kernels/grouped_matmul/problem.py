@@ -1,0 +1,205 @@
+"""Operands of a grouped matmul, and the static parameters by which a backend decides if it can run one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, PACKED
+from jaxserve.pallas_kernels.packed_linear import PackedMatrix
+from jaxtyping import Array, Float, Shaped
+
+ELEMENTS = ("int8", "int4", "e4m3", "e2m1")
+SCALES = ("float32", "bfloat16", FLOAT16_BITS.name, "float8_e4m3fn")
+OUTPUT_ALIGNMENT = (
+    16  # matrix rows; other numbers cut the scale lines that TMA copies, and XLA transposes them for TPUs
+)
+
+
+class QuantizedStack(NamedTuple):
+    """Quantised matrices of all layers.
+
+    Attributes:
+        elements: elements, or bytes with two of them (see `elements.packed`).
+        scale: scale of each row and each group of columns; float16 scales as `FLOAT16_BITS`.
+        zero: zero points of the groups; None for the default of the element type.
+        kind: element type, "int8", "e4m3", "int4" or "e2m1".
+        minimum: minima of the groups, only without zero points.
+    """
+
+    elements: Shaped[Array, "layers out in_bytes"]
+    scale: Shaped[Array, "layers groups out"]
+    zero: Shaped[Array, "layers groups out"] | None
+    kind: str
+    minimum: Float[Array, "layers groups out"] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of a layer's matrix, [out, in]."""
+        _, num_outputs, row_bytes = self.elements.shape
+        return num_outputs, row_bytes * (2 if self.kind in PACKED else 1)
+
+    @property
+    def offset(self) -> Shaped[Array, "layers groups out"] | None:
+        """Zero points or minima."""
+        return self.minimum if self.zero is None else self.zero
+
+
+Matrices = Float[Array, "G N K"] | Float[Array, "layers GN K"] | PackedMatrix | QuantizedStack
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Static parameters of a grouped matmul.
+
+    Attributes:
+        num_rows: rows of x, M.
+        num_groups: number of groups, G.
+        num_outputs: rows of each matrix, N.
+        num_inputs: columns of each matrix, K.
+        dtype: dtype of x.
+        matrix_dtype: dtype of the stored matrix elements.
+        result_dtype: dtype of the result.
+        platform: platform to compile for.
+        is_packed: True if the matrices are packed for the native kernels.
+        num_shards: number of expert-parallel shards whose rows x holds; each has the same number of groups. Rows of
+            other shards come after the last local group.
+    """
+
+    num_rows: int
+    num_groups: int = 1
+    num_outputs: int
+    num_inputs: int
+    dtype: jnp.dtype
+    matrix_dtype: jnp.dtype
+    result_dtype: jnp.dtype
+    platform: str
+    is_packed: bool = False
+    num_shards: int = 1
+
+    @property
+    def kernel_dtype(self) -> jnp.dtype:
+        """Dtype that Pallas kernels write: the result dtype if the matrices have it too, else float32."""
+        return self.result_dtype if self.result_dtype == self.matrix_dtype else jnp.dtype(jnp.float32)
+
+    @property
+    def mean_rows(self) -> int:
+        """Mean number of rows per group, rounded up to a power of two."""
+        return _power_of_two(-(-self.num_rows // (self.num_groups * self.num_shards)))
+
+    @property
+    def stored_columns(self) -> int:
+        """Stored columns of a matrix row; a byte with two elements is one column."""
+        return self.num_inputs
+
+    @property
+    def shape_class(self) -> dict[str, int | str]:
+        """Properties that all problems with the same tuned block sizes have in common."""
+        return {
+            "mean_rows": self.mean_rows,
+            "num_outputs": self.num_outputs,
+            "num_inputs": self.num_inputs,
+            "dtype": self.matrix_dtype.name,
+        }
+
+    def unsupported_reason(self, dtypes: Collection[str], *, outputs: int, inputs: int) -> str | None:
+        """Return the reason why a Pallas kernel cannot run this problem, or None if it can.
+
+        Args:
+            dtypes: supported dtypes of x and the matrices.
+            outputs: divisor of supported numbers of matrix rows.
+            inputs: divisor of supported numbers of matrix columns.
+        """
+        if self.is_packed:
+            return "packed matrices are for the native kernels"
+        if self.matrix_dtype.name not in dtypes or self.dtype != self.matrix_dtype:
+            return f"rows and matrices must both be one of {dtypes}, not {self.dtype} and {self.matrix_dtype}"
+        if self.num_inputs % inputs:
+            return f"columns of matrices must be a multiple of {inputs}, not {self.num_inputs}"
+        if self.num_outputs % outputs:
+            return f"rows of matrices must be a multiple of {outputs}, not {self.num_outputs}"
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedProblem(Problem):
+    """Static parameters of a matmul with a quantised matrix and one group of rows.
+
+    Attributes:
+        elements: element type, such as "int4".
+        num_scale_groups: number of column groups with a scale each; 1 if each matrix row has one scale.
+        has_zero: True if the groups have zero points.
+        has_minimum: True if the groups have minima.
+        scale_dtype: dtype of the scales.
+    """
+
+    elements: str
+    num_scale_groups: int
+    has_zero: bool
+    has_minimum: bool
+    scale_dtype: jnp.dtype
+
+    @property
+    def group_size(self) -> int:
+        """Consecutive columns that share a scale."""
+        return self.num_inputs // self.num_scale_groups
+
+    @property
+    def per_byte(self) -> int:
+        """Elements per stored byte. With two, the low bits hold the first half of the columns."""
+        return 2 if self.elements in PACKED else 1
+
+    @property
+    def stored_columns(self) -> int:
+        """Bytes of a stored matrix row."""
+        return self.num_inputs // self.per_byte
+
+    @property
+    def scales_elements(self) -> bool:
+        """True if elements are scaled before the matmul; False if one scale per matrix row multiplies its sum."""
+        return self.num_scale_groups > 1 or self.has_minimum
+
+    @property
+    def offset_bytes(self) -> int:
+        """Bytes of a zero point or minimum; 0 if there are none."""
+        return 1 if self.has_zero else 4 * self.has_minimum
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of a matrix with its scales, zero points and minima."""
+        group_bytes = self.scale_dtype.itemsize + self.offset_bytes
+        return self.num_outputs * (self.stored_columns + self.num_scale_groups * group_bytes)
+
+    @property
+    def shape_class(self) -> dict[str, int | str]:
+        """Properties that all problems with the same tuned block sizes have in common."""
+        return {
+            "num_rows": _power_of_two(self.num_rows),
+            "num_outputs": self.num_outputs,
+            "num_inputs": self.num_inputs,
+            "num_groups": self.num_scale_groups,
+            "elements": self.elements,
+            "scale_dtype": self.scale_dtype.name,
+        }
+
+    def block_groups(self, columns: int) -> int:
+        """Return the number of scale groups that a block of `columns` columns overlaps."""
+        return max(1, columns // self.group_size)
+
+    def unsupported_elements(self, dtypes: Collection[str]) -> str | None:
+        """Return the reason why no Pallas kernel for these dtypes of x can run this problem, or None if one may."""
+        if self.elements not in ELEMENTS:
+            return f"elements must be one of {ELEMENTS}, not {self.elements}"
+        if self.num_outputs % OUTPUT_ALIGNMENT:
+            return f"rows of the matrix must be a multiple of {OUTPUT_ALIGNMENT}, not {self.num_outputs}"
+        if self.dtype.name not in dtypes or self.scale_dtype.name not in SCALES:
+            names = f"{self.dtype} and {self.scale_dtype}"
+            return f"rows must be one of {tuple(dtypes)} and scales one of {SCALES}, not {names}"
+        return None
+
+
+def _power_of_two(x: int) -> int:
+    """Round up to a power of two."""
+    return 1 << max(0, x - 1).bit_length()
