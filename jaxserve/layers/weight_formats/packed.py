@@ -68,7 +68,7 @@ def _plain_panels(packed: PackedMatrix) -> PackedMatrix:
         return packed
 
     def joined(panels: Shaped[Array, "panels columns parts rows"]) -> Shaped[Array, "panels columns 1 all"]:
-        return panels.reshape(*panels.shape[:2], 1, -1)
+        return panels.reshape(*panels.shape[:2], 1, PANEL_ROWS)
 
     num_rows = packed.weights.shape[0] // packed.num_matrices * PANEL_ROWS
     return replace(jax.tree.map(joined, packed), num_outputs=num_rows)
