@@ -14,7 +14,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL
-from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 
 from jaxserve.models.arch import ArchConfig
 from jaxserve.scheduling.schedule_config import ScheduleConfig
@@ -35,8 +35,7 @@ def measure(model: str, target_name: str, num_tokens: int, product: str) -> dict
     target = parse_target(target_name)
     assert target.sheet is not None, "a chip has a data sheet"
     arch, backend = first_layers(read_model(model)[1], LAYERS[target_name]), f"mosaic_{target.platform}"
-    heads = {"num_kv_heads": arch.attention.num_kv_heads, "head_dim": arch.attention.head_dim}
-    page_size = default_page_size(backend, **heads, kv_dtype=BFLOAT16)
+    page_size = default_page_size(backend, Heads(arch.attention.num_kv_heads, arch.attention.head_dim), BFLOAT16)
     schedule = ScheduleConfig(64, 2048, 8192, page_size, POOL_TOKENS // page_size)
     only = {product: GROUPED_MATMUL.backends[product]}
     with mock.patch.dict(GROUPED_MATMUL.backends, only, clear=True):

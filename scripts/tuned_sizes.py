@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from jaxserve.pallas_kernels.pallas_kernel import TunedSizes, read_entries
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import KERNEL
 
 from device_report.document import Document, Entry
 
@@ -22,10 +22,10 @@ TIMES = ("decode_us", "prefill_us")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE", help="the report")
-    parser.add_argument("--to", type=Path, default=SETTINGS.folder, metavar="DIR", help="of the tables")
+    parser.add_argument("--to", type=Path, default=KERNEL.settings.folder, metavar="DIR", help="of the tables")
     args = parser.parse_args()
     document = Document.read(args.json, "tpu")
-    if document.dry_run and args.to == SETTINGS.folder:
+    if document.dry_run and args.to == KERNEL.settings.folder:
         raise SystemExit(f"{args.json} must be of a TPU, not of a dry run; name another folder with --to to try this")
     for chip, entries in faster(document).items():
         path = args.to / f"{chip}.json"

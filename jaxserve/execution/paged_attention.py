@@ -12,8 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.layers.state_forms import StateRows
 from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
-from jaxserve.pallas_kernels.mla_attention import HeadMatrices
-from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, Pages, RaggedRows
 
 if TYPE_CHECKING:
     pass

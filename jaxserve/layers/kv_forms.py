@@ -1,36 +1,40 @@
-"""Forms in which layers keep their tokens in the pool, and the attention over each of them.
+"""Vectors that layers store per token in the pool, and attention to them.
 
-Pool, backend and attention of a model follow from its form alone: `models.kv_layout` alone chooses one.
+Pool, backend and attention of a model follow from its form, which only `models.kv_layout` chooses.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from jaxserve.pallas_kernels import mla_attention, ragged_paged_attention
-from jaxserve.pallas_kernels.mla_attention import HeadInputs, HeadMatrices, LatentOptions
+from jaxserve.pallas_kernels import ragged_paged_attention as ops
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     QUANTIZED,
     AttentionInputs,
     AttentionOptions,
+    HeadMatrices,
+    KVKind,
+    MLAInputs,
     Pages,
     RaggedRows,
 )
 
 
 class NewTokens(NamedTuple):
-    """Queries of a step and what it stores, as a block makes them.
+    """Queries of a step and the vectors that it stores.
 
     Attributes:
         q: queries.
-        k: keys of each KV head; latents as those of one head.
-        v: values; of latents, the matrices that make keys and values of them.
-        rope: cosines and sines that rotate queries and keys; None where nothing is rotated.
+        k: keys of each KV head; latents as the keys of one head.
+        v: values; for latents, the matrices that expand them to keys and values of heads.
+        rope: cosines and sines that rotate queries and keys; None for no rotation.
         sinks: logits that take part in the softmax without values, or None.
-        tree_mask: trees of drafts, or None.
+        tree_mask: trees of draft tokens, or None.
     """
 
     q: Float[Array, "T Q W"]
@@ -41,39 +45,49 @@ class NewTokens(NamedTuple):
     tree_mask: Int32[Array, " T"] | None = None
 
 
-@runtime_checkable
-class KVForm(Protocol):
-    """Form of a token in the pool of a device; hashable."""
+class KVForm(ABC):
+    """Vectors that a layer stores per token in the pool of a device; hashable."""
+
+    @property
+    @abstractmethod
+    def kind(self) -> KVKind:
+        """Kind of these vectors."""
 
     @property
     def score_size(self) -> int:
-        """Elements of a query-key pair that are multiplied for one head: those of its key and those of its value."""
+        """Number of multiplications per query head and key: elements of the key and of the value."""
+        return self.kind.key_dim + self.kind.value_dim
+
+    @property
+    def token_size(self) -> int:
+        """Elements stored per token and layer."""
+        return math.prod(self.kind.token_shape)
 
     def select_backend(
         self, backend: str, *, num_query_heads: int, page_size: int | None, kv_dtype: jnp.dtype, platform: str | None
     ) -> str:
         """Return the backend that serves this form; see `ragged_paged_attention.select_backend`."""
+        facts: dict[str, Any] = {"page_size": page_size, "kv_dtype": kv_dtype, "platform": platform}
+        return ops.select_backend(backend, kind=self.kind, num_query_heads=num_query_heads, **facts)
 
     def default_page_size(self, backend: str, kv_dtype: jnp.dtype) -> int:
         """Return the default page size in tokens of a named backend."""
+        return ops.default_page_size(backend, self.kind, kv_dtype)
 
     def new_pages(self, backend: str, *, num_layers: int, num_pages: int, page_size: int, dtype: jnp.dtype) -> Pages:
         """Return an empty pool of a named backend."""
+        sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size}
+        return ops.new_pages(backend, self.kind, **sizes, dtype=dtype)
 
-    def move_tokens(
-        self,
-        backend: str,
-        kv_pages: Pages,
-        page_table: Int[Array, "table_rows M"],
-        table_row: Int[Array, " R"],
-        first: Int[Array, " R"],
-        source: Int[Array, "R N"],
-    ) -> Pages:
+    def move_tokens(self, backend: str, kv_pages: Pages, page_table: Int[Array, "rows M"], *moves: Array) -> Pages:
         """Copy tokens within their rows, in all layers; see `ragged_paged_attention.move_tokens`."""
+        return ops.move_tokens(backend, self.kind, kv_pages, page_table, *moves)
 
     def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
         """Return the rows of a step for all of its layers; see `ragged_paged_attention.step_rows`."""
+        return ops.step_rows(backend, rows)
 
+    @abstractmethod
     def attend(
         self,
         new: NewTokens,
@@ -84,11 +98,11 @@ class KVForm(Protocol):
         *,
         backend: str,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Rotate, write the new tokens to the pool and attend over it."""
+        """Rotate, write the new tokens to the pool and attend to it."""
 
 
 @dataclass(frozen=True)
-class HeadVectors:
+class HeadVectors(KVForm):
     """Keys and values of every KV head.
 
     Attributes:
@@ -100,61 +114,8 @@ class HeadVectors:
     head_dim: int
 
     @property
-    def score_size(self) -> int:
-        """Elements of a key and of a value."""
-        return 2 * self.head_dim
-
-    @property
-    def token_size(self) -> int:
-        """Elements of a token's keys and values in a layer."""
-        return 2 * self.num_kv_heads * self.head_dim
-
-    def select_backend(
-        self, backend: str, *, num_query_heads: int, page_size: int | None, kv_dtype: jnp.dtype, platform: str | None
-    ) -> str:
-        """Return the backend of `ragged_paged_attention` for these sizes."""
-        return ragged_paged_attention.select_backend(
-            backend,
-            num_query_heads=num_query_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            page_size=page_size,
-            kv_dtype=kv_dtype,
-            platform=platform,
-        )
-
-    def default_page_size(self, backend: str, kv_dtype: jnp.dtype) -> int:
-        """Return the default page size in tokens of a named backend."""
-        sizes = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
-        return ragged_paged_attention.default_page_size(backend, **sizes, kv_dtype=kv_dtype)
-
-    def new_pages(self, backend: str, *, num_layers: int, num_pages: int, page_size: int, dtype: jnp.dtype) -> Pages:
-        """Return an empty pool of a named backend."""
-        return ragged_paged_attention.new_pages(
-            backend,
-            num_layers=num_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=dtype,
-        )
-
-    def move_tokens(
-        self,
-        backend: str,
-        kv_pages: Pages,
-        page_table: Int[Array, "table_rows M"],
-        table_row: Int[Array, " R"],
-        first: Int[Array, " R"],
-        source: Int[Array, "R N"],
-    ) -> Pages:
-        """Copy keys and values within their rows."""
-        return ragged_paged_attention.move_tokens(backend, kv_pages, page_table, table_row, first, source)
-
-    def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
-        """Return the rows as the backend of `ragged_paged_attention` wants them."""
-        return ragged_paged_attention.step_rows(backend, rows)
+    def kind(self) -> ops.Heads:
+        return ops.Heads(self.num_kv_heads, self.head_dim)
 
     def attend(
         self,
@@ -165,16 +126,16 @@ class HeadVectors:
         options: AttentionOptions,
         *,
         backend: str,
+        num_parts: int | None = None,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Run `ragged_paged_attention`."""
-        assert isinstance(new.v, Array), "values are no matrices"
+        assert isinstance(new.v, Array), "only latents have matrices"
         inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope, new.sinks, new.tree_mask)
-        return ragged_paged_attention.ragged_paged_attention(inputs, kv_pages, layer, options, backend=backend)
+        return ops.ragged_paged_attention(inputs, kv_pages, layer, options, num_parts=num_parts, backend=backend)
 
 
 @dataclass(frozen=True)
 class MixedHeads(HeadVectors):
-    """Keys and values in the pool of a model whose layers have heads of two sizes, as the larger ones take them.
+    """Larger heads of a model whose layers have heads of two sizes, for which its pool is made.
 
     Attributes:
         smaller: heads of the other layers.
@@ -192,43 +153,37 @@ class MixedHeads(HeadVectors):
                 f"({self.num_kv_heads} of {self.head_dim} and {self.smaller.num_kv_heads} of {self.smaller.head_dim}), "
                 f"got {kv_dtype}"
             )
-        own = HeadVectors(self.num_kv_heads, self.head_dim)
+        larger = HeadVectors(self.num_kv_heads, self.head_dim)
         facts: dict[str, Any] = {"num_query_heads": num_query_heads, "kv_dtype": kv_dtype, "platform": platform}
-        found = [form.select_backend(backend, page_size=page_size, **facts) for form in (own, self.smaller)]
-        chosen = max(found, key=list(ragged_paged_attention.BACKENDS).index)  # the better one serves one size alone
-        for form in (own, self.smaller):
+        found = [form.select_backend(backend, page_size=page_size, **facts) for form in (larger, self.smaller)]
+        chosen = max(found, key=list(ops.BACKENDS).index)  # the better one serves only one size
+        for form in (larger, self.smaller):
             form.select_backend(chosen, page_size=page_size or self.default_page_size(chosen, kv_dtype), **facts)
         return chosen
 
 
 @dataclass(frozen=True)
 class PartOfPages(HeadVectors):
-    """Keys and values of layers several of which take the room of one layer of the pool.
+    """Smaller heads in a pool made for larger ones: several layers share the pages of one layer of the pool.
 
     Attributes:
-        num_parts: number of layers that take the room of one.
+        num_parts: number of layers that share the pages of one.
     """
 
     num_parts: int
 
-    def move_tokens(
-        self,
-        backend: str,
-        kv_pages: Pages,
-        page_table: Int[Array, "table_rows M"],
-        table_row: Int[Array, " R"],
-        first: Int[Array, " R"],
-        source: Int[Array, "R N"],
-    ) -> Pages:
-        """Copy keys and values within their rows, in every part of the pages."""
-        seen: Pages = self._split(backend, kv_pages)
+    def move_tokens(self, backend: str, kv_pages: Pages, page_table: Int[Array, "rows M"], *moves: Array) -> Pages:
+        """Copy tokens within their rows, in every part of the pages."""
+        pool: Pages = ops.split_pages(backend, kv_pages, self.kind, self.num_parts)
         for part in range(self.num_parts):
-            seen = super().move_tokens(backend, seen, page_table * self.num_parts + part, table_row, first, source)
-        return _joined(seen, kv_pages)
+            pool = super().move_tokens(backend, pool, page_table * self.num_parts + part, *moves)
+        assert isinstance(pool, Array), "a pool that is split has no scales"
+        assert isinstance(kv_pages, Array), "a pool that is split has no scales"
+        return pool.reshape(kv_pages.shape)
 
     def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
-        """Return the rows with a table of their own, in which each layer finds its part."""
-        return rows.with_own_table()
+        """Return the rows with a gathered page table, which each layer changes to that of its parts."""
+        return rows.with_gathered_table()
 
     def attend(
         self,
@@ -239,86 +194,29 @@ class PartOfPages(HeadVectors):
         options: AttentionOptions,
         *,
         backend: str,
+        num_parts: int | None = None,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Run `ragged_paged_attention` over the part of each page that a layer has."""
-        assert isinstance(new.v, Array), "values are no matrices"
-        rows = rows.with_own_table()
+        rows = rows.with_gathered_table()
         rows = rows._replace(page_table=rows.page_table * self.num_parts + layer % self.num_parts)
-        inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope, new.sinks, new.tree_mask)
         layer //= self.num_parts
-        return ragged_paged_attention.ragged_paged_attention(
-            inputs, kv_pages, layer, options, num_parts=self.num_parts, backend=backend
-        )
-
-    def _split(self, backend: str, kv_pages: Pages) -> Array:
-        """Return a pool for larger heads as one of `num_parts` times as many pages."""
-        sizes = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
-        return ragged_paged_attention.split_pages(backend, kv_pages, num_parts=self.num_parts, **sizes)
-
-
-def _joined(seen: Pages, kv_pages: Pages) -> Pages:
-    """Return a pool that was split in the shape that it had before."""
-    assert isinstance(seen, Array), "a pool that is split has no scales"
-    assert isinstance(kv_pages, Array), "a pool that is split has no scales"
-    return seen.reshape(kv_pages.shape)
+        return super().attend(new, rows, kv_pages, layer, options, backend=backend, num_parts=self.num_parts)
 
 
 @dataclass(frozen=True)
-class Latents:
-    """One latent for all heads, whose beginning is its value (multi-head latent attention).
+class Latents(KVForm):
+    """One latent for all heads, which begins with its value (multi-head latent attention).
 
     Attributes:
         rank: elements of the value, r.
-        rope_dim: elements behind them, which are rotated.
+        rope_dim: number of further elements, which are rotated.
     """
 
     rank: int
     rope_dim: int
 
     @property
-    def score_size(self) -> int:
-        """Elements of a latent, and again of its value."""
-        return 2 * self.rank + self.rope_dim
-
-    def select_backend(
-        self, backend: str, *, num_query_heads: int, page_size: int | None, kv_dtype: jnp.dtype, platform: str | None
-    ) -> str:
-        """Return the backend of `mla_attention` for these sizes."""
-        return mla_attention.select_backend(
-            backend,
-            num_query_heads=num_query_heads,
-            rank=self.rank,
-            rope_dim=self.rope_dim,
-            page_size=page_size,
-            kv_dtype=kv_dtype,
-            platform=platform,
-        )
-
-    def default_page_size(self, backend: str, kv_dtype: jnp.dtype) -> int:
-        """Return the default page size in tokens of a named backend."""
-        return mla_attention.default_page_size(backend, width=self.rank + self.rope_dim, kv_dtype=kv_dtype)
-
-    def new_pages(self, backend: str, *, num_layers: int, num_pages: int, page_size: int, dtype: jnp.dtype) -> Pages:
-        """Return an empty pool of a named backend."""
-        width = self.rank + self.rope_dim
-        sizes = {"num_layers": num_layers, "num_pages": num_pages, "page_size": page_size, "width": width}
-        return mla_attention.new_pages(backend, **sizes, dtype=dtype)
-
-    def move_tokens(
-        self,
-        backend: str,
-        kv_pages: Pages,
-        page_table: Int[Array, "table_rows M"],
-        table_row: Int[Array, " R"],
-        first: Int[Array, " R"],
-        source: Int[Array, "R N"],
-    ) -> Pages:
-        """Copy latents within their rows."""
-        return mla_attention.move_tokens(backend, kv_pages, page_table, table_row, first, source)
-
-    def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
-        """Return the rows as the backend of `mla_attention` wants them."""
-        return mla_attention.step_rows(backend, rows)
+    def kind(self) -> ops.Latents:
+        return ops.Latents(self.rank, self.rope_dim)
 
     def attend(
         self,
@@ -330,9 +228,7 @@ class Latents:
         *,
         backend: str,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
-        """Run `mla_attention.head_attention`."""
-        assert (new.sinks, options.window, options.soft_cap) == (None,) * 3, "no family with latents has these"
+        assert new.sinks is None, "no family with latents has sinks"
         assert isinstance(new.v, HeadMatrices), "latents are expanded by matrices"
-        inputs = HeadInputs(new.q, new.k[:, 0], new.v, rows, new.rope, new.tree_mask)
-        own = LatentOptions(self.rank, options.scale)
-        return mla_attention.head_attention(inputs, kv_pages, layer, own, backend=backend)
+        inputs = MLAInputs(new.q, new.k[:, 0], new.v, rows, new.rope, new.tree_mask)
+        return ops.mla_attention(inputs, kv_pages, layer, replace(options, rank=self.rank), backend=backend)

@@ -12,7 +12,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.layers.rope import Rotation
-from jaxserve.pallas_kernels.mla_attention import HeadMatrices
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices
 
 if TYPE_CHECKING:
     from jaxserve.models.layer_facts import LayerOptions

@@ -17,7 +17,7 @@ from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.layer_spec import MlaSizes
 from jaxserve.models.params import Params, ParamSpec
-from jaxserve.pallas_kernels.mla_attention import HeadMatrices
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices
 
 _INNER_EPS = 1e-6  # epsilon of the norms between two matrices, whatever that of the model
 

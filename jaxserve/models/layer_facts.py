@@ -7,8 +7,7 @@ from jax import Array
 
 from jaxserve.layers.kv_forms import KVForm
 from jaxserve.layers.state_forms import StateForm
-from jaxserve.pallas_kernels.mla_attention import HeadMatrices
-from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
+from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions, HeadMatrices
 
 
 class LayerOptions(NamedTuple):

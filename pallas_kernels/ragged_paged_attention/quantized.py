@@ -105,3 +105,8 @@ def dequantize(
 ) -> Float32[Array, "*vectors H"]:
     """Invert `quantize`."""
     return values.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
+
+
+def describe(kv_pages: Pages) -> str:
+    """Return the dtype of a pool and whether it has scales, for messages."""
+    return f"{values_of(kv_pages).dtype} with{'' if isinstance(kv_pages, QuantizedPages) else 'out'} scales"

@@ -20,6 +20,7 @@ from jax import Array
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionInputs,
     AttentionOptions,
+    Heads,
     Pages,
     RaggedRows,
     from_canonical,
@@ -136,8 +137,8 @@ class Bench:
 
     def _problem(self, group: int, page_size: int, kv_dtype: str) -> Problem:
         grid = self._grid
-        heads = grid.num_kv_heads * group, grid.num_kv_heads, grid.head_dim
-        return Problem(*heads, page_size, jnp.dtype(kv_dtype), jax.default_backend())
+        heads = Heads(grid.num_kv_heads, grid.head_dim)
+        return Problem(heads, grid.num_kv_heads * group, page_size, jnp.dtype(kv_dtype), jax.default_backend())
 
     def _pool(self, key: tuple[int, str, str]) -> Pool:
         page_size, kv_dtype, backend = key

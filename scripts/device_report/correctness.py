@@ -45,8 +45,8 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
 
 def check(kernel: Kernel, case: Case, backend: str) -> Figures:
     """Errors of one backend against the reference, on inputs that no run had before."""
-    heads = case.num_query_heads, case.num_kv_heads, case.head_dim
-    kernel.check(backend, Problem(*heads, case.page_size, jnp.dtype(case.kv_dtype), jax.default_backend()))
+    facts = case.num_query_heads, case.page_size, jnp.dtype(case.kv_dtype), jax.default_backend()
+    kernel.check(backend, Problem(case.kind, *facts))
     arguments, expected_out, expected_pool = _expected(case)
     inputs, pool, layer = jax.device_put(arguments, jax.devices()[0], may_alias=False)  # the pool is donated
     _leave_nan(inputs.q)
@@ -59,7 +59,7 @@ def check(kernel: Kernel, case: Case, backend: str) -> Figures:
     out = np.asarray(out, np.float32)
     difference = np.abs(out - expected_out) / (1 + np.abs(expected_out))  # an ulp of bfloat16 is 2**-6 at 2
     error = float(np.max(difference[: sum(case.q_lens)], initial=0))
-    stored_error = pool_error(to_canonical(backend, pool), expected_pool)
+    stored_error = pool_error(to_canonical(backend, pool, case.kind), expected_pool)
     is_finite = bool(np.isfinite(out).all())
     is_close = error <= OUTPUT_TOLERANCE and stored_error <= _pool_tolerance(case)
     return {

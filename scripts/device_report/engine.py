@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from tempfile import TemporaryDirectory
 
-from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 
 from device_report import machine as machines
 from device_report.kernels import KERNELS
@@ -45,8 +45,7 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
 def _page_size(device: str, model: Mapping[str, int]) -> int:
     """Return the page size that an engine chooses for the kernel of the device."""
     head_dim = model["hidden_size"] // model["num_attention_heads"]
-    sizes = {"num_kv_heads": model["num_key_value_heads"], "head_dim": head_dim}
-    return default_page_size(KERNELS[device].backend, **sizes, kv_dtype="bfloat16")
+    return default_page_size(KERNELS[device].backend, Heads(model["num_key_value_heads"], head_dim), "bfloat16")
 
 
 class Bench:

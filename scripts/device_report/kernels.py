@@ -48,7 +48,7 @@ class Kernel:
         if jax.default_backend() != "cpu" or jax.__version_info__ < self.first_interpreter:
             return contextlib.nullcontext()
         module, params = self.interpreter
-        interpreted: AbstractContextManager[None] = self.module.interpreted(
+        interpreted: AbstractContextManager[None] = self.module.KERNEL.settings.interpreted(
             getattr(importlib.import_module(module), params)()
         )
         return interpreted
@@ -56,17 +56,17 @@ class Kernel:
     def best(self, problem: Problem) -> str:
         """The kernel where it runs, XLA's elsewhere."""
         with self.runnable():
-            return FALLBACK if self.module.supports(problem) else self.backend
+            return FALLBACK if self.module.KERNEL.unsupported_reason(problem) else self.backend
 
     def served(self, problem: Problem) -> str:
         """The kernel where an engine can run it here, else what the engine takes by itself."""
-        requested = AUTO if self.module.supports(problem) else self.backend
-        return OP.select(requested, lambda backend: backend.supports(problem))
+        requested = AUTO if self.module.KERNEL.unsupported_reason(problem) else self.backend
+        return OP.select(requested, lambda backend: backend.unsupported_reason(problem))
 
     def check(self, backend: str, problem: Problem) -> None:
         """UnavailableError for a backend that cannot run here."""
         with self.runnable():
-            if (reason := BACKENDS[backend].supports(problem)) is not None:
+            if (reason := BACKENDS[backend].unsupported_reason(problem)) is not None:
                 raise UnavailableError(f"{backend}: {reason}")
 
 

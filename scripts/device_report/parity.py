@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, Problem
 
 from device_report import invariants
 from device_report import machine as machines
@@ -65,8 +65,9 @@ def _transformers_model() -> Any:
 
 def _engine(device: str, directory: str) -> DrivenEngine:
     page_size, model = 16, invariants.MODEL
-    heads = model["num_attention_heads"], model["num_key_value_heads"]
-    problem = Problem(*heads, model["hidden_size"] // heads[0], page_size, jnp.dtype("float32"), jax.default_backend())
+    num_heads = model["num_attention_heads"]
+    heads = Heads(model["num_key_value_heads"], model["hidden_size"] // num_heads)
+    problem = Problem(heads, num_heads, page_size, jnp.dtype("float32"), jax.default_backend())
     config = EngineConfig(
         model=directory,
         skip_tokenizer_init=True,

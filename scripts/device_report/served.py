@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.weights.stored_tensor import StoredTensor
 
@@ -61,10 +61,10 @@ class Served:
         self.weights_s = time.perf_counter() - started
         dtype = compute_dtype(config, arch)
         local_arch = arch.local(config.tensor_parallel_size)
-        heads = local_arch.attention.num_heads, local_arch.attention.num_kv_heads, arch.attention.head_dim
-        kernel, sizes = KERNELS[device], {"num_kv_heads": heads[1], "head_dim": heads[2]}
-        page_size = config.page_size or default_page_size(kernel.backend, **sizes, kv_dtype=dtype)
-        self.backend = kernel.served(Problem(*heads, page_size, dtype, jax.default_backend()))
+        sizes = local_arch.attention
+        kernel, heads = KERNELS[device], Heads(sizes.num_kv_heads, sizes.head_dim)
+        page_size = config.page_size or default_page_size(kernel.backend, heads, dtype)
+        self.backend = kernel.served(Problem(heads, sizes.num_heads, page_size, dtype, jax.default_backend()))
         self.schedule = build_schedule(config, local_arch, dtype, self.backend, devices)
         self.num_params = num_params(arch)
         sizes = (arch, shapes_of(params), self.schedule, dtype, self.backend, "auto", MAX_STEPS, mesh)

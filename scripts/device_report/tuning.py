@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxserve.pallas_kernels import ragged_paged_attention as attention
 from jaxserve.pallas_kernels import tpu
-from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size, mosaic_tpu
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_tpu
 
 from device_report import machine as machines
 from device_report.attention import Bench, Shape
@@ -85,15 +85,16 @@ class Tuner:
     def __init__(self, bench: Bench, heads: Heads, steps: Steps) -> None:
         num_kv_heads, self._group, head_dim, self._kv_dtype = heads
         kv_dtype = jnp.dtype(self._kv_dtype)
-        page_size = default_page_size(BACKEND, num_kv_heads=num_kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
-        num_heads = num_kv_heads * self._group, num_kv_heads
-        self._problem = Problem(*num_heads, head_dim, page_size, kv_dtype, jax.default_backend())
+        kind = attention.Heads(num_kv_heads, head_dim)
+        page_size = attention.default_page_size(BACKEND, kind, kv_dtype)
+        sizes = num_kv_heads * self._group, page_size, kv_dtype, jax.default_backend()
+        self._problem = attention.Problem(kind, *sizes)
         self._bench, self._steps = bench, steps
 
     def measure(self, change: dict[str, int]) -> Figures:
         """Return the figures of the sizes in use with this change."""
         with KERNELS["tpu"].runnable():
-            in_use = dataclasses.asdict(mosaic_tpu.sizes_for(self._problem))
+            in_use = dataclasses.asdict(mosaic_tpu.KERNEL.sizes(self._problem))
         if change and all(in_use[name] == size for name, size in change.items()):
             raise UnavailableError("that is in use")
         sizes = in_use | change

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
-from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 from jaxserve.tools.planner.models import read_model
@@ -84,7 +84,7 @@ def test_steps_of_mixtures_read_experts_in_place(targets, name, num_layers, mega
     """Temporaries are far below one layer's experts, 1.2 GB, and no instruction copies or transposes their matrices."""
     target, arch = targets(name), first_layers(read_model("qwen3-30b-a3b")[1], num_layers)
     backend, experts = BACKENDS[target.sheet.chip.platform], arch.experts
-    page_size = default_page_size(backend, num_kv_heads=4, head_dim=128, kv_dtype=BFLOAT16)
+    page_size = default_page_size(backend, Heads(4, 128), BFLOAT16)
     schedule = ScheduleConfig(64, 2048, 8192, page_size, POOL_TOKENS // page_size)
     (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend).compile(arch, (256,))
     assert temp_bytes(program) <= megabytes * 1e6

@@ -8,6 +8,7 @@ import re
 import jax
 import pytest
 from jaxserve.pallas_kernels.ragged_paged_attention import (
+    Heads,
     from_canonical,
     new_pages,
     ragged_paged_attention,
@@ -101,10 +102,10 @@ def test_compile_without_spills_in_place(h200, cases, capfd, monkeypatch):
 
 def test_xla_serves_int4_pools_in_place(h200):
     case = Case("int4", *_MANY, 32, 8, 128, dtype="bfloat16", kv_dtype="int4", has_rope=True)
-    heads = {"num_kv_heads": 8, "head_dim": 128, "page_size": 16}
-    assert select_backend(num_query_heads=32, **heads, kv_dtype="int4", platform="gpu") == "xla"
+    heads, sizes = Heads(8, 128), {"page_size": 16}
+    assert select_backend(kind=heads, num_query_heads=32, **sizes, kv_dtype="int4", platform="gpu") == "xla"
     inputs = jax.eval_shape(case.arguments).inputs
-    pool = jax.eval_shape(lambda: new_pages("xla", num_layers=2, num_pages=20_000, **heads, dtype="int4"))
+    pool = jax.eval_shape(lambda: new_pages("xla", heads, num_layers=2, num_pages=20_000, **sizes, dtype="int4"))
 
     def attend(inputs, kv_pages, layer):
         return ragged_paged_attention(inputs, kv_pages, layer, case.options, backend="xla")

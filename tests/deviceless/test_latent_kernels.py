@@ -6,11 +6,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V6E
-from jaxserve.pallas_kernels.mla_attention import default_page_size, mla_attention, new_pages, select_backend
+from jaxserve.pallas_kernels.ragged_paged_attention import (
+    Latents,
+    default_page_size,
+    new_pages,
+    ragged_paged_attention,
+    select_backend,
+)
 
 from jaxserve.assembly.memory import tree_bytes
-from tests.kernels import attention_cases
-from tests.kernels.latent_cases import GPU_CASES, Case
+from tests.kernels.attention_cases import Case
+from tests.kernels.latent_cases import GPU_CASES
 
 pytestmark = pytest.mark.deviceless
 
@@ -21,10 +27,9 @@ PREFILL = ((256,), (300,))
 
 def published(name, lengths, num_query_heads, kv_dtype="bfloat16", **facts):
     """Return a case with latents of 576 elements, in pages of default size."""
-    page_size = default_page_size("mosaic_tpu", width=576, kv_dtype=kv_dtype)
-    sizes = {"num_kv_heads": 1, "head_dim": 576, "page_size": page_size}
-    rows = attention_cases.Case(name, *lengths, num_query_heads, **sizes, dtype="bfloat16", kv_dtype=kv_dtype, **facts)
-    return Case(rows, rank=512)
+    sizes = {"num_kv_heads": 1, "head_dim": 576, "rank": 512}
+    sizes["page_size"] = default_page_size("mosaic_tpu", Latents(512, 64), kv_dtype)
+    return Case(name, *lengths, num_query_heads, **sizes, dtype="bfloat16", kv_dtype=kv_dtype, **facts)
 
 
 def shapes(case):
@@ -61,15 +66,15 @@ OTHERS = [
 @pytest.mark.usefixtures("tpu")
 def test_compiles_in_place(chip, case):
     inputs, *_ = shapes(case)
-    pool = {"num_pages": 20_000, "page_size": case.rows.page_size, "width": 576, "dtype": case.rows.kv_dtype}
+    pool = {"num_pages": 20_000, "page_size": case.page_size, "dtype": case.kv_dtype}
     # XLA moves pools and scales that fit the vector memory there, and back.
-    kv_pages = jax.eval_shape(lambda: new_pages("mosaic_tpu", num_layers=4, **pool))
-    sizes = {"num_query_heads": case.rows.num_query_heads, "rank": 512, "rope_dim": 64}
+    kv_pages = jax.eval_shape(lambda: new_pages("mosaic_tpu", case.kind, num_layers=4, **pool))
+    sizes = {"kind": case.kind, "num_query_heads": case.num_query_heads}
     with jax.sharding.use_abstract_mesh(CHIPS[chip].mesh()):
-        assert select_backend(**sizes, page_size=case.rows.page_size, kv_dtype=case.rows.kv_dtype) == "mosaic_tpu"
+        assert select_backend(**sizes, page_size=case.page_size, kv_dtype=case.kv_dtype) == "mosaic_tpu"
 
     def attend(inputs, kv_pages, layer):
-        return mla_attention(inputs, kv_pages, layer, case.options)
+        return ragged_paged_attention(inputs, kv_pages, layer, case.options)
 
     args = (inputs, kv_pages, jax.ShapeDtypeStruct((), jnp.int32))
     compiled = CHIPS[chip].compile(attend, args, donate_argnums=(1,))
@@ -83,16 +88,15 @@ def test_compiles_in_place(chip, case):
         assert makers, "the pool is in the program"
         assert set(makers) <= {"parameter", "get-tuple-element", "custom-call", "bitcast"}
     cost = compiled.cost_analysis()
-    keys = case.rows.q_lens.count(1) * inputs.rows.page_table.shape[1] * case.rows.page_size
-    assert cost["bytes accessed"] >= keys * 576 * jnp.dtype(case.rows.kv_dtype).itemsize
-    assert cost["flops"] >= 2 * keys * case.rows.num_query_heads * (576 + 512)
+    keys = case.q_lens.count(1) * inputs.rows.page_table.shape[1] * case.page_size
+    assert cost["bytes accessed"] >= keys * 576 * jnp.dtype(case.kv_dtype).itemsize
+    assert cost["flops"] >= 2 * keys * case.num_query_heads * (576 + 512)
 
 
 def _program(case):
     """Return what distinguishes the kernels of two cases, so that equal kernels are assembled once."""
-    rows = case.rows
-    sizes = (rows.num_query_heads, rows.head_dim, case.rank, rows.page_size, rows.dtype)
-    return min(rows.num_tokens, 2), sizes, rows.tree is None, rows.has_rope
+    sizes = (case.num_query_heads, case.head_dim, case.rank, case.page_size, case.dtype)
+    return min(case.num_tokens, 2), sizes, case.tree is None, case.has_rope
 
 
 ON_GPU = list({_program(case): case for case in reversed(GPU_CASES)}.values())
@@ -102,7 +106,7 @@ def lower_for_h200(h200, case):
     inputs, kv_pages, _ = shapes(case)
 
     def attend(inputs, kv_pages, layer):
-        return mla_attention(inputs, kv_pages, layer, case.options, backend="mosaic_gpu")
+        return ragged_paged_attention(inputs, kv_pages, layer, case.options, backend="mosaic_gpu")
 
     pool = jax.ShapeDtypeStruct((4, 20_000, *kv_pages.shape[2:]), kv_pages.dtype)
     args = (inputs, pool, jax.ShapeDtypeStruct((), jnp.int32))

@@ -14,7 +14,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     RaggedRows,
     default_page_size,
     from_canonical,
-    mosaic_tpu,
     ragged_paged_attention,
     select_backend,
 )
@@ -84,9 +83,8 @@ def _program(case):
 
 
 def _runs(case):
-    sizes = (case.num_query_heads, case.num_kv_heads, case.head_dim, case.page_size, jnp.dtype(case.kv_dtype))
-    problem = Problem(*sizes, "tpu")
-    return mosaic_tpu.supports(problem) is None
+    problem = Problem(case.kind, case.num_query_heads, case.page_size, jnp.dtype(case.kv_dtype), "tpu")
+    return BACKENDS["mosaic_tpu"].unsupported_reason(problem) is None
 
 
 DISTINCT = {_program(case): case for case in map(widened, reversed(CASES)) if _runs(case)}.values()
@@ -138,7 +136,7 @@ def compile_step(config, target, num_tokens, pool_tokens, max_model_len, kv_dtyp
     """Return one chip's share of the pool, with pages of default size, and the step of one bucket."""
     arch, target = registry.from_hf_config(config), parse_target(target)
     local = arch.local(target.num_devices)
-    sizes = {"num_kv_heads": local.num_kv_heads, "head_dim": local.head_dim, "kv_dtype": kv_dtype}
+    sizes = {"kind": Heads(local.num_kv_heads, local.head_dim), "kv_dtype": kv_dtype}
     backend = select_backend(num_query_heads=local.num_heads, page_size=None, **sizes, platform="tpu")
     assert backend == "mosaic_tpu"
     page_size = default_page_size(backend, **sizes)

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack, grouped_matmul
 from jaxserve.pallas_kernels.grouped_matmul.elements import FLOAT16_BITS, PACKED
-from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 from jaxserve.weights.quantized import read_schemes
 
 from jaxserve.assembly.memory import tree_bytes
@@ -119,7 +119,7 @@ def test_a_step_makes_no_floats_of_a_matrix(targets, name, num_layers, megabytes
     arch = dataclasses.replace(arch, schemes=read_schemes({"quantization_config": checkpoint}))
     quantization = None if checkpoint else "int4"
     local, backend = arch.local(target.num_devices), BACKENDS[target.sheet.chip.platform]
-    page_size = default_page_size(backend, num_kv_heads=local.num_kv_heads, head_dim=128, kv_dtype=BFLOAT16)
+    page_size = default_page_size(backend, Heads(local.num_kv_heads, 128), BFLOAT16)
     schedule = ScheduleConfig(num_rows, 2048, 8192, page_size, 20_000 // page_size)
     (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend, quantization).compile(arch, (num_rows,))
     assert temp_bytes(program) <= num_rows * arch.vocab_size * 4 + megabytes * 1e6

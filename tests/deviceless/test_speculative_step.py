@@ -6,7 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 
 from jaxserve.api.token_tree import TokenTree
 from jaxserve.assembly.memory import tree_bytes
@@ -43,7 +43,7 @@ def test_a_round_of_8b_with_a_draft_of_1b_works_in_place(targets, target, megaby
     chip = targets(target).sheet.chip
     arch, draft_arch = (first_layers(read_model(name)[1], num_layers) for name in ("llama-3.1-8b", "llama-3.2-1b"))
     backend = BACKENDS[chip.platform]
-    page_size = default_page_size(backend, num_kv_heads=8, head_dim=128, kv_dtype=BFLOAT16)
+    page_size = default_page_size(backend, Heads(8, 128), BFLOAT16)
     schedule = ScheduleConfig(256, 2048, 8192, page_size, 20_000 // page_size, few_programs=True, max_drafts=NUM_DRAFTS)
     draft_arch = dataclasses.replace(draft_arch, one_kv_group=True)
     sizes = (NUM_DRAFTS, draft_arch, arch.vocab_size, schedule, "bfloat16", backend)

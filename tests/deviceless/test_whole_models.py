@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jaxserve.pallas_kernels.op import AUTO
-from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+from jaxserve.pallas_kernels.ragged_paged_attention import Heads, default_page_size
 
 from jaxserve.assembly.memory import tree_bytes
 from jaxserve.execution.state import abstract_state
@@ -154,8 +154,8 @@ def test_first_layers_work_in_place(targets, name, target, tmp_path, monkeypatch
 def test_divided_experts_exchange_no_more_and_need_no_more_memory(targets, target):
     target, arch = targets(target), first_layers(read_model("qwen3-30b-a3b")[1], 1)
     backend, local = BACKENDS[target.sheet.chip.platform], arch.local(target.num_devices)
-    sizes = {"num_kv_heads": local.attention.num_kv_heads, "head_dim": local.attention.head_dim}
-    page_size = default_page_size(backend, **sizes, kv_dtype=BFLOAT16)
+    heads = Heads(local.attention.num_kv_heads, local.attention.head_dim)
+    page_size = default_page_size(backend, heads, BFLOAT16)
     schedule = ScheduleConfig(64, 2048, 8192, page_size, POOL_TOKENS // page_size)
     compiler = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend)
     sliced, divided = (compiler.compile(arch.divided(4, n), (64,))[0] for n in (1, 4))

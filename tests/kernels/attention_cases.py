@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions
+from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Heads, KVKind, Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     QUANTIZED,
     Pages,
     pool_dtype,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxtyping import Array, Int32
 
 from tests.kernels import attention_reference
@@ -32,7 +34,7 @@ STEPS = {
 
 
 class Arguments(NamedTuple):
-    """Arrays of one call; `kv_pages` in the canonical layout `[L, N, P, 2K, H]`."""
+    """Arrays of one call; `kv_pages` in the canonical layout."""
 
     inputs: AttentionInputs
     kv_pages: Pages
@@ -51,7 +53,7 @@ def _popped(changes: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Case:
-    """One call: the lengths of its rows, the sizes of the model and the content of the padding.
+    """One call: lengths of its rows, sizes of the model, and content of the padding.
 
     Random pages hold the past of each row; every position that no live row sees holds `stale`, so that a leak shows.
     """
@@ -78,6 +80,8 @@ class Case:
     has_rope: bool = False
     tree: Literal["chain", "binary", "random"] | None = None
     """Shape of the trees of rows that have up to 32 new tokens, or of all rows if random; None for no tree mask."""
+    rank: int | None = None
+    """Leading elements of a key that are its value, for latents; None for keys and values of heads."""
     dtype: str = "float32"
     kv_dtype: str = "float32"
     stale: float = 1e4
@@ -85,7 +89,14 @@ class Case:
     @property
     def options(self) -> AttentionOptions:
         """Static options of the call."""
-        return AttentionOptions(float(self.head_dim**-0.5), self.window, self.soft_cap)
+        return AttentionOptions(float(self.head_dim**-0.5), self.window, self.soft_cap, self.rank)
+
+    @property
+    def kind(self) -> KVKind:
+        """Vectors that the pool stores for a token."""
+        if self.rank is None:
+            return Heads(self.num_kv_heads, self.head_dim)
+        return Latents(self.rank, self.head_dim - self.rank)
 
     @property
     def pool_tolerance(self) -> float:
@@ -128,7 +139,7 @@ class Case:
         inputs = AttentionInputs(
             q,
             k,
-            v,
+            v if self.rank is None else None,
             rows,
             rope=_array(self._rope(rng), jnp.float32) if self.has_rope else None,
             sinks=None if sinks is None else _array(sinks, jnp.float32),
@@ -155,12 +166,13 @@ class Case:
         return mask
 
     def _rope(self, rng: np.random.Generator) -> np.ndarray:
-        """Return cosines and sines of every live token's angles, `[2, T, H / 2]`; garbage for padding tokens."""
+        """Return cosines and sines of every live token's angles, `[2, T, half]`; garbage for padding tokens."""
         past = zip(self.q_lens, self.kv_lens, strict=True)
         positions = [position for q_len, kv_len in past for position in range(kv_len - q_len, kv_len)]
-        frequencies = 1e4 ** -np.linspace(0, 1, self.head_dim // 2, endpoint=False)
+        half = self.kind.rope_dim // 2
+        frequencies = 1e4 ** -np.linspace(0, 1, half, endpoint=False)
         angles = np.outer(positions, frequencies)
-        garbage = rng.normal(0, 100, size=(2, self.padding_tokens, self.head_dim // 2))
+        garbage = rng.normal(0, 100, size=(2, self.padding_tokens, half))
         return np.concatenate([[np.cos(angles), np.sin(angles)], garbage], axis=1)
 
     def _page_table(self, rng: np.random.Generator) -> np.ndarray:
@@ -176,7 +188,7 @@ class Case:
 
     def _pool(self, rng: np.random.Generator, page_table: np.ndarray) -> np.ndarray:
         """Return random pages, with `stale` past the end of each row and in pages of no row."""
-        page_shape = (self.num_layers, self.num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
+        page_shape = (self.num_layers, self.num_pages, self.page_size, *self.kind.token_shape)
         pool = rng.normal(size=page_shape)
         is_seen = np.zeros((self.num_pages, self.page_size), bool)
         for row_id, kv_len in enumerate(self.kv_lens):
@@ -208,7 +220,7 @@ def ancestors(parents: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def pool_error(found: Pages, expected: Pages, num_rotated: int = 0) -> float:
-    """Return the largest relative error in a pool `[L, N, P, 2K, H]`; infinite if stale infinities or NaN changed.
+    """Return the largest relative error in a pool in the canonical layout; infinite if stale infinities or NaN changed.
 
     Errors of a quantised pool are relative to the largest element of their vector, other errors to the element itself,
     or to the larger one of a pair: each is a difference of products of both, which may nearly cancel. Vectors of an

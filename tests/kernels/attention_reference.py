@@ -1,4 +1,4 @@
-"""Ragged paged attention by its definition: float32, one row and one query at a time, in NumPy.
+"""Ragged paged attention by its definition, to heads or latents: float32, one query at a time, in NumPy.
 
 The oracle for all backends, which only tests and checks on devices import. It runs outside jit alone and copies the
 pool that it is given, in the canonical layout. It calls no operation of jax, since XLA would compile a program for each
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 from jaxserve.pallas_kernels.ragged_paged_attention import int4
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     INT4,
     QUANTIZED_MAX,
@@ -21,6 +21,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     has_scales,
     pool_dtype,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxtyping import Array, Float, Float32, Int32
 
 HostPages = np.ndarray | QuantizedPages  # arrays of NumPy
@@ -29,24 +30,29 @@ _GROUP = 64  # elements of a group of int4 pools
 
 def write_and_attend(
     inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
-) -> tuple[Float[Array, "T Q H"], Pages]:
+) -> tuple[Float[Array, "T Q V"], Pages]:
     """Rotate, write to a copy of the canonical pool and attend."""
     dtype, layer = inputs.q.dtype, int(layer)
     inputs, pages = jax.tree.map(np.asarray, (inputs, kv_pages))
-    q, k, v = (np.asarray(x).astype(np.float32) for x in (inputs.q, inputs.k, inputs.v))
+    q, k = (np.asarray(x).astype(np.float32) for x in (inputs.q, inputs.k))
     if inputs.rope is not None:
         q, k = (rotate(x, np.asarray(inputs.rope)) for x in (q, k))
-    pages = _write_kv(pages, k, v, layer, inputs.rows, pool_dtype(kv_pages))
+    vectors = k[:, 0]
+    if inputs.v is not None:
+        v = np.asarray(inputs.v).astype(np.float32)
+        vectors = np.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])
+    stored = encode(vectors, pool_dtype(kv_pages))
+    pages = jax.tree.map(lambda pool, new: _write(pool, new, layer, inputs.rows), pages, stored)
     out = _attend(q, inputs, pages, layer, options)
     return jax.device_put((out.astype(dtype), pages))
 
 
 def rotate(x: Float32[np.ndarray, "T N H"], rope: Float32[np.ndarray, "2 T half"]) -> Float32[np.ndarray, "T N H"]:
-    """Turn the pairs of the two halves of a head, as complex numbers, by their angles."""
-    first, second = np.split(x, 2, axis=-1)
+    """Rotate pairs of the two halves of the last elements of each vector, as complex numbers, by their angles."""
+    kept, first, second = np.split(x, [x.shape[-1] - 2 * rope.shape[2], x.shape[-1] - rope.shape[2]], axis=-1)
     cos, sin = rope[:, :, None]
     turned = (first + 1j * second) * (cos + 1j * sin)
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    return np.concatenate([kept, turned.real, turned.imag], axis=-1)
 
 
 def encode(x: Float32[np.ndarray, "*vectors H"], kv_dtype: np.dtype) -> HostPages:
@@ -62,14 +68,6 @@ def decode(pages: HostPages) -> Float32[np.ndarray, "*vectors H"]:
         values, scales = (np.asarray(x).astype(np.float32) for x in pages)
         return np.asarray(values * scales[..., None])
     return _unpack(pages) if pages.dtype == np.uint8 else pages.astype(np.float32)
-
-
-def _write_kv(
-    pages: HostPages, k: np.ndarray, v: np.ndarray, layer: int, rows: RaggedRows, dtype: np.dtype
-) -> HostPages:
-    """Return a copy of the pool with the keys and values of this step in their pages."""
-    kv = np.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2K, H]
-    return jax.tree.map(lambda pool, new: _write(pool, new, layer, rows), pages, encode(kv, dtype))
 
 
 def _quantized(x: np.ndarray, dtype: np.dtype) -> QuantizedPages:
@@ -142,12 +140,12 @@ def _attend(
     pages: HostPages,
     layer: int,
     options: AttentionOptions,
-) -> Float32[np.ndarray, "T Q H"]:
+) -> Float32[np.ndarray, "T Q V"]:
     """Attend with every query, rotated, over the keys that it sees; zeros for padding tokens."""
     rows, pages_of = inputs.rows, _tables(inputs.rows)
     vectors = _vectors(pages, layer, queries.shape[-1])
     sinks = None if inputs.sinks is None else np.asarray(inputs.sinks).astype(np.float32)
-    out = np.zeros_like(queries)
+    out = np.zeros((*queries.shape[:2], options.rank or queries.shape[2]), np.float32)
     for row_id, token_id, position in _tokens(rows):
         positions = np.arange(position + 1)
         if inputs.tree_mask is not None:
@@ -160,7 +158,7 @@ def _attend(
             num_read = -(-int(rows.kv_lens[row_id]) // page_size) - int(read.num_skipped[row_id])
             positions = positions[np.isin(positions // page_size, np.asarray(read.columns[row_id])[:num_read])]
         positions = positions[-(options.window or len(positions)) :]
-        k, v = _read(vectors, pages_of[row_id], positions)
+        k, v = _read(vectors, pages_of[row_id], positions, options.rank)
         out[token_id] = _attend_one(queries[token_id], k, v, options, sinks)
     return out
 
@@ -187,11 +185,15 @@ def _tokens(rows: RaggedRows) -> Iterator[tuple[int, int, int]]:
             yield row_id, token_id, int(kv_lens[row_id]) - int(cu_q_lens[row_id + 1]) + token_id
 
 
-def _read(pages: np.ndarray, page_ids: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return keys and values at some positions of one sequence, each `f32[S, K, H]`."""
+def _read(
+    pages: np.ndarray, page_ids: np.ndarray, positions: np.ndarray, rank: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return keys and values at some positions of one sequence, `f32[S, K, H]` and `f32[S, K, V]`."""
     page_size = pages.shape[1]
-    kv = pages[page_ids[positions // page_size], positions % page_size].astype(np.float32)  # [S, 2K, H]
-    return kv[:, 0::2], kv[:, 1::2]
+    vectors = pages[page_ids[positions // page_size], positions % page_size].astype(np.float32)
+    if rank is not None:
+        return vectors[:, None], vectors[:, None, :rank]
+    return vectors[:, 0::2], vectors[:, 1::2]
 
 
 def _attend_one(

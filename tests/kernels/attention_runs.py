@@ -10,6 +10,8 @@ from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
     AttentionOptions,
+    Heads,
+    Latents,
     PagesToRead,
     QuantizedPages,
     from_canonical,
@@ -18,7 +20,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import HeadMajor, TransposedKeys
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
 
 from jaxserve.execution.lowering import known_options
 from jaxserve.execution.step import step_options
@@ -26,8 +27,15 @@ from tests.kernels import attention_reference
 from tests.kernels.attention_cases import CASES, Case, pool_error
 
 OPTIONS = AttentionOptions(1.0)
-PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
-SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
+
+
+def serving(kind):
+    """Return the names of backends that run here with this kind of vectors."""
+    problem = Problem(kind, 4, 16, jnp.dtype("float32"), jax.default_backend())
+    return [name for name, backend in BACKENDS.items() if backend.unsupported_reason(problem) is None]
+
+
+SERVING = serving(Heads(2, 32))
 # The best instruction set serves; the others must be right as well, if there are any. One that multiplies bytes too
 # has the attention of the plain instruction set.
 SAME_ATTENTION = ("avx512", "avxvnni", "neondot")
@@ -46,30 +54,35 @@ jitted_as_shipped = compiled(compiler_options=known_options(step_options(jax.dev
 # One program for each shape of a pool, which makes a copy that can be donated.
 in_one = functools.partial(jax.jit, static_argnums=0, compiler_options=UNOPTIMIZED)
 stored_by_xla = in_one(lambda backend, pages: jax.tree.map(jnp.copy, from_canonical(backend, pages)))
-canonical_by_xla = in_one(to_canonical)
+canonical_by_xla = jax.jit(to_canonical, static_argnums=(0, 2), compiler_options=UNOPTIMIZED)
 
 
 def stored(backend, pages):
     """Return a copy of canonical pages in a backend's layout, without a program if it is a layout of CPUs."""
-    if not isinstance(BACKENDS[backend].LAYOUT, HeadMajor):
+    if not issubclass(BACKENDS[backend].layout, HeadMajor):
         return stored_by_xla(backend, pages)
-    pages = jax.tree.map(lambda x: np.asarray(x).swapaxes(2, 3), pages)
-    return jax.device_put(with_keys(backend, pages, lambda keys: keys.swapaxes(3, 4)), may_alias=False)
-
-
-def canonical(backend, pages):
-    """Invert `stored`, to arrays on the host if it is a layout of CPUs."""
-    if not isinstance(BACKENDS[backend].LAYOUT, HeadMajor):
-        return jax.tree.map(np.asarray, canonical_by_xla(backend, pages))
-    *_, P, H = values_of(pages).shape
     pages = jax.tree.map(np.asarray, pages)
+    if jax.tree.leaves(pages)[0].ndim == 5:  # no latents
+        pages = jax.tree.map(lambda x: x.swapaxes(2, 3), pages)
+        pages = with_keys(backend, pages, lambda keys: keys.swapaxes(3, 4))
+    return jax.device_put(pages, may_alias=False)
+
+
+def canonical(backend, pages, kind):
+    """Invert `stored`, to arrays on the host if it is a layout of CPUs."""
+    if not issubclass(BACKENDS[backend].layout, HeadMajor):
+        return jax.tree.map(np.asarray, canonical_by_xla(backend, pages, kind))
+    pages = jax.tree.map(np.asarray, pages)
+    *_, P, H = jax.tree.leaves(pages)[0].shape
+    if isinstance(kind, Latents):
+        return pages
     turned = with_keys(backend, pages, lambda keys: keys.reshape(*keys.shape[:3], H, P).swapaxes(3, 4))
     return jax.tree.map(lambda x: x.swapaxes(2, 3), turned)
 
 
 def with_keys(backend, pages, turn):
     """Return head-major pages on the host, their keys turned if the layout has transposed ones."""
-    if not isinstance(BACKENDS[backend].LAYOUT, TransposedKeys):
+    if not issubclass(BACKENDS[backend].layout, TransposedKeys):
         return pages
     values = np.array(pages.values if isinstance(pages, QuantizedPages) else pages)
     keys = turn(values[:, :, 0::2])
@@ -96,7 +109,7 @@ def run(case, arguments, backend, jitted=jitted):
     else:
         pool = stored(name, arguments.kv_pages)
         out, pool = jitted(arguments.inputs, pool, arguments.layer, case.options, backend=name)
-        pool = canonical(name, pool)
+        pool = canonical(name, pool, case.kind)
     return np.asarray(out).astype(np.float32), jax.tree.map(np.asarray, pool)
 
 

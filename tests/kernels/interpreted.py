@@ -51,52 +51,32 @@ class Found:
 def run(case, name):
     """Run a case of attention."""
     from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, to_canonical
-
-    from tests.kernels import attention_reference
-
-    canonical = functools.partial(to_canonical, name, head_dim=case.head_dim)
-    return _compared(case, name, BACKENDS[name], attention_reference, canonical, num_live=sum(case.q_lens))
-
-
-def run_latents(case, name):
-    """Run a case of attention over latents."""
-    from jaxserve.pallas_kernels.mla_attention import BACKENDS, to_canonical
-
-    from tests.kernels import latent_reference
-
-    canonical = functools.partial(to_canonical, name, width=case.rows.head_dim)
-    num_rotated = (case.rows.head_dim - case.rank) if case.rows.has_rope else 0
-    num_live = sum(case.rows.q_lens)
-    return _compared(
-        case, name, BACKENDS[name], latent_reference, canonical, num_live=num_live, num_rotated=num_rotated
-    )
-
-
-def _compared(case, name, kernels, reference, canonical, num_live, num_rotated=0):
     from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
 
+    from tests.kernels import attention_reference
     from tests.kernels.attention_cases import pool_error
 
-    def attend(backend, inputs, kv_pages, layer):
-        return backend.write_and_attend(inputs, kv_pages, layer, case.options)
+    kernels = BACKENDS[name]
 
-    def attend_by_kernels(inputs, kv_pages, layer):
-        page_size = kernels.LAYOUT.pool_dims(values_of(kv_pages).shape).page_size
+    def attend(inputs, kv_pages, layer):
+        page_size = kernels.layout.pool_dims(values_of(kv_pages).shape).page_size
         inputs = inputs._replace(rows=inputs.rows.with_read_pages(page_size))
-        return attend(kernels, inputs, kv_pages, layer)
+        return kernels.write_and_attend(inputs, kv_pages, layer, case.options)
 
     with jax.default_device(jax.devices("cpu")[0]):  # whose float32 is exact, and which compiles small programs soon
         arguments = case.arguments()
-        expected_out, expected_pool = attend(reference, *arguments)
+        expected_out, expected_pool = attention_reference.write_and_attend(*arguments, case.options)
     inputs, kv_pages, layer = jax.device_put(arguments, jax.devices()[0], may_alias=False)
-    with kernels.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext(), _watched(name) as has_races:
+    here = kernels.settings.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext()
+    with here, _watched(name) as has_races:
         options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
-        attend_here = jax.jit(attend_by_kernels, compiler_options=options)
-        out, pool = jax.block_until_ready(attend_here(inputs, kernels.LAYOUT.from_canonical(kv_pages), layer))
+        pool = kernels.layout(values_of(kv_pages).shape[3:]).from_canonical(kv_pages)
+        out, pool = jax.block_until_ready(jax.jit(attend, compiler_options=options)(inputs, pool, layer))
     out, expected_out = (np.asarray(x, np.float32) for x in (out, expected_out))
+    num_live, num_rotated = sum(case.q_lens), case.kind.rope_dim if case.has_rope and case.rank is not None else 0
     return Found(
         error=float(np.max((np.abs(out - expected_out) / (1 + np.abs(expected_out)))[:num_live], initial=0)),
-        pool_error=pool_error(canonical(pool), expected_pool, num_rotated),
+        pool_error=pool_error(to_canonical(name, pool, case.kind), expected_pool, num_rotated),
         is_finite=bool(np.isfinite(out).all()),
         races=has_races(),
     )
@@ -229,7 +209,6 @@ if __name__ == "__main__":
         print(json.dumps(dataclasses.asdict(run_case(cases.BY_NAME[name], kernels))))
         sys.exit()
     from tests.kernels.attention_cases import Case
-    from tests.kernels.latent_cases import Case as LatentCase
 
     lengths, sizes = ((1, 20, 1), (1100, 150, 900)), {"head_dim": 64, "stale": float("nan"), "dtype": "bfloat16"}
     tpu_lengths = (1, 20, 1, 3, 1), (190, 150, 110, 3, 70)
@@ -243,9 +222,8 @@ if __name__ == "__main__":
         "tpu_tree": Case("tpu_tree", *tree_lengths, 4, 1, kv_dtype="bfloat16", **sizes, **tree),
         "tpu_narrow": Case("tpu_narrow", *tpu_lengths, 4, 1, page_size=32, kv_dtype="float8_e4m3fn", **sizes),
     }
-    of_latents = {
-        f"{name}_latents": LatentCase(dataclasses.replace(cases[name], num_kv_heads=1, head_dim=rank + 32), rank)
+    cases |= {
+        f"{name}_latents": dataclasses.replace(cases[name], num_kv_heads=1, head_dim=rank + 32, rank=rank)
         for name, rank in {"tpu": 128, "tpu_narrow": 128, "half": 256}.items()
     }
-    found = run_latents(of_latents[name], kernels) if name in of_latents else run(cases[name], kernels)
-    print(json.dumps(dataclasses.asdict(found)))
+    print(json.dumps(dataclasses.asdict(run(cases[name], kernels))))

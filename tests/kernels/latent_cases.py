@@ -1,62 +1,16 @@
-"""Cases of the operation, shared by tests, benchmarks and deviceless compilation."""
+"""Cases of attention to latents, with one KV head whose keys are the latents."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-import jax
-import numpy as np
-from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
-from jaxtyping import Array, Int32
-
-from tests.kernels import attention_cases
-
-
-class Arguments(NamedTuple):
-    """Arrays of one call; `kv_pages` in the canonical layout `[L, N, P, W]`."""
-
-    inputs: LatentInputs
-    kv_pages: Pages
-    layer: int | Int32[Array, ""]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call with the rows, pages and padding of a case of `ragged_paged_attention`.
-
-    Attributes:
-        rows: case with one KV head, whose keys are the latents.
-        rank: leading elements of a latent that are its value.
-    """
-
-    rows: attention_cases.Case
-    rank: int
-
-    @property
-    def name(self) -> str:
-        """Name of the case."""
-        return self.rows.name
-
-    @property
-    def options(self) -> LatentOptions:
-        """Static options of the call."""
-        return LatentOptions(self.rank, float(self.rows.head_dim**-0.5))
-
-    def arguments(self, seed: int = 0) -> Arguments:
-        """Return random arguments, the same for the same seed."""
-        inputs, kv_pages, layer = self.rows.arguments(seed)
-        pages = jax.tree.map(lambda x: np.asarray(x)[:, :, :, 0], kv_pages)
-        num_angles = (self.rows.head_dim - self.rank) // 2
-        angles = None if inputs.rope is None else np.asarray(inputs.rope)[:, :, :num_angles]
-        latents, rope, pages = jax.device_put((np.asarray(inputs.k)[:, 0], angles, pages))
-        return Arguments(LatentInputs(inputs.q, latents, inputs.rows, rope, inputs.tree_mask), pages, layer)
+from tests.kernels.attention_cases import Case
 
 
 def _case(name: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], rank: int = 32, **facts: Any) -> Case:
     sizes = {"num_query_heads": 4, "head_dim": 48, **facts}
-    return Case(attention_cases.Case(name, q_lens, kv_lens, num_kv_heads=1, **sizes), rank)
+    return Case(name, q_lens, kv_lens, num_kv_heads=1, rank=rank, **sizes)
 
 
 _RAGGED = ((1, 7, 1, 20, 1), (50, 7, 1, 61, 16))
@@ -85,7 +39,7 @@ CASES: tuple[Case, ...] = (
 
 def halved(case: Case, head_dim: int, rank: int) -> Case:
     """Return the case with other latents, in half precision, as the GPU kernel takes them."""
-    return Case(replace(case.rows, head_dim=head_dim, dtype="bfloat16", kv_dtype="bfloat16"), rank)
+    return replace(case, head_dim=head_dim, rank=rank, dtype="bfloat16", kv_dtype="bfloat16")
 
 
 _HALF: dict[str, Any] = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
@@ -93,9 +47,9 @@ _MIXED = ((1, 3, 1, 20), (700, 20, 1, 90))
 
 GPU_CASES: tuple[Case, ...] = (
     *(
-        halved(case, 96 if case.rank < case.rows.head_dim else 64, 64)
+        halved(case, 96 if case.rank < case.head_dim else 64, 64)
         for case in CASES
-        if case.rows.kv_dtype == "float32" and case.rank < 512
+        if case.kv_dtype == "float32" and case.rank < 512
     ),
     _case("float16", *_RAGGED, 128, head_dim=192, has_rope=True, dtype="float16", kv_dtype="float16"),
     _case("rank_of_256", *_RAGGED, 256, num_query_heads=40, head_dim=288, has_rope=True, **_HALF),

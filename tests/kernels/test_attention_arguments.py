@@ -6,6 +6,7 @@ import pytest
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionOptions,
+    Heads,
     PagesToRead,
     QuantizedPages,
     from_canonical,
@@ -34,6 +35,8 @@ def test_traced_layer_equals_static_layer():
     [
         ({"window": 0}, "window must be at least 1 token, got 0"),
         ({"soft_cap": 0.0}, r"soft_cap must be positive, got 0\.0"),
+        ({"rank": 0}, "rank must be at least 1 or None, got 0"),
+        ({"max_queries": -3}, "max_queries must be at least 1 or None, got -3"),
     ],
 )
 def test_bad_options_are_refused(option, message):
@@ -66,8 +69,11 @@ def test_bad_options_are_refused(option, message):
         ({"rope": jnp.zeros((2, 30, 16), "bfloat16")}, "rope must be float32 .*got bfloat16"),
         ({"tree_mask": jnp.zeros((30, 1), jnp.int32)}, r"tree_mask must be int32 of shape \(30,\), got .* \(30, 1\)"),
         ({"tree_mask": jnp.zeros(30, jnp.uint32)}, r"tree_mask must be int32 of shape \(30,\), got uint32"),
-        ({"kv_pages": jnp.zeros((2, 9, 8, 16, 32))}, "kv_pages holds 4 kv heads of 32, k has 2 of 32"),
-        ({"kv_pages": jnp.zeros((9, 8, 16, 32))}, r"the pool of this backend must be \[L, N, 2K, P, H\]"),
+        (
+            {"kv_pages": jnp.zeros((2, 9, 8, 16, 32))},
+            r"must have shape \(2, 9, 4, 16, 32\) for 2 kv heads of 32",
+        ),
+        ({"kv_pages": jnp.zeros((9, 8, 16, 32))}, r"must have shape \(9, 8, 4, 16, 32\) for 2 kv heads"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -90,32 +96,32 @@ def test_unknown_backend_is_refused():
 
 
 def test_layout_needs_a_resolved_name():
-    sizes = {"num_kv_heads": 2, "head_dim": 32, "page_size": 16}
+    heads, sizes = Heads(2, 32), {"num_layers": 1, "num_pages": 3, "page_size": 16, "dtype": jnp.float32}
     with pytest.raises(ValueError, match="resolve it with select_backend first"):
-        new_pages("auto", num_layers=1, num_pages=1, **sizes, dtype=jnp.float32)
-    name = select_backend("auto", num_query_heads=4, kv_dtype=jnp.float32, **sizes)
-    pool = new_pages(name, num_layers=1, num_pages=3, **sizes, dtype=jnp.float32)
+        new_pages("auto", heads, **sizes)
+    name = select_backend("auto", kind=heads, num_query_heads=4, page_size=16, kv_dtype=jnp.float32)
+    pool = new_pages(name, heads, **sizes)
     assert pool.shape == (1, 3, 4, 16, 32)
 
 
 @pytest.mark.parametrize("head_dim", [33, 136])
 def test_int4_pool_of_other_heads_is_refused(head_dim):
-    sizes = {"num_query_heads": 4, "num_kv_heads": 2, "page_size": 16, "head_dim": head_dim}
+    sizes = {"kind": Heads(2, head_dim), "num_query_heads": 4, "page_size": 16}
     with pytest.raises(UnsupportedBackendError, match=f"head_dim must be even, and above 128 .* not {head_dim}"):
         select_backend("xla", **sizes, kv_dtype="int4")
 
 
 @pytest.mark.parametrize("dtype", ["int16", "float8_e5m2"])
 def test_pool_of_another_dtype_is_refused(dtype):
-    sizes = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 32, "page_size": 16}
+    sizes = {"kind": Heads(2, 32), "num_query_heads": 4, "page_size": 16}
     with pytest.raises(UnsupportedBackendError, match=rf"the pool must hold floating point numbers .*, not {dtype}"):
         select_backend("xla", **sizes, kv_dtype=jnp.dtype(dtype))
 
 
 @pytest.mark.usefixtures("without_jaxtyping")
 def test_scales_come_with_the_dtypes_that_need_them():
-    sizes = {"num_layers": 2, "num_pages": 9, "page_size": 16, "num_kv_heads": 2, "head_dim": 32}
-    quantized, plain = (new_pages("xla", **sizes, dtype=dtype) for dtype in ("int8", "float32"))
+    sizes = {"num_layers": 2, "num_pages": 9, "page_size": 16}
+    quantized, plain = (new_pages("xla", Heads(2, 32), **sizes, dtype=dtype) for dtype in ("int8", "float32"))
     with pytest.raises(ValueError, match="got int8 without scales; use new_pages"):
         call(kv_pages=quantized.values)
     with pytest.raises(ValueError, match="got float32 with scales"):

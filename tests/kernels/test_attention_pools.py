@@ -11,10 +11,13 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
     AttentionInputs,
     AttentionOptions,
+    Heads,
+    Latents,
     PoolDims,
     QuantizedPages,
     RaggedRows,
     from_canonical,
+    layout_for,
     move_tokens,
     new_pages,
     ragged_paged_attention,
@@ -30,6 +33,7 @@ from tests.kernels.attention_runs import (
     stored,
     stored_by_xla,
 )
+from tests.kernels.latent_cases import CASES as LATENT_CASES
 from tests.parameters import mainly, seeds
 
 
@@ -37,8 +41,8 @@ from tests.parameters import mainly, seeds
 def compile_layers(backend, kv_dtype="float32", num_layers=2):
     """Compile several layers over one donated pool; keys of a layer depend on the output of the layer before."""
     T, R, M, Q, K, H, P, N = 32, 8, 64, 4, 2, 32, 16, 2048
-    sizes = {"num_layers": num_layers, "num_pages": N, "page_size": P, "num_kv_heads": K, "head_dim": H}
-    pool = jax.eval_shape(functools.partial(new_pages, backend, **sizes, dtype=kv_dtype))
+    sizes = {"num_layers": num_layers, "num_pages": N, "page_size": P}
+    pool = jax.eval_shape(functools.partial(new_pages, backend, Heads(K, H), **sizes, dtype=kv_dtype))
     options = AttentionOptions(H**-0.5)
 
     def step(q, pool, rows):
@@ -89,27 +93,28 @@ def test_xla_plans_the_rows_once_for_all_layers():
     assert len(re.findall(r" sort\(", compiled.as_text())) == 1
 
 
+@pytest.mark.parametrize("case", [CASES[0], LATENT_CASES[0]], ids=["heads", "latents"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_canonical_round_trip(backend):
-    case_pages = CASES[0].arguments().kv_pages
+def test_canonical_round_trip(backend, case):
+    case_pages, kind = case.arguments().kv_pages, case.kind
     pool = stored_by_xla(backend, case_pages)
-    L, N, P, KV, H = case_pages.shape
-    layout, dims = BACKENDS[backend].LAYOUT, PoolDims(L, N, P, KV // 2, H)
+    layout, dims = layout_for(BACKENDS[backend], kind, case.kv_dtype), PoolDims(*case_pages.shape[:3])
     assert pool.shape == layout.kv_shape(dims)
     assert layout.pool_dims(pool.shape) == dims
-    np.testing.assert_array_equal(canonical_by_xla(backend, pool), case_pages)
+    np.testing.assert_array_equal(canonical_by_xla(backend, pool, kind), case_pages)
     np.testing.assert_array_equal(stored(backend, case_pages), pool)
-    np.testing.assert_array_equal(canonical(backend, pool), case_pages)
+    np.testing.assert_array_equal(canonical(backend, pool, kind), case_pages)
 
 
 @pytest.mark.parametrize("kv_dtype", mainly(["int8"], "float32"))  # that of the default run has an array of scales
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", [Heads(2, 16), Latents(12, 4)], ids=["heads", "latents"])
 @pytest.mark.parametrize("seed", seeds(1))
-def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, seed):
+def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, kind, seed):
     """Check any layout, with pages of 32 tokens, against loops over the canonical pool."""
     rng = np.random.default_rng(seed)
-    L, N, P, K, H, R, M, T = 2, 13, 32, 2, 16, 3, 4, 23
-    values = rng.standard_normal((L, N, P, 2 * K, H), np.float32)
+    L, N, P, R, M, T = 2, 13, 32, 3, 4, 23
+    values = rng.standard_normal((L, N, P, *kind.token_shape), np.float32)
     narrow = QuantizedPages((9 * values).astype(np.int8), values[..., 0].astype("bfloat16"))
     pool = values if kv_dtype == "float32" else narrow
     page_table, table_row = rng.permutation(N)[: R * M].reshape(R, M), rng.permutation(R)
@@ -127,7 +132,8 @@ def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, 
 
     def move(kv_pages):
         rows = (jnp.asarray(x, jnp.int32) for x in (page_table, table_row, first, source))
-        return to_canonical(backend, move_tokens(backend, from_canonical(backend, kv_pages), *rows))
+        moved = move_tokens(backend, kind, from_canonical(backend, kv_pages), *rows)
+        return to_canonical(backend, moved, kind)
 
     moved = jax.jit(move, compiler_options=UNOPTIMIZED)(pool)
     jax.tree.map(np.testing.assert_array_equal, moved, jax.tree.map(expected, pool))
@@ -154,5 +160,5 @@ def test_pages_for_larger_heads_are_several_of_smaller_ones(backend):
         out, pool = map(np.asarray, attend(inputs, pool, num_parts=2))
         np.testing.assert_array_equal(out, expected)
         np.testing.assert_array_equal(pool.reshape(own.shape), written)
-    with pytest.raises(ValueError, match="a page of 2 kv heads of 8 must be 3 pages of other heads, got 1 of 8"):
+    with pytest.raises(ValueError, match="a page must be 3 pages of 1 kv heads of 8, got a pool of shape"):
         attend(inputs, pool, num_parts=3)

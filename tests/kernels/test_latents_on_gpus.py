@@ -4,7 +4,7 @@ import interpreted
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxserve.pallas_kernels.mla_attention import BACKENDS, Problem, select_backend
+from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, Latents, Problem, select_backend
 
 from tests.kernels.latent_cases import GPU_CASES
 
@@ -17,7 +17,7 @@ ALIKE = [
     "published_20_heads",
 ]
 """Cases whose parts occur in others as well: each is slow in the interpreter."""
-DEEPSEEK = {"num_query_heads": 16, "rank": 512, "rope_dim": 64, "page_size": 16, "kv_dtype": "bfloat16"}
+DEEPSEEK = {"kind": Latents(512, 64), "num_query_heads": 16, "page_size": 16, "kv_dtype": "bfloat16"}
 
 
 @pytest.mark.interpreter
@@ -31,9 +31,9 @@ DEEPSEEK = {"num_query_heads": 16, "rank": 512, "rope_dim": 64, "page_size": 16,
     [pytest.param(case, marks=pytest.mark.full if case.name in ALIKE else [], id=case.name) for case in GPU_CASES],
 )
 def test_latents_match_reference_without_races(case):
-    found = interpreted.run_latents(case, "mosaic_gpu")
+    found = interpreted.run(case, "mosaic_gpu")
     assert found.error <= 1e-2
-    assert found.pool_error <= case.rows.pool_tolerance
+    assert found.pool_error <= case.pool_tolerance
     assert found.is_finite
     assert not found.races
 
@@ -49,16 +49,16 @@ def test_serves_the_heads_of_published_models(num_query_heads):
     [
         ({"kv_dtype": "float32"}, "not float32"),
         ({"kv_dtype": "float8_e4m3fn"}, "not float8_e4m3fn"),
-        ({"rank": 384}, "rank must be one of"),
-        ({"rope_dim": 48}, "a multiple of 32 up to 64, not 48"),
-        ({"rope_dim": 96}, "a multiple of 32 up to 64, not 96"),
+        ({"kind": Latents(384, 64)}, "rank must be one of"),
+        ({"kind": Latents(512, 48)}, "a multiple of 32 up to 64, not 48"),
+        ({"kind": Latents(512, 96)}, "a multiple of 32 up to 64, not 96"),
         ({"page_size": 48}, "page_size must be"),
     ],
 )
 def test_refuses_latents_with_a_reason(changed, reason):
     sizes = DEEPSEEK | changed
     problem = Problem(**sizes | {"kv_dtype": jnp.dtype(sizes["kv_dtype"])}, platform="gpu")
-    assert reason in BACKENDS["mosaic_gpu"].supports(problem)
+    assert reason in BACKENDS["mosaic_gpu"].unsupported_reason(problem)
     assert select_backend(**sizes, platform="gpu") == "xla"
     on_cpu = Problem(**DEEPSEEK | {"kv_dtype": jnp.dtype("bfloat16")}, platform="cpu")
-    assert "GPUs only" in BACKENDS["mosaic_gpu"].supports(on_cpu)
+    assert "GPUs only" in BACKENDS["mosaic_gpu"].unsupported_reason(on_cpu)

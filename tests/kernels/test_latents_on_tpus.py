@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V6E
-from jaxserve.pallas_kernels.mla_attention import default_page_size, new_pages, select_backend
 from jaxserve.pallas_kernels.op import log_choice
+from jaxserve.pallas_kernels.ragged_paged_attention import Latents, default_page_size, new_pages, select_backend
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
 
 from tests.kernels.latent_cases import CASES
@@ -30,7 +30,7 @@ RUN = [
     "float8",
     "tree",
 ]
-DEEPSEEK = {"num_query_heads": 16, "rank": 512, "rope_dim": 64, "page_size": None, "kv_dtype": "bfloat16"}
+DEEPSEEK = {"kind": Latents(512, 64), "num_query_heads": 16, "page_size": None, "kv_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,11 @@ DEEPSEEK = {"num_query_heads": 16, "rank": 512, "rope_dim": 64, "page_size": Non
 )
 def test_matches_reference_without_races(name):
     case = BY_NAME[name]
-    found = interpreted.run_latents(case, "mosaic_tpu")
-    is_wide = case.rows.dtype == case.rows.kv_dtype == "float32"
+    found = interpreted.run(case, "mosaic_tpu")
+    is_wide = case.dtype == case.kv_dtype == "float32"
     assert found.error <= (1e-5 if is_wide else 1e-2)
     # Rotated elements near zero are many float32 steps apart: they depend on how XLA computes the rotation here.
-    assert found.pool_error <= (1e-3 if case.rows.has_rope and is_wide else case.rows.pool_tolerance)
+    assert found.pool_error <= (1e-3 if case.has_rope and is_wide else case.pool_tolerance)
     assert found.is_finite
     assert not found.races
 
@@ -70,7 +70,7 @@ def test_what_it_refuses_is_served_by_xla_with_the_reason_in_the_log(changed, re
     caplog.set_level(logging.INFO)
     with jax.sharding.use_abstract_mesh(TPU_V6E.mesh()):
         assert select_backend(**DEEPSEEK | changed) == "xla"
-    (message,) = (record.getMessage() for record in caplog.records if "mla_attention" in record.getMessage())
+    (message,) = (record.getMessage() for record in caplog.records if "ragged_paged_attention" in record.getMessage())
     assert re.search(f"[;(] ?(skipped )?mosaic_tpu: [^;]*{re.escape(reason)}", message)
 
 
@@ -79,8 +79,8 @@ def test_what_it_refuses_is_served_by_xla_with_the_reason_in_the_log(changed, re
 )
 def test_the_pool_has_its_padding_in_its_shape(kv_dtype, token_bytes):
     """Memory tiles have 128 columns; one of bfloat16 has the scales of 32 tokens."""
-    page_size = default_page_size("mosaic_tpu", width=576, kv_dtype=kv_dtype)
-    sizes = {"num_layers": 2, "num_pages": 3, "page_size": page_size, "width": 576}
-    pool = jax.eval_shape(lambda: new_pages("mosaic_tpu", **sizes, dtype=kv_dtype))
+    page_size = default_page_size("mosaic_tpu", DEEPSEEK["kind"], kv_dtype)
+    sizes = {"num_layers": 2, "num_pages": 3, "page_size": page_size}
+    pool = jax.eval_shape(lambda: new_pages("mosaic_tpu", DEEPSEEK["kind"], **sizes, dtype=kv_dtype))
     assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool)) == 2 * 3 * page_size * token_bytes
     assert page_size * 640 * jnp.dtype(kv_dtype).itemsize <= planning.MAX_PAGE_BYTES

@@ -8,93 +8,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxserve.pallas_kernels import native
-from jaxserve.pallas_kernels.mla_attention import (
-    BACKENDS,
-    HeadInputs,
-    HeadMatrices,
-    LatentInputs,
-    LatentOptions,
-    PoolDims,
-    Problem,
-    expanded,
-    from_canonical,
-    head_attention,
-    mla_attention,
-    move_tokens,
-    new_pages,
-    select_backend,
-    to_canonical,
-)
-from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
 from jaxserve.pallas_kernels.op import UnsupportedBackendError
-from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention import (
+    BACKENDS,
+    AttentionInputs,
+    AttentionOptions,
+    HeadMatrices,
+    Latents,
+    MLAInputs,
+    PoolDims,
+    RaggedRows,
+    layout_for,
+    mla_attention,
+    new_pages,
+    ragged_paged_attention,
+    select_backend,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.expanded import break_even_queries
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
 
-from tests.kernels import latent_reference
 from tests.kernels.attention_cases import pool_error
-from tests.kernels.attention_runs import OTHER_SETS, UNOPTIMIZED, in_one, on_backends, some_pages
+from tests.kernels.attention_runs import (
+    OTHER_SETS,
+    UNOPTIMIZED,
+    canonical,
+    live,
+    on_backends,
+    run,
+    serving,
+    some_pages,
+    stored,
+)
 from tests.kernels.latent_cases import CASES
 from tests.oracles import torch
 
-PLAIN = Problem(4, 32, 16, 16, jnp.dtype("float32"), jax.default_backend())
-SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
+SERVING = serving(Latents(32, 16))
 BY_NAME = {case.name: case for case in CASES}
 # Each case is a program that XLA compiles slowly: by default it runs some.
 QUICK_ON_XLA = ("shared_prefix_written_now", "all_decode_ragged", "float8", "tree")
-jitted = jax.jit(
+attend_heads = jax.jit(
     mla_attention,
     static_argnames=("options", "backend"),
     donate_argnames="kv_pages",
     compiler_options=UNOPTIMIZED,
 )
-
-
-attend_heads = jax.jit(
-    head_attention,
-    static_argnames=("options", "backend"),
-    donate_argnames="kv_pages",
-    compiler_options=UNOPTIMIZED,
-)
-
-
-# One program for each shape of a pool, which makes a copy that can be donated.
-stored_by_xla = in_one(lambda backend, pages: jax.tree.map(jnp.copy, from_canonical(backend, pages)))
-canonical_by_xla = jax.jit(to_canonical, static_argnums=0, static_argnames="width", compiler_options=UNOPTIMIZED)
-
-
-def stored(backend, pages):
-    """Return a copy of canonical pages in a backend's layout, without a program if that is the same."""
-    if isinstance(BACKENDS[backend].LAYOUT, TokenMajor):
-        return jax.device_put(jax.tree.map(np.asarray, pages), may_alias=False)
-    return stored_by_xla(backend, pages)
-
-
-def canonical(backend, pages, width):
-    """Invert `stored`."""
-    if isinstance(BACKENDS[backend].LAYOUT, TokenMajor):
-        return pages
-    return canonical_by_xla(backend, pages, width=width)
-
-
-def run(case, arguments, backend):
-    """Return the output of all tokens and the pool in canonical layout."""
-    inputs, kv_pages, layer = arguments
-    backend, _, instruction_set = backend.partition(":")
-    if instruction_set:
-        with native.using(instruction_set):
-            return run(case, arguments, backend)
-    if backend == "reference":
-        out, pool = latent_reference.write_and_attend(*jax.device_put((inputs, kv_pages)), layer, case.options)
-    else:
-        pool = stored(backend, kv_pages)
-        out, pool = jitted(inputs, pool, layer, case.options, backend=backend)
-        pool = canonical(backend, pool, case.rows.head_dim)
-    return np.asarray(out).astype(np.float32), pool
-
-
-def live(case, out):
-    return out[: sum(case.rows.q_lens)]
 
 
 @functools.cache
@@ -108,16 +65,16 @@ def expected_of(name):
 def test_matches_reference(name, backend):
     case, (expected, expected_pool) = BY_NAME[name], expected_of(name)
     out, pool = run(case, case.arguments(), backend)
-    tolerance = 1e-2 if case.rows.dtype == "bfloat16" else 1e-5
+    tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=tolerance, atol=tolerance)
     assert np.isfinite(out).all()
-    if case.rows.kv_dtype in QUANTIZED_MAX:
-        assert pool_error(pool, expected_pool) <= case.rows.pool_tolerance
+    if case.kv_dtype in QUANTIZED_MAX:
+        assert pool_error(*jax.device_put((pool, expected_pool))) <= case.pool_tolerance
         return
     found, wanted = (np.asarray(x, np.float32) for x in (pool, expected_pool))
     np.testing.assert_array_equal(found[..., : case.rank], wanted[..., : case.rank])
     # Rotations are rounded: elements near zero are as exact as those that they are made of.
-    step = float(jnp.finfo(case.rows.kv_dtype).eps)
+    step = float(jnp.finfo(case.kv_dtype).eps)
     np.testing.assert_allclose(found[..., case.rank :], wanted[..., case.rank :], rtol=step, atol=1e-6)
 
 
@@ -128,12 +85,10 @@ READ_IN_PART = {"shared_prefix_written_now": True, "tree": True, "bfloat16": Fal
 def test_rows_see_the_pages_that_they_read(name, backend):
     case, (plain, _) = BY_NAME[name], expected_of(name)
     arguments = case.arguments()
-    pages = some_pages(case.rows, max(case.rows.pages_per_row))
-    rows = arguments.inputs.rows._replace(pages_to_read=pages)
-    arguments = arguments._replace(inputs=arguments.inputs._replace(rows=rows))
+    arguments = arguments.changed(pages_to_read=some_pages(case, max(case.pages_per_row)))
     expected, _ = run(case, arguments, "reference")
     out, _ = run(case, arguments, backend)
-    tolerance = 1e-2 if case.rows.dtype == "bfloat16" else 1e-5
+    tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=tolerance, atol=tolerance)
     assert np.abs(live(case, expected) - live(case, plain)).max() > 1e-2
 
@@ -141,18 +96,18 @@ def test_rows_see_the_pages_that_they_read(name, backend):
 def test_reference_is_multi_head_attention_over_expanded_latents():
     """Queries times the keys' matrix, and outputs times the values', are torch's attention over every head's own."""
     case, rng = BY_NAME["ragged"], np.random.default_rng(1)
-    (inputs, kv_pages, layer), Q, rank, nope, value = case.arguments(), case.rows.num_query_heads, case.rank, 24, 20
+    arguments, Q, rank, nope, value = case.arguments(), case.num_query_heads, case.rank, 24, 20
+    inputs, layer = arguments.inputs, arguments.layer
     w_k, w_v = rng.normal(size=(Q, nope, rank)), rng.normal(size=(Q, value, rank))
     q_nope = rng.normal(size=(inputs.q.shape[0], Q, nope)) / 5
     q_rope = np.asarray(inputs.q)[..., rank:]
     absorbed = np.concatenate([np.einsum("tqn,qnr->tqr", q_nope, w_k), q_rope], axis=-1)
-    inputs = inputs._replace(q=absorbed.astype(np.float32))
-    out, pool = run(case, (inputs, kv_pages, layer), "reference")
+    out, pool = run(case, arguments.changed(q=absorbed.astype(np.float32)), "reference")
     found = np.einsum("tqr,qvr->tqv", out, w_v)
     pool, table, start = np.asarray(pool)[layer], np.asarray(inputs.rows.page_table), 0
-    for row, (q_len, kv_len) in enumerate(zip(case.rows.q_lens, case.rows.kv_lens, strict=True)):
+    for row, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
         tokens = slice(start, start + q_len)
-        latents = pool[table[row, : case.rows.pages_per_row[row]]].reshape(-1, case.rows.head_dim)[:kv_len]
+        latents = pool[table[row, : case.pages_per_row[row]]].reshape(-1, case.head_dim)[:kv_len]
         expanded = np.einsum("sr,qnr->qsn", latents[:, :rank], w_k)
         shared = np.broadcast_to(latents[:, rank:], (Q, kv_len, latents.shape[1] - rank))
         k, v = np.concatenate([expanded, shared], axis=-1), np.einsum("sr,qvr->qsv", latents[:, :rank], w_v)
@@ -166,15 +121,15 @@ def test_reference_is_multi_head_attention_over_expanded_latents():
 
 
 def head_inputs(case, rng):
-    """Return the inputs of a case with random queries and matrices of heads, and its pool and layer."""
-    (inputs, kv_pages, layer), Q, nope_dim, value_dim = case.arguments(), case.rows.num_query_heads, 8, 12
+    """Return the inputs of a case with random queries and matrices of heads."""
+    inputs, Q, nope_dim, value_dim = case.arguments().inputs, case.num_query_heads, 8, 12
     dtype = inputs.q.dtype
     matrices = HeadMatrices(
         *((rng.normal(size=(Q, n, case.rank)) / n**0.5).astype(dtype) for n in (nope_dim, value_dim))
     )
-    q = rng.normal(size=(*inputs.q.shape[:2], nope_dim + case.rows.head_dim - case.rank)).astype(dtype)
-    given = HeadInputs(q, inputs.latents, matrices, inputs.rows, inputs.rope, inputs.tree_mask)
-    return jax.device_put(given), kv_pages, layer
+    q = rng.normal(size=(*inputs.q.shape[:2], nope_dim + case.head_dim - case.rank)).astype(dtype)
+    given = MLAInputs(q, inputs.k[:, 0], matrices, inputs.rows, inputs.rope, inputs.tree_mask)
+    return jax.device_put(given)
 
 
 EXPANDED = dict.fromkeys(("two_prompts_of_many_tiles", "ragged", "stale_nan", "bfloat16", "tree"), False)
@@ -185,23 +140,24 @@ EXPANDED |= {"shared_prefix_written_now": True, "float8": True}
 def test_expanded_attention_is_that_over_latents(name, backend):
     """Rows of many tokens, of few and of one, beside each other."""
     case = BY_NAME[name]
-    inputs, kv_pages, layer = head_inputs(case, np.random.default_rng(2))
-    assert 1 < expanded.fewest_queries(inputs.matrices) <= max(case.rows.q_lens)
+    arguments, inputs = case.arguments(), head_inputs(case, np.random.default_rng(2))
+    assert 1 < break_even_queries(inputs.matrices) <= max(case.q_lens)
     exact = jax.tree.map(lambda x: np.asarray(x, np.float32) if x.dtype == jnp.bfloat16 else np.asarray(x), inputs)
     q_nope, q_rope = np.split(exact.q, [exact.matrices.to_keys.shape[1]], axis=-1)
     absorbed = np.concatenate([np.einsum("tqn,qnr->tqr", q_nope, exact.matrices.to_keys), q_rope], axis=-1)
-    wanted, wanted_pool = run(case, (exact.absorbed(jnp.asarray(absorbed)), kv_pages, layer), "reference")
+    wanted, wanted_pool = run(case, arguments._replace(inputs=exact.absorbed(jnp.asarray(absorbed))), "reference")
     wanted = np.einsum("tqr,qvr->tqv", wanted, exact.matrices.to_values)
-    out, pool = attend_heads(inputs, stored(backend, kv_pages), layer, case.options, backend=backend)
-    pool = canonical(backend, pool, case.rows.head_dim)
-    tolerance = 2e-2 if case.rows.dtype == "bfloat16" else 1e-5
+    pool = stored(backend, arguments.kv_pages)
+    out, pool = attend_heads(inputs, pool, arguments.layer, case.options, backend=backend)
+    pool = canonical(backend, pool, case.kind)
+    tolerance = 2e-2 if case.dtype == "bfloat16" else 1e-5
     found = np.asarray(out).astype(np.float32)
     np.testing.assert_allclose(live(case, found), live(case, wanted), rtol=tolerance, atol=tolerance)
     assert np.isfinite(found).all()
-    if case.rows.kv_dtype in QUANTIZED_MAX:
-        assert pool_error(pool, wanted_pool) <= case.rows.pool_tolerance
+    if case.kv_dtype in QUANTIZED_MAX:
+        assert pool_error(*jax.device_put((pool, wanted_pool))) <= case.pool_tolerance
     else:
-        step = float(jnp.finfo(case.rows.kv_dtype).eps)
+        step = float(jnp.finfo(case.kv_dtype).eps)
         found, wanted = (np.asarray(x, np.float32) for x in (pool, wanted_pool))
         np.testing.assert_allclose(found, wanted, rtol=step, atol=1e-6)
 
@@ -209,13 +165,13 @@ def test_expanded_attention_is_that_over_latents(name, backend):
 @pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
 def test_a_decode_row_does_not_depend_on_its_neighbours(backend):
     case = BY_NAME["all_decode_ragged"]
-    inputs, kv_pages, layer = case.arguments()
-    out, _ = run(case, (inputs, kv_pages, layer), backend)
-    inputs = jax.tree.map(np.asarray, inputs)
+    arguments = case.arguments()
+    out, _ = run(case, arguments, backend)
+    inputs = jax.tree.map(np.asarray, arguments.inputs)
     for row in (1, 5):
         rolled = inputs._replace(
             q=np.roll(inputs.q, -row, 0),
-            latents=np.roll(inputs.latents, -row, 0),
+            k=np.roll(inputs.k, -row, 0),
             rope=np.roll(inputs.rope, -row, 1),
             rows=inputs.rows._replace(
                 kv_lens=np.roll(inputs.rows.kv_lens, -row),
@@ -223,7 +179,7 @@ def test_a_decode_row_does_not_depend_on_its_neighbours(backend):
                 num_rows=np.int32(1),
             ),
         )
-        alone, _ = run(case, (rolled, kv_pages, layer), backend)
+        alone, _ = run(case, arguments._replace(inputs=rolled), backend)
         np.testing.assert_array_equal(alone[0], out[row])
 
 
@@ -232,16 +188,18 @@ def test_a_decode_row_does_not_depend_on_its_neighbours(backend):
 def test_donated_pool_is_updated_in_place(backend, has_matrices):
     T, R, M, Q, rank, W, P, N, L = 32, 8, 64, 4, 32, 48, 16, 512, 2
     matrices = HeadMatrices(*jax.device_put([np.zeros((Q, 8, rank), np.float32)] * 2))
-    pool = jax.ShapeDtypeStruct(BACKENDS[backend].LAYOUT.kv_shape(PoolDims(L, N, P, W)), jnp.float32)
+    layout = layout_for(BACKENDS[backend], Latents(rank, W - rank), jnp.float32)
+    pool = jax.ShapeDtypeStruct(layout.kv_shape(PoolDims(L, N, P)), jnp.float32)
 
     def step(q, pool, rows):
         for layer in range(L):
-            options = LatentOptions(rank, 0.1)
+            options = AttentionOptions(0.1, rank=rank)
             if has_matrices:
-                inputs = HeadInputs(q[..., rank - 8 :], q[:, 0], matrices, rows)
-                out, pool = head_attention(inputs, pool, layer, options, backend=backend)
+                inputs = MLAInputs(q[..., rank - 8 :], q[:, 0], matrices, rows)
+                out, pool = mla_attention(inputs, pool, layer, options, backend=backend)
             else:
-                out, pool = mla_attention(LatentInputs(q, q[:, 0], rows), pool, layer, options, backend=backend)
+                inputs = AttentionInputs(q, q[:, :1], None, rows)
+                out, pool = ragged_paged_attention(inputs, pool, layer, options, backend=backend)
             q = q.at[..., : out.shape[2]].add(out)
         return q, pool
 
@@ -258,42 +216,28 @@ def test_donated_pool_is_updated_in_place(backend, has_matrices):
     assert not re.search(rf"= {pool_shape}\S* (copy|transpose)\(", compiled.as_text())
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_tokens_move_within_their_rows(backend):
-    rng = np.random.default_rng(0)
-    values = rng.normal(size=(2, 7, 8, 12)).astype(np.float32)
-    table, table_row = np.array([[0, 6], [3, 1]]), np.array([1, 0])
-    first, source = np.array([5, 2]), np.array([[0, 2, 2], [0, 1, 2]])
-    pool = stored(backend, values)
-    dims = BACKENDS[backend].LAYOUT.pool_dims(pool.shape)
-    assert dims[:3] == (2, 7, 8)
-    assert dims.width >= 12
-    assert BACKENDS[backend].LAYOUT.kv_shape(PoolDims(2, 7, 8, 12)) == pool.shape
-    rows = (x.astype(np.int32) for x in (table, table_row, first, source))
-    move = jax.jit(functools.partial(move_tokens, backend), compiler_options=UNOPTIMIZED)
-    moved = canonical(backend, move(pool, *rows), width=12)
-    expected = values.copy()
-    expected[:, 3, 6] = expected[:, 3, 7]  # tokens 5, 6 and 7 of row 0 become 5, 7 and 7
-    np.testing.assert_array_equal(moved, expected)
-
-
-def call(**changes):
-    inputs, kv_pages, layer = BY_NAME["ragged"].arguments()
-    given = {"kv_pages": kv_pages, "layer": layer, "options": BY_NAME["ragged"].options, "backend": "xla"}
-    given |= {name: changes.pop(name) for name in list(changes) if name in given}
-    return mla_attention(inputs._replace(**changes), **given)
+def call(options=None, **changes):
+    case = BY_NAME["ragged"]
+    arguments = case.arguments()
+    arguments = arguments.changed(kv_pages=stored("xla", arguments.kv_pages)).changed(**changes)
+    return ragged_paged_attention(*arguments, case.options if options is None else options, backend="xla")
 
 
 @pytest.mark.usefixtures("without_jaxtyping")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"latents": np.zeros((40, 32))}, r"q must be \[T, Q, W\] and latents \[T, W\]"),
-        ({"options": LatentOptions(49, 1.0)}, "rank must be at most the 48 elements"),
+        ({"k": np.zeros((40, 1, 32))}, "q and k must agree in tokens and head_dim"),
+        ({"k": np.zeros((40, 2, 48))}, "k must have the latents as the keys of one head, got 2 heads"),
+        ({"v": np.zeros((40, 1, 48))}, r"v must be None exactly with a rank \(latents\), got a rank of 32"),
+        ({"options": AttentionOptions(1.0)}, r"v must be None exactly with a rank \(latents\), got a rank of None"),
+        ({"options": AttentionOptions(1.0, rank=49)}, "rank must be at most the 48 elements"),
+        ({"options": AttentionOptions(1.0, 7, rank=32)}, "sinks, window and soft_cap must be None with latents"),
         ({"rope": np.zeros((2, 40, 24))}, r"rope must be float32 of shape \(2, 40, 8\)"),
-        ({"kv_pages": np.zeros((2, 9, 16, 40))}, "kv_pages holds latents of 40 elements, those of this call have 48"),
-        ({"kv_pages": np.zeros((2, 9, 2, 16, 48))}, r"must be \[L, N, P, W\]"),
-        ({"kv_pages": np.zeros((2, 9, 16, 48), jnp.float8_e4m3fn)}, "got float8_e4m3fn without scales; use new_pages"),
+        ({"kv_pages": np.zeros((2, 9, 16, 40))}, r"must have shape \(2, 9, 16, 48\) for latents of 48"),
+        ({"kv_pages": np.zeros((2, 9, 1, 16, 48))}, r"must have shape \(2, 9, 16, 48\) for latents of 48"),
+        ({"kv_pages": np.zeros((2, 9, 48))}, "the pool must have 4 or 5 axes"),
+        ({"kv_pages": np.zeros((2, 9, 16, 48), jnp.float8_e4m3fn)}, "got float8_e4m3fn without scales"),
         ({"layer": 2}, r"layer must be in \[0, 2\), got 2"),
         ({"tree_mask": np.zeros(3, np.int32)}, r"tree_mask must be int32 of shape \(40,\)"),
     ],
@@ -304,14 +248,8 @@ def test_bad_arguments_are_refused(changes, message):
         call(**changes)
 
 
-@pytest.mark.parametrize("most", [0, -3])
-def test_a_row_that_attends_has_a_token(most):
-    with pytest.raises(ValueError, match=f"max_queries must be at least 1 or None, got {most}"):
-        LatentOptions(32, 1.0, most)
-
-
 def test_backends_that_cannot_serve_say_why():
-    sizes = {"num_query_heads": 4, "rank": 32, "rope_dim": 16, "page_size": None}
+    sizes = {"kind": Latents(32, 16), "num_query_heads": 4, "page_size": None}
     with pytest.raises(UnsupportedBackendError, match=r"must be one of .*, got 'triton'"):
         select_backend("triton", **sizes, kv_dtype="float32")
     with pytest.raises(UnsupportedBackendError, match="not int16"):
@@ -319,7 +257,7 @@ def test_backends_that_cannot_serve_say_why():
     with pytest.raises(UnsupportedBackendError, match="xla: latents cannot be in a pool of int8"):
         select_backend(**sizes, kv_dtype="int8")
     name = select_backend(**sizes, kv_dtype="float8_e4m3fn")
-    pool = new_pages(name, num_layers=2, num_pages=3, page_size=8, width=48, dtype="float8_e4m3fn")
+    pool = new_pages(name, Latents(32, 16), num_layers=2, num_pages=3, page_size=8, dtype="float8_e4m3fn")
     assert sum(x.nbytes for x in jax.tree.leaves(pool)) == 2 * 3 * 8 * (48 + 2)
 
 

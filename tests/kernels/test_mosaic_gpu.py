@@ -16,16 +16,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from jaxserve.pallas_kernels.deviceless import Chip
-from jaxserve.pallas_kernels.mla_attention import mosaic_gpu as latents_on_gpu
-from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem, RaggedRows
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.call import plans
+from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, Heads, mosaic_gpu, select_backend
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import plans
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     MIN_SPAN,
     MIN_TILE_TOKENS,
     SHARED_BYTES,
     Call,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 from tests.kernels.attention_cases import GPU_CASES
 from tests.kernels.attention_runs import ReadInPart
@@ -330,12 +330,14 @@ def _check_spans(call, workers, first_unit, num_blocks, num_units):
     assert (first_item[lengths == 0] == end_item[lengths == 0]).all()
 
 
-SERVED = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "kv_dtype": "bfloat16"}
+SERVED = {"kind": Heads(8, 128), "num_query_heads": 32, "page_size": 16, "kv_dtype": "bfloat16"}
 
 
 def test_serves_gpus():
     assert select_backend(platform="gpu", **SERVED) == "mosaic_gpu"
-    assert "GPUs only" in mosaic_gpu.supports(Problem(32, 8, 128, 16, jnp.dtype("bfloat16"), "cpu"))
+    assert "GPUs only" in mosaic_gpu.KERNEL.unsupported_reason(
+        Problem(Heads(8, 128), 32, 16, jnp.dtype("bfloat16"), "cpu")
+    )
 
 
 @pytest.mark.parametrize(
@@ -350,18 +352,18 @@ def test_serves_hopper_gpus_alone(kind, chosen):
     ("changed", "reason"),
     [
         ({"kv_dtype": "float32"}, "float32"),
-        ({"head_dim": 80}, "80"),
+        ({"kind": Heads(8, 80)}, "80"),
         ({"page_size": 24}, "24"),
         ({"num_query_heads": 136}, "136/8"),
-        ({"num_query_heads": 72, "head_dim": 256}, "at most 8"),
-        ({"num_query_heads": 72, "head_dim": 512}, "at most 8"),
-        ({"kv_dtype": "int8", "head_dim": 256}, "heads of 256 leave no registers"),
+        ({"num_query_heads": 72, "kind": Heads(8, 256)}, "at most 8"),
+        ({"num_query_heads": 72, "kind": Heads(8, 512)}, "at most 8"),
+        ({"kv_dtype": "int8", "kind": Heads(8, 256)}, "heads of 256 leave no registers"),
     ],
 )
 def test_refuses_with_a_reason(changed, reason):
     sizes = {**SERVED, **changed}
-    problem = Problem(*(sizes[name] for name in SERVED if name != "kv_dtype"), jnp.dtype(sizes["kv_dtype"]), "gpu")
-    assert reason in BACKENDS["mosaic_gpu"].supports(problem)
+    problem = Problem(**sizes | {"kv_dtype": jnp.dtype(sizes["kv_dtype"])}, platform="gpu")
+    assert reason in BACKENDS["mosaic_gpu"].unsupported_reason(problem)
     assert select_backend(platform="gpu", **sizes) == "xla"
 
 
@@ -374,7 +376,7 @@ def heads_of(kv_dtype):
 
 def latents():
     """Return calls with latents of every size that the kernel takes."""
-    for rank, rope_dim, heads in itertools.product(latents_on_gpu.RANKS, (0, 32, 64), (8, 24, 128)):
+    for rank, rope_dim, heads in itertools.product(mosaic_gpu.RANKS, (0, 32, 64), (8, 24, 128)):
         sizes = (4096 * heads, 1, 1, rank + rope_dim, rank, 16, BF16, BF16)
         yield Call(*sizes, OPTIONS, False, False, 132, None, values_in_keys=True, token_heads=heads)
 

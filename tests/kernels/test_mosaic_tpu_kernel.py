@@ -23,18 +23,21 @@ from jaxserve.pallas_kernels.pallas_kernel import TunedSizes, read_entries
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
     AttentionInputs,
+    Heads,
     default_page_size,
+    from_canonical,
     mosaic_tpu,
     ragged_paged_attention,
     select_backend,
     to_canonical,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import storage
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import PageMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 from tests.kernels import attention_reference
 from tests.kernels.attention_cases import CASES, TPU_CASES
@@ -96,7 +99,7 @@ def test_heads_of_two_sizes_share_pages():
     table = jnp.array([[4, 1], [2, 0]], jnp.int32)
     rows = RaggedRows(jnp.array([20, 2]), table, jnp.array([0, 4, 6]), jnp.int32(2))
     canonical = jnp.asarray(rng.normal(size=(1, 5, 16, 2, 512)), jnp.float32)
-    pool = mosaic_tpu.LAYOUT.from_canonical(canonical)
+    pool = from_canonical("mosaic_tpu", canonical)
     assert pool.shape == (1, 5, 2, 16, 512)
     for head_dim, part in ((256, 0), (512, None), (256, 1)):
         q, k, v = (jnp.asarray(rng.normal(size=(T, n, head_dim)), jnp.float32) for n in (2, 1, 1))
@@ -106,11 +109,11 @@ def test_heads_of_two_sizes_share_pages():
         seen = canonical if part is None else canonical.swapaxes(2, 3).reshape(1, 10, 16, 2, 256)
         expected, seen = attention_reference.write_and_attend(inputs, seen, 0, options)
         canonical = seen if part is None else jnp.asarray(seen).reshape(1, 5, 2, 16, 512).swapaxes(2, 3)
-        with mosaic_tpu.interpreted(pltpu.InterpretParams(detect_races=True)):
+        with mosaic_tpu.KERNEL.settings.interpreted(pltpu.InterpretParams(detect_races=True)):
             attend = functools.partial(ragged_paged_attention, options=options, layer=0, backend="mosaic_tpu")
             out, pool = jax.jit(functools.partial(attend, num_parts=num_parts))(inputs, pool)
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
-        np.testing.assert_array_equal(to_canonical("mosaic_tpu", pool, head_dim=512), canonical)
+        np.testing.assert_array_equal(to_canonical("mosaic_tpu", pool, Heads(1, 512)), canonical)
 
 
 PLANTED = {  # case: {bug: (old code, new code)}
@@ -190,7 +193,7 @@ def test_a_planted_bug_is_caught_on_tpu(case, bug, tmp_path):
     assert is_right == (not old), done.stdout + done.stderr
 
 
-PROBLEM = Problem(32, 8, 128, 16, jnp.dtype("bfloat16"), "tpu")
+PROBLEM = Problem(Heads(8, 128), 32, 16, jnp.dtype("bfloat16"), "tpu")
 STEP_ROWS, STEP_TOKENS, TABLE_WIDTH = 12, 700, 80
 PAIRS = storage.pair_columns(128)
 CALLS = [
@@ -315,12 +318,12 @@ def _check_tile(call, blocks, tokens, tile, starts, past, seen):
     assert first_block + num_blocks == -(-(position + num_tokens) // block_tokens)
 
 
-SERVED = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "kv_dtype": "bfloat16"}
+SERVED = {"kind": Heads(8, 128), "num_query_heads": 32, "page_size": 16, "kv_dtype": "bfloat16"}
 
 
 def test_serves_tpus():
     assert select_backend(platform="tpu", **SERVED) == "mosaic_tpu"
-    assert "TPUs only" in mosaic_tpu.supports(Problem(32, 8, 128, 16, jnp.dtype("bfloat16"), "cpu"))
+    assert "TPUs only" in mosaic_tpu.KERNEL.unsupported_reason(dataclasses.replace(PROBLEM, platform="cpu"))
     for kv_dtype in QUANTIZED_MAX:
         narrow = {**SERVED, "page_size": 32, "kv_dtype": kv_dtype}
         assert select_backend("mosaic_tpu", platform="tpu", **narrow) == "mosaic_tpu"
@@ -332,22 +335,22 @@ def test_serves_tpus():
     ("changed", "reason"),
     [
         ({"kv_dtype": "float16"}, "float16"),
-        ({"head_dim": 260}, "head_dim must be"),
-        ({"head_dim": 56}, "from 64 to 512, not 56"),
-        ({"head_dim": 520}, "from 64 to 512, not 520"),
-        ({"head_dim": 512, "page_size": 32, "kv_dtype": "int8"}, "which heads of 512 have apart"),
+        ({"kind": Heads(8, 260)}, "head_dim must be"),
+        ({"kind": Heads(8, 56)}, "from 64 to 512, not 56"),
+        ({"kind": Heads(8, 520)}, "from 64 to 512, not 520"),
+        ({"kind": Heads(8, 512), "page_size": 32, "kv_dtype": "int8"}, "which heads of 512 have apart"),
         ({"page_size": 8}, "from 16 to 256"),
         ({"kv_dtype": "int8"}, "from 32 to 256 in a pool of int8, not 16"),
         ({"kv_dtype": "float8_e4m3fn"}, "from 32 to 256 in a pool of float8_e4m3fn, not 16"),
         ({"page_size": 48}, "not 48"),
         ({"page_size": 512}, "not 512"),
-        ({"page_size": 256, "num_kv_heads": 32, "kv_dtype": "float32"}, "at most 3145728 bytes, not 8388608"),
+        ({"page_size": 256, "kind": Heads(32, 128), "kv_dtype": "float32"}, "at most 3145728 bytes, not 8388608"),
     ],
 )
 def test_refuses_with_a_reason_on_tpu(changed, reason):
     sizes = {**SERVED, **changed}
-    problem = Problem(*(sizes[name] for name in SERVED if name != "kv_dtype"), jnp.dtype(sizes["kv_dtype"]), "tpu")
-    assert reason in BACKENDS["mosaic_tpu"].supports(problem)
+    problem = Problem(**sizes | {"kv_dtype": jnp.dtype(sizes["kv_dtype"])}, platform="tpu")
+    assert reason in BACKENDS["mosaic_tpu"].unsupported_reason(problem)
     assert select_backend(platform="tpu", **sizes) == "xla"
 
 
@@ -358,10 +361,11 @@ def test_scales_keep_their_places_in_other_layouts(num_kv_heads):
     bits = np.arange(np.prod(shape), dtype=np.uint16) + 0x80  # of normal numbers: XLA may flush others to zero
     scales = jnp.asarray(bits.view("bfloat16").reshape(shape))
     pool = QuantizedPages(jnp.zeros((*shape, 16), jnp.int8), scales)
-    stored = mosaic_tpu.LAYOUT.from_canonical(pool)
-    assert stored.scales.shape == mosaic_tpu.LAYOUT.scale_shape(PoolDims(2, 3, 64, num_kv_heads, 16))
+    layout = PageMatrices((2 * num_kv_heads, 16))
+    stored = layout.from_canonical(pool)
+    assert stored.scales.shape == layout.scale_shape(PoolDims(2, 3, 64))
     assert stored.scales.size <= 2 * max(scales.size, shape[0] * shape[1] * 2 * storage.LANES)
-    np.testing.assert_array_equal(mosaic_tpu.LAYOUT.to_canonical(stored).scales, scales)
+    np.testing.assert_array_equal(layout.to_canonical(stored).scales, scales)
 
 
 def test_refuses_what_does_not_fit_a_chip():
@@ -386,8 +390,8 @@ def test_blocks_fit_the_memory(vmem_bytes, wanted):
     for num_kv_heads, group, head_dim, page_size, dtype in itertools.product(
         (1, 3, 8, 32), (1, 4, 8), (64, 128, 256, 512), (16, 32, 256), ("bfloat16", "float32", "int8")
     ):
-        problem = Problem(num_kv_heads * group, num_kv_heads, head_dim, page_size, jnp.dtype(dtype), "tpu")
-        if num_kv_heads * group * head_dim > 64 * 128 or mosaic_tpu.supports(problem) is not None:
+        problem = Problem(Heads(num_kv_heads, head_dim), num_kv_heads * group, page_size, jnp.dtype(dtype), "tpu")
+        if num_kv_heads * group * head_dim > 64 * 128 or mosaic_tpu.KERNEL.unsupported_reason(problem) is not None:
             continue
         sizes = {"num_kv_heads": num_kv_heads, "group": group, "page_size": page_size}
         sizes["columns"] = storage.pair_columns(head_dim)
@@ -409,7 +413,7 @@ def test_what_does_not_fit_the_memory_is_told():
 def test_units_are_what_memory_moves_meanwhile(chip):
     """A work item is what memory moves while the next copies are issued, as far as memory holds it."""
     with jax.sharding.use_abstract_mesh(chip.mesh()):
-        sizes, facts = mosaic_tpu.sizes_for(PROBLEM), tpu.facts()
+        sizes, facts = mosaic_tpu.KERNEL.sizes(PROBLEM), tpu.facts()
         moved = planning.FETCH_S * facts.num_cores * facts.mem_bw_bytes_per_second
         assert sizes.unit_bytes <= moved
         assert sizes.unit_bytes > moved / 2 or 8 * sizes.unit_bytes > facts.vmem_capacity_bytes // 4
@@ -417,23 +421,23 @@ def test_units_are_what_memory_moves_meanwhile(chip):
 
 
 def test_what_was_measured_to_be_best_is_taken(monkeypatch, tmp_path):
-    monkeypatch.setattr(SETTINGS, "folder", tmp_path)
+    monkeypatch.setattr(mosaic_tpu.KERNEL.settings, "folder", tmp_path)
     shape = mosaic_tpu.shape_class(PROBLEM)
     with jax.sharding.use_abstract_mesh(TPU_V6E.mesh()):
-        untuned = mosaic_tpu.sizes_for(PROBLEM)
+        untuned = mosaic_tpu.KERNEL.sizes(PROBLEM)
         for lane_keys in (512, 2048):  # measuring again replaces the old entry
             write_entries(tmp_path / "v6e.json", [TunedSizes(shape, {"lane_keys": lane_keys}, {"us": 3.0})])
-            assert mosaic_tpu.sizes_for(PROBLEM) == dataclasses.replace(untuned, lane_keys=lane_keys)
-        with mosaic_tpu.sized(slots=2):
-            assert mosaic_tpu.sizes_for(PROBLEM) == dataclasses.replace(untuned, slots=2)
+            assert mosaic_tpu.KERNEL.sizes(PROBLEM) == dataclasses.replace(untuned, lane_keys=lane_keys)
+        with mosaic_tpu.KERNEL.settings.sized(slots=2):
+            assert mosaic_tpu.KERNEL.sizes(PROBLEM) == dataclasses.replace(untuned, slots=2)
         other = dataclasses.replace(PROBLEM, page_size=2 * PROBLEM.page_size)
-        assert mosaic_tpu.sizes_for(other) == untuned
+        assert mosaic_tpu.KERNEL.sizes(other) == untuned
         for wrong, reason in (({"slots": 1}, r"at least 2, got \{'slots': 1\}"), ({"pages": 4}, r"called \['pages'\]")):
             write_entries(tmp_path / "v6e.json", [TunedSizes(shape, wrong, {})])
             with pytest.raises(ValueError, match=reason):
-                mosaic_tpu.sizes_for(PROBLEM)
+                mosaic_tpu.KERNEL.sizes(PROBLEM)
     with jax.sharding.use_abstract_mesh(TPU_V5E.mesh()):
-        assert mosaic_tpu.sizes_for(PROBLEM).lane_keys == untuned.lane_keys
+        assert mosaic_tpu.KERNEL.sizes(PROBLEM).lane_keys == untuned.lane_keys
     assert len(read_entries(tmp_path / "v6e.json")) == 1
 
 
@@ -447,7 +451,7 @@ def test_a_file_of_sizes_that_is_none_is_told(tmp_path):
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (1, 128), (3, 96), (8, 128), (32, 256)])
 def test_pages_are_worth_a_copy_of_their_own(num_kv_heads, head_dim, kv_dtype):
     """The kernel takes such pages, whatever the pool holds; pages of other backends stay small."""
-    sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "kv_dtype": jnp.dtype(kv_dtype)}
+    sizes = {"kind": Heads(num_kv_heads, head_dim), "kv_dtype": jnp.dtype(kv_dtype)}
     unchosen = {"num_query_heads": num_kv_heads, "page_size": None, **sizes}
     assert select_backend(**unchosen, platform="tpu") == "mosaic_tpu"
     page_size = default_page_size("mosaic_tpu", **sizes)
@@ -459,7 +463,7 @@ def test_pages_are_worth_a_copy_of_their_own(num_kv_heads, head_dim, kv_dtype):
 
 def test_pages_are_those_of_the_backend_that_serves():
     """XLA's page size is the default on TPUs where the kernel cannot run."""
-    sizes = {"num_query_heads": 8, "num_kv_heads": 1, "head_dim": 32, "kv_dtype": "bfloat16"}
+    sizes = {"kind": Heads(1, 32), "num_query_heads": 8, "kv_dtype": "bfloat16"}
     assert select_backend(page_size=None, **sizes, platform="tpu") == "xla"
     with pytest.raises(UnsupportedBackendError, match="from 64 to 512, not 32"):
         select_backend("mosaic_tpu", page_size=None, **sizes, platform="tpu")

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from flax import struct
 from jaxserve.pallas_kernels import packed_linear
-from jaxserve.pallas_kernels.mla_attention import HeadMatrices
-from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, apply_rope
 
 from jaxserve import weights
 from jaxserve.layers.state_forms import StateRows

@@ -13,8 +13,7 @@ import pytest
 from checkpoints import FAMILIES, LATENT, MIXTURES, VARIED, hf_dict
 from flax import struct
 from jax import Array
-from jaxserve.pallas_kernels.mla_attention import HeadMatrices
-from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices, apply_rope
 
 from jaxserve.layers.token_context import Attention, LayerContext, TokenContext
 from jaxserve.models import decoder, registry

@@ -18,8 +18,9 @@ New keys and values are scattered to their pages in place; then one persistent k
 - For a quantised pool the ring holds quantised blocks; the computing warpgroups multiply each with its scales on its
   way to where wgmma reads it (`ring.py`).
 
-The kernel takes values that are the beginnings of their keys too, which are fetched once for both, and query heads that
-are tokens of their own: it serves `mla_attention`. `call.py` runs it for either operation.
+Latents are the keys of one KV head and begin with the values: a latent is copied to shared memory once, and read there
+by two warpgroups as keys of all columns and as values of half of them each (FlashMLA, DeepSeek 2025). The query heads
+of a token become tokens that see the same keys, so that the heads of one or several tokens fill a tile of 64 rows.
 
 Where a work item is split depends on the whole step, and so do the last bits of its output, within rounding errors.
 
@@ -29,85 +30,177 @@ taller tiles for the other rows, bound by the products.
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Problem
+from jaxserve.pallas_kernels.pallas_kernel import PallasKernel, Settings
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
+    AttentionInputs,
+    AttentionOptions,
+    Backend,
+    Problem,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import TokenMajor
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.call import SETTINGS, attend, num_cores, refusal, write
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+    BLOCK_KV,
     MAX_PART_COLUMNS,
     MIN_TILE_TOKENS,
     SCALES,
     Call,
     Queries,
+    Tiles,
+    WorkPlan,
+    plan,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, encode, values_of
-from jaxtyping import Array, Float, Int32
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
+from jaxtyping import Array, Float, Int32, Shaped
 
-__all__ = ["LAYOUT", "SPLITS_PAGES", "WANTS_OWN_TABLE", "interpreted", "supports", "write_and_attend"]
-
-POOL_DTYPES = ("bfloat16", "float16", *QUANTIZED_MAX)
+HALF_DTYPES = ("bfloat16", "float16")
+POOL_DTYPES = (*HALF_DTYPES, *QUANTIZED_MAX)
 HEAD_DIMS = (32, 64, 96, 128, 256, 512)
-
-LAYOUT = TokenMajor(scale_multiple=SCALES)
-SPLITS_PAGES = False
-WANTS_OWN_TABLE = False
-
-interpreted = SETTINGS.interpreted  # needs jax 0.11 or later
+RANKS = (64, 128, 256, 512)
+ROPE_MULTIPLE = 32  # elements in a line of shared memory
+MAX_ROPE_DIM = 64
+MANY_TOKENS = 2048  # step with tiles of both sizes
 
 
-def supports(problem: Problem) -> str | None:
-    """Return the reason why this backend cannot run the problem, or None if it can."""
-    if problem.platform != "gpu" and SETTINGS.interpreter is None:
-        return "it runs on GPUs only"
-    if problem.kv_dtype.name not in POOL_DTYPES:
-        return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
-    if problem.head_dim not in HEAD_DIMS:
-        return f"head_dim must be one of {HEAD_DIMS}, not {problem.head_dim}"
-    if problem.kv_dtype.name in QUANTIZED_MAX and problem.head_dim > MAX_PART_COLUMNS:
-        return f"heads of {problem.head_dim} leave no registers to multiply numbers of {problem.kv_dtype} with scales"
-    max_group = WARPGROUP_ROWS * (2 if problem.head_dim <= MAX_PART_COLUMNS else 1) // MIN_TILE_TOKENS
-    if problem.num_query_heads > max_group * problem.num_kv_heads:
-        return (
-            f"a kv head of {problem.head_dim} serves at most {max_group} query heads, "
-            f"not {problem.num_query_heads}/{problem.num_kv_heads}"
+class PaddedScales(TokenMajor):
+    """Token-major layout with padded scales: TMA fetches `SCALES` of them together."""
+
+    scale_multiple = SCALES
+
+
+class MosaicGpu(PallasKernel[Problem, Call], Backend):
+    """Attention kernel for Hopper GPUs."""
+
+    platform = "gpu"
+    module = f"{__name__}.kernel"
+    layout = PaddedScales
+
+    def unsupported_problem(self, problem: Problem) -> str | None:
+        """Check the dtype and the sizes."""
+        dtypes = HALF_DTYPES if isinstance(problem.kind, Latents) else POOL_DTYPES
+        if problem.kv_dtype.name not in dtypes:
+            return f"the pool must be one of {dtypes}, not {problem.kv_dtype}"
+        unsupported = _unsupported_latents if isinstance(problem.kind, Latents) else _unsupported_heads
+        if (reason := unsupported(problem)) is not None:
+            return reason
+        page_size = problem.page_size
+        if page_size % 8 or (BLOCK_KV % page_size and page_size % BLOCK_KV):
+            return f"page_size must be 8, 16, 32 or a multiple of {BLOCK_KV}, not {page_size}"
+        return None
+
+    def launch(self, problem: Problem) -> Call:
+        """Return the static parameters of the kernel in a step of many tokens."""
+        return self._launch(problem, problem.kv_dtype, num_tokens=MANY_TOKENS, options=AttentionOptions(1.0))
+
+    def _launch(self, problem: Problem, dtype: jnp.dtype, *, num_tokens: int, **facts: Any) -> Call:
+        """Return the static parameters of the kernel, whose matmuls take operands of this dtype."""
+        kind, Q = problem.kind, problem.num_query_heads
+        is_latent = isinstance(kind, Latents)
+        # Shared memory is filled by groups of eight tokens, which are query heads here.
+        token_heads = Q + -Q % MIN_TILE_TOKENS if is_latent else 1
+        return Call(
+            num_tokens=num_tokens * token_heads,
+            num_kv_heads=kind.num_kv_heads,
+            group=1 if is_latent else Q // kind.num_kv_heads,
+            key_dim=kind.key_dim,
+            value_dim=kind.value_dim,
+            page_size=problem.page_size,
+            dtype=dtype,
+            kv_dtype=problem.kv_dtype,
+            num_cores=self.target_chip().num_cores,
+            interpret=self.settings.interpreter,
+            values_in_keys=is_latent,
+            token_heads=token_heads,
+            **{"has_sinks": False, "has_tree": False, **facts},
         )
-    return refusal(page_size=problem.page_size, platform=problem.platform)
+
+    def write_and_attend(
+        self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
+    ) -> tuple[Float[Array, "T Q V"], Pages]:
+        """Rotate, scatter into the donated pool and attend.
+
+        Queries and the weights of values are rounded to the pool's dtype. For a quantised pool, they, the scaled keys
+        and the scaled values are rounded to bfloat16, or to float16 if the queries are float16.
+        """
+        dtype, kind, pool, inputs = inputs.q.dtype, inputs.kind(options), values_of(kv_pages), inputs.rotated()
+        T, Q, H = inputs.q.shape
+        kv_pages = _write(inputs, kv_pages, layer)
+        has = {"has_sinks": inputs.sinks is not None, "has_tree": inputs.tree_mask is not None}
+        problem = Problem(kind, Q, pool.shape[2], pool.dtype, self.platform)
+        config = self._launch(problem, _matmul_dtype(dtype, pool.dtype), num_tokens=T, options=options, **has)
+        q = inputs.q.astype(config.dtype)
+        if config.token_heads > 1:
+            q = jnp.pad(q, ((0, 0), (0, config.token_heads - Q), (0, 0))).reshape(-1, 1, H)
+        q = jnp.pad(q, ((0, -config.num_tokens % MIN_TILE_TOKENS), (0, 0), (0, 0)))
+        queries = Queries(q, inputs.rows, inputs.sinks, inputs.tree_mask)
+        heads = values_of(kv_pages)[:, :, :, None] if isinstance(kind, Latents) else kv_pages
+        out = self.kernel().attend(config, plans(config, inputs.rows), queries, heads, layer)[: config.num_tokens]
+        if config.token_heads > 1:
+            out = out.reshape(T, config.token_heads, kind.value_dim)[:, :Q]
+        return out.astype(dtype), kv_pages
 
 
-def write_and_attend(
-    inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
-) -> tuple[Float[Array, "T Q H"], Pages]:
-    """Rotate, scatter into the donated pool and attend.
-
-    Queries and the weights of values are rounded to the pool's dtype. For a quantised pool, they and the products of
-    keys and values with their scales are rounded to bfloat16, or to float16 if the queries are float16.
-    """
-    dtype, pool, inputs = inputs.q.dtype, values_of(kv_pages), inputs.rotated()
-    (T, Q, H), K = inputs.q.shape, inputs.k.shape[1]
-    new = encode(jnp.stack([inputs.k, inputs.v], axis=2).reshape(T, 2 * K, H), pool.dtype)
-    kv_pages = write(kv_pages, LAYOUT.from_canonical(new), layer, inputs.rows, num_tokens=T)
-    call = Call(
-        num_tokens=T,
-        num_kv_heads=K,
-        group=Q // K,
-        key_dim=H,
-        value_dim=H,
-        page_size=pool.shape[2],
-        dtype=_product_dtype(dtype, pool.dtype),
-        kv_dtype=pool.dtype,
-        options=options,
-        has_sinks=inputs.sinks is not None,
-        has_tree=inputs.tree_mask is not None,
-        num_cores=num_cores(),
-        interpret=SETTINGS.interpreter,
-    )
-    queries = Queries(inputs.q, inputs.rows, inputs.sinks, inputs.tree_mask)
-    return attend(call, queries, kv_pages, layer).astype(dtype), kv_pages
+def _unsupported_latents(problem: Problem) -> str | None:
+    kind = problem.kind
+    if kind.value_dim not in RANKS:
+        return f"rank must be one of {RANKS}, not {kind.value_dim}"
+    if kind.rope_dim % ROPE_MULTIPLE or kind.rope_dim > MAX_ROPE_DIM:
+        return f"rope_dim must be a multiple of {ROPE_MULTIPLE} up to {MAX_ROPE_DIM}, not {kind.rope_dim}"
+    return None
 
 
-def _product_dtype(dtype: jnp.dtype, kv_dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of the products: the pool's, or for a quantised pool float16 or bfloat16 as the queries."""
+def _unsupported_heads(problem: Problem) -> str | None:
+    head_dim, num_kv_heads = problem.kind.key_dim, problem.kind.num_kv_heads
+    if head_dim not in HEAD_DIMS:
+        return f"head_dim must be one of {HEAD_DIMS}, not {head_dim}"
+    if problem.kv_dtype.name in QUANTIZED_MAX and head_dim > MAX_PART_COLUMNS:
+        return f"heads of {head_dim} leave no registers to multiply elements of {problem.kv_dtype} with scales"
+    max_group = WARPGROUP_ROWS * (2 if head_dim <= MAX_PART_COLUMNS else 1) // MIN_TILE_TOKENS
+    if problem.num_query_heads > max_group * num_kv_heads:
+        return (
+            f"a kv head of {head_dim} serves at most {max_group} query heads, "
+            f"not {problem.num_query_heads}/{num_kv_heads}"
+        )
+    return None
+
+
+def plans(call: Call, rows: RaggedRows) -> list[tuple[Tiles, WorkPlan]]:
+    """Return the work of each kernel: rows that fit a short tile go to the first kernel, the others to the last."""
+    kinds, q_lens = call.kinds(), rows.live_q_lens()
+    if len(kinds) == 1:
+        return [(kinds[0], plan(call, kinds[0], rows, q_lens))]
+    short, tall = kinds
+    is_short = rows.cu_q_lens[:-1] * call.token_heads % MIN_TILE_TOKENS + q_lens * call.token_heads <= short.tokens
+    return [
+        (short, plan(call, short, rows, jnp.where(is_short, q_lens, 0))),
+        (tall, plan(call, tall, rows, jnp.where(is_short, 0, q_lens))),
+    ]
+
+
+def _write(inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""]) -> Pages:
+    """Write the vectors of this step to their pages by one scatter; padding tokens are dropped."""
+    _, num_pages, page_size, *token_shape = values_of(kv_pages).shape
+    page_id, offset = inputs.rows.slot_mapping(inputs.q.shape[0], num_pages=num_pages, page_size=page_size)
+
+    def scatter(pages: Shaped[Array, "L N P *token"], new: Shaped[Array, "T *token"]) -> Shaped[Array, "L N P *token"]:
+        return pages.at[layer, page_id, offset].set(new, mode="drop", unique_indices=True)
+
+    new = PaddedScales(tuple(token_shape)).from_canonical(encode(inputs.vectors(), values_of(kv_pages).dtype))
+    written: Pages = jax.tree.map(scatter, kv_pages, new)
+    return written
+
+
+def _matmul_dtype(dtype: jnp.dtype, kv_dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of operands of matmuls: the pool's; float16 or bfloat16 as the queries for a quantised pool."""
     if kv_dtype.name not in QUANTIZED_MAX:
         return kv_dtype
     return dtype if dtype == jnp.float16 else jnp.dtype(jnp.bfloat16)
+
+
+KERNEL = MosaicGpu(Settings())

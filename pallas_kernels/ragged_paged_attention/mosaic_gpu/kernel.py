@@ -24,7 +24,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     WorkPlan,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, Pages, QuantizedPages, values_of
-from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
 from jaxserve.pallas_kernels.warpgroups import divide
 from jaxtyping import Array, Float, Int32
 
@@ -46,7 +46,7 @@ def attend(
     # An array, not a constant: otherwise each layer would compile its own program.
     layer = jnp.asarray(layer, jnp.int32)[None]
     mask = queries.tree_mask
-    nodes = None if mask is None else seen_nodes(mask, rows, call.options.window)
+    nodes = None if mask is None else visible_nodes(mask, rows, call.options.window)
     num_live_tokens = rows.cu_q_lens[rows.num_rows][None] * call.token_heads
     for number, (tiles, plan) in enumerate(plans):
         shape = (tiles.num_workers, 2, tiles.column_parts, tiles.rows)
@@ -107,7 +107,7 @@ def _sink_rows(call: Call, tiles: Tiles, sinks: Float[Array, "Q"] | None) -> Flo
 def _tree_rows(
     call: Call, tiles: Tiles, plan: WorkPlan, nodes: Int32[Array, "T columns"] | None
 ) -> Int32[Array, "tiles columns rows"]:
-    """Return the nodes that every row of every tile sees (`seen_nodes`)."""
+    """Return the nodes that every row of every tile sees (`visible_nodes`)."""
     if nodes is None:
         return jnp.zeros((1, 1, 1), jnp.int32)
     token = jnp.arange(tiles.rows, dtype=jnp.int32) % tiles.tokens

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
 from jaxtyping import Array, Float, Int32
 

@@ -24,95 +24,178 @@ fetched: its rows are not scattered among those of other heads. Heads of 512 hav
 own, `[2K, P, H]`: so pages of heads of 512 and of 256 (Gemma 4) are matrices of equal shape, and both kinds of layers
 take one pool as it is.
 
-The kernel takes any columns of keys and values (`Columns` in `plan.py`), also values that are a part of the keys: it
-serves `mla_attention` too. `call.py` runs it for either operation.
+A latent is stored as the key of one KV head, which begins with the value: it is copied from main memory once for all
+query heads, as key and as value. Pages of latents are `[1, P, C]`, where C is the size of a latent padded to whole
+memory tiles of 128 columns. The 576 elements of DeepSeek's latents take 640 columns, or 1280 bytes in bfloat16, and 128
+of these bytes are padding. A chip would keep rows of 576 elements in as much memory; the padding is part of the shape
+so that every count of the pool's bytes includes it.
 """
 
 from __future__ import annotations
 
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Problem
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jaxserve.pallas_kernels import tpu
+from jaxserve.pallas_kernels.pallas_kernel import PallasKernel, Settings
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
+    AttentionInputs,
+    AttentionOptions,
+    Backend,
+    Problem,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind, Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import call, chip
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.chip import SETTINGS
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import HeadPairs
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Tokens
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Sizes
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import APART_HEAD_DIM, pair_columns
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import PageMatrices
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import make_operands, token_outputs
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+    MAX_PAGE_BYTES,
+    MAX_PAGE_TOKENS,
+    Call,
+    Sizes,
+    choose_blocks,
+    make_plan,
+    unit_bytes_for,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
+    APART_HEAD_DIM,
+    columns_for,
+    slab_tokens,
+    token_bytes,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, values_of
 from jaxtyping import Array, Float, Int32
 
-__all__ = [
-    "LAYOUT",
-    "SPLITS_PAGES",
-    "WANTS_OWN_TABLE",
-    "interpreted",
-    "shape_class",
-    "sized",
-    "sizes_for",
-    "supports",
-    "write_and_attend",
-]
-
-LAYOUT = HeadPairs()
-SPLITS_PAGES = True
-WANTS_OWN_TABLE = True
+LATENT_POOL_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 POOL_DTYPES = ("bfloat16", "float32", *QUANTIZED_MAX)
 MIN_HEAD_DIM = 64  # minimum on a chip: XLA lays out narrower pools transposed, and copies them for the kernel
 MAX_HEAD_DIM = 512
-interpreted, sized = SETTINGS.interpreted, SETTINGS.sized
+MANY_TOKENS, MANY_ROWS = 2048, 256  # a step for which blocks are as large as for any
+
+
+class MosaicTpu(PallasKernel[Problem, Call], Backend):
+    """Attention kernel for TPUs; it reads latents in their own layout, at the rate of the memory."""
+
+    platform = "tpu"
+    module = f"{__name__}.kernel"
+    layout = PageMatrices
+    splits_pages = True
+    gathers_table = True
+
+    def unsupported_problem(self, problem: Problem) -> str | None:
+        """Check the dtype and the sizes."""
+        kind, dtype = problem.kind, problem.kv_dtype
+        dtypes = LATENT_POOL_DTYPES if isinstance(kind, Latents) else POOL_DTYPES
+        if dtype.name not in dtypes:
+            return f"the pool must be one of {dtypes}, not {dtype}"
+        if not isinstance(kind, Latents):
+            minimum = MIN_HEAD_DIM if self.settings.interpreter is None else 8
+            if kind.head_dim % 8 or not minimum <= kind.head_dim <= MAX_HEAD_DIM:
+                return f"head_dim must be a multiple of 8 from {minimum} to {MAX_HEAD_DIM}, not {kind.head_dim}"
+            if dtype.name in QUANTIZED_MAX and kind.head_dim >= APART_HEAD_DIM:
+                return f"a pool of {dtype} has the scales of keys and values together, which heads of 512 have apart"
+        slab = slab_tokens(dtype)
+        if problem.page_size % slab or MAX_PAGE_TOKENS % problem.page_size:
+            return (
+                f"page_size must be a power of two from {slab} to {MAX_PAGE_TOKENS} in a pool of {dtype}, "
+                f"not {problem.page_size}"
+            )
+        page_bytes = problem.page_size * token_bytes(kind.num_kv_heads, columns_for(kind).stored, dtype)
+        if page_bytes > MAX_PAGE_BYTES:
+            return f"a page of a layer must have at most {MAX_PAGE_BYTES} bytes, not {page_bytes}; lower page_size"
+        return None
+
+    def launch(self, problem: Problem) -> Call:
+        """Return the static parameters of the kernel in a large step, whose blocks fit the memory."""
+        call = self._launch(problem, AttentionOptions(1.0), num_tokens=MANY_TOKENS, num_rows=MANY_ROWS, table_width=1)
+        choose_blocks(call)
+        return call
+
+    def _launch(self, problem: Problem, options: AttentionOptions, **facts: Any) -> Call:
+        kind = problem.kind
+        return Call(
+            num_kv_heads=kind.num_kv_heads,
+            group=problem.num_query_heads // kind.num_kv_heads,
+            columns=columns_for(kind),
+            page_size=problem.page_size,
+            kv_dtype=problem.kv_dtype,
+            options=options,
+            vmem_bytes=self.target_chip().memory_bytes,
+            sizes=self.sizes(problem),
+            interpret=self.settings.interpreter,
+            **{"has_sinks": False, "has_tree": False, **facts},
+        )
+
+    def sizes(self, problem: Problem) -> Sizes:
+        """Return block sizes: requested ones, else those that measured best on the target chip, else by its bandwidth.
+
+        Raises:
+            ValueError: sizes have unknown names, or jax does not know the chip.
+        """
+        if self.settings.interpreter is not None:
+            return Sizes()
+        info, chip = tpu.facts(), self.target_chip()
+        unit_bytes = unit_bytes_for(info.num_cores * info.mem_bw_bytes_per_second, chip.memory_bytes)
+        return self.settings.sizes(Sizes, chip.name, shape_class(problem), unit_bytes=unit_bytes)
+
+    def write_and_attend(
+        self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
+    ) -> tuple[Float[Array, "T Q V"], Pages]:
+        """Rotate, write to the donated pool and attend.
+
+        Queries and weights of values are rounded to the pool's dtype, or to bfloat16 for a quantised pool.
+        """
+        pool, kind = values_of(kv_pages), inputs.kind(options)
+        if pool.shape[-1] == columns_for(kind).unit_columns:
+            return self._write_and_attend(inputs, kind, kv_pages, layer, options)
+        # For XLA, pages with matrices of another shape are another array: it copies the pool.
+        num_layers, num_pages, units, page_size, unit_columns = pool.shape
+        num_pages = num_pages * units * unit_columns // math.prod(kind.token_shape)
+        split_shape = self.layout(kind.token_shape).kv_shape(PoolDims(num_layers, num_pages, page_size))
+        out, split = self._write_and_attend(inputs, kind, pool.reshape(split_shape), layer, options)
+        return out, values_of(split).reshape(pool.shape)
+
+    def _write_and_attend(
+        self,
+        inputs: AttentionInputs,
+        kind: KVKind,
+        kv_pages: Pages,
+        layer: int | Int32[Array, ""],
+        options: AttentionOptions,
+    ) -> tuple[Float[Array, "T Q V"], Pages]:
+        dtype, inputs = inputs.q.dtype, inputs.rotated()
+        rows = inputs.rows.with_gathered_table()
+        num_tokens, num_query_heads, _ = inputs.q.shape
+        _, _, num_units, page_size, _ = values_of(kv_pages).shape
+        call = self._launch(
+            Problem(kind, num_query_heads, page_size, values_of(kv_pages).dtype, self.platform),
+            options,
+            num_tokens=num_tokens,
+            num_rows=rows.kv_lens.shape[0],
+            table_width=rows.page_table.shape[1],
+            has_sinks=inputs.sinks is not None,
+            has_tree=inputs.tree_mask is not None,
+            num_parts=num_units // (kind.num_kv_heads * columns_for(kind).units),
+        )
+        blocks = choose_blocks(call)
+        plan = make_plan(call, blocks, rows)
+        operands = make_operands(call, blocks, plan, inputs._replace(rows=rows), kv_pages)
+        layer = jnp.asarray(layer, jnp.int32)[None]
+        kv_pages, decode_out, tile_out = self.kernel().write_and_attend(call, blocks, layer, plan, operands)
+        return token_outputs(call, plan, rows, decode_out, tile_out).astype(dtype), kv_pages
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:
-    """Return the facts that problems with the same best sizes have in common."""
+    """Return the properties that problems with the same best block sizes have in common."""
     return {
-        "num_kv_heads": problem.num_kv_heads,
-        "group": problem.num_query_heads // problem.num_kv_heads,
-        "head_dim": problem.head_dim,
+        "num_query_heads": problem.num_query_heads,
+        **asdict(problem.kind),
         "page_size": problem.page_size,
         "kv_dtype": problem.kv_dtype.name,
     }
 
 
-def sizes_for(problem: Problem) -> Sizes:
-    """Return block sizes for the chip: see `chip.sizes_for`."""
-    return chip.sizes_for(shape_class(problem))
-
-
-def supports(problem: Problem) -> str | None:
-    """Return the reason why this backend cannot run the problem, or None if it can."""
-    if problem.platform != "tpu" and SETTINGS.interpreter is None:
-        return "it runs on TPUs only"
-    if problem.kv_dtype.name not in POOL_DTYPES:
-        return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
-    least = MIN_HEAD_DIM if SETTINGS.interpreter is None else 8
-    if problem.head_dim % 8 or not least <= problem.head_dim <= MAX_HEAD_DIM:
-        return f"head_dim must be a multiple of 8 from {least} to {MAX_HEAD_DIM}, not {problem.head_dim}"
-    if problem.kv_dtype.name in QUANTIZED_MAX and problem.head_dim >= APART_HEAD_DIM:
-        return f"a pool of {problem.kv_dtype} has the scales of keys and values together, which heads of 512 have apart"
-    return call.refusal(
-        pair_columns(problem.head_dim),
-        num_query_heads=problem.num_query_heads,
-        num_kv_heads=problem.num_kv_heads,
-        page_size=problem.page_size,
-        kv_dtype=problem.kv_dtype,
-        sizes=lambda: sizes_for(problem),
-    )
-
-
-def write_and_attend(
-    inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
-) -> tuple[Float[Array, "T Q H"], Pages]:
-    """Rotate, write to the donated pool and attend: see `call.write_and_attend`."""
-    dtype, pool, inputs = inputs.q.dtype, values_of(kv_pages), inputs.rotated()
-    (_, Q, H), K = inputs.q.shape, inputs.k.shape[1]
-    tokens = Tokens(inputs.q, (inputs.k, inputs.v), inputs.rows, inputs.sinks, inputs.tree_mask)
-    sizes, columns = sizes_for(Problem(Q, K, H, pool.shape[3], pool.dtype, "tpu")), pair_columns(H)
-    if pool.shape[-1] == columns.unit_columns:
-        out, kv_pages = call.write_and_attend(tokens, kv_pages, layer, columns, options, sizes)
-        return out.astype(dtype), kv_pages
-    # Pages of other matrices are another array for XLA, which copies the pool.
-    num_layers, num_pages, units, page_size, unit_columns = pool.shape
-    num_pages = num_pages * units * unit_columns // (2 * K * H)
-    own: Pages = pool.reshape(LAYOUT.kv_shape(PoolDims(num_layers, num_pages, page_size, K, H)))
-    out, own = call.write_and_attend(tokens, own, layer, columns, options, sizes)
-    return out.astype(dtype), values_of(own).reshape(pool.shape)
+KERNEL = MosaicTpu(Settings(Path(__file__).parents[1] / "tuned"))

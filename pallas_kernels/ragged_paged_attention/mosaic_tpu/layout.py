@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims, check_pool_shape
+from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
     LANES,
     SCALE_HEADS,
     SCALE_TOKENS,
     default_page_size,
     pair_columns,
+    round_up,
     scale_rows,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
@@ -19,55 +21,71 @@ from jaxtyping import Array, BFloat16
 
 
 @dataclass(frozen=True)
-class HeadPairs:
-    """Layout `[L, N, K, P, 2H]`: a head's keys and values side by side.
+class PageMatrices(Layout):
+    """Layout `[L, N, M, P, C]`: M matrices per page, each with the same columns of all tokens.
 
-    Heads of 512 have their keys and values in matrices of their own, `[L, N, 2K, P, H]`, as `pair_columns` says: such a
-    pool is that of twice as many heads of 256.
+    A matrix has the keys and values of one head side by side, `[L, N, K, P, 2H]`; heads of 512 have them in two
+    matrices, `[L, N, 2K, P, H]` (`pair_columns`). Latents have one matrix with padded columns, `[L, N, 1, P, C]`.
     """
 
-    def default_page_size(self, num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
-        """Return the tokens of a page of the size that suits copies."""
-        return default_page_size(num_kv_heads, 2 * head_dim, kv_dtype)
+    token_axis = 3
+
+    @property
+    def is_latent(self) -> bool:
+        """True if a token has one vector."""
+        return len(self.token_shape) == 1
+
+    @property
+    def num_matrices(self) -> int:
+        """Number of matrices per page, M."""
+        if self.is_latent:
+            return 1
+        num_vectors, head_dim = self.token_shape
+        return num_vectors // 2 * pair_columns(head_dim).units
+
+    @property
+    def used_columns(self) -> int:
+        """Number of columns of a matrix without padding."""
+        return math.prod(self.token_shape) // self.num_matrices
+
+    @property
+    def num_vectors(self) -> int:
+        """Number of vectors per token, each with a scale of its own in a quantised pool."""
+        return math.prod(self.token_shape[:-1])
+
+    def default_page_size(self, kv_dtype: jnp.dtype) -> int:
+        """Return the number of tokens of a page whose size suits copies."""
+        return default_page_size(self.num_matrices, self.used_columns, kv_dtype)
 
     def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
-        """Return `[L, N, K, P, 2H]`, or `[L, N, 2K, P, H]` for heads of 512."""
-        columns = pair_columns(dims.head_dim)
-        units = dims.num_kv_heads * columns.units
-        return (dims.num_layers, dims.num_pages, units, dims.page_size, columns.unit_columns)
+        columns = round_up(self.used_columns, LANES) if self.is_latent else self.used_columns
+        return (dims.num_layers, dims.num_pages, self.num_matrices, dims.page_size, columns)
 
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
         """Return the shape of one memory tile for each slab of a page, so that it is written with the slab.
 
-        A row of the tile holds 32 tokens of each of four vectors: those of the first heads come in the first row.
+        A row of the tile holds 32 tokens of each of four vectors; the first row holds those of the first heads.
         """
-        return (*dims[:2], dims.page_size // SCALE_TOKENS, scale_rows(2 * dims.num_kv_heads), LANES)
-
-    def pool_dims(self, shape: tuple[int, ...]) -> PoolDims:
-        """Invert `kv_shape`; heads of 512 are told as twice as many of 256."""
-        check_pool_shape(shape, "[L, N, K, P, 2H]", even_axis=4)
-        num_layers, num_pages, num_kv_heads, page_size, columns = shape
-        return PoolDims(num_layers, num_pages, page_size, num_kv_heads, columns // 2)
+        return (*dims[:2], dims.page_size // SCALE_TOKENS, scale_rows(self.num_vectors), LANES)
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
-        """Return the pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`; heads of 512 as two of 256."""
         values = values_of(kv_pages)
-        L, N, K, P, columns = values.shape
-        heads = values.reshape(L, N, K, P, 2, columns // 2).transpose(0, 1, 3, 2, 4, 5)  # [L, N, P, K, 2, H]
-        heads = heads.reshape(L, N, P, 2 * K, columns // 2)
+        L, N, _, P, _ = values.shape
+        vectors = values[..., : self.used_columns].swapaxes(2, 3).reshape(L, N, P, *self.token_shape)
         if not isinstance(kv_pages, QuantizedPages):
-            return heads
-        return QuantizedPages(heads, scales_of(kv_pages.scales)[..., : 2 * K])
+            return vectors
+        scales = scales_of(kv_pages.scales)[..., : self.num_vectors]
+        return QuantizedPages(vectors, scales.reshape(vectors.shape[:-1]))
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
-        """Invert `to_canonical`."""
         values = values_of(kv_pages)
-        L, N, P, num_heads, H = values.shape
-        *_, units, _, columns = self.kv_shape(PoolDims(L, N, P, num_heads // 2, H))
-        values = values.reshape(L, N, P, units, columns).swapaxes(2, 3)
+        L, N, P = values.shape[:3]
+        *_, columns = self.kv_shape(PoolDims(L, N, P))
+        values = values.reshape(L, N, P, self.num_matrices, self.used_columns).swapaxes(2, 3)
+        values = jnp.pad(values, [(0, 0)] * 4 + [(0, columns - self.used_columns)])
         if not isinstance(kv_pages, QuantizedPages):
             return values
-        return QuantizedPages(values, scale_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, num_heads)))
+        return QuantizedPages(values, scale_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, self.num_vectors)))
 
 
 def scales_of(tiles: BFloat16[Array, "L N slabs rows 128"]) -> BFloat16[Array, "L N P vectors"]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scale_tiles
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     FIRST_TOKEN,
@@ -24,19 +24,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
     SUBLANES,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, quantize, values_of
-from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
 from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped
-
-
-class Tokens(NamedTuple):
-    """Tokens of a step and their rows, queries and keys rotated."""
-
-    q: Float[Array, "T Q key"]
-    vectors: tuple[Float[Array, "T K _"], ...]
-    """Vectors stored for each token and KV head: key and value, or one that is both."""
-    rows: RaggedRows
-    sinks: Float[Array, "Q"] | None = None
-    tree_mask: Int32[Array, "T"] | None = None
 
 
 class Operands(NamedTuple):
@@ -52,7 +42,7 @@ class Operands(NamedTuple):
     """Sinks of all query heads of a decode slot, in base 2."""
     tile_sinks: Float32[Array, "Q"]
     nodes: Int32[Array, "padded columns"]
-    """Nodes that each token sees (`seen_nodes`)."""
+    """Nodes that each token sees (`visible_nodes`)."""
     kv_pages: Shaped[Array, "L N units P columns"]
     new_scales: BFloat16[Array, "slabs rows 128"] | None = None
     """Scales of the tokens of each written slab, in the layout of the pool; None without scales."""
@@ -75,21 +65,22 @@ class Refs(NamedTuple):
     tile_out: Any
 
 
-def make_operands(call: Call, blocks: Blocks, plan: WorkPlan, tokens: Tokens, kv_pages: Pages) -> Operands:
-    """Return the operands."""
-    q, vectors, sinks = tokens.q, tokens.vectors, tokens.sinks
+def make_operands(call: Call, blocks: Blocks, plan: WorkPlan, inputs: AttentionInputs, kv_pages: Pages) -> Operands:
+    """Return the operands for rotated inputs."""
+    q, sinks = inputs.q, inputs.sinks
+    vectors = (inputs.k,) if inputs.v is None else (inputs.k, inputs.v)
     new_scales = None
     if isinstance(kv_pages, QuantizedPages):
         vectors, scales = zip(*(quantize(x, call.kv_dtype) for x in vectors), strict=True)
         new_scales = _new_scales(call, plan, scales)
     return Operands(
-        page_ids=_page_ids(call, tokens.rows),
+        page_ids=_page_ids(call, inputs.rows),
         new=_new(call, vectors),
         decode_queries=_decode_queries(call, plan, q),
         tile_queries=_tile_queries(call, blocks, q),
         decode_sinks=_decode_sinks(call, sinks),
         tile_sinks=jnp.zeros((q.shape[1],), jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E,
-        nodes=_nodes(call, blocks, tokens.tree_mask, tokens.rows),
+        nodes=_nodes(call, blocks, inputs.tree_mask, inputs.rows),
         kv_pages=values_of(kv_pages),
         new_scales=new_scales,
         scales=kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None,
@@ -171,4 +162,4 @@ def _nodes(
 ) -> Int32[Array, "padded columns"]:
     if tree_mask is None:
         return jnp.zeros((SUBLANES, 1), jnp.int32)
-    return jnp.pad(seen_nodes(tree_mask, rows, call.options.window), ((0, _padded_tokens(call, blocks)), (0, 0)))
+    return jnp.pad(visible_nodes(tree_mask, rows, call.options.window), ((0, _padded_tokens(call, blocks)), (0, 0)))

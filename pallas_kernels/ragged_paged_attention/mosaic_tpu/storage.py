@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind, Latents
 
 LANES = 128  # elements in a row of a memory tile
 SUBLANES = 8  # 32-bit rows of a memory tile
@@ -72,10 +73,15 @@ class Columns:
         return 2 if self.first_value else 1
 
 
-def pair_columns(head_dim: int) -> Columns:
-    """Return the columns of a key with its value behind it.
+def columns_for(kind: KVKind) -> Columns:
+    """Return the columns that are stored for a KV head, or for a latent."""
+    return latent_columns(kind.key_dim, kind.rank) if isinstance(kind, Latents) else pair_columns(kind.head_dim)
 
-    Wide heads have them apart: so pages of heads of 512 are matrices of as many columns as those of 256.
+
+def pair_columns(head_dim: int) -> Columns:
+    """Return the columns of a key followed by its value.
+
+    Wide heads have them in separate matrices, so that pages of heads of 512 and of 256 have the same number of columns.
     """
     is_apart = head_dim >= APART_HEAD_DIM and head_dim % LANES == 0
     return Columns(head_dim, head_dim, head_dim, 2 * head_dim, 2 if is_apart else 1)

@@ -1,22 +1,27 @@
-"""Attention of a step over paged keys and values in plain XLA, for any layout of pages.
+"""Blockwise attention of a step over paged keys and values in plain XLA.
 
 Decode rows (one token) are sorted by length and processed in groups of similar length; prefill rows are cut into tiles
-of queries. Groups and tiles are the same problem, a few queries for each of a few rows, solved one block of keys after
-the other with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Trip counts follow
-the lengths, so a step without prefill rows pays nothing for them, nor one without decode rows. The result of a decode
-row does not depend on its neighbours: blocks past its end leave its state bit-identical.
+of queries. Both are a few queries for each of a few rows, which attend to one block of keys after the other with an
+online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Trip counts follow the lengths: a step
+without prefill rows pays nothing for them, nor one without decode rows. The result of a decode row does not depend on
+its neighbours: blocks past its end leave its state bit-identical.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
+from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind, Latents
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, decode, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import MAX_NODES, tree_starts
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 DECODE_GROUP_ROWS = 16
 DECODE_BLOCK_TOKENS = 64
@@ -27,58 +32,71 @@ PREFILL_BLOCK_TOKENS = 128
 _LOWEST = float(np.finfo(np.float32).min)
 
 
-@runtime_checkable
-class LayerPages(Protocol):
-    """Pages of a layer, whatever their layout."""
+@dataclass(frozen=True)
+class LayerPages:
+    """Pages of one layer of a head-major pool: matrices `[P, H]`, one per key or value head or for all latents."""
 
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of KV heads, K."""
+    kv_pages: Pages
+    layer: int | Int32[Array, ""]
+    kind: KVKind
 
     @property
     def page_size(self) -> int:
         """Tokens per page."""
-
-    @property
-    def value_dim(self) -> int:
-        """Size of a value, V."""
+        return int(values_of(self.kv_pages).shape[-2])
 
     def read(self, page_id: Int32[Array, "B b"]) -> tuple[Float32[Array, "B K S H"], Float32[Array, "B K S V"]]:
         """Return keys and values of some pages, per KV head, in the order of the tokens."""
+        page_id = self.layer * values_of(self.kv_pages).shape[1] + page_id
+        if isinstance(self.kind, Latents):
+            latents = self._gather(page_id[:, None, :])
+            return latents, latents[..., : self.kind.rank]
+        key = 2 * jnp.arange(self.kind.num_kv_heads, dtype=jnp.int32)[None, :, None]
+        ids = 2 * self.kind.num_kv_heads * page_id[:, None, :] + key
+        return self._gather(ids), self._gather(ids + 1)
+
+    def _gather(self, ids: Int32[Array, "B K b"]) -> Float32[Array, "B K S H"]:
+        """Return matrices by their index among all layers, pages and heads, those of a row in one."""
+        token_axis = values_of(self.kv_pages).ndim - 2
+
+        def gather(pages: Shaped[Array, "L N *rest"]) -> Shaped[Array, "B K S *H"]:
+            matrices = pages.reshape(-1, *pages.shape[token_axis:])
+            blocks = matrices.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+            return blocks.reshape(*ids.shape[:2], -1, *pages.shape[token_axis + 1 :])
+
+        return decode(jax.tree.map(gather, self.kv_pages))
 
 
 def attend(attention: Attention, q: Float[Array, "T Q H"], rows: RaggedRows) -> Float[Array, "T Q V"]:
     """Attend with every row over its pages; zeros for padding tokens."""
-    out = _attend_decode_rows(attention, q, jnp.zeros((*q.shape[:2], attention.pages.value_dim), q.dtype), rows)
+    out = _attend_decode_rows(attention, q, jnp.zeros((*q.shape[:2], attention.pages.kind.value_dim), q.dtype), rows)
     return out if q.shape[0] == 1 else _attend_prefill_rows(attention, q, out, rows)
 
 
 class Attention(NamedTuple):
-    """Arguments that are the same for every query of the call.
+    """Arguments that all queries of the call share.
 
     Attributes:
         pages: pages of the layer.
         options: options of the call.
         sinks: logit per query head without a value, or None.
-        nodes: nodes of a tree that each token sees, as `seen_nodes` returns them, or None.
-        max_queries: most new tokens of a row that attends; None for all rows.
+        nodes: nodes of a draft tree that each token sees, from `visible_nodes`, or None.
     """
 
     pages: LayerPages
     options: AttentionOptions
     sinks: Float[Array, "Q"] | None = None
     nodes: Int32[Array, "T columns"] | None = None
-    max_queries: int | None = None
 
 
 class _Tree(NamedTuple):
-    """Nodes that a tile's queries see, and the position of the first node."""
+    """Nodes of a draft tree that each query of a tile sees, and the position of the first node."""
 
     nodes: Int32[Array, "X columns"]
     start: Int32[Array, ""]
 
     def shows(self, key_position: Int32[Array, "1 S"], window: int | None) -> Bool[Array, "1 X S"]:
-        """Return the mask of keys that each query sees if they do not come after it."""
+        """Return the mask of keys that the tree lets each query see; later keys must be masked as well."""
         key_position = key_position[:, None, :]
         node = key_position - self.start
         word, bit = jnp.broadcast_arrays(self.nodes[None, :, :1], jnp.clip(node, 0, MAX_NODES - 1))
@@ -95,20 +113,20 @@ class Softmax(NamedTuple):
 
     @staticmethod
     def empty(shape: tuple[int, ...]) -> Softmax:
-        """Return the softmax before any key, of `[B, K, G, X, V]`."""
+        """Return the softmax before any key, with weighted sums of this shape."""
         return Softmax(jnp.full(shape[:-1], _LOWEST), jnp.zeros(shape[:-1]), jnp.zeros(shape))
 
     def result(self) -> Float32[Array, "B K G X V"]:
-        """Return the outputs; zeros of queries that have seen no key."""
+        """Return the outputs, zeros for queries that have seen no key."""
         return self.weighted_sum / jnp.where(self.denominator > 0, self.denominator, 1)[..., None]
 
-    def part(self, start: Int32[Array, ""], num_queries: int) -> Softmax:
-        """Return the state of some queries that follow each other."""
+    def queries(self, start: Int32[Array, ""], num_queries: int) -> Softmax:
+        """Return the state of consecutive queries."""
         return Softmax(*(lax.dynamic_slice_in_dim(x, start, num_queries, 3) for x in self))
 
-    def with_part(self, start: Int32[Array, ""], part: Softmax) -> Softmax:
-        """Return the state with another one of the queries from `start` on."""
-        pairs = zip(self, part, strict=True)
+    def with_queries(self, start: Int32[Array, ""], state: Softmax) -> Softmax:
+        """Return the state with that of the queries from `start` on replaced."""
+        pairs = zip(self, state, strict=True)
         return Softmax(*(lax.dynamic_update_slice_in_dim(x, new, start, 3) for x, new in pairs))
 
 
@@ -144,7 +162,8 @@ def _attend_prefill_rows(
     T = q.shape[0]
     tile_size = min(PREFILL_TILE_QUERIES, T)
     q_lens = rows.live_q_lens()
-    attends = q_lens > 1 if attention.max_queries is None else (q_lens > 1) & (q_lens <= attention.max_queries)
+    max_queries = attention.options.max_queries
+    attends = q_lens > 1 if max_queries is None else (q_lens > 1) & (q_lens <= max_queries)
     num_tiles = jnp.where(attends, (q_lens + tile_size - 1) // tile_size, 0)
     tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
 
@@ -155,8 +174,8 @@ def _attend_prefill_rows(
         # The last tile of the step may start before its first token: earlier queries are masked and their outputs kept.
         start = jnp.minimum(first_token, T - tile_size)
         token_id = start + jnp.arange(tile_size, dtype=jnp.int32)
-        is_own = (token_id >= first_token) & (token_id < end_token)
-        position = jnp.where(is_own, token_id + rows.kv_lens[row_id] - rows.cu_q_lens[row_id + 1], -1)
+        in_tile = (token_id >= first_token) & (token_id < end_token)
+        position = jnp.where(in_tile, token_id + rows.kv_lens[row_id] - rows.cu_q_lens[row_id + 1], -1)
         page_table = rows.page_table[rows.table_rows(row_id)][None]
         tile_q = lax.dynamic_slice_in_dim(q, start, tile_size)[None]  # [1, X, Q, H]
         tree = None
@@ -165,7 +184,7 @@ def _attend_prefill_rows(
             tree = _Tree(nodes, tree_starts(rows)[row_id])
         tile_out = _attend_blocks(attention, tile_q, position[None], page_table, PREFILL_BLOCK_TOKENS, tree)
         kept = lax.dynamic_slice_in_dim(out, start, tile_size)
-        merged = jnp.where(is_own[:, None, None], tile_out[0], kept)
+        merged = jnp.where(in_tile[:, None, None], tile_out[0], kept)
         return lax.dynamic_update_slice_in_dim(out, merged, start, axis=0)
 
     return lax.fori_loop(0, tile_ends[-1], attend_tile, out)
@@ -179,16 +198,16 @@ def _attend_blocks(
     block_tokens: int,
     tree: _Tree | None = None,
 ) -> Float[Array, "B X Q V"]:
-    """Attend with X queries each of B sequences, a block of keys at a time; position -1 marks a query to ignore."""
+    """Attend with X queries of each of B sequences, a block of keys at a time; queries at position -1 are ignored."""
     B, X, Q, H = q.shape
     pages = attention.pages
-    K, V, page_size = pages.num_kv_heads, pages.value_dim, pages.page_size
+    K, V, page_size = pages.kind.num_kv_heads, pages.kind.value_dim, pages.page_size
     block_pages = max(1, block_tokens // page_size)
     heads_q = q.astype(jnp.float32) * attention.options.scale
     heads_q = heads_q.reshape(B, X, K, Q // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, X, H]
     window = attention.options.window
-    by_depth = position if tree is None or window is None else tree.nodes[None, :, 1]
-    first_key, end_key = _key_range(position, by_depth, window)
+    depth_position = position if tree is None or window is None else tree.nodes[None, :, 1]
+    first_key, end_key = _key_range(position, depth_position, window)
     first_page = first_key // page_size
     num_blocks = _ceil_div(jnp.max(_ceil_div(end_key, page_size) - first_page), block_pages)
 
@@ -211,13 +230,13 @@ def _attend_blocks(
 
 
 def _key_range(
-    position: Int32[Array, "B X"], by_depth: Int32[Array, "B X"], window: int | None
+    position: Int32[Array, "B X"], depth_position: Int32[Array, "B X"], window: int | None
 ) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
-    """Return the first key that any query of each sequence sees, and the end of the last; windows go by depth."""
+    """Return the bounds of the keys that any query of a sequence sees; windows end at the position by depth."""
     last = jnp.max(position, axis=1)
     if window is None:
         return jnp.zeros_like(last), last + 1
-    first = jnp.min(jnp.where(position >= 0, by_depth, last[:, None]), axis=1)
+    first = jnp.min(jnp.where(position >= 0, depth_position, last[:, None]), axis=1)
     return jnp.maximum(first - window + 1, 0), last + 1
 
 
@@ -229,7 +248,7 @@ def _visible(
 
 
 def _start(sinks: Float[Array, "Q"] | None, shape: tuple[int, ...]) -> Softmax:
-    """Return the softmax before any key: empty, or holding one sink per query head."""
+    """Return the softmax before any key: empty, or with the sink of each query head."""
     if sinks is None:
         return Softmax.empty(shape)
     B, K, G, X, _ = shape
@@ -245,7 +264,7 @@ def absorb(
     visible: Bool[Array, "B X S"],
     soft_cap: float | None = None,
 ) -> Softmax:
-    """Return the softmax after one more block of keys; queries that see none of them keep their state."""
+    """Return the softmax after one more block of keys; queries that see no key of it keep their state."""
     visible = visible[:, None, None]  # [B, 1, 1, X, S]
     scores = jnp.einsum("bkgxh,bksh->bkgxs", q, k, precision=lax.Precision.HIGHEST)
     if soft_cap is not None:

@@ -1,0 +1,85 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) with the queries and matrices of heads.
+
+A layer stores a latent per token, of r + d elements. The score of a query is its dot product with the whole latent, and
+the value is the latent's first r elements. The last d elements carry the position: they are rotated in queries and
+latents. The matrices that would expand latents to keys and values of heads are applied to queries and outputs instead
+(absorbed). Rows of many new tokens attend to expanded keys and values (`expanded.py`) if that takes fewer operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxserve.pallas_kernels.op import AUTO
+from jaxserve.pallas_kernels.ragged_paged_attention import expanded
+from jaxserve.pallas_kernels.ragged_paged_attention.attention import (
+    ragged_paged_attention,
+    read_rows,
+    select_for_pool,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.blockwise import LayerPages
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, MLAInputs
+from jaxserve.pallas_kernels.ragged_paged_attention.pools import BACKENDS
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
+from jaxtyping import Array, Bool, Float, Int32
+
+_BLOCK_TOKENS = 32  # decode tokens, which follow each other, seldom share a block with prefill tokens
+
+
+def mla_attention(
+    inputs: MLAInputs,
+    kv_pages: Pages,
+    layer: int | Int32[Array, ""],
+    options: AttentionOptions,
+    *,
+    backend: str = AUTO,
+) -> tuple[Float[Array, "T Q v"], Pages]:
+    """Write the new latents to the pages of their rows, then attend with the queries of heads.
+
+    If a row of the step may have `expanded.break_even_queries` tokens, such rows attend to expanded latents. Matrices
+    are then absorbed only for the tokens of the other rows, a block at a time. See `ragged_paged_attention`.
+    """
+    (T, Q, _), matrices = inputs.q.shape, inputs.matrices
+    latent_inputs = inputs.absorbed(inputs.q)
+    kind = latent_inputs.kind(options)
+    name = select_for_pool(backend, kind, Q, kv_pages)
+    rows = read_rows(name, inputs.rows, kv_pages)
+    inputs = inputs._replace(rows=rows)
+    can_expand = BACKENDS[name].expands_latents and inputs.tree_mask is None
+    min_queries = expanded.break_even_queries(matrices) if can_expand else None
+    if min_queries is None or min_queries > T:
+        latent_inputs = inputs.absorbed(matrices.absorb(inputs.q))
+        out, kv_pages = ragged_paged_attention(latent_inputs, kv_pages, layer, options, backend=name)
+        return matrices.values(out), kv_pages
+    token_id = jnp.arange(T, dtype=jnp.int32)
+    is_short = rows.live_q_lens() < min_queries
+    is_absorbed = is_short[rows.row_ids(token_id)] & (token_id < rows.cu_q_lens[rows.num_rows])
+    latent_inputs = inputs.absorbed(_multiply_some(is_absorbed, matrices.absorb, inputs.q))
+    short_only = dataclasses.replace(options, max_queries=min_queries - 1)
+    out, kv_pages = ragged_paged_attention(latent_inputs, kv_pages, layer, short_only, backend=name)
+    out = _multiply_some(is_absorbed, matrices.values, out)
+    pages = LayerPages(kv_pages, layer, kind)
+    return expanded.attend(inputs.rotated_q(), matrices, pages, rows, options.scale, min_queries, out), kv_pages
+
+
+def _multiply_some(
+    is_wanted: Bool[Array, "T"], multiply: Callable[[Array], Array], x: Float[Array, "T Q a"]
+) -> Float[Array, "T Q b"]:
+    """Apply `multiply` to blocks of tokens that contain a wanted one; return zeros for other blocks."""
+    T = x.shape[0]
+    block = min(_BLOCK_TOKENS, T)
+
+    def fill(index: Int32[Array, ""], out: Float[Array, "T Q b"]) -> Float[Array, "T Q b"]:
+        start = jnp.minimum(index * block, T - block)  # the last block may repeat tokens of the previous one
+
+        def compute() -> Float[Array, "T Q b"]:
+            return lax.dynamic_update_slice_in_dim(out, multiply(lax.dynamic_slice_in_dim(x, start, block)), start, 0)
+
+        return lax.cond(jnp.any(lax.dynamic_slice_in_dim(is_wanted, start, block)), compute, lambda: out)
+
+    shape = jax.eval_shape(multiply, x)
+    return lax.fori_loop(0, -(-T // block), fill, jnp.zeros(shape.shape, shape.dtype))

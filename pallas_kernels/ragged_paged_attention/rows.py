@@ -1,0 +1,94 @@
+"""Rows of a step: which tokens belong to which sequence, and in which pages each sequence is stored."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+
+class PagesToRead(NamedTuple):
+    """Pages to which the new tokens of each row attend, out of all pages of the row.
+
+    The pages that a row writes in the step must be among them. Keys keep the rotation that they were stored with, and
+    new tokens are rotated by their own positions, regardless of gaps. Layers with a sliding window take no such list: a
+    window counts tokens in the pool and would count past the gaps.
+    """
+
+    columns: Int32[Array, "R W"]
+    """Columns of these pages in the page table, ascending."""
+    num_skipped: Int32[Array, "R"]
+    """Number of pages that each row leaves out; columns past the remaining ones are never followed."""
+
+
+class RaggedRows(NamedTuple):
+    """Assignment of a step's tokens to rows and pages.
+
+    Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are padding and may hold anything; no backend may
+    let their content reach a live output or the pool.
+    """
+
+    kv_lens: Int32[Array, "R"]
+    """Tokens of each row in the pool, those of this step included."""
+    page_table: Int32[Array, "table_rows M"]
+    """Pages of sequences in order; entries past `ceil(kv_lens / P)` are never followed."""
+    cu_q_lens: Int32[Array, "R+1"]
+    """Row bounds: row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]` of the step, the last ones of its sequence."""
+    num_rows: Int32[Array, ""]
+    """Number of live rows."""
+    table_row: Int32[Array, "R"] | None = None
+    """Row of the page table for each row of the step; None if both are in the same order."""
+    pages_to_read: PagesToRead | None = None
+    """Pages that the rows attend to; None for all."""
+
+    def table_rows(self, row_id: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+        """Return the rows of the page table for some rows of the step."""
+        return row_id if self.table_row is None else self.table_row.at[row_id].get(mode="clip")
+
+    def with_gathered_table(self) -> RaggedRows:
+        """Return the same rows with a page table in the order of the step's rows."""
+        if self.table_row is None:
+            return self
+        return self._replace(page_table=self.page_table.at[self.table_row].get(mode="clip"), table_row=None)
+
+    def with_read_pages(self, page_size: int) -> RaggedRows:
+        """Return the same rows with a page table of only the pages that they read.
+
+        New tokens keep their offsets in the pages: they are in the last ones, all of which are read.
+        """
+        if self.pages_to_read is None:
+            return self
+        columns, num_skipped = self.pages_to_read
+        row = self.table_rows(jnp.arange(self.kv_lens.shape[0], dtype=jnp.int32))
+        page_table = self.page_table.at[row[:, None], columns].get(mode="clip", wrap_negative_indices=False)
+        return RaggedRows(self.kv_lens - num_skipped * page_size, page_table, self.cu_q_lens, self.num_rows)
+
+    def is_live(self) -> Bool[Array, "R"]:
+        """Return a mask of the rows that are not padding."""
+        return jnp.arange(self.kv_lens.shape[0], dtype=jnp.int32) < self.num_rows
+
+    def live_q_lens(self) -> Int32[Array, "R"]:
+        """Return the number of new tokens of each row, zero for padding rows."""
+        return jnp.where(self.is_live(), self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
+
+    def row_ids(self, token_id: Int32[Array, "T"]) -> Int32[Array, "T"]:
+        """Return the row of each given token; padding tokens get any row."""
+        starts_by = (self.cu_q_lens[None, 1:] <= token_id[:, None]) & self.is_live()[None, :]  # [T, R]
+        return jnp.minimum(jnp.sum(starts_by, axis=1, dtype=jnp.int32), self.kv_lens.shape[0] - 1)
+
+    def slot_mapping(
+        self, num_tokens: int, *, num_pages: int, page_size: int
+    ) -> tuple[Int32[Array, "T"], Int32[Array, "T"]]:
+        """Return the page of each token of the step and its offset there.
+
+        Padding tokens, and tokens past the last column of the page table, get pages that do not exist. All slots
+        differ, also those outside the pool: a scatter that drops these may be declared to have unique indices.
+        """
+        token_id = jnp.arange(num_tokens, dtype=jnp.int32)
+        row_id = self.row_ids(token_id)
+        position = token_id + (self.kv_lens - self.cu_q_lens[1:])[row_id]
+        column = position // page_size
+        page_id = self.page_table.at[self.table_rows(row_id), column].get(mode="clip")
+        is_live = (token_id < self.cu_q_lens[self.num_rows]) & (column < self.page_table.shape[1])
+        return jnp.where(is_live, page_id, num_pages + token_id), position % page_size
