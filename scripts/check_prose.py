@@ -56,7 +56,6 @@ NOT_YET = {
     "pallas_kernels/grouped_matmul",
     "pallas_kernels/grouped_matmul/mosaic_gpu",
     "pallas_kernels/grouped_matmul/mosaic_tpu",
-    "pallas_kernels/mla_attention",
     "pallas_kernels/native",
     "pallas_kernels/packed_linear",
     "pallas_kernels/ragged_paged_attention",

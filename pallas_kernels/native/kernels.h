@@ -58,7 +58,7 @@ constexpr int64_t stored_size(PoolFormat format, int64_t head_dim) {
 
 // Ragged paged attention; see pallas_kernels/ragged_paged_attention. Pages of a KV head: keys [H, P], values [P, H].
 // In int4 pools, H stands for the bytes of a vector. Int8 and fp8 pools have a scale for each vector.
-// With latents (pallas_kernels/mla_attention) a page is [P, H]: every token's key, which begins with its value.
+// With latents (kinds.py there) a page is [P, H]: every token's key, which begins with its value.
 struct AttentionProblem {
   const float* qkv;   // [T, Q + 2K, H], heads of q, then k, then v; [T, Q + 1, H], heads of q, then the latent
   const float* rope;  // [2, T, H / 2], cosines and sines that rotate q and k, of latents what is behind the value, or null
