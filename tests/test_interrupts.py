@@ -85,7 +85,7 @@ with interrupts.unwinding():
             pass
     except KeyboardInterrupt:
         print("in order", flush=True)
-        interrupts.tell()
+        interrupts.notify()
         interrupts.leave()
 """
 

@@ -1,4 +1,4 @@
-"""Assembly of the runners of all replicas, from an EngineConfig."""
+"""Builds the runners of all replicas from an EngineConfig."""
 
 import contextlib
 import dataclasses
@@ -19,23 +19,23 @@ from jaxserve.assembly.memory import (
     free_memory,
     page_bytes,
     pool_dtype,
-    require_room,
+    require_memory,
     select_backend,
     state_bytes,
 )
 from jaxserve.assembly.parameters import (
+    build_meshes,
     build_params,
     compute_dtype,
     copies,
-    meshes_of,
     unpacked_formats,
 )
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.errors import ConfigError
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.programs import Programs
-from jaxserve.execution.runner import Runner, shapes_of
-from jaxserve.execution.xla_cache import programs_dir, scope_of
+from jaxserve.execution.runner import Runner, array_shapes
+from jaxserve.execution.xla_cache import cache_scope, programs_dir
 from jaxserve.models.arch import ArchConfig
 from jaxserve.pallas_kernels import native
 from jaxserve.scheduling.schedule_config import resolve_schedule
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
-    """ConfigError for sizes that cannot work, before anything large is loaded."""
+    """Raise ConfigError for sizes that cannot work, before loading anything large."""
     resolve_schedule(
         config,
         max_position=arch.max_position,
@@ -62,23 +62,23 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
         raise ConfigError(
             f"count_expert_tokens must be False, as {arch.architecture} has no experts, got True; drop it"
         )
-    devices = _devices(meshes_of(config))
+    devices = _devices(build_meshes(config))
     local_arch = arch.local(config.tensor_parallel_size)
     kv_dtype = pool_dtype(config, compute_dtype(config, arch))
     backend = select_backend(config, local_arch, kv_dtype)
     page_size = choose_page_size(config, local_arch, kv_dtype, backend)
-    require_room(config, local_arch, page_bytes(local_arch, page_size, kv_dtype, backend), devices)
+    require_memory(config, local_arch, page_bytes(local_arch, page_size, kv_dtype, backend), devices)
 
 
 @contextlib.contextmanager
 def naming_exhaustion(config: EngineConfig) -> Iterator[None]:
-    """Make a ConfigError of one line of jax's error if a device runs out of memory while an engine starts."""
+    """Convert jax's error into a one-line ConfigError if a device runs out of memory while an engine starts."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        known = [f"{int(free):,}" for free in map(free_memory, _devices(meshes_of(config))) if free < math.inf]
+        known = [f"{int(free):,}" for free in map(free_memory, _devices(build_meshes(config))) if free < math.inf]
         raise ConfigError(
             f"a device has run out of memory while the engine started, with {' and '.join(known) or 'few'} bytes free: "
             f"{str(error).splitlines()[0]}; lower num_pages, max_num_seqs, max_num_batched_tokens or max_model_len, or "
@@ -87,16 +87,16 @@ def naming_exhaustion(config: EngineConfig) -> Iterator[None]:
 
 
 def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follower | None = None) -> list[Runner]:
-    """Build a runner for each replica: load the weights, size the pools, allocate the states and compile.
+    """Build a runner per replica: load weights, size pools, allocate states and compile.
 
     Args:
-        config: options of the engine.
+        config: engine options.
         arch: sizes of the whole model.
-        peers: the other processes, which build the same.
+        peers: other processes, which build the same.
     """
     warn_without_native_kernels()
     _warn_of_slow_formats(config, arch)
-    params, meshes = build_params(config, arch), meshes_of(config)
+    params, meshes = build_params(config, arch), build_meshes(config)
     draft = load_draft(config, arch)
     replicas, draft_replicas = copies(params, meshes), draft.replicas(meshes)
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
@@ -113,12 +113,12 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
         sizes = (schedule.max_num_seqs, schedule.num_snapshots, state_bytes(local_arch) / 1e6)
         logger.info("states: %d of sequences and %d snapshots, %.1f MB each", *sizes)
     directory = programs_dir(config)
-    scope = scope_of(config) if directory is None else contextlib.nullcontext
+    scope = cache_scope(config) if directory is None else contextlib.nullcontext
     programs = [
         Programs(
             Lowering(
                 arch,
-                shapes_of(params),
+                array_shapes(params),
                 schedule,
                 kv_dtype,
                 backend,
@@ -126,7 +126,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
                 max_steps=1 if schedule.pools else config.max_steps,
                 mesh=mesh,
                 proposer=build_proposer(config, arch, schedule, kv_dtype, draft),
-                draft_shapes=shapes_of(draft_params),
+                draft_shapes=array_shapes(draft_params),
             ),
             directory=directory,
             cache_scope=scope,
@@ -141,7 +141,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
 
 
 def _warn_of_slow_formats(config: EngineConfig, arch: ArchConfig) -> None:
-    """Name what is faster on a CPU than a format that its kernels do not have; XLA may be the user's own choice."""
+    """Warn of formats without CPU kernels, and name faster ones, unless the user chose XLA."""
     if jax.default_backend() != "cpu" or native.unavailable() is not None or config.linear_backend != "auto":
         return
     if counts := unpacked_formats(config, arch):
@@ -155,18 +155,18 @@ def _warn_of_slow_formats(config: EngineConfig, arch: ArchConfig) -> None:
 
 
 def may_constrain(config: EngineConfig) -> bool:
-    """Return whether outputs may have to follow forms, and steps overlap, so that split plans pay."""
+    """Return whether structured outputs may occur while steps overlap, so that split plans pay."""
     return config.step_ahead and not config.skip_tokenizer_init and find_spec("llguidance") is not None
 
 
 def _devices(meshes: Sequence[Mesh | None]) -> list[jax.Device]:
-    """Return the devices of all replicas that this process can see."""
+    """Return the devices of all replicas that belong to this process."""
     devices = [device for mesh in meshes for device in ([jax.devices()[0]] if mesh is None else mesh.devices.flat)]
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
 def warn_without_native_kernels() -> None:
-    """Say why a CPU will be slow, and what helps."""
+    """Explain why a CPU will be slow, and how to fix it."""
     if jax.default_backend() == "cpu" and (reason := native.unavailable()) is not None:
         logger.warning(
             "steps take about three times as long as they could on this CPU: %s; "

@@ -1,4 +1,4 @@
-"""CoreClient: a core in a process of its own, as `CoreHost` is one in this process.
+"""CoreClient: a core in another process, with the interface of `CoreHost`.
 
 Frontend --> CoreClient --> Link --pipe--> CoreProcess --> CoreHost
 """
@@ -36,21 +36,20 @@ if TYPE_CHECKING:
     from jaxserve.models.arch import ArchConfig
     from jaxserve.models.params import Params
 
-CLOSE_S = 30.0  # time that the core has to end its requests before its process is ended anyway
-ESTIMATE_S = 0.5  # time that an estimate of a wait may take, for which the loop of a server stands still
+CLOSE_S = 30.0  # time for the core to end its requests before its process is killed
+ESTIMATE_S = 0.5  # time limit for a wait estimate, which blocks a server's event loop
 
 
 class CoreClient:
-    """A core in another process, which ends with this object at the latest. See `CoreHost`.
+    """A core in another process, which ends at the latest with this object. See `CoreHost`.
 
     Args:
         config: model and options.
         arch: sizes of the model.
-        eos_ids: tokens that end an output.
 
     Raises:
-        ConfigError: the engine cannot start there, or not in a process of its own.
-        EngineDiedError: the process has ended while it started.
+        ConfigError: the engine cannot start there, or not in a separate process.
+        EngineDiedError: the process ended while starting.
     """
 
     peers = None
@@ -62,7 +61,7 @@ class CoreClient:
             raise ConfigError("engine_process must be False in a run of several processes, got True; drop it")
         self.driver = link = Link()
         self._end = weakref.finalize(self, link.end)
-        # The model is read here; whatever `hf_overrides` is need not be sent.
+        # The model is read here; `hf_overrides` may not be picklable and is not needed there.
         sent = dataclasses.replace(config, engine_process=False, hf_overrides=None)
         level = logging.getLogger("jaxserve").getEffectiveLevel()
         try:
@@ -88,35 +87,34 @@ class CoreClient:
             self.driver.wait(None)
 
     def take_events(self) -> None:
-        """Have the core take its events."""
         if self.problem is None:
             self._call("take_events")
 
     def follow(self) -> None:
-        """Go on: this process does not follow another one."""
+        """Do nothing: this process does not follow another one."""
 
     # Weights and memory
 
     @property
     def params(self) -> Params:
-        """Raise ConfigError: arrays of devices stay in their process."""
+        """Raise ConfigError: device arrays stay in their process."""
         raise ConfigError(
             "params are arrays on devices of the engine's own process, which no other can have; give update_weights "
             "other arrays or a directory, or start the engine with engine_process=False"
         )
 
     def prepare_weights(self, given: Weights) -> None:
-        """Prepare other weights for `replace_weights`; ConfigError if they do not fit the model."""
+        """Prepare new weights for `replace_weights`; ConfigError if they do not fit the model."""
         self.memory.check_open()
         sent = os.fspath(given) if isinstance(given, os.PathLike) else given
         self._call("prepare_weights", _on_host(sent) if isinstance(sent, Mapping) else sent)
 
     def replace_weights(self) -> None:
-        """Serve with the weights that were prepared."""
+        """Serve with the prepared weights."""
         self._call("replace_weights")
 
     def sleep(self, level: int) -> None:
-        """Free the devices' memory until `wake_up`."""
+        """Free the device memory until `wake_up`."""
         self._call("sleep", level)
 
     def wake_up(self, tags: Sequence[str] | None) -> None:
@@ -125,31 +123,27 @@ class CoreClient:
         self._call("wake_up", tags)
 
     def wait_until_warm(self) -> None:
-        """Block until every program is compiled."""
         self._call("wait_until_warm")
 
     def peak_rates(self) -> PeakRates:
-        """Return the peak rates of the device."""
         rates: PeakRates = self._call("peak_rates")
         return rates
 
     def describe_device(self) -> Device:
-        """Return the kind and number of the devices."""
         device: Device = self._call("describe_device")
         return device
 
     def close(self) -> None:
-        """Abort all requests, free everything and end the process."""
+        """Abort all requests, free all memory and end the process."""
         if not self.driver.status.memory.is_closed:
             with contextlib.suppress(EngineDiedError, Empty):
-                self.driver.ask("close").get(timeout=CLOSE_S)  # a process that is stopped does not answer
+                self.driver.ask("close").get(timeout=CLOSE_S)  # a stopped process does not answer
         self._end()
 
-    # What there is to see
+    # Observable state
 
     @property
     def memory(self) -> MemoryState:
-        """Memory of the devices."""
         return self.driver.status.memory
 
     def check_serve(self) -> None:
@@ -165,14 +159,14 @@ class CoreClient:
 
     @property
     def problem(self) -> str | None:
-        """Reason why nothing can be served any more; None if there is none."""
+        """Reason why no request can be served any more; None if there is none."""
         if self.driver.status.memory.is_closed:
             return "the engine has closed itself after a failure"
         return None if self.driver.error is None else str(self.driver.error)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no pages and no slot, with events that were not taken."""
+        """Number of requests without pages and slot, including untaken events."""
         return self.occupancy.num_waiting + self.driver.num_untaken
 
     @property
@@ -182,7 +176,7 @@ class CoreClient:
 
     @property
     def last_steps(self) -> Sequence[StepStats]:
-        """Statistics of steps that have come since the last call of `advance`, or were not asked for before it."""
+        """Statistics of steps received since the last `advance`."""
         steps = self.driver.steps
         self._last_steps += [steps.popleft() for _ in range(len(steps))]
         return self._last_steps
@@ -193,27 +187,26 @@ class CoreClient:
 
 
 class ClientWaitEstimator:
-    """Estimates of a core in another process, as `WaitEstimator` has them.
+    """Wait estimates for a core in another process, with the interface of `WaitEstimator`.
 
     Args:
-        link: way to the process.
-        max_step_tokens: most tokens of a prompt in a step.
+        link: connection to the process.
+        max_step_tokens: maximum prompt tokens per step.
 
     Attributes:
-        lengths: lengths of outputs that have ended.
+        lengths: distribution of output lengths.
     """
 
     def __init__(self, link: Link, max_step_tokens: int) -> None:
         self._link, self._max_step_tokens = link, max_step_tokens
-        self._late: SimpleQueue[Reply] | None = None  # of the latest estimate, until it is there
+        self._late: SimpleQueue[Reply] | None = None  # queue for the latest estimate, until it has arrived
         self.lengths = OutputLengths()
 
     def num_waiting_tokens(self) -> int:
-        """Return the tokens to compute of requests that wait."""
         return self._link.status.num_waiting_tokens + self._link.num_untaken_tokens
 
     def wait(self, num_tokens: int = 1, priority: int | None = None) -> Wait | None:
-        """Return how long a request that came now would wait; None if that is not known."""
+        """Return how long a request would wait if it arrived now; None if unknown."""
         if self._late is not None and self._late.empty():  # the process may be stopped, and a server asks often
             return None
         try:
@@ -225,18 +218,18 @@ class ClientWaitEstimator:
         return wait
 
     def prefill_s(self, num_tokens: int) -> float:
-        """Return the time that a prompt takes beyond a step of one token."""
+        """Return the time for a prompt beyond one single-token step."""
         return prefill_s(num_tokens, self._link.status.rates, self._max_step_tokens)
 
 
 def _settings() -> dict[str, Any]:
-    """Return the settings of jax, which the process takes as far as its own differ."""
+    """Return the jax settings, of which the process applies those that differ."""
     kinds = bool | int | float | str | None
     return {name: value for name, value in jax.config.values.items() if isinstance(value, kinds)}
 
 
 def _on_host(given: Mapping[str, Any]) -> Any:
-    """Return weights as arrays of this process."""
+    """Return weights as host arrays."""
 
     def array(value: Any) -> Any:
         found = weights.from_torch(value)

@@ -1,7 +1,7 @@
 """CoreProcess: the child process in which a core runs, started by a `CoreClient` and connected to it by a pipe.
 
 Its main thread reads the pipe; the core's thread writes each step's results. It ends when the pipe closes, however the
-client's process has ended. It ignores the signals that a terminal sends to both processes.
+client's process ended, and ignores signals that a terminal sends to both processes.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("jaxserve.assembly.core_process")  # it runs as __main__
 
-SWITCH_INTERVAL_S = 5e-4  # time for which the core's thread may keep Python's lock from the one that reads the pipe
-WARM_LOOK_S = 0.1  # time between looks at whether all programs are compiled
-MOST_MAKERS = 4  # threads that make constraints
-_FROM_ANY_THREAD = {"wait_until_warm", "peak_rates", "describe_device", "estimate"}  # calls that no step waits for
+# maximum time for which the core's thread may keep the interpreter lock from the pipe's reader
+SWITCH_INTERVAL_S = 5e-4
+WARM_LOOK_S = 0.1  # time between checks whether all programs are compiled
+MAX_MAKERS = 4  # threads that create constraints
+# calls for which no step must pause
+_FROM_ANY_THREAD = {"wait_until_warm", "peak_rates", "describe_device", "estimate"}
 
 
 class CoreProcess:
-    """A core, for a client in another process.
+    """A core that serves a client in another process.
 
     Args:
         connection: pipe to the client.
@@ -60,20 +62,21 @@ class CoreProcess:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._sending = threading.RLock()  # guards the pipe and the counts of its messages
-        self._pausing = threading.Lock()  # held by the call that has the core for itself
+        self._sending = threading.RLock()  # guards the pipe and its message counts
+        self._pausing = threading.Lock()  # held by a call with exclusive use of the core
         self._making = threading.Lock()  # guards `_unmade`
-        self._unmade: set[int] = set()  # keys of requests whose constraints are being made
-        # Few threads, as each takes Python's lock from the core's.
-        self._makers = ThreadPoolExecutor(MOST_MAKERS, "jaxserve grammars")
-        self._num_sent = self._num_delivered = 0  # deltas
-        self._told: tuple[list[StepStats], int] = [], 0  # list of statistics seen last, and how many of it were sent
+        self._unmade: set[int] = set()  # keys of requests whose constraints are being created
+        # Only a few threads, because each takes the interpreter lock from the core's thread.
+        self._makers = ThreadPoolExecutor(MAX_MAKERS, "jaxserve grammars")
+        self._num_sent = self._num_delivered = 0  # number of deltas
+        # statistics list seen last, and the number of its entries already sent
+        self._sent_steps: tuple[list[StepStats], int] = [], 0
         self._host: CoreHost
         self._driver: CoreThread
         self._grammars: Grammars
 
     def run(self) -> NoReturn:
-        """Serve until the client has gone."""
+        """Serve until the client is gone."""
         try:
             self._serve()
         except (EOFError, OSError):
@@ -98,25 +101,25 @@ class CoreProcess:
                 threading.Thread(target=self._answer, args=(call, data), daemon=True).start()
 
     def _start(self, start: Start) -> None:
-        """Build the core, on a thread of its own, as the main one has to see that the client goes."""
+        """Build the core on a separate thread, because the main one must notice the end of the client."""
         try:
             host = self._new_host(start)
         except BaseException as error:
             self.send(Failed(messages.portable(error) or error))
             return
         gc.collect()
-        gc.freeze()  # a full collection would look through all of it, and no step is made meanwhile
+        gc.freeze()  # a full collection would scan all of it and pause the steps
         self._host = host
         self._driver = CoreThread(host.core, host.close, self._flush, lambda: self._num_sent - self._num_delivered)
-        self._flush()  # first, so that there is a status
+        self._flush()  # first, so that a status exists
         self.send(Started(host.schedule))
-        while not host.is_warm:  # to wait for it would have all programs compiled, also of a short run
+        while not host.is_warm:  # waiting for it would compile all programs, even for a short run
             time.sleep(WARM_LOOK_S)
         self._flush()
 
     def _new_host(self, start: Start) -> CoreHost:
         for name, value in start.settings.items():
-            if jax.config.values.get(name, value) != value:  # modules that only the client has may add some
+            if jax.config.values.get(name, value) != value:  # modules loaded only in the client may add settings
                 jax.config.update(name, value)
         config = start.config
         self._grammars = Grammars(
@@ -127,12 +130,12 @@ class CoreProcess:
     # Events
 
     def _take(self, keys: list[int], data: bytes) -> None:
-        """Leave an event for the core; a request with a form follows once its constraint is made."""
+        """Pass an event to the core; a request with structured outputs follows once its constraint is created."""
         try:
             event: Event | Constrained = messages.decoded(data)
-        except Exception as error:  # no log, as the pipe may be full both ways, and this thread has to read
+        except Exception as error:  # no log: the pipe may be full both ways, and this thread must keep reading
             self._abort(keys, error)
-            event = Submitted([])  # it is counted
+            event = Submitted([])  # it still counts as an event
         if isinstance(event, Constrained):
             with self._making:
                 self._unmade.update(keys)
@@ -157,18 +160,18 @@ class CoreProcess:
         with self._making:
             left = [request for request in left if request.key in self._unmade]
             self._unmade.difference_update(request.key for request in requests)
-            self._host.send(Submitted(left))  # none if all were cancelled: it is counted
+            self._host.send(Submitted(left))  # possibly empty if all were cancelled: it still counts as an event
         self._driver.start()
 
     def _abort(self, keys: list[int], error: Exception) -> None:
-        """Tell the frontend that samples have ended; the core never had them."""
+        """Report the end of samples that the core never had."""
         ended = [Ended(key, FinishReason.ABORT) for key in keys]
         self._host.outbox.append(Delta(time.monotonic(), ended=ended, error=error))
 
-    # Calls
+    # Method calls
 
     def _answer(self, number: int, data: bytes) -> None:
-        """Call a method of the host, between two steps unless it is for any thread."""
+        """Call a host method, between two steps unless it allows any thread."""
         value, error = None, None
         try:
             name, args = messages.decoded(data)
@@ -196,15 +199,15 @@ class CoreProcess:
     # To the client
 
     def _flush(self, reply: Reply | None = None) -> None:
-        """Send new deltas, in their order, and statistics. From any thread."""
+        """Send new deltas, in order, and statistics; callable from any thread."""
         with self._sending:
-            status = self._status()  # first: if it says that there is no work, all deltas are in the outbox
+            status = self._status()  # first: if it reports no work, all deltas are already in the outbox
             outbox, steps = self._host.outbox, self._host.core.last_steps
             deltas = [messages.packed(outbox.popleft()) for _ in range(len(outbox))]
             self._num_sent += len(deltas)
-            told, count = self._told
-            new = steps[count if told is steps else 0 :]
-            self._told = steps, len(steps)
+            sent, count = self._sent_steps
+            new = steps[count if sent is steps else 0 :]
+            self._sent_steps = steps, len(steps)
             values = messages.stats_values(self._host.stats), [messages.step_values(step) for step in new]
             self._post(FromCore(deltas, status, *values, reply))
 
@@ -221,29 +224,29 @@ class CoreProcess:
         )
 
     def send(self, message: object) -> None:
-        """Send a message; from any thread."""
+        """Send a message; callable from any thread."""
         with self._sending:
             self._post(message)
 
     def _post(self, message: object) -> None:
         try:
             messages.send(self._connection, message)
-        except OSError:  # the client has gone
+        except OSError:  # the client is gone
             self._leave()
 
     def _leave(self, code: int = 0) -> NoReturn:
-        """End the process; Python's own end would stop threads inside XLA, which then aborts."""
+        """End the process; Python's own shutdown would stop threads inside XLA, which then aborts."""
         try:
             if hasattr(self, "_host"):
                 self._host.close_logs()
             if sys.stderr is not None:  # None for a daemon that has closed it
                 sys.stderr.flush()
-        finally:  # whatever fails, nobody else would end it
+        finally:  # nobody else would end the process
             os._exit(code)
 
 
 class _Sender(logging.Handler):
-    """Handler that sends records to the client, whose handlers write them."""
+    """Handler that forwards log records to the client."""
 
     def __init__(self, process: CoreProcess) -> None:
         super().__init__()
@@ -258,7 +261,7 @@ class _Sender(logging.Handler):
 
 
 def main() -> NoReturn:
-    """Serve at the pipe whose number is the argument."""
+    """Serve at the pipe whose file descriptor is the argument."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     handle = int(sys.argv[1])

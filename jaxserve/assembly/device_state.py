@@ -1,4 +1,4 @@
-"""Devices: the runners of all replicas, their weights and their memory."""
+"""Devices: runners of all replicas, with their weights and memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,15 +19,15 @@ from jaxserve.models.params import Params
 
 
 class Devices:
-    """Runners of all replicas of an engine, which have the same weights and sleep together.
+    """Runners of all replicas of an engine, which share their weights and sleep together.
 
     Args:
         config: model and options.
         arch: sizes of the model.
-        runners: runner of each replica; none where the engine has an executor of another kind.
+        runners: one runner per replica; empty if the engine has another kind of executor.
 
     Attributes:
-        memory: memory that they have.
+        memory: state of their memory.
     """
 
     def __init__(self, config: EngineConfig, arch: ArchConfig, runners: Sequence[Runner]) -> None:
@@ -37,21 +37,21 @@ class Devices:
 
     @property
     def params(self) -> Params:
-        """Weights in use, of the first replica, in the form that its programs take."""
+        """Weights in use in the first replica, in the layout of its programs."""
         self.memory.check_open()
         return self._runners[0].params
 
     def prepare(self, given: Weights) -> Callable[[], Params]:
-        """Return a function that makes other weights, for `replace`; ConfigError if they do not fit the model."""
+        """Return a function that creates new weights for `replace`; ConfigError if they do not fit the model."""
         if "weights" in self.memory.asleep:
             raise ConfigError('the engine must be awake to take weights; call wake_up, or wake_up(tags=["weights"])')
         return prepare_params(self._config, self._arch, given, self._runners[0].param_shapes)
 
     def replace(self, make: Callable[[], Params]) -> None:
-        """Free the weights in use, make others and copy them to all replicas."""
+        """Free the weights in use, create new ones and copy them to all replicas."""
         self.memory = self.memory._replace(has_weights=False)
         for runner in self._runners:
-            runner.params = {}  # there may not be room for both
+            runner.params = {}  # memory may not suffice for both
         replicas = copies(make(), [runner.mesh for runner in self._runners])
         for runner, params in zip(self._runners, replicas, strict=True):
             runner.params = params
@@ -65,7 +65,7 @@ class Devices:
         self.memory = self.memory._replace(asleep=frozenset(SLEEP_TAGS), has_weights=keep_weights)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again that `sleep` has freed; see `LLM.wake_up`."""
+        """Allocate memory freed by `sleep`; see `LLM.wake_up`."""
         self.memory.check_open()
         wanted = set(SLEEP_TAGS if tags is None else tags)
         if isinstance(tags, str) or not wanted <= set(SLEEP_TAGS):
@@ -88,12 +88,12 @@ class Devices:
             runner.programs.wait_until_warm()
 
     def peak_rates(self) -> PeakRates:
-        """Return the peak rates of a device; see `Engine.peak_rates`."""
+        """Return a device's peak rates; see `Engine.peak_rates`."""
         if self._peak_rates is None:
-            self.wait_until_warm()  # compiling beside it would make the device look slower
+            self.wait_until_warm()  # concurrent compilation would make the device look slower
             self._peak_rates = device_peak_rates(compute_dtype(self._config, self._arch))
         return self._peak_rates
 
     def close(self) -> None:
-        """Refuse further use; the executors free their memory themselves."""
+        """Refuse further use; executors free their own memory."""
         self.memory = self.memory._replace(is_closed=True)

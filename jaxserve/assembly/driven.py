@@ -1,4 +1,4 @@
-"""DrivenEngine: an engine that its caller's thread drives, step by step, as benchmarks and checks need it."""
+"""DrivenEngine: an engine driven by its caller's thread, step by step, for benchmarks and checks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class DrivenEngine(Engine):
-    """Engine whose requests advance while its one caller calls `step`; no `LLM` and no server may have it.
+    """Engine whose requests advance while its only caller calls `step`; neither an `LLM` nor a server may use it.
 
-    An interrupt between two steps loses nothing; after one within a step the engine is of no use.
+    An interrupt between two steps loses nothing; after an interrupt within a step the engine is unusable.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -25,15 +25,14 @@ class DrivenEngine(Engine):
         self._progressed: dict[str, RequestGroup] = {}
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams | None = None, **facts: Any
+        self, request_id: str, prompt: Prompt, params: SamplingParams | PoolingParams | None = None, **options: Any
     ) -> RequestOutput:
-        """Queue a request; returns its output, empty now and filled by `step`.
+        """Queue a request; return its output, empty now and filled by `step`.
 
         Args:
-            request_id: unique among unfinished requests.
-            prompt: prompt of the request.
-            params: parameters of sampling, or of pooling where the engine pools; by default the engine's.
-            facts: cache_salt, tenant and priority; see `RequestReader.read`.
+            request_id: unique id among unfinished requests.
+            params: sampling parameters, or pooling parameters for a pooling model; by default the engine's.
+            options: cache_salt, tenant and priority; see `RequestReader.read`.
 
         Raises:
             RequestError: the request cannot be served; nothing has changed.
@@ -41,12 +40,12 @@ class DrivenEngine(Engine):
         """
         self.host.check_serve()
         default = self.default_sampling_params if self.arch.pooler is None else PoolingParams()
-        group = self.reader.read(request_id, prompt, params or default, **facts)
+        group = self.reader.read(request_id, prompt, params or default, **options)
         self.frontend.start(group, self._note)
         return group.output
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request now; returns what there is of it, None if it is not unfinished."""
+        """End a request now; return its output, None if it is not unfinished."""
         group = self.frontend.cancel(request_id)
         if group is None:
             return None
@@ -55,14 +54,14 @@ class DrivenEngine(Engine):
         return group.output
 
     def has_unfinished(self) -> bool:
-        """Return whether any request needs further steps, or has ended since the last one."""
+        """Return whether any request needs further steps, or has ended since the last step."""
         return self.frontend.has_unfinished() or bool(self._progressed)
 
     def step(self) -> list[RequestOutput]:
-        """Take a step; return the requests that progressed: cumulative outputs, final where `finished`.
+        """Take a step; return the requests that progressed: cumulative outputs, final if `finished`.
 
-        Raises the error of a failed step, which has ended its requests; the next call returns the others, or raises
-        the error of another replica.
+        Raises the error of a failed step, which has ended its requests; the next call returns the other requests, or
+        raises another replica's error.
         """
         self.advance()
         error = next((group.error for group in self._progressed.values() if group.error is not None), None)

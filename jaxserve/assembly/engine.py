@@ -1,4 +1,4 @@
-"""Engine: frontend, core and devices put together. Threads drive it (`threads.py`), or its caller (`driven.py`)."""
+"""Engine: frontend, core and devices together, driven by threads (`threads.py`) or by its caller (`driven.py`)."""
 
 from collections.abc import Sequence
 
@@ -28,24 +28,25 @@ from jaxserve.text.loading import load_tokenizer
 
 
 class Engine:
-    """One model, in one or several replicas. Only its frontend is thread-safe: one thread at a time does all else.
+    """One model, in one or several replicas. Only its frontend is thread-safe; everything else takes one thread at a
+    time.
 
     Args:
         config: model and options.
-        executors: devices of the replicas; None for compiled programs, as `config` says.
-        new_chooser: makes the chooser of a replica's steps.
+        executors: devices of the replicas; None for compiled programs according to `config`.
+        new_chooser: creates a replica's step chooser.
 
     Attributes:
-        config: configuration of the engine.
+        config: engine options.
         arch: sizes of the model.
-        reader: way from what users ask for to requests, for any thread.
-        frontend: way from requests to events, and from deltas to outputs.
-        host: the core and its devices.
-        schedule: resolved sizes of steps and pool, of each replica.
-        stats: totals since start, of all steps but those that may have ended since the last dispatch.
+        reader: converts user requests into scheduler requests, on any thread.
+        frontend: turns requests into events, and deltas into outputs.
+        host: core and its devices.
+        schedule: resolved sizes of steps and page pool, per replica.
+        stats: totals since start, except for steps that ended after the last dispatch.
         tokenizer: None with `skip_tokenizer_init`.
-        default_sampling_params: parameters that the checkpoint recommends.
-        output_limits: limits of outputs on a server.
+        default_sampling_params: sampling parameters recommended by the checkpoint.
+        output_limits: output limits on a server.
     """
 
     def __init__(
@@ -90,18 +91,17 @@ class Engine:
     # Requests
 
     def advance(self) -> None:
-        """Take a step, of the first replica that can go on, and bring outputs up to date."""
+        """Take a step on the first replica that can continue, and update outputs."""
         self.host.advance()
         self.settle()
 
     def settle(self) -> None:
-        """Take events and bring outputs up to date, without a step; requests that stop strings end leave the core."""
+        """Take events and update outputs, without a step; requests ended by stop strings leave the core."""
         self.host.take_events()
         self.frontend.deliver()
         self.host.take_events()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached pages."""
         self.host.memory.check_open()
         self.host.send(CacheReset())
         self.host.take_events()
@@ -109,7 +109,7 @@ class Engine:
     # Weights and memory
 
     def update_weights(self, given: Weights, *, running: str = "finish") -> None:
-        """Serve with other weights from now on; see `LLM.update_weights`."""
+        """Serve with new weights from now on; see `LLM.update_weights`."""
         if running not in ("finish", "restart"):
             raise ConfigError(f"running must be 'finish' or 'restart', got {running!r}")
         self.host.prepare_weights(given)
@@ -132,7 +132,7 @@ class Engine:
         self.settle()
 
     def sleep(self, level: int = 1) -> None:
-        """Free the devices' memory until `wake_up`; see `LLM.sleep`."""
+        """Free the device memory until `wake_up`; see `LLM.sleep`."""
         self.host.memory.check_open()
         if level not in (1, 2):
             raise ConfigError(f"level must be 1 or 2, got {level!r}")
@@ -142,7 +142,7 @@ class Engine:
             raise RequestError(f"all requests must have ended before sleep, got {unfinished} unfinished")
         self.host.sleep(level)
 
-    # What there is to see
+    # Observable state
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a page, slot or request is lost or shared; for tests and audits."""
@@ -150,36 +150,33 @@ class Engine:
         self.frontend.check_integrity()
 
     def peak_rates(self) -> PeakRates:
-        """Return the peak rates of the device, by which `stats.split` and `last_step.split` account for wall time.
+        """Return the device's peak rates, by which `stats.split` and `last_step.split` explain wall time.
 
-        They are measured by the first call, unless the user's cache has them: after all compiling, in under a second.
+        The first call measures them, unless the user's cache has them: after all compilation, in under a second.
         """
         return self.host.peak_rates()
 
     def describe_device(self) -> Device:
-        """Return the kind and number of the devices."""
         return self.host.describe_device()
 
     @property
     def last_steps(self) -> Sequence[StepStats]:
-        """Statistics of steps, of any replica; see `EngineCore`."""
+        """Step statistics of all replicas; see `EngineCore`."""
         return self.host.last_steps
 
     @property
     def occupancy(self) -> Occupancy:
-        """Requests and pages of all replicas now."""
+        """Current requests and pages of all replicas."""
         return self.host.occupancy
 
-    # The parts of a core in this process
+    # Parts of a core in this process
 
     @property
     def core(self) -> EngineCore:
-        """The replicas and their inputs."""
         return self._local.core
 
     @property
     def devices(self) -> Devices:
-        """Weights and memory of all replicas."""
         return self._local.devices
 
     @property
@@ -189,10 +186,10 @@ class Engine:
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """The copies of the model."""
+        """Copies of the model."""
         return self.core.replicas
 
     @property
     def last_step(self) -> StepStats | None:
-        """Statistics of the step that ended last, of any replica."""
+        """Statistics of the step that ended last, on any replica."""
         return max(self.replicas, key=lambda replica: replica.step_stats.last_end_s).step_stats.last_step

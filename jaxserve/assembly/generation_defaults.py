@@ -1,4 +1,4 @@
-"""The configuration of a checkpoint: sizes of its model, and the sampling that it recommends."""
+"""A checkpoint's configuration: model sizes and recommended sampling."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from jaxserve.api.pooling_params import (
     pooling_kind,
 )
 from jaxserve.api.sampling_params import SamplingParams
-from jaxserve.assembly.overrides import fields_of, overridden, warn_of_idle
+from jaxserve.assembly.overrides import overridden, overridden_fields, warn_of_idle
 from jaxserve.errors import ConfigError, RequestError, did_you_mean
 from jaxserve.models import pooling_heads, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import token_id_set
 
 _LIMIT = "max_new_tokens"
-_GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
+_GENERATION_CONFIG = {  # Hugging Face's name -> ours, as read by vLLM
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -38,13 +38,13 @@ _GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
 
 
 def build_arch(config: EngineConfig) -> ArchConfig:
-    """Read config.json and generation_config.json, for sequences as long as `max_model_len`."""
+    """Read config.json and generation_config.json, for sequences up to `max_model_len`."""
     try:
         raw = weights.read_config(config.model_path)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
     read = partial(_read_arch, config)
-    if fields := fields_of(config.config_overrides, config.model_path):
+    if fields := overridden_fields(config.config_overrides, config.model_path):
         warn_of_idle(fields, raw, read)
     arch = read(overridden(raw, fields))
     arch = arch.within(config.max_model_len or arch.max_position)
@@ -61,7 +61,7 @@ def _read_arch(config: EngineConfig, raw: Mapping[str, Any]) -> ArchConfig:
 
 
 def _read_generation(config: EngineConfig) -> dict[str, Any]:
-    """Return the generation_config.json that counts; {} if the model has none."""
+    """Return the effective generation_config.json; {} if the model has none."""
     is_models = config.generation_config in ("auto", "vllm")
     directory = config.model_path if is_models else Path(config.generation_config)
     if not is_models and not (directory / "generation_config.json").is_file():
@@ -76,10 +76,10 @@ def _read_generation(config: EngineConfig) -> dict[str, Any]:
 
 
 def resolve_quantization(config: EngineConfig, arch: ArchConfig) -> EngineConfig:
-    """Return the options with `quantization` None where it names the format that the checkpoint has.
+    """Drop `quantization` if it only names the checkpoint's own quant_method.
 
     Raises:
-        ConfigError: it names a format of checkpoints that this one does not have.
+        ConfigError: it names another checkpoint format.
     """
     name = config.quantization
     own = None if arch.schemes is None else arch.schemes.method
@@ -100,7 +100,7 @@ _MODES = {"lasttoken": "LAST", "mean": "MEAN", "cls_token": "CLS", "cls": "CLS"}
 
 
 def _build_pooler(config: EngineConfig, raw: Mapping[str, Any]) -> Pooler | None:
-    """Return how the model pools; None if it generates.
+    """Return the model's pooler; None if it generates.
 
     Raises:
         ConfigError: the checkpoint or an option is not supported.
@@ -142,7 +142,7 @@ def _embedding_pooler(raw: Mapping[str, Any], modules: weights.EmbeddingModules 
 
 
 def build_sampling_params(config: EngineConfig) -> SamplingParams:
-    """The checkpoint's recommendation and the user's; where there is none, SamplingParams' own defaults."""
+    """Combine the checkpoint's recommendation with the user's; SamplingParams' defaults apply to the rest."""
     recommended = {} if config.generation_config == "vllm" else _read_generation(config)
     given = {name: value for name, value in config.generation_overrides.items() if value is not None}
     if given.pop("do_sample", True) is not True:
@@ -168,18 +168,18 @@ def _sampling_params(generation: Mapping[str, Any]) -> SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class OutputLimits:
-    """Limits of outputs by the generation configuration, on a server.
+    """Output limits on a server, from the generation configuration.
 
     Attributes:
-        default: maximum of tokens of a chat that gives none; None for the limit of the model only.
-        largest: maximum of tokens of any output; None for the limit of the model only.
+        default: maximum tokens for a chat without its own limit; None for only the model's limit.
+        largest: maximum tokens for any output; None for only the model's limit.
     """
 
     default: int | None = None
     largest: int | None = None
 
-    def of(self, max_tokens: int | None) -> int | None:
-        """Return the limit of a request that asks for `max_tokens`; None if it gives none and there is none."""
+    def limit(self, max_tokens: int | None) -> int | None:
+        """Return the limit for a request with `max_tokens`; None without any."""
         wanted = self.default if max_tokens is None else max_tokens
         return min((each for each in (wanted, self.largest) if each is not None), default=None)
 

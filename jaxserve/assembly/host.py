@@ -1,7 +1,7 @@
-"""CoreHost: the core and its devices, all that works with jax, in the process whose devices they are.
+"""CoreHost: the core and its devices, in the process that owns the devices.
 
-Its users, the engine's frontend, its threads and its server, do not ask where it is: `client.py` stands for one in
-another process.
+The engine's frontend, threads and server do not depend on its process: a `CoreClient` replaces a host in another
+process.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ if TYPE_CHECKING:
 
 
 class CoreHost:
-    """Replicas of a model on their devices. One thread at a time uses it, but any thread may call methods that say so.
+    """Replicas of a model on their devices. One thread at a time uses it, except for methods that allow any thread.
 
     Args:
         config: model and options.
         arch: sizes of the model.
-        executors: devices of the replicas; None for compiled programs, as `config` says.
-        new_chooser: makes the chooser of a replica's steps.
+        executors: devices of the replicas; None for compiled programs according to `config`.
+        new_chooser: creates a replica's step chooser.
 
     Attributes:
-        core: the replicas and their inputs.
+        core: replicas and their queue.
         devices: weights and memory of all replicas.
-        peers: the other processes of the run; None if there are none.
-        schedule: resolved sizes of steps and pool, of each replica.
-        stats: totals since start, of all steps but those that may have ended since the last dispatch.
-        outbox: deltas of the core.
-        send: leaves an event for the core; from any thread.
-        driver: thread that drives the core, once it is started.
-        wait_estimator: estimates of waits; from any thread.
-        check_fits: raises RequestError for a request that could not run to its end even alone; from any thread.
+        peers: other processes of the run; None without any.
+        schedule: resolved sizes of steps and page pool, per replica.
+        stats: totals since start, except for steps that ended after the last dispatch.
+        outbox: deltas from the core.
+        send: sends an event to the core; callable from any thread.
+        driver: thread that drives the core, once started.
+        wait_estimator: estimates waiting times; callable from any thread.
+        check_fits: raises RequestError for a request that could not finish even by itself; callable from any thread.
     """
 
     def __init__(
@@ -99,25 +99,24 @@ class CoreHost:
         ]
         self.core = EngineCore(replicas, step_ahead=config.step_ahead, on_failure=partial(fail_others, self.peers))
         self.outbox, self.send = self.core.outbox, self.core.inbox.append
-        own = weakref.ref(self)  # an engine that nobody has any more is freed without the collector
+        own = weakref.ref(self)  # an abandoned engine is freed without the garbage collector
         self.driver = CoreThread(self.core, lambda: host.close() if (host := own()) is not None else None)
         self.wait_estimator = WaitEstimator(self.core)
         self.check_fits = replicas[0].scheduler.check_fits
-        self._given: tuple[Weights, Callable[[], Params]] | None = None  # weights that are prepared
+        self._given: tuple[Weights, Callable[[], Params]] | None = None  # prepared weights
 
     # Steps
 
     def advance(self) -> None:
-        """Take a step, of the first replica that can go on."""
+        """Take a step on the first replica that can continue."""
         while not self.core.step(time.monotonic()) and self.core.has_work():
             time.sleep(POLL_S)
 
     def take_events(self) -> None:
-        """Have the core take its events, without a step."""
         self.core.take_events()
 
     def follow(self) -> None:
-        """Replay the events of another process, if this one is to follow it, and end this one with that."""
+        """Replay the events of a leading process, if there is one, and end this process with it."""
         if isinstance(self.peers, Follower):
             replica = self.core.replicas[0]
             follow(self.peers, replica.scheduler, replica.executor, self.devices)
@@ -127,18 +126,17 @@ class CoreHost:
 
     @property
     def params(self) -> Params:
-        """Weights in use; see `LLM.params`."""
         return self.devices.params
 
     def prepare_weights(self, given: Weights) -> None:
-        """Prepare other weights for `replace_weights`; ConfigError if they do not fit the model."""
+        """Prepare new weights for `replace_weights`; ConfigError if they do not fit the model."""
         self.memory.check_open()
         if self.peers is not None and not isinstance(given, str | os.PathLike):
             raise ConfigError("weights must be a directory that all processes can read, got arrays of one; save them")
         self._given = given, self.devices.prepare(given)
 
     def replace_weights(self) -> None:
-        """Serve with the weights that were prepared; unfinished requests are ended, for callers to begin them again."""
+        """Serve with the prepared weights; unfinished requests are ended, for callers to restart them."""
         assert self._given is not None, "weights were prepared"
         (given, make), self._given = self._given, None
         if self.peers is not None and isinstance(given, str | os.PathLike):
@@ -153,7 +151,7 @@ class CoreHost:
             replica.reset_prefix_cache()
 
     def sleep(self, level: int) -> None:
-        """Free the devices' memory until `wake_up`; see `LLM.sleep`."""
+        """Free the device memory until `wake_up`; see `LLM.sleep`."""
         for replica in self.core.replicas:
             replica.drop_in_flight()
             replica.reset_prefix_cache()
@@ -164,24 +162,21 @@ class CoreHost:
         self.devices.wake_up(tags)
 
     def wait_until_warm(self) -> None:
-        """Block until every program is compiled (see EngineConfig.compile_ahead). From any thread."""
+        """Block until every program is compiled (see EngineConfig.compile_ahead). Callable from any thread."""
         self.devices.wait_until_warm()
 
     def peak_rates(self) -> PeakRates:
-        """Return the peak rates of the device; see `Engine.peak_rates`."""
         return self.devices.peak_rates()
 
     def describe_device(self) -> Device:
-        """Return the kind and number of the devices."""
         return describe_device()
 
     def close_logs(self) -> None:
-        """Write the rest of the event logs."""
         for log in self._logs:
             log.close()
 
     def close(self) -> None:
-        """Abort all requests and free everything; the ends of requests are left in the outbox."""
+        """Abort all requests and free all memory; the ends of requests stay in the outbox."""
         self.devices.close()
         with ExitStack() as stack:  # an error leaves nothing unfreed
             stack.callback(self.close_logs)
@@ -189,11 +184,10 @@ class CoreHost:
                 stack.callback(replica.close)
             self.core.abort_all(RuntimeError("the engine was closed"))
 
-    # What there is to see, from any thread
+    # Observable state, readable from any thread
 
     @property
     def memory(self) -> MemoryState:
-        """Memory of the devices."""
         return self.devices.memory
 
     def check_serve(self) -> None:
@@ -207,17 +201,17 @@ class CoreHost:
 
     @property
     def problem(self) -> str | None:
-        """Reason why nothing can be served any more; None if there is none."""
+        """Reason why no request can be served any more; None if there is none."""
         return "the engine has closed itself after a failure" if self.memory.is_closed else None
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have no pages and no slot, with events that were not taken."""
+        """Number of requests without pages and slot, including untaken events."""
         return self.core.num_waiting + len(self.core.inbox)
 
     @property
     def occupancy(self) -> Occupancy:
-        """Requests and pages of all replicas now."""
+        """Current requests and pages of all replicas."""
         schedulers = [replica.scheduler for replica in self.core.replicas]
         return Occupancy(
             num_running=sum(scheduler.num_running for scheduler in schedulers),
@@ -229,21 +223,20 @@ class CoreHost:
 
     @property
     def last_steps(self) -> Sequence[StepStats]:
-        """Statistics of steps, of any replica; see `EngineCore`."""
+        """Step statistics of all replicas; see `EngineCore`."""
         return self.core.last_steps
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a page, slot or request is lost or shared."""
         self.core.check_integrity()
 
 
 def _open_logs(path: str, schedule: ScheduleConfig, num_replicas: int) -> list[EventLog]:
-    """Return the event log of each replica; all but the first end with their number."""
+    """Return one event log per replica; file names after the first end with its index."""
     return [EventLog(f"{path}.{index}" if index else path, schedule) for index in range(num_replicas)]
 
 
 def _recorder(peers: Leader | Follower | None, logs: Sequence[EventLog]) -> Record | None:
-    """Return a function to call with the events of a replica; None where nobody wants them."""
+    """Return a function that receives a replica's events; None if they are not needed."""
     sinks: list[Record] = [] if peers is None else [lambda event: peers.tell(event_to_json(event))]
     sinks += [log.record for log in logs]
 

@@ -1,4 +1,4 @@
-"""Draft models, layers and heads: their weights, their pages and the proposer that runs them."""
+"""Loads draft models, draft layers and heads, and builds their proposers."""
 
 import dataclasses
 import logging
@@ -42,7 +42,7 @@ from jaxserve.text.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-MIN_COMMON_SHARE = 0.01  # share of a draft model's tokens that the model must have too
+MIN_COMMON_FRACTION = 0.01  # minimum fraction of a draft model's tokens that the model also has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Draft:
     """Weights and sizes of a proposer.
 
     Attributes:
-        params: its weights, on one device or, if they are split, on those of the first replica; empty for look-ups.
-        arch: sizes of a draft model or layer; None for look-ups and Medusa heads.
-        backend: backend of its attention.
-        head: kind and sizes of a draft layer; None without one.
-        is_split: True if its weights are split over devices as those of the model are.
+        params: weights on one device, or split over the first replica's devices; empty for n-gram lookup.
+        arch: sizes of a draft model or layer; None for n-gram lookup and Medusa heads.
+        backend: attention backend.
+        head: type and sizes of a draft layer; None without one.
+        is_split: True if its weights are split over devices like the model's.
     """
 
     params: Params
@@ -64,18 +64,17 @@ class Draft:
     is_split: bool = False
 
     def replicas(self, meshes: Sequence[Mesh | None]) -> list[Params]:
-        """Return its weights on the devices of each replica."""
+        """Return the weights on each replica's devices."""
         if self.is_split:
             return copies(self.params, meshes)
         return [on_every_device(self.params, mesh) for mesh in meshes]
 
     def page_bytes(self, kv_dtype: jnp.dtype, page_size: int) -> int:
-        """Return the bytes of one page of its pool."""
         return 0 if self.arch is None else page_bytes(self.arch, page_size, kv_dtype, self.backend)
 
 
 def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
-    """Load the weights of the proposer for the model `arch`; ConfigError if they do not fit the model."""
+    """Load the proposer's weights for the model `arch`; ConfigError if they do not fit the model."""
     speculation = config.speculation
     if speculation is None or speculation.method == "ngram":
         return Draft({})
@@ -120,7 +119,7 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
 
 
 def _draft_directory(config: EngineConfig, speculation: SpeculationConfig) -> Path:
-    """Return the directory of what drafts; ConfigError if none is given and none is embedded."""
+    """Return the draft checkpoint's directory; ConfigError if none is given and none is embedded."""
     if speculation.model is not None:
         return Path(speculation.model)
     if config.model is not None or speculation.method not in DEFAULT_DRAFTS:
@@ -132,14 +131,14 @@ def _draft_directory(config: EngineConfig, speculation: SpeculationConfig) -> Pa
 
 
 def _within_pages(draft: ArchConfig, arch: ArchConfig) -> ArchConfig:
-    """Return the sizes of a draft that sees no further back than the pages of the model's widest KV group go."""
+    """Return draft sizes whose windows lie within the pages of the model's widest KV group."""
     group = arch.kv_layout.windows[_widest_group(arch)]
     windows = [_narrower(window, group) for window in draft.windows]
     return dataclasses.replace(draft.with_attention(window=windows), one_kv_group=True)
 
 
 def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: ArchConfig, directory: Path) -> Draft:
-    """Load heads; ConfigError if Medusa's are fewer than the tokens to draft."""
+    """Load draft heads; ConfigError if there are fewer Medusa heads than tokens to draft."""
     dtype = compute_dtype(config, arch)
     if speculation.method != "medusa":
         method: Literal["eagle3", "mtp"] = "eagle3" if speculation.method == "eagle3" else "mtp"
@@ -159,7 +158,7 @@ def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: Arch
 
 
 def _load_following_layer(config: EngineConfig, arch: ArchConfig, directory: Path) -> Draft:
-    """Load the MTP layer behind the layers of a checkpoint; ConfigError if there is none, or it does not fit."""
+    """Load the MTP layer after a checkpoint's own layers; ConfigError if it is missing or does not fit."""
     try:
         found = weights.draft_layers(directory)
         schemes = weights.read_schemes(weights.read_config(directory))
@@ -184,9 +183,9 @@ def _narrower(window: int | None, other: int | None) -> int | None:
 
 
 def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -> Params:
-    """Return the tokens of a draft model by those of the model, as arrays; nothing if both have the same tokenizer.
+    """Return the mapping between the tokens of model and draft model, as arrays; empty if they share a tokenizer.
 
-    Padding of the vocabulary does not count. ConfigError if too few tokens are the same.
+    Vocabulary padding is ignored. ConfigError if too few tokens are common.
     """
     if config.skip_tokenizer_init:
         return {}
@@ -198,9 +197,9 @@ def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -
     logger.info(
         "the draft model has another tokenizer: %d tokens of %d are in both", found.num_common, model.vocab_size
     )
-    if found.num_common < MIN_COMMON_SHARE * other.vocab_size:
+    if found.num_common < MIN_COMMON_FRACTION * other.vocab_size:
         raise ConfigError(
-            f"a draft model must have at least {MIN_COMMON_SHARE:.0%} of its tokens in common with the model, got "
+            f"a draft model must have at least {MIN_COMMON_FRACTION:.0%} of its tokens in common with the model, got "
             f"{found.num_common} of {other.vocab_size} in {draft.model_path}; take another draft model"
         )
     padding = max(vocab_size - model.vocab_size, 0)
@@ -209,7 +208,7 @@ def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -
 
 
 def _widest_group(arch: ArchConfig) -> int:
-    """Return the KV group whose pages go back the furthest."""
+    """Return the KV group with the longest history."""
     windows = [math.inf if window is None else window for window in arch.kv_layout.windows]
     return windows.index(max(windows))
 
@@ -217,7 +216,7 @@ def _widest_group(arch: ArchConfig) -> int:
 def build_proposer(
     config: EngineConfig, arch: ArchConfig, schedule: ScheduleConfig, kv_dtype: jnp.dtype, draft: Draft
 ) -> Proposer | None:
-    """Return the proposer of speculative decoding; None without it."""
+    """Return the proposer for speculative decoding; None without it."""
     speculation = config.speculation
     if speculation is None:
         return None
@@ -230,7 +229,7 @@ def build_proposer(
         local, dtype = arch.local(config.tensor_parallel_size), compute_dtype(config, arch).name
         return Medusa(num_tokens, local, arch.vocab_size, schedule.max_num_seqs, dtype, speculation.tree)
     assert draft.arch is not None, "there is a draft model or a layer"
-    sizes = schedule.program_config  # the proposer is in the key of stored programs
+    sizes = schedule.program_config  # the proposer is part of the key of stored programs
     if draft.head is not None:
         return DraftLayer(
             num_tokens,

@@ -1,4 +1,4 @@
-"""Lock-step of several processes: the first one plans, and each of the others replays its events on its own devices."""
+"""Lock-step of several processes: the first one plans, and the others replay its events on their own devices."""
 
 import dataclasses
 import traceback
@@ -15,11 +15,11 @@ from jaxserve.execution.program_store import source_digest
 from jaxserve.scheduling.executor import Executor
 from jaxserve.scheduling.scheduler import Scheduler
 
-_OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that each process may have of its own
+_OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that may differ between processes
 
 
 def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None:
-    """Raise ConfigError, in all processes, unless they have the same options and versions."""
+    """Raise ConfigError, in all processes, unless options and versions agree."""
     own = {f.name: _described(getattr(config, f.name)) for f in dataclasses.fields(config) if f.name not in _OWN}
     own["versions of jaxserve and jax"] = f"{version('jaxserve')}, {version('jax')}"
     own["files of jaxserve"] = source_digest("py", "json")
@@ -34,12 +34,12 @@ def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None
 
 
 def _described(value: object) -> str:
-    """Return a text that is the same in every process: the address of a function, as `hf_overrides` may be, is not."""
+    """Return the same text in every process: a function's repr contains its address."""
     return f"function {value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
 
 
 def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: Devices) -> None:
-    """Replay the leading process's events until it ends. End this process if that cannot go on."""
+    """Replay the leading process's events until it ends. End this process if that fails."""
 
     try:
         replay(
@@ -54,6 +54,6 @@ def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: D
 
 
 def fail_others(peers: Leader | Follower | None, error: BaseException) -> None:
-    """End the other processes, which have gone on where this one failed; PeerLostError if one is lost."""
+    """End the other processes, which have continued past this failure; PeerLostError if one is lost."""
     if isinstance(peers, Leader):
         peers.fail(repr(error))

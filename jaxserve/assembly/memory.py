@@ -1,4 +1,4 @@
-"""Memory of a device: layout and size of the KV pool, and what must stay free beside it."""
+"""Device memory: layout and size of the KV pool, and the memory reserved for everything else."""
 
 import logging
 import math
@@ -33,23 +33,23 @@ from jaxserve.system.environment import DEFAULT_GPU_MEMORY_FRACTION, claiming_gp
 
 logger = logging.getLogger(__name__)
 
-SCRATCH_BYTES = (
-    64_000_000  # temporaries of a step that do not grow with the model: partial results of attention above all
-)
-CPU_POOL_SHARE = 1 / 16  # share of the machine's memory; never more than max_num_seqs requests of full length need
-_claimed: dict[str, float] = {}  # share of each device's memory that XLA took when an engine started jax, by platform
+SCRATCH_BYTES = 64_000_000  # temporaries per step that do not grow with the model, mainly partial attention results
+# fraction of the machine's memory; the pool never exceeds max_num_seqs requests of maximum length
+CPU_POOL_FRACTION = 1 / 16
+# memory fraction that XLA claimed on each device when an engine started jax, by platform
+_claimed: dict[str, float] = {}
 
 
 @runtime_checkable
 class Memory(Protocol):
-    """A device, as far as it tells of its memory."""
+    """A device that may report its memory."""
 
     def memory_stats(self) -> Mapping[str, int] | None:
-        """Bytes in use and their limit, among others; None where it does not tell."""
+        """Bytes in use and their limit, among others; None if not reported."""
 
 
 def claim_memory(config: EngineConfig) -> None:
-    """Start jax's backend, if it does not run yet, and have XLA take `gpu_memory_utilization` of each GPU."""
+    """Start jax's backend, unless it runs, and have XLA claim `gpu_memory_utilization` of each GPU."""
     if not xla_bridge.backends_are_initialized():
         with claiming_gpu_memory(config.gpu_memory_utilization) as fraction:
             jax.default_backend()
@@ -57,17 +57,17 @@ def claim_memory(config: EngineConfig) -> None:
 
 
 def pool_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of keys and values in the pool, where the model computes in `dtype`."""
+    """Return the dtype of keys and values in the pool for a model that computes in `dtype`."""
     return dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
 
 
 def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, *, platform: str | None = None) -> str:
-    """Return the backend that serves one device's part of a model; ConfigError if the requested one cannot.
+    """Return the attention backend for one device's shard; ConfigError if the requested one cannot run it.
 
     Args:
-        config: options of the engine.
-        arch: sizes of one device's part of the model.
-        kv_dtype: dtype of the pool.
+        config: engine options.
+        arch: sizes of one device's shard.
+        kv_dtype: pool dtype.
         platform: platform as in `ragged_paged_attention.select_backend`.
     """
     try:
@@ -83,7 +83,7 @@ def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, 
 
 
 def choose_page_size(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:
-    """Return the tokens per page of a device's pool in the layout of `backend`; `arch` is its part of the model."""
+    """Return the tokens per page in a device's pool, for the layout of `backend` and the shard `arch`."""
     if config.page_size is not None:
         return config.page_size
     return arch.kv_layout.pool.default_page_size(backend, kv_dtype)
@@ -97,19 +97,19 @@ def build_schedule(
     devices: Sequence[Memory],
     draft_page: Callable[[int], int] = lambda page_size: 0,
 ) -> ScheduleConfig:
-    """Return the resolved sizes; the pool's come from `num_pages`, or else from free memory.
+    """Return the resolved sizes; the pool size comes from `num_pages` or from free memory.
 
     Args:
-        config: options of the engine.
-        arch: sizes of one device's part of the model.
-        kv_dtype: dtype of the pool.
-        backend: backend of attention, whose layout the pool has.
-        devices: devices of all replicas; the one with the least free memory decides.
-        draft_page: bytes of a page of a draft model's pool, by tokens per page.
+        config: engine options.
+        arch: sizes of one device's shard.
+        kv_dtype: pool dtype.
+        backend: attention backend, which determines the pool layout.
+        devices: devices in all replicas; the one with the least free memory decides.
+        draft_page: page bytes of a draft model's pool, by tokens per page.
     """
     page_size = choose_page_size(config, arch, kv_dtype, backend)
     num_bytes = page_bytes(arch, page_size, kv_dtype, backend) + draft_page(page_size)
-    require_room(config, arch, num_bytes, devices)
+    require_memory(config, arch, num_bytes, devices)
     num_pages = config.num_pages or _num_pages_that_fit(config, arch, page_size, num_bytes, devices)
     return resolve_schedule(
         config,
@@ -123,14 +123,14 @@ def build_schedule(
     )
 
 
-def require_room(config: EngineConfig, arch: ArchConfig, page_bytes: int, devices: Sequence[Memory]) -> None:
-    """Raise ConfigError if what the options allocate on a device exceeds its free memory.
+def require_memory(config: EngineConfig, arch: ArchConfig, page_bytes: int, devices: Sequence[Memory]) -> None:
+    """Raise ConfigError if the options allocate more than a device's free memory.
 
     Args:
-        config: options of the engine.
-        arch: sizes of one device's part of the model.
-        page_bytes: bytes of a page of the pool.
-        devices: devices of all replicas; the one with the least free memory decides.
+        config: engine options.
+        arch: sizes of one device's shard.
+        page_bytes: bytes per page.
+        devices: devices in all replicas; the one with the least free memory decides.
     """
     free_bytes = min(map(free_memory, devices), default=math.inf)
     on_cpu = jax.default_backend() == "cpu"
@@ -158,7 +158,7 @@ def _names(assignments: str) -> list[str]:
 
 
 def free_memory(device: Memory) -> float:
-    """Return the bytes of memory that a device can still allocate; infinity if it does not report them."""
+    """Return the bytes that a device can still allocate; infinity if it does not report them."""
     if jax.default_backend() == "cpu":
         return float(psutil.virtual_memory().available)
     stats = device.memory_stats()
@@ -168,13 +168,13 @@ def free_memory(device: Memory) -> float:
 
 
 def page_bytes(arch: ArchConfig, page_size: int, kv_dtype: jnp.dtype, backend: str) -> int:
-    """Return the bytes of a page in the pool of a device, which has `arch` of the model."""
+    """Return the bytes per page in the pool of a device with the shard `arch`."""
     page = jax.eval_shape(partial(new_pool, arch, 1, page_size, kv_dtype=kv_dtype, backend=backend))
     return tree_bytes(page)
 
 
 def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
-    """Return the bytes of the tables by slot, and of states, on a device that has `arch` of the model."""
+    """Return the slot table and state bytes on a device with the shard `arch`."""
     seqs, _ = default_batch(config, on_cpu=on_cpu)
     num_bytes = tree_bytes(jax.eval_shape(partial(new_states, arch, seqs + default_snapshots(config, seqs))))
     if arch.pooler is not None:
@@ -185,12 +185,12 @@ def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
 
 
 def state_bytes(arch: ArchConfig) -> int:
-    """Return the bytes of a sequence's states on a device that has `arch` of the model."""
+    """Return the recurrent state bytes per sequence on a device with the shard `arch`."""
     return tree_bytes(jax.eval_shape(partial(new_states, arch, 1)))
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of arrays, by their shapes."""
+    """Return the total array bytes, from shapes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
@@ -211,15 +211,15 @@ def _num_pages_that_fit(
 
 
 def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_bytes: int) -> float:
-    """Return the bytes of a pool on a CPU: a share of the memory, no more than the requests of a step can use."""
+    """Return the pool size on a CPU: a fraction of its memory, but no more than max_num_seqs requests can use."""
     row_pages = KVGroups(page_size, arch.kv_layout.windows).num_pages(config.max_model_len or arch.max_position)
     max_num_seqs = default_batch(config, on_cpu=True)[0] // config.num_data_shards
-    share = machine_bytes() * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
-    return float(min(share - slot_bytes(config, arch, on_cpu=True), max_num_seqs * row_pages * page_bytes))
+    pool_bytes = machine_bytes() * CPU_POOL_FRACTION / (config.tensor_parallel_size * config.data_parallel_size)
+    return float(min(pool_bytes - slot_bytes(config, arch, on_cpu=True), max_num_seqs * row_pages * page_bytes))
 
 
 def machine_bytes() -> int:
-    """Return the bytes of this machine's memory, in use or not."""
+    """Return this machine's total memory."""
     return int(psutil.virtual_memory().total)
 
 
@@ -249,22 +249,22 @@ def _free_bytes(config: EngineConfig, arch: ArchConfig, stats: Mapping[str, int]
 def accelerator_pool_bytes(
     config: EngineConfig, arch: ArchConfig, *, total_bytes: int, limit_bytes: int, used_bytes: int
 ) -> float:
-    """Return the bytes that the pool may take on an accelerator; negative where nothing is left for it.
+    """Return the bytes left for the pool on an accelerator; negative if other needs exceed its memory.
 
     Args:
-        config: options, the share of memory to use among them.
-        arch: sizes of one device's part of the model.
-        total_bytes: memory that the device has.
-        limit_bytes: memory that XLA takes.
-        used_bytes: memory in use, by the weights above all.
+        config: options, including the memory fraction to use.
+        arch: sizes of one device's shard.
+        total_bytes: device memory.
+        limit_bytes: memory claimed by XLA.
+        used_bytes: memory in use, mainly by weights.
     """
-    share = min(total_bytes * config.gpu_memory_utilization, limit_bytes)
+    pool_bytes = min(total_bytes * config.gpu_memory_utilization, limit_bytes)
     kept = activation_bytes(config, arch) + slot_bytes(config, arch, on_cpu=False)
-    return float(share - used_bytes - kept)
+    return float(pool_bytes - used_bytes - kept)
 
 
 def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
-    """A generous bound on a step's temporaries: logits in float32 a few times over, activations of one layer."""
+    """Return a generous bound on a step's temporaries: float32 logits several times, and one layer's activations."""
     seqs, tokens = default_batch(config, on_cpu=False)
     token_size = widest_output(registry.param_specs(arch)) + 4 * arch.hidden_size
     num_logits = 4 * seqs
@@ -276,7 +276,7 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
 
 
 def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:
-    """Return the bytes that log probabilities of so many positions take, computed and as an output."""
+    """Return the log probability bytes for `num_positions` positions, while computed and as output."""
     layout = LogprobLayout.from_sizes(config.selected_logprobs, arch.vocab_size * config.tensor_parallel_size)
     num_positions += min(config.max_steps * MULTI_STEP_ROWS, MAX_STEP_TOKENS) if config.selected_logprobs >= 0 else 1
     return 4 * 2 * num_positions * layout.num_words

@@ -1,4 +1,4 @@
-"""Overrides of a checkpoint's config.json, with vLLM's meaning: before anything reads it."""
+"""Overrides of a checkpoint's config.json, with vLLM's meaning, applied before anything reads it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxserve.text.transformers_advice import without_torch_advice
 
 logger = logging.getLogger(__name__)
 
-_ROTATION = ("rope_parameters", "rope_scaling")  # one object under its new and its old name
+_ROTATION = ("rope_parameters", "rope_scaling")  # one object under its new and old names
 _IN_ROTATION = ("rope_theta", "partial_rotary_factor")  # fields that older files have outside it
 _RENAMED = {"dtype": "torch_dtype", "torch_dtype": "dtype"} | dict(zip(_ROTATION, _ROTATION[::-1], strict=True))
 
 
 def overridden(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json with other values of some fields.
+    """Return the content of config.json with some fields replaced.
 
-    A field that has two names, or that stands in two objects, is replaced in all places.
+    A field with two names, or in two objects, is replaced everywhere.
     """
     merged = dict(raw)
     for name, value in fields.items():
@@ -32,7 +32,7 @@ def overridden(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
         if name in _RENAMED:
             merged.pop(_RENAMED[name], None)
         merged[name] = value
-        if name in _ROTATION and isinstance(value, Mapping | None):  # the base and the rotated fraction stay
+        if name in _ROTATION and isinstance(value, Mapping | None):  # keep the base and the rotated fraction
             kept = {field: before[field] for field in _IN_ROTATION if field in before and field not in merged}
             merged[name] = kept | dict(value or {}) or None
         for rotation in _ROTATION if name in _IN_ROTATION else ():
@@ -41,15 +41,15 @@ def overridden(raw: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def fields_of(overrides: Mapping[str, Any] | Callable[[Any], Any], path: Path) -> dict[str, Any]:
-    """Return the fields to replace: those given, or those that a function changes in transformers' configuration.
+def overridden_fields(overrides: Mapping[str, Any] | Callable[[Any], Any], path: Path) -> dict[str, Any]:
+    """Return the fields to replace: the given ones, or those changed by a function of transformers' configuration.
 
     Args:
-        overrides: fields, or the function.
-        path: directory of the checkpoint.
+        overrides: fields, or a function.
+        path: checkpoint directory.
 
     Raises:
-        ConfigError: transformers does not read the checkpoint, or the function returns something else.
+        ConfigError: transformers cannot read the checkpoint, or the function returns another type.
     """
     if not callable(overrides):
         return dict(overrides)
@@ -70,7 +70,7 @@ def fields_of(overrides: Mapping[str, Any] | Callable[[Any], Any], path: Path) -
 
 
 def warn_of_idle(fields: Mapping[str, Any], raw: Mapping[str, Any], read: Callable[[dict[str, Any]], Any]) -> None:
-    """Warn of overrides that change nothing of what `read` makes of config.json."""
+    """Warn of overrides that do not affect the result of `read`."""
     whole = read(overridden(raw, fields))
     for name in fields:
         others = {other: value for other, value in fields.items() if other != name}
@@ -90,7 +90,7 @@ def _is_part(name: str, old: Any, value: Any) -> bool:
 
 
 def _with_field(settings: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """Return settings of the rotation, or of that of each type of layers, with another value of a field."""
+    """Return RoPE settings, possibly nested by layer type, with one field replaced."""
     if any(isinstance(each, Mapping) for each in settings.values()):
         return {
             each: _with_field(own, name, value) if isinstance(own, Mapping) else own for each, own in settings.items()

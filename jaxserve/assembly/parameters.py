@@ -1,4 +1,4 @@
-"""Weights in the dtype and form that programs take, on the devices of all replicas."""
+"""Weights in the programs' dtype and layout, on all devices."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxserve import weights
 from jaxserve.api.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.execution.xla_cache import scope_of
+from jaxserve.execution.xla_cache import cache_scope
 from jaxserve.layers.sharding import named_sharding, replica_meshes, replicated
 from jaxserve.layers.weight_formats import packed, plain, weight_format
 from jaxserve.layers.weight_formats.stored import StoredFormat
@@ -26,13 +26,13 @@ from jaxserve.weights.rows import Shardings
 
 logger = logging.getLogger(__name__)
 
-Weights = Mapping[str, Any] | str | os.PathLike[str]  # forms of weights that a running engine takes
+Weights = Mapping[str, Any] | str | os.PathLike[str]  # weights accepted by a running engine
 
 
 def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
-    """Load the weights of the first replica in the serving dtype.
+    """Load the first replica's weights in the serving dtype.
 
-    Split over its devices, quantised, packed for a CPU, stacked for a scan.
+    They are split over its devices, quantised, packed for a CPU, and stacked for a scan, as configured.
     """
     dtype = compute_dtype(config, arch).name
     if config.dtype == "auto" and arch.dtype == "float32" != dtype:
@@ -43,7 +43,7 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
 
 
 def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Schemes) -> str:
-    """Return what a quantised checkpoint holds, and what multiplies it."""
+    """Describe a quantised checkpoint, and the kernels of its matmuls."""
     form = StoredFormat(schemes)
     matrices = [spec for spec in registry.param_specs(arch) if spec.is_matrix]
     formats = [own for spec in matrices if (own := form.at(spec)) is not None]
@@ -70,18 +70,18 @@ def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Scheme
 
 
 def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, current: Params) -> Callable[[], Params]:
-    """Return a function that gives other weights for the first replica, in the form that `current` has.
+    """Return a function that creates new weights for the first replica, in the layout that `current` has.
 
-    Arrays have that form when this returns. A directory is checked now, but read only by the function.
+    Arrays are converted before this returns. A directory is checked now, but read only by the function.
 
     Args:
         config: options of the engine.
-        arch: sizes of the model.
+        arch: model sizes.
         given: argument of `LLM.update_weights`.
-        current: shapes, dtypes and places of the weights of the first replica.
+        current: the first replica's weights, or their shapes, dtypes and shardings.
 
     Raises:
-        ConfigError: it is not of this model.
+        ConfigError: they do not fit the model.
     """
     if isinstance(given, str | os.PathLike):
         try:
@@ -100,7 +100,7 @@ def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, curre
 
 
 def _array_at(path: jax.tree_util.KeyPath, value: Any) -> Any:
-    """Return a leaf of given weights as an array of numpy or jax; ConfigError names one that is no array."""
+    """Return a given leaf as a numpy or jax array; ConfigError names a leaf that is no array."""
     array = weights.from_torch(value)
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         name = jax.tree_util.keystr(path)
@@ -109,7 +109,7 @@ def _array_at(path: jax.tree_util.KeyPath, value: Any) -> Any:
 
 
 def _check_schemes(found: weights.Schemes | None, current: weights.Schemes | None) -> None:
-    """Raise ConfigError unless tensors of the same names and shapes stand for the same matrices."""
+    """Raise ConfigError unless tensors with the same names and shapes mean the same matrices."""
     if found != current:
         raise ConfigError(
             "weights must be quantised as those in use, got another quantization_config; make an engine for them"
@@ -117,7 +117,7 @@ def _check_schemes(found: weights.Schemes | None, current: weights.Schemes | Non
 
 
 def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
-    """No array is copied that lies where it has to."""
+    """Place arrays with the shardings of `current`; arrays that have them already are not copied."""
     wrong = [
         f"{jax.tree_util.keystr(path)} {new.dtype}{list(new.shape)} instead of {old.dtype}{list(old.shape)}"
         for (path, new), old in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(current), strict=True)
@@ -132,14 +132,14 @@ def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
 def build_layer_params(
     config: EngineConfig, arch: ArchConfig, specs: Sequence[ParamSpec], directory: str | os.PathLike[str], prefix: str
 ) -> Params:
-    """Load the weights of a further layer of the model for the first replica, in the form of the other layers.
+    """Load one more layer for the first replica, in the layout that the others have.
 
     Args:
-        config: options of the engine.
-        arch: sizes of a model with this layer alone.
-        specs: rows of the layer's tensors.
-        directory: checkpoint that has the layer among others.
-        prefix: beginning of the names of its tensors.
+        config: engine options.
+        arch: model sizes with only this layer.
+        specs: the layer's tensor specs.
+        directory: checkpoint that contains the layer.
+        prefix: tensor name prefix.
     """
     return _make_params(config, arch, partial(weights.load, directory, prefix=prefix), specs)
 
@@ -153,15 +153,15 @@ def _make_params(
         logger.info("the native kernels do not multiply matrices: %s", reason)
     transform = matrix_transform(specs, form, native=reason is None, matrix_dtype=matrices)
     try:
-        with scope_of(config)():  # quantising is compiled too
-            params = make(specs, dtype, _shardings(meshes_of(config)[0], specs), transform, schemes=arch.schemes)
+        with cache_scope(config)():  # quantisation is compiled too
+            params = make(specs, dtype, _shardings(build_meshes(config)[0], specs), transform, schemes=arch.schemes)
             return stacked_if_scanned(params, arch)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
 
 
 def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
-    """The layers as programs take them here: on TPUs stacked, where they can be scanned; elsewhere as they are."""
+    """Return the layers in the programs' layout: stacked on TPUs if they can be scanned, otherwise unchanged."""
     scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
     return stack_layers(params, arch.period, num_first=arch.num_first_layers) if scan else params
 
@@ -173,15 +173,15 @@ def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | Non
 
 
 def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
-    """Return the dtype of activations, and of all weights but those of `matrix_dtype`.
+    """Return the dtype for activations, and for all weights except those of `matrix_dtype`.
 
-    The dtype is the one asked for, else float32 on a CPU and the checkpoint's on accelerators. There a float32 one
-    is served in bfloat16, as by vLLM: it would take twice the memory and a fraction of the speed.
+    By default float32 on a CPU and the checkpoint's dtype on accelerators, except that float32 checkpoints are served
+    in bfloat16, as in vLLM: float32 would take twice the memory at a fraction of the speed.
 
     Args:
-        config: options of the engine.
+        config: engine options.
         arch: the model.
-        on_cpu: True for a model that runs on a CPU; by default as in this process.
+        on_cpu: True for a model that runs on a CPU; by default this process's platform.
     """
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
@@ -190,15 +190,15 @@ def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None
 
 
 def matrix_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
-    """Return the dtype of matrices that are not quantised.
+    """Return the dtype for unquantised matrices.
 
-    It is that of activations, but by default a CPU keeps the checkpoint's 16-bit matrices, which its native kernels
-    convert as they stream: the same values in half the bytes.
+    By default it is the activation dtype, but a CPU keeps 16-bit matrices, which its native kernels convert while
+    streaming: the same values in half the bytes.
 
     Args:
-        config: options of the engine.
+        config: engine options.
         arch: the model.
-        on_cpu: the same as in `compute_dtype`.
+        on_cpu: see `compute_dtype`.
     """
     dtype = compute_dtype(config, arch, on_cpu=on_cpu)
     on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
@@ -218,19 +218,19 @@ def not_packed(
 
 
 def unpacked_formats(config: EngineConfig, arch: ArchConfig) -> Counter[str]:
-    """Return how many quantised matrices are not packed for the native kernels, by the name of their format."""
+    """Count the quantised matrices that are not packed for the native kernels, by format name."""
     form, dtype = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
     formats = [form.at(spec) or plain.FORMAT for spec in registry.param_specs(arch) if spec.is_matrix]
     return Counter(own.name for own in formats if own is not plain.FORMAT and not_packed(config, own, dtype))
 
 
 def storage_name(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> str:
-    """Return the name of the form that matrices have on devices: a format, with a checkpoint's elements, or a dtype.
+    """Return the matrices' storage format on devices: a quantisation format or a dtype.
 
     Args:
-        config: options of the engine.
-        arch: sizes of the model.
-        on_cpu: the same as in `compute_dtype`.
+        config: engine options.
+        arch: model sizes.
+        on_cpu: see `compute_dtype`.
     """
     if config.quantization is not None or arch.schemes is None:
         return config.quantization or matrix_dtype(config, arch, on_cpu=on_cpu).name
@@ -242,14 +242,14 @@ def storage_name(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None 
     )
 
 
-def meshes_of(config: EngineConfig) -> list[Mesh | None]:
-    """Return the mesh of each replica; None for a replica on one device."""
+def build_meshes(config: EngineConfig) -> list[Mesh | None]:
+    """Return one mesh per replica; None for a replica on one device."""
     sizes = config.tensor_parallel_size, config.data_parallel_size, config.expert_parallel_size
     return replica_meshes(*sizes, config.num_data_shards)
 
 
 def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:
-    """The weights of the first of some replicas, and the same on the devices of the others."""
+    """Return the first replica's weights, and copies on the other replicas' devices."""
 
     def copy(mesh: Mesh) -> Params:
         copied: Params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), params)
@@ -259,6 +259,6 @@ def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:
 
 
 def on_every_device(params: Params, mesh: Mesh | None) -> Params:
-    """Return parameters that each device of a mesh has whole."""
+    """Return parameters replicated on every device in a mesh."""
     placed: Params = params if mesh is None else jax.device_put(params, replicated(mesh))
     return placed

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxserve: error: {error}{args.on_interrupt}", file=sys.stderr)
         return peers.EXIT_CODE
     except KeyboardInterrupt:
-        signals.tell()
+        signals.notify()
         return signals.EXIT_CODE
     except BrokenPipeError:
         # the interpreter flushes stdout once more at exit

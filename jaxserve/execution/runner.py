@@ -234,7 +234,7 @@ class Runner:
         return dataclasses.replace(state, kv_pages=self.programs.writers["copy_pages"](state.kv_pages, blob))
 
 
-def shapes_of(params: Params) -> Params:
+def array_shapes(params: Params) -> Params:
     """Return shapes, dtypes and places of parameters: programs may be compiled while the weights are replaced."""
     shapes: Params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
     return shapes

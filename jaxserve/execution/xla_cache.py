@@ -34,7 +34,7 @@ _saved: dict[str, Any] = {}  # settings as they were outside all scopes
 _own: dict[str, Any] = {}  # and as they are inside
 
 
-def scope_of(config: EngineConfig) -> Scope:
+def cache_scope(config: EngineConfig) -> Scope:
     """Return what to enter while programs of an engine are compiled.
 
     With "auto", a cache that the process has set up itself is used as it is. So is none in a run of many processes:

@@ -1,18 +1,18 @@
-"""Beam search, with vLLM's names and the beams of transformers.
+"""Beam search, with vLLM's names and transformers' beams.
 
-Each step serves every beam as a request for one token with the log probabilities of the most likely ones. A beam's
-request finds all tokens of its parent in the pool: whole pages are shared, and the last, partly filled one is copied
-when the request starts (`Request.shares_last_page`). So a step computes one token for each beam.
+Each step serves every beam as a one-token request with log probabilities for the most likely tokens. A beam's request
+finds all its parent's tokens in the pool: whole pages are shared, and the partly filled last page is copied when the
+request starts (`Request.shares_last_page`). A step thus computes one token per beam.
 
-The beams are those of transformers' `generate(num_beams=beam_width, do_sample=False, early_stopping=False)`. Of all
-continuations of the running beams the best (1 + number of end-of-sequence ids) * beam_width are looked at, and twice
-beam_width at least. Those among the first beam_width that end are finished, with the score
+The beams are those of transformers' `generate(num_beams=beam_width, do_sample=False, early_stopping=False)`. A step
+considers the best (1 + number of end-of-sequence ids) * beam_width continuations among all running beams, at least
+twice beam_width. If a continuation among the first beam_width ends, it is finished with the score
 
     sum of log probabilities / generated tokens ** length_penalty
 
-where the end-of-sequence token counts; the best that do not end run on. The search ends after `max_tokens`, with
-which all end, or when beam_width have finished and the best running beam, scored as if it ended now, does not exceed
-the worst of them. vLLM itself finishes all that end, scores the prompt's tokens as well, and always goes on to
+including the end-of-sequence token; the best unfinished ones keep running. The search ends after `max_tokens`, which
+ends all beams, or when beam_width have finished and the best running beam, scored as if it ended now, is no better than
+the worst of them. vLLM itself finishes all beams that end, includes the prompt in scores, and always continues to
 `max_tokens`.
 """
 
@@ -41,14 +41,14 @@ MAX_LENGTH_PENALTY = 32  # the power of any length is a finite float
 @no_type_check  # tests pass wrong types, which __post_init__ must reject with a RequestError
 @dataclass
 class BeamSearchParams:
-    """Parameters of a beam search. Names are vLLM's.
+    """Beam search parameters, with vLLM's names.
 
     Attributes:
-        beam_width: number of beams, and of sequences returned.
-        max_tokens: most tokens to generate.
-        ignore_eos: go on after the end-of-sequence token.
-        temperature: 0: beams are never sampled.
-        length_penalty: exponent of the length by which scores are divided, from -32 to 32; more than 0 prefers longer
+        beam_width: number of beams and returned sequences.
+        max_tokens: maximum tokens to generate.
+        ignore_eos: continue after the end-of-sequence token.
+        temperature: must be 0: beams are never sampled.
+        length_penalty: scores are divided by the length to this power, from -32 to 32; values above 0 favour longer
             sequences.
 
     Raises:
@@ -81,11 +81,11 @@ class BeamSearchSequence:
 
     Attributes:
         orig_prompt: the prompt.
-        tokens: token ids of the prompt and of what was generated.
-        logprobs: log probabilities of the tokens looked at, for each generated token.
-        cum_logprob: sum of the log probabilities of the generated tokens.
-        text: text of all tokens; None without a tokenizer, and before the end.
-        finish_reason: "stop" or "length" once it has ended.
+        tokens: prompt and generated token ids.
+        logprobs: for each generated token, log probabilities for the tokens considered.
+        cum_logprob: total log probability over generated tokens.
+        text: decoded tokens; None without a tokenizer, and before the end.
+        finish_reason: "stop" or "length" after its end.
         stop_reason: end-of-sequence token that ended it.
     """
 
@@ -100,29 +100,27 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """Result of a beam search.
+    """Beam search result.
 
     Attributes:
-        sequences: the best beams, `beam_width` of them, the best first.
+        sequences: the best `beam_width` beams, the best first.
     """
 
     sequences: list[BeamSearchSequence]
 
 
 class _Search:
-    """Search for the continuations of one prompt.
+    """Search for one prompt's continuations.
 
     Args:
-        prompt: the prompt.
-        token_ids: its tokens.
-        params: parameters of the search.
-        eos_ids: tokens that end a beam.
-        max_steps: most tokens that there is room for.
+        token_ids: prompt tokens.
+        params: search parameters.
+        max_steps: maximum tokens that fit.
 
     Attributes:
-        running: beams that go on, the best first; empty once the search has ended.
-        finished: scores and beams that have ended, the best first.
-        cache_salt: salt of the prompt.
+        running: unfinished beams, the best first; empty after the search.
+        finished: finished beams with their scores, the best first.
+        cache_salt: the prompt's cache salt.
     """
 
     def __init__(
@@ -136,7 +134,7 @@ class _Search:
         self._num_steps = 0
 
     def advance(self, tables: Sequence[dict[int, Logprob]]) -> None:
-        """Take the log probabilities of the tokens that may follow each running beam."""
+        """Extend every running beam, given log probabilities for its next tokens."""
         self._num_steps += 1
         is_last = self._num_steps == self._max_steps
         candidates = [
@@ -145,13 +143,13 @@ class _Search:
             for token_id, entry in table.items()
         ]
         candidates.sort(key=lambda candidate: -candidate[0])
-        going_on: list[BeamSearchSequence] = []
+        continuing: list[BeamSearchSequence] = []
         for rank, (cum_logprob, index, token_id) in enumerate(candidates[: num_candidates(self._width, self._eos_ids)]):
             parent, has_stopped = self.running[index], token_id in self._eos_ids
             if has_stopped or is_last:
                 if rank >= self._width:
                     continue
-            elif len(going_on) == self._width:
+            elif len(continuing) == self._width:
                 continue
             beam = BeamSearchSequence(
                 parent.orig_prompt, [*parent.tokens, token_id], [*parent.logprobs, tables[index]], cum_logprob
@@ -161,12 +159,12 @@ class _Search:
                 beam.stop_reason = token_id if has_stopped else None
                 self.finished.append((self._score(beam), beam))
             else:
-                going_on.append(beam)
+                continuing.append(beam)
         self.finished.sort(key=lambda scored: -scored[0])
         del self.finished[self._width :]
         is_full = len(self.finished) == self._width
-        is_over = is_last or not going_on or (is_full and self._score(going_on[0]) <= self.finished[-1][0])
-        self.running = [] if is_over else going_on
+        is_over = is_last or not continuing or (is_full and self._score(continuing[0]) <= self.finished[-1][0])
+        self.running = [] if is_over else continuing
 
     def _score(self, beam: BeamSearchSequence) -> float:
         score: float = beam.cum_logprob / self._num_steps**self._length_penalty
@@ -178,7 +176,7 @@ def _is_positive_int(value: object) -> bool:
 
 
 def num_candidates(beam_width: int, eos_ids: frozenset[int]) -> int:
-    """Return how many continuations a step looks at: enough that `beam_width` of them do not end."""
+    """Return how many continuations a step considers: enough for `beam_width` unfinished ones."""
     return max(2, 1 + len(eos_ids)) * beam_width
 
 
@@ -190,7 +188,7 @@ def search(
     concurrency_limit: int | None = None,
     use_tqdm: bool | ProgressBar = False,
 ) -> list[BeamSearchOutput]:
-    """Return the best continuations of prompts; the arguments are those of `LLM.beam_search`.
+    """Return the best continuations for each prompt; see `LLM.beam_search` for the arguments.
 
     Raises:
         RequestError: a prompt or the parameters cannot be served; no prompt is started.
@@ -199,7 +197,7 @@ def search(
         raise RequestError(f"params must be BeamSearchParams(...), got {brief(params)}")
     if concurrency_limit is not None and not _is_positive_int(concurrency_limit):
         raise RequestError(f"concurrency_limit must be a positive integer or None, got {brief(concurrency_limit)}")
-    params = dataclasses.replace(params)  # checked anew, as the caller may have changed them
+    params = dataclasses.replace(params)  # rechecked, because the caller may have changed them
     eos_ids = frozenset[int]() if params.ignore_eos else engine.reader.eos_ids
     num_logprobs, most = num_candidates(params.beam_width, eos_ids), engine.config.max_logprobs
     if 0 <= most < num_logprobs:
@@ -210,8 +208,10 @@ def search(
         )
     num_logprobs = min(num_logprobs, engine.arch.vocab_size)
     one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=num_logprobs, detokenize=False)
-    whole = dataclasses.replace(one_token, max_tokens=params.max_tokens)  # a beam needs the room of such a request
-    groups = calls.prepare(prompts, [whole] * len(prompts), [0] * len(prompts))  # read, and checked
+    whole = dataclasses.replace(
+        one_token, max_tokens=params.max_tokens
+    )  # a beam needs the pages that such a request gets
+    groups = calls.prepare(prompts, [whole] * len(prompts), [0] * len(prompts))  # reads and checks the prompts
     searches = [
         _Search(prompt, request.prompt_token_ids, params, eos_ids, request.max_total_tokens - request.num_prompt_tokens)
         for prompt, request in zip(prompts, [group.requests[0] for group in groups], strict=True)
@@ -224,7 +224,7 @@ def search(
 
 
 def _run(calls: Calls, searches: Sequence[_Search], one_token: SamplingParams, ended: Callable[[int], Any]) -> None:
-    """Run searches to their ends, all at once; `ended` takes the number of those that a step has ended."""
+    """Run several searches to their ends simultaneously; `ended` gets the number ended per step."""
     while running := [each for each in searches if each.running]:
         beams: list[Prompt] = [
             {"prompt_token_ids": beam.tokens, "cache_salt": each.cache_salt}

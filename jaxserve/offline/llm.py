@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 class LLM:
     """Model that is ready to generate.
 
-    In a run over many processes (`jaxserve.distributed.initialize`) only the first one gets an LLM. In the others the
+    In a run with many processes (`jaxserve.distributed.initialize`) only the first one gets an LLM. In the others the
     constructor serves the first process until that ends, and then ends its own process.
 
     Args:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
-        tokenizer: directory of the tokenizer; None takes the model's.
-        skip_tokenizer_init: work on token ids alone.
-        options: further fields of EngineConfig, and options of vLLM whose values ask for what jaxserve does anyway (see
+        tokenizer: tokenizer directory; None for the model's.
+        skip_tokenizer_init: accept only token ids as prompts.
+        options: further fields of EngineConfig, and vLLM options with values that jaxserve implements anyway (see
             `vllm_options.VLLM_OPTIONS`).
 
     Raises:
@@ -78,7 +78,7 @@ class LLM:
 
     @classmethod
     def over(cls, engine: Engine) -> "LLM":
-        """Return an LLM over an engine that nothing else steps."""
+        """Return an LLM for an engine that nothing else steps."""
         llm = cls.__new__(cls)
         llm._drive(engine)
         return llm
@@ -101,7 +101,7 @@ class LLM:
     def close(self) -> None:
         """Free the memory of weights and KV pool and stop compiling; unfinished calls of other threads fail.
 
-        The same happens when the last reference to an LLM is dropped. Calls of a closed LLM raise RuntimeError.
+        Dropping the last reference to an LLM does the same. Calls of a closed LLM raise RuntimeError.
         """
         with self._threads.paused(settles=False) as engine:
             engine.close()
@@ -109,13 +109,13 @@ class LLM:
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return the Hugging Face tokenizer, with `transformers`' own class, interface and defaults.
 
-        It is loaded on first use, from the directory of the engine's tokenizer, and gives the same ids. Changes to it
-        do not affect the engine.
+        It is loaded on first use, from the engine's tokenizer directory, and gives the same ids. Changing it does not
+        affect the engine.
 
         Raises:
             ConfigError: there is no tokenizer, because of `skip_tokenizer_init`.
         """
-        _tokenizer_of(self.engine)
+        _require_tokenizer(self.engine)
         if self._hf_tokenizer is None:
             self._hf_tokenizer = load_hf_tokenizer(self.engine.config.tokenizer_path)
         return self._hf_tokenizer
@@ -127,7 +127,7 @@ class LLM:
         return True
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return SamplingParams with the defaults of the checkpoint's generation_config.json."""
+        """Return SamplingParams with the defaults in the checkpoint's generation_config.json."""
         return self.engine.default_sampling_params.clone()
 
     def generate(
@@ -143,12 +143,11 @@ class LLM:
 
         Args:
             prompts: one or many: text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}. Many come as a list
-                or any other ordered iterable, such as a generator or a column of pandas or datasets.
+                or any other ordered iterable, such as a generator or a pandas or datasets column.
             sampling_params: one for all, or one per prompt; default `get_default_sampling_params()`.
             use_tqdm: True to show a progress bar with tokens per second, or a callable with the arguments of `tqdm`.
-            priority: class of all prompts or of each, with `scheduling_policy="priority"`; those of a lower number go
-                first.
-            vllm_arguments: further arguments of vLLM whose values ask for what jaxserve does anyway, such as
+            priority: class of all prompts or of each, with `scheduling_policy="priority"`; lower numbers go first.
+            vllm_arguments: further vLLM arguments with values that jaxserve implements anyway, such as
                 lora_request=None.
 
         Raises:
@@ -175,17 +174,17 @@ class LLM:
         priority: int | Iterable[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list, rendered with a chat template.
+        """Answer one conversation, or each in a list, rendered with a chat template.
 
         Args:
             messages: one conversation or many; contents are strings or lists of text parts.
             sampling_params: see `generate`.
             use_tqdm: see `generate`.
-            chat_template: Jinja source, or the name of one of the tokenizer's templates; None is the engine's.
+            chat_template: Jinja source, or the name of one of the tokenizer's templates; None for the engine's.
             add_generation_prompt: True to end the prompt with the header of an answer.
             tools: JSON schemas of functions that the model may call.
-            chat_template_kwargs: further variables of the template.
-            chat_template_content_format: "auto", "string" or "openai", as the engine's option, which None takes.
+            chat_template_kwargs: further template variables.
+            chat_template_content_format: "auto", "string" or "openai"; None for the engine's option.
             continue_final_message: True to have the last message continued, with add_generation_prompt=False.
             priority: see `generate`.
             vllm_arguments: see `generate`.
@@ -194,7 +193,7 @@ class LLM:
             RequestError: a conversation or its parameters cannot be served, and none is started.
         """
         check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
-        tokenizer = _tokenizer_of(self.engine)
+        tokenizer = _require_tokenizer(self.engine)
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
         variables = {"add_generation_prompt": add_generation_prompt} | ({"tools": tools} if tools else {})
@@ -219,13 +218,13 @@ class LLM:
         concurrency_limit: int | None = None,
         **vllm_arguments: Any,
     ) -> list[BeamSearchOutput]:
-        """Return the best continuations of each prompt, as transformers' beam search finds them: see `beam_search`.
+        """Return the best continuations of each prompt, as found by transformers' beam search: see `beam_search`.
 
         Args:
             prompts: see `generate`.
-            params: parameters of all searches.
+            params: search parameters for all prompts.
             use_tqdm: see `generate`; the bar counts prompts.
-            concurrency_limit: most prompts to search for at once; None is all.
+            concurrency_limit: maximum number of prompts searched simultaneously; None for all.
             vllm_arguments: see `generate`.
 
         Raises:
@@ -244,14 +243,15 @@ class LLM:
         pooling_task: str | None = None,
         **vllm_arguments: Any,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return a vector of each prompt, in their order: what `embed` or `classify` return, as an array.
+        """Return one vector per prompt, in order: the result of `embed` or `classify`, as an array.
 
         Args:
             prompts: see `generate`.
             pooling_params: one for all, or one per prompt.
-            truncate_prompt_tokens: tokens to keep of each prompt, as in PoolingParams, whose own must not differ.
+            truncate_prompt_tokens: number of tokens to keep per prompt, as in PoolingParams, whose own value must not
+                differ.
             use_tqdm: see `generate`.
-            pooling_task: "embed" or "classify", that of PoolingParams; None is the model's own.
+            pooling_task: "embed" or "classify", as in PoolingParams; None for the model's own.
             vllm_arguments: see `generate`.
 
         Raises:
@@ -270,23 +270,23 @@ class LLM:
         return [pooling_output(output) for output in outputs]
 
     def embed(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[EmbeddingRequestOutput]:
-        """Return the embedding of each prompt; `options` are those of `encode`."""
+        """Return the embedding of each prompt; see `encode` for the options."""
         return [
             output.converted(EmbeddingRequestOutput, EmbeddingOutput(output.outputs.data.tolist()))
             for output in self.encode(prompts, pooling_task=EMBED, **options)
         ]
 
     def classify(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[ClassificationRequestOutput]:
-        """Return the probabilities of each prompt's labels; `options` are those of `encode`."""
+        """Return the label probabilities of each prompt; see `encode` for the options."""
         return [
             output.converted(ClassificationRequestOutput, ClassificationOutput(output.outputs.data.tolist()))
             for output in self.encode(prompts, pooling_task=CLASSIFY, **options)
         ]
 
     def reward(self, prompts: Prompt | Iterable[Prompt], **options: Any) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return what the head `score` says of each prompt's last token, without an activation.
+        """Return the output of the head `score` for each prompt's last token, without an activation.
 
-        `options` are those of `encode`, without `pooling_params`. Heads that reward every token are not supported.
+        `options` as in `encode`, without `pooling_params`. Heads that reward every token are not supported.
         """
         params = PoolingParams(use_activation=False)
         return self.encode(prompts, params, pooling_task=CLASSIFY, **options)
@@ -294,15 +294,15 @@ class LLM:
     def score(
         self, data_1: Prompt | Iterable[Prompt], data_2: Prompt | Iterable[Prompt], **options: Any
     ) -> list[ScoringRequestOutput]:
-        """Return the likeness of the two prompts of each pair.
+        """Return the similarity of the two prompts in each pair.
 
-        That is the cosine of their embeddings; with a classification head of one label, what it says of both as one
-        prompt, joined as the tokenizer joins a pair of texts.
+        It is the cosine of their embeddings; with a one-label classification head, it is the head's output for both as
+        one prompt, joined as the tokenizer joins a text pair.
 
         Args:
-            data_1: one prompt for all, or as many as there are in `data_2`.
-            data_2: the other prompts.
-            options: options of `encode`.
+            data_1: one prompt for all, or as many as in `data_2`.
+            data_2: second prompts.
+            options: see `encode`.
 
         Raises:
             RequestError: the numbers do not match, or the engine cannot score.
@@ -310,13 +310,13 @@ class LLM:
         pairs = scoring.pairs(as_list(data_1), as_list(data_2))
         pooler = self.engine.arch.pooler
         if pooler is not None and pooler.num_labels:
-            prompts = scoring.joined(pairs, pooler, _tokenizer_of(self.engine))
-            return scoring.scores_of_head(self.encode(prompts, pooling_task=CLASSIFY, **options))
+            prompts = scoring.joined(pairs, pooler, _require_tokenizer(self.engine))
+            return scoring.head_scores(self.encode(prompts, pooling_task=CLASSIFY, **options))
         both = self.encode([prompt for pair in pairs for prompt in pair], pooling_task=EMBED, **options)
-        return scoring.scores_of_embeddings(both)
+        return scoring.embedding_scores(both)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding increments: each output's text and ids hold only what is new.
+        """Complete one prompt, yielding increments: each output contains only new text and ids.
 
         The request is queued when the first increment is requested; closing the iterator early aborts it.
 
@@ -345,34 +345,36 @@ class LLM:
             self._calls.cancel([group])
 
     def batch_engine(self) -> OfflineEngine:
-        """Return the engine as `run_batch` uses it, which also takes the LLM itself; other calls may run beside it."""
+        """Return the engine in the form used by `run_batch`, which also accepts the LLM itself; other calls may run
+        alongside.
+        """
         return OfflineEngine(self.engine, self._threads)
 
     def get_metrics(self) -> list[Metric]:
-        """Return counters and gauges under vLLM's names, those of speculative decoding among them."""
+        """Return counters and gauges under vLLM's names, including speculative decoding."""
         return vllm_metrics(self.engine.stats, self.engine.occupancy)
 
     @property
     def params(self) -> Params:
-        """Weights in use, in the form that programs take, which `update_weights` need not copy."""
+        """Weights in use, in the layout of the programs, which `update_weights` need not copy."""
         return self.engine.host.params
 
     def update_weights(self, weights: Weights, *, running: str = "finish") -> None:
         """Replace the weights by others of the same model. Compiles nothing; the prefix cache is emptied.
 
-        What drafts tokens keeps its weights, a layer of the model's checkpoint too: fewer drafts may be accepted.
+        A draft model, draft layer or heads keep their weights, so fewer drafts may be accepted.
 
         Args:
-            weights: one of three forms. A tree of the form of `params`: arrays with the same shardings are used without
-                a copy, and must not be donated afterwards. Arrays of numpy, jax or torch by their names in a
-                checkpoint, or the tree that `weights.load` returns: they are converted as a checkpoint is, while the
-                old weights still take memory, and stay the caller's. Or a directory: the old weights are freed before
-                it is read, so that both are never in memory at once.
+            weights: one of three types. A tree like `params`: arrays with the same shardings are used without a copy,
+                and must not be donated afterwards. Numpy, jax or torch arrays by their names in a checkpoint, or the
+                tree returned by `weights.load`: they are converted like a checkpoint while the old weights still take
+                memory, and remain the caller's. Or a directory: the old weights are freed before it is read, so that
+                both are never in memory simultaneously.
             running: treatment of unfinished requests. "finish" completes them with the old weights first; "restart"
-                restarts them from their prompts with the new weights, and their `stream`s end with an error.
+                restarts them from their prompts with the new weights, and ends their `stream`s with an error.
 
         Raises:
-            ConfigError: the weights are not of this model, and nothing has changed; or, in a run over many processes,
+            ConfigError: the weights do not fit the model, and nothing has changed; or, in a run with many processes,
                 `weights` is not a directory.
         """
         with self._threads.paused() as engine:
@@ -388,7 +390,7 @@ class LLM:
 
         Raises:
             RequestError: there are unfinished requests.
-            ConfigError: the run has several processes, or there is no such level.
+            ConfigError: the run has several processes, or the level does not exist.
         """
         with self._threads.paused() as engine:
             engine.sleep(level)
@@ -397,7 +399,8 @@ class LLM:
         """Resume serving after `sleep`.
 
         Args:
-            tags: parts to restore: "weights", to update them before the pool takes memory, or "kv_cache". None is both.
+            tags: parts to restore: "weights", to update them before the pool takes memory, or "kv_cache". None for
+                both.
         """
         with self._threads.paused() as engine:
             engine.host.wake_up(tags)
@@ -423,7 +426,7 @@ def _as_conversations(messages: Iterable[Message] | Iterable[Iterable[Message]])
 
 
 def _with_increments(output: RequestOutput, increments: Sequence[Increment]) -> RequestOutput:
-    """Return `output` with what is new of each completion in place of the whole."""
+    """Return `output` with only the new text and ids of each completion."""
     new = [
         dataclasses.replace(completion, text="", token_ids=[], logprobs=None, metrics=copy.copy(completion.metrics))
         for completion in output.outputs
@@ -438,7 +441,7 @@ def _with_increments(output: RequestOutput, increments: Sequence[Increment]) -> 
     return dataclasses.replace(output, outputs=new)
 
 
-def _tokenizer_of(engine: Engine) -> Tokenizer:
+def _require_tokenizer(engine: Engine) -> Tokenizer:
     if engine.tokenizer is None:
         raise ConfigError("there is no tokenizer; drop skip_tokenizer_init")
     return engine.tokenizer

@@ -1,4 +1,4 @@
-"""Calls: requests of one offline call, from their prompts to their ends, on the engine's threads."""
+"""Calls: requests in one offline call, from prompts to outputs, on the engine's threads."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ P = TypeVar("P")
 
 
 class Calls:
-    """Calls that serve lists of prompts.
+    """Serves lists of prompts.
 
     Args:
-        engine: the engine.
-        threads: threads that drive it.
+        threads: threads that drive the engine.
     """
 
     def __init__(self, engine: Engine, threads: EngineThreads) -> None:
@@ -48,13 +47,12 @@ class Calls:
         *,
         shares_last_page: bool = False,
     ) -> list[RequestOutput]:
-        """Serve prompts to their ends and return their outputs in the same order.
+        """Complete prompts and return their outputs in the same order.
 
         Args:
-            prompts: the prompts.
-            params: parameters of each.
+            params: parameters per prompt.
             use_tqdm: see `LLM.generate`.
-            priorities: class of each; empty for 0.
+            priorities: class per prompt; empty for 0.
             shares_last_page: see `Request`.
 
         Raises:
@@ -78,7 +76,7 @@ class Calls:
         *,
         shares_last_page: bool = False,
     ) -> list[RequestGroup]:
-        """Prepare requests; RequestError names the prompt that cannot be served, and then none is queued."""
+        """Prepare requests without queueing them; RequestError names a prompt that cannot be served."""
         self._engine.host.check_serve()
         read = partial(self._engine.reader.read, shares_last_page=shares_last_page)
         groups = []
@@ -90,13 +88,12 @@ class Calls:
         return groups
 
     def cancel(self, groups: Sequence[RequestGroup]) -> None:
-        """End the requests that are unfinished."""
         for group in groups:
             self._engine.frontend.cancel(group.request_id)
 
 
 def progress_bar(use_tqdm: bool | ProgressBar, **options: Any) -> Any:
-    """Return a progress bar with these options of tqdm; see `LLM.generate`."""
+    """Return a progress bar with these tqdm options; see `LLM.generate`."""
     new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
     return new_bar(**options)
 
@@ -124,7 +121,7 @@ def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Return the prompts as a list; a single prompt may itself be a list of ids.
 
     Raises:
-        RequestError: it is neither a prompt nor an ordered iterable, such as a generator or a column of a table.
+        RequestError: it is neither a prompt nor an ordered iterable, such as a generator or a table column.
     """
     if isinstance(prompts, str | Mapping):
         return [prompts]
@@ -138,10 +135,10 @@ def as_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
 
 
 def listed(values: object) -> list[Any] | None:
-    """Return what an ordered iterable holds, with Python's own numbers and texts; None for anything else.
+    """Return the items in an ordered iterable as Python values; None for anything else.
 
-    A table is none: it iterates over the names of its columns. Columns of pandas, numpy, pyarrow, polars and datasets
-    are, and so are generators.
+    Columns of pandas, numpy, pyarrow, polars and datasets count, and so do generators; a table does not, because it
+    iterates over column names.
     """
     if isinstance(values, list):
         return values
@@ -155,7 +152,7 @@ def listed(values: object) -> list[Any] | None:
 
 
 def per_prompt(params: P | Iterable[P], kind: type[P], name: str, count: int) -> list[P]:
-    """Return the parameters of each of so many prompts; RequestError unless there is one for all or one for each."""
+    """Return one parameter object per prompt; RequestError unless there is one for all or one for each."""
     if isinstance(params, kind):
         return [params] * count
     many = listed(params)
@@ -167,7 +164,7 @@ def per_prompt(params: P | Iterable[P], kind: type[P], name: str, count: int) ->
 
 
 def priorities(priority: int | Iterable[int] | None, count: int) -> list[int]:
-    """Return the class of each of `count` prompts; RequestError unless there is one for all or one for each."""
+    """Return one class per prompt; RequestError unless there is one for all or one for each."""
     if priority is None or (isinstance(priority, Integral) and not isinstance(priority, bool)):
         return [int(priority or 0)] * count
     many = listed(priority)

@@ -1,4 +1,4 @@
-"""Scores of pairs of prompts, by the cosine of embeddings or by a head that reads both."""
+"""Scores for prompt pairs, by embedding cosine or by a head that reads both."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from jaxserve.core.prompt import Prompt
     from jaxserve.text.tokenizer import Tokenizer
 
-_SMALLEST_NORM = 1e-8  # torch's, of the product of two lengths
+_SMALLEST_NORM = 1e-8  # torch's, for the product of two lengths
 
 
 def pairs(first: Sequence[Prompt], second: Sequence[Prompt]) -> list[tuple[Prompt, Prompt]]:
-    """Return the pairs of two lists of prompts; a single first one goes with each of the others."""
+    """Return the pairs from two prompt lists; a single first one is paired with every second one."""
     if len(first) == 1:
         first = list(first) * len(second)
     if len(first) != len(second) or not second:
@@ -40,7 +40,7 @@ def check_head(pooler: Pooler) -> None:
 
 
 def joined(texts: Sequence[tuple[Prompt, Prompt]], pooler: Pooler, tokenizer: Tokenizer) -> list[Prompt]:
-    """Return each pair as one prompt of token ids.
+    """Return each pair as one token id prompt.
 
     Raises:
         RequestError: the head has several labels, or a prompt is not text.
@@ -54,18 +54,16 @@ def joined(texts: Sequence[tuple[Prompt, Prompt]], pooler: Pooler, tokenizer: To
     return prompts
 
 
-def scores_of_head(outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> list[ScoringRequestOutput]:
-    """Return scores by the only label of each prompt."""
+def head_scores(outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> list[ScoringRequestOutput]:
     return [output.converted(ScoringRequestOutput, ScoringOutput(float(output.outputs.data[0]))) for output in outputs]
 
 
 def cosine(x: NDArray[np.float32], y: NDArray[np.float32]) -> float:
-    """Return the cosine of two vectors."""
     return float(np.dot(x, y) / max(float(np.linalg.norm(x) * np.linalg.norm(y)), _SMALLEST_NORM))
 
 
-def scores_of_embeddings(outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> list[ScoringRequestOutput]:
-    """Return the cosines of the embeddings of pairs, which follow each other."""
+def embedding_scores(outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> list[ScoringRequestOutput]:
+    """Return the cosine for each consecutive pair."""
     scores = []
     for a, b in zip(outputs[::2], outputs[1::2], strict=True):
         scores.append(

@@ -115,7 +115,7 @@ class Service:
 
     def with_options(self, request: ParsedRequest) -> ParsedRequest:
         """Return a request for text with what the server's options make of it."""
-        limit, params = self.engine.output_limits.of(request.params.max_tokens), request.params
+        limit, params = self.engine.output_limits.limit(request.params.max_tokens), request.params
         forces_usage = self.config.enable_force_include_usage and request.stream
         return dataclasses.replace(
             request,

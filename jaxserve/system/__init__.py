@@ -1,1 +1,1 @@
-"""The process and its machine: environment, files, signals, clocks."""
+"""Process and machine: environment, files, signals, clocks."""

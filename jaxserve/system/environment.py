@@ -1,4 +1,4 @@
-"""Environment of the process: no other module reads or sets its variables."""
+"""Process environment: no other module reads or sets its variables."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ _MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def user_cache_dir() -> Path:
-    """Return the directory in which results of expensive computations and measurements are kept between processes."""
+    """Return the directory for results of expensive computations and measurements, shared by processes."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
 
 
 def openai_api_key() -> str | None:
-    """Return the key for servers with OpenAI's interface; None without one."""
+    """Return the API key for OpenAI-compatible servers; None without one."""
     return os.environ.get("OPENAI_API_KEY") or None
 
 
 def run_key() -> str | None:
-    """Return the key that the processes of a run share; None without one."""
+    """Return the key shared by the processes of a run; None without one."""
     return os.environ.get(RUN_KEY) or None
 
 
 def child_variables(**own: str) -> dict[str, str]:
-    """Return the variables of a process that this one starts."""
+    """Return the environment variables for a child process."""
     return os.environ | own
 
 
 def xla_flags() -> str:
-    """Return the user's flags for XLA."""
     return os.environ.get("XLA_FLAGS", "")
 
 
 def gpu_memory_fraction() -> float | None:
-    """Return the share of a GPU's memory that the environment sets for XLA's client; None if it is not set."""
+    """Return the GPU memory fraction that the environment sets for XLA's client; None if it is not set."""
     name = next((name for name in _MEMORY_FRACTIONS if os.environ.get(name)), None)
     if name is None:
         return None
@@ -56,13 +55,14 @@ def gpu_memory_fraction() -> float | None:
 
 @contextlib.contextmanager
 def claiming_gpu_memory(fraction: float) -> Iterator[float]:
-    """Make XLA's client allocate this share of a GPU's memory unless the environment sets another; yield the share.
+    """Make XLA's client claim this fraction of GPU memory unless the environment sets one; yield the effective
+    fraction.
 
-    Enter this around the start of jax's backend, when XLA reads the setting. Child processes do not inherit it.
+    Enter this around the start of jax's backend, which reads the setting. Child processes do not inherit it.
     """
-    told = gpu_memory_fraction()
-    if told is not None:
-        yield told
+    given = gpu_memory_fraction()
+    if given is not None:
+        yield given
         return
     os.environ[_MEMORY_FRACTIONS[0]] = str(fraction)
     try:
@@ -72,7 +72,6 @@ def claiming_gpu_memory(fraction: float) -> Iterator[float]:
 
 
 def libtpu_args() -> str | None:
-    """Return the user's options for libtpu."""
     return os.environ.get("LIBTPU_INIT_ARGS")
 
 
@@ -84,7 +83,7 @@ def leave_tpus_alone() -> None:
 
 
 def ray_address() -> str:
-    """Return the Ray cluster named by the environment, or "local" for one on this machine that serves only loopback.
+    """Return the Ray cluster named by the environment, or "local" for a loopback-only cluster on this machine.
 
     Call this before importing Ray, which reads the variables set here.
     """

@@ -1,8 +1,8 @@
-"""Interrupts of the command line: each ends the process at any time, with one line and exit code 130.
+"""Interrupts on the command line: each ends the process at any time, with one line and exit code 130.
 
-An exception is not sufficient: callbacks of the garbage collector swallow it, imports turn it into two tracebacks, and
-XLA's threads crash while the interpreter shuts down. Therefore the process ends at once, which is safe for whatever
-survives `kill -9`, as a batch does. The interrupt is raised as an exception only within `unwinding`.
+An exception is not sufficient: garbage collector callbacks swallow it, imports turn it into two tracebacks, and XLA's
+threads crash during interpreter shutdown. The process therefore ends immediately, which is safe for everything that
+survives `kill -9`, such as a batch. The interrupt is raised as an exception only within `unwinding`.
 
 This module imports almost nothing, so that the handler is installed before any slow import.
 """
@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 EXIT_CODE = 130
 STUCK_S = 1.0  # time after which a thread ends the process if the main thread has not handled the interrupt
 UNWINDING_S = 20.0  # the same while the main thread unwinds
-AGAIN_S = 1.0  # time after which a second interrupt ends the process at once
+AGAIN_S = 1.0  # time after which a second interrupt ends the process immediately
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class _Interrupts:
-    """State of the interrupts of this process."""
+    """Interrupt state of this process."""
 
     def __init__(self) -> None:
         self.hint = ""
         self.num_scopes = 0
         self.is_raised = False
         self.is_ending = False
-        self.is_told = False
+        self.is_notified = False
         self.num_repeats = 0  # bytes in the pipe that do not come from the user
 
 
@@ -70,14 +70,14 @@ class unwinding:  # noqa: N801 - used as a function; importing contextlib would 
         _state.num_scopes -= 1
 
 
-def tell() -> None:
+def notify() -> None:
     """Print the line of an interrupt."""
-    _state.is_told = True
+    _state.is_notified = True
     print(_line(), file=sys.stderr, flush=True)
 
 
 def leave() -> "NoReturn":
-    """End the process after `tell`. Python's own shutdown would stop threads inside XLA, which then aborts."""
+    """End the process after `notify`. Python's own shutdown would stop threads inside XLA, which then aborts."""
     if _state.is_raised:
         atexit._run_exitfuncs()  # notify other processes, which may be waiting
     os._exit(EXIT_CODE)
@@ -88,15 +88,15 @@ def _line() -> str:
 
 
 def _end_now() -> "NoReturn":
-    if not _state.is_told:
-        _state.is_told = True
+    if not _state.is_notified:
+        _state.is_notified = True
         os.write(2, f"{_line()}\n".encode())
     os._exit(EXIT_CODE)
 
 
 def _on_interrupt(_signal: int, _frame: FrameType | None) -> None:
     if not _state.num_scopes and not _state.is_raised:
-        if not _state.is_ending:  # a second one, before the line is out, leaves the end to the first
+        if not _state.is_ending:  # a second interrupt before the line is printed leaves the end to the first
             _state.is_ending = True
             _end_now()
         return
@@ -106,7 +106,7 @@ def _on_interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _on_swallowed(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Send an interrupt again that was swallowed in a destructor or a callback."""
+    """Resend an interrupt that was swallowed in a destructor or callback."""
     if unraisable.exc_type is not KeyboardInterrupt or not _state.is_raised:
         sys.__unraisablehook__(unraisable)
         return

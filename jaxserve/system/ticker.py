@@ -1,4 +1,4 @@
-"""Lines at intervals, for commands that take long where no terminal shows a bar."""
+"""Periodic status lines for slow commands without a terminal's progress bar."""
 
 import sys
 import threading
@@ -8,10 +8,10 @@ INTERVAL_S = 30.0
 
 
 class Ticker:
-    """Context that writes a line to stderr at intervals, from a thread of its own.
+    """Context that writes a line to stderr at intervals, from a separate thread.
 
     Args:
-        text: function that returns the line.
+        text: returns the line.
         interval_s: seconds between lines, and before the first.
     """
 

@@ -26,7 +26,7 @@ from jaxserve.assembly.memory import build_schedule
 from jaxserve.assembly.parameters import compute_dtype, stacked_if_scanned
 from jaxserve.execution.lowering import Lowering
 from jaxserve.execution.programs import Programs
-from jaxserve.execution.runner import Runner, shapes_of
+from jaxserve.execution.runner import Runner, array_shapes
 from jaxserve.layers.sharding import tensor_mesh
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models.arch import ArchConfig
@@ -67,7 +67,7 @@ class Served:
         self.backend = kernel.served(Problem(heads, sizes.num_heads, page_size, dtype, jax.default_backend()))
         self.schedule = build_schedule(config, local_arch, dtype, self.backend, devices)
         self.num_params = num_params(arch)
-        sizes = (arch, shapes_of(params), self.schedule, dtype, self.backend, "auto", MAX_STEPS, mesh)
+        sizes = (arch, array_shapes(params), self.schedule, dtype, self.backend, "auto", MAX_STEPS, mesh)
         programs = Programs(Lowering(*sizes), directory=None, cache_scope=contextlib.nullcontext)
         self.runner = Runner(programs, params, {})
         self.compile_s: dict[str, float] = {}

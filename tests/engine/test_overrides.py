@@ -16,7 +16,7 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.assembly.engine import Engine
 from jaxserve.assembly.generation_defaults import build_arch, build_sampling_params, output_limits
 from jaxserve.assembly.lock_step import require_same_options
-from jaxserve.assembly.overrides import fields_of, overridden
+from jaxserve.assembly.overrides import overridden, overridden_fields
 from jaxserve.errors import ConfigError
 from jaxserve.models.hf_config import read_rope
 
@@ -101,7 +101,7 @@ def test_a_function_changes_transformers_configuration(model: Path) -> None:
         config.rms_norm_eps = 0.25
         return config
 
-    assert fields_of(change, model) == {"rms_norm_eps": 0.25}
+    assert overridden_fields(change, model) == {"rms_norm_eps": 0.25}
     assert build_arch(EngineConfig(str(model), hf_overrides=change)).norm_eps == 0.25
     with pytest.raises(ConfigError, match="the function hf_overrides must return a configuration, got NoneType"):
         build_arch(EngineConfig(str(model), hf_overrides=lambda config: None))
@@ -182,10 +182,10 @@ def test_what_a_generation_configuration_cannot_say(model: Path) -> None:
 def test_limits_of_outputs_on_a_server(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"max_new_tokens": 50}))
     own = output_limits(EngineConfig(str(tmp_path)))
-    assert [own.of(n) for n in (None, 10, 99)] == [50, 10, 99], "a recommendation"
+    assert [own.limit(n) for n in (None, 10, 99)] == [50, 10, 99], "a recommendation"
     capped = output_limits(EngineConfig(str(tmp_path), override_generation_config={"max_new_tokens": 20}))
-    assert [capped.of(n) for n in (None, 10, 99)] == [20, 10, 20]
+    assert [capped.limit(n) for n in (None, 10, 99)] == [20, 10, 20]
     named = output_limits(EngineConfig("/no", generation_config=str(tmp_path)))
-    assert [named.of(n) for n in (None, 10, 99)] == [50, 10, 50]
+    assert [named.limit(n) for n in (None, 10, 99)] == [50, 10, 50]
     none = output_limits(EngineConfig(str(tmp_path), generation_config="vllm"))
-    assert [none.of(n) for n in (None, 10, 99)] == [None, 10, 99]
+    assert [none.limit(n) for n in (None, 10, 99)] == [None, 10, 99]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.api.config import EngineConfig
-from jaxserve.execution.xla_cache import programs_dir, scope_of
+from jaxserve.execution.xla_cache import cache_scope, programs_dir
 
 SETTINGS = (
     "jax_compilation_cache_dir",
@@ -28,7 +28,7 @@ def compile_something(factor: float) -> None:
 @pytest.mark.usefixtures("no_xla_cache")
 def test_only_what_is_compiled_in_the_scope_is_cached(tmp_path: Path) -> None:
     before = settings()
-    scope = scope_of(EngineConfig(compilation_cache_dir=str(tmp_path)))
+    scope = cache_scope(EngineConfig(compilation_cache_dir=str(tmp_path)))
     with scope():
         compile_something(1.25)
     assert settings() == before
@@ -41,7 +41,7 @@ def test_only_what_is_compiled_in_the_scope_is_cached(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("no_xla_cache")
 def test_scopes_of_several_threads_end_with_the_last(tmp_path: Path) -> None:
     before = settings()
-    scope = scope_of(EngineConfig(compilation_cache_dir=str(tmp_path)))
+    scope = cache_scope(EngineConfig(compilation_cache_dir=str(tmp_path)))
     entered, leave = threading.Event(), threading.Event()
 
     def stay() -> None:
@@ -62,6 +62,6 @@ def test_scopes_of_several_threads_end_with_the_last(tmp_path: Path) -> None:
 def test_a_cache_of_the_process_is_used_as_it_is(tmp_path: Path, no_xla_cache: None) -> None:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     before, config = settings(), EngineConfig()
-    with scope_of(config)():
+    with cache_scope(config)():
         assert settings() == before
     assert programs_dir(config) == tmp_path / "programs"

@@ -331,9 +331,9 @@ class PageStore:
             transfer = self._transfers.end(key, ok=ok)
             if transfer is None:
                 continue
-            page, content, is_of_use = transfer.move.page, transfer.content, transfer.is_of_use
+            page, content, is_useful = transfer.move.page, transfer.content, transfer.is_useful
             self._pages.states[page] = COMPUTING
-            if transfer.move.is_load and is_of_use:
+            if transfer.move.is_load and is_useful:
                 self.register(content[1], page, content[0], content[-1])
             elif page in self._pages.content:
                 self._pages.states[page] = CACHED
@@ -343,7 +343,7 @@ class PageStore:
                 else:
                     self._pages.free(page)
             for request in transfer.waiting:
-                request.has_failed |= not is_of_use
+                request.has_failed |= not is_useful
                 if not request.num_transfers:
                     self.abandon(request)
 

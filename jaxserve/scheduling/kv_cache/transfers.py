@@ -67,14 +67,14 @@ class Transfer:
         tier: tier that makes it.
         content: content of the page after the move.
         waiting: requests that wait for its end.
-        is_of_use: False if it failed, or its content was forgotten.
+        is_useful: False if it failed, or its content was forgotten.
     """
 
     move: Move
     tier: Tier
     content: Content
     waiting: list[Request] = field(default_factory=list)
-    is_of_use: bool = True
+    is_useful: bool = True
 
 
 class Transfers:
@@ -132,10 +132,10 @@ class Transfers:
             return None
         move = transfer.move
         del self._by_page[move.page]
-        transfer.is_of_use &= ok
+        transfer.is_useful &= ok
         if move.is_load and self.loading.get((move.group, move.page_hash)) == move.page:
             del self.loading[move.group, move.page_hash]
-        transfer.tier.transferred(move, ok=transfer.is_of_use)
+        transfer.tier.transferred(move, ok=transfer.is_useful)
         for request in transfer.waiting:
             request.num_transfers -= 1
         return transfer
@@ -150,7 +150,7 @@ class Transfers:
     def clear(self) -> None:
         """Forget the content of all tiers and of moving pages."""
         for transfer in self._by_key.values():
-            transfer.is_of_use = False
+            transfer.is_useful = False
         self.loading.clear()
         for tier in self.tiers:
             tier.clear()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from jaxserve.assembly.memory import CPU_POOL_SHARE
+from jaxserve.assembly.memory import CPU_POOL_FRACTION
 from jaxserve.tools.figures.tables import Row, align, number
 from jaxserve.tools.planner.plan import Plan, Speed
 from jaxserve.tools.planner.program import StepProgram
@@ -153,7 +153,7 @@ def _memory(plan: Plan) -> list[Row]:
     if sheet is not None:
         rows.append(("memory XLA takes", f"{_gb(memory.limit)} of {_gb(sheet.memory_bytes)} on each chip"))
     else:
-        rows.append(("this machine", f"{_gb(memory.limit)}, the pool has 1/{1 / CPU_POOL_SHARE:.0f} of it at most"))
+        rows.append(("this machine", f"{_gb(memory.limit)}, the pool has 1/{1 / CPU_POOL_FRACTION:.0f} of it at most"))
     rows += [("weights", _gb(memory.weights)), ("slots of requests", _gb(memory.slots))]
     if sheet is not None:
         rows.append(("reserve of steps", f"{_gb(memory.reserve)} that the engine keeps for their temporaries"))
