@@ -1,6 +1,6 @@
-"""Acceptance of drafted tokens: the tokens of each row are sampled, and kept as long as they are what was drafted.
+"""Acceptance of drafted tokens: samples each row's tokens, and keeps them as long as they match the draft.
 
-All tokens are sampled at once where each depends on those before it through its logits alone. Else they are sampled one
+All tokens are sampled together if each depends on earlier ones only through its logits. Otherwise they are sampled one
 after the other, each exactly as in a plain round.
 """
 
@@ -36,9 +36,9 @@ def accept(
     out: StepOutput,
     model: Model,
 ) -> tuple[ServeState, StepOutput, Int[Array, "R N1"], Int[Array, " R"]]:
-    """Sample the tokens of each row up to the first that was not drafted; return their nodes and the accepted drafts.
+    """Sample each row's tokens up to the first one not drafted; return their nodes and the numbers of accepted drafts.
 
-    All are sampled at once if each depends on those before it through its logits alone, and one after the other if
+    All are sampled together if each depends on earlier ones only through its logits, and one after the other if
     penalties, masks or log probabilities are wanted.
     """
     at_once = _SampledAtOnce.from_logits(state, batch, rows, drafts, logits, model)
@@ -49,15 +49,15 @@ def accept(
 
 
 class _SampledAtOnce(NamedTuple):
-    """Tokens of all nodes of a round, sampled independently of each other.
+    """Tokens for all nodes in a round, sampled independently.
 
     Attributes:
         is_done: False if the tokens depend on each other; then none is kept.
-        token_ids: token that each row sampled at each depth.
-        num_kept: tokens that each row keeps.
-        path: node that each row took at each depth; the depth itself where it had ended.
+        token_ids: token sampled by each row at each depth.
+        num_kept: number of tokens kept by each row.
+        path: node taken by each row at each depth; the depth itself after its end.
         ends: True for rows whose last token ends the sequence.
-        num_accepted: drafted tokens that each row keeps.
+        num_accepted: number of drafted tokens kept by each row.
     """
 
     is_done: Bool[Array, ""]
@@ -76,12 +76,12 @@ class _SampledAtOnce(NamedTuple):
         logits: Float[Array, "N1 R V"],
         model: Model,
     ) -> _SampledAtOnce:
-        """Sample at all nodes; keep each row's path from node 0 as long as a child is what its parent sampled."""
+        """Sample at all nodes; follow each row's path from node 0 while a child matches its parent's sample."""
         R, N = drafts.token_ids.shape
         draw = model.split.sample if model.split else sample
 
-        def flat(of_rows: Array) -> Array:
-            return jnp.broadcast_to(of_rows, (N + 1, *of_rows.shape)).reshape(-1, *of_rows.shape[1:])
+        def flat(values: Array) -> Array:
+            return jnp.broadcast_to(values, (N + 1, *values.shape)).reshape(-1, *values.shape[1:])
 
         depth = drafts.depth
         history_len = rows.end.history[None] + depth.T
@@ -107,12 +107,12 @@ class _SampledAtOnce(NamedTuple):
         parent, words = drafts.parent, drafts.words
         is_child = drafts.children(sampled)
         goes_on = is_child & ~jnp.take_along_axis(is_last, parent, axis=1)
-        bits = jnp.asarray(1 << np.arange(N + 1), jnp.int32)  # N is 31 at most
+        bits = jnp.asarray(1 << np.arange(N + 1), jnp.int32)  # N is at most 31
         reached = jnp.pad(goes_on, ((0, 0), (1, 0)), constant_values=True)
         seen = jnp.sum(jnp.where(reached, bits[None], 0), axis=1, keepdims=True, dtype=jnp.int32)
         live = reached & (words & ~seen == 0) & rows.samples[:, None] & is_done
         level = jnp.arange(N + 1)[None]
-        at_level = live[:, None] & (depth[:, None] == level[:, :, None])  # [R, N1, N1], one node at most in a level
+        at_level = live[:, None] & (depth[:, None] == level[:, :, None])  # [R, N1, N1], at most one node per level
         num_kept = jnp.sum(live, axis=1, dtype=jnp.int32)
         path = jnp.sum(jnp.where(at_level, jnp.arange(N + 1)[None, None], 0), axis=2, dtype=jnp.int32)
         path = jnp.where(level < num_kept[:, None], path, level)
@@ -126,7 +126,7 @@ class _SampledAtOnce(NamedTuple):
         )
 
     def write(self, state: ServeState, rows: Rows, out: StepOutput) -> tuple[ServeState, StepOutput]:
-        """Return state and output with the tokens that rows keep."""
+        """Return state and output with the kept tokens."""
         sequences, slots, S = state.sequences, state.slots, state.sequences.length.shape[0]
         R, num_levels = self.token_ids.shape
         index = jnp.arange(num_levels)[None]
@@ -157,7 +157,7 @@ def _accept_in_turn(
     live: Bool[Array, " R"],
     path: Int[Array, "R N1"],
 ) -> tuple[ServeState, StepOutput, Int[Array, "R N1"], Int[Array, " R"]]:
-    """Sample the tokens of the live rows one after the other."""
+    """Sample the live rows' tokens one after the other."""
     R, N = drafts.token_ids.shape
     split = model.split
     draw = split.sample if split else sample

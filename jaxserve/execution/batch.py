@@ -1,13 +1,13 @@
-"""Layouts of what the device needs of a step, on the host and on the device.
+"""Layouts of a step's inputs, on the host and on the device.
 
-All of it travels as one int32 blob: which slots take part, how many tokens each computes, prompt ids, and the pages
-that rows got. All else lies on the device by slot. `BlobLayout` says where each field lies; the host writes through
-numpy views, the device reads through slices of the same layout. The size of a blob does not depend on max_model_len.
+All inputs travel as one int32 blob: slots that take part, token counts, prompt ids, and new pages. Everything else lies
+on the device by slot. `BlobLayout` assigns each field its position; the host writes through numpy views, the device
+reads slices with the same layout. A blob's size does not depend on max_model_len.
 
-Masks of rows with a constraint travel in blobs of their own where they differ from what the slot has.
+Masks of constrained rows travel in separate blobs, if they differ from the slot's mask.
 
-A request enters its slot by an `Admission`, a blob of its own in front of the step's. It carries the pages, too, that
-a step has no room for: those that an admission found in the prefix cache.
+A request enters its slot by an `Admission`, a separate blob before the step's. It also carries pages that do not fit
+the step's blob, such as those that an admission found in the prefix cache.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_EOS_IDS = 64
-MAX_STOP_IDS = MAX_EOS_IDS + MAX_STOP_TOKEN_IDS  # most stop ids of one request
-ADMITTED_STOP_IDS = 8  # stop ids that an admission carries; a request with more takes a SlotRow
+MAX_STOP_IDS = MAX_EOS_IDS + MAX_STOP_TOKEN_IDS  # maximum stop ids per request
+ADMITTED_STOP_IDS = 8  # stop ids per admission; a request with more takes a SlotRow
 ADMISSION_ROWS = 64  # requests per admission blob
 ADMISSION_PAGES = 2048  # pages per admission blob
 MASK_ROWS = 16  # masks per blob
 
-PAGES = "pages"  # field of entries of the page table
+PAGES = "pages"  # name of the field with page table entries
 
 _INT = np.dtype(np.int32)
 
 
 @dataclass(frozen=True)
 class BlobLayout:
-    """Positions of each field in a blob.
+    """Positions of fields in a blob.
 
     Attributes:
         fields: name, shape and padding of each field, in order.
@@ -54,7 +54,7 @@ class BlobLayout:
 
     @cached_property
     def slices(self) -> tuple[tuple[str, slice, tuple[int, ...]], ...]:
-        """Name, place and shape of each field."""
+        """Name, slice and shape of each field."""
         start, slices = 0, []
         for name, shape, _ in self.fields:
             size = math.prod(shape)
@@ -77,7 +77,7 @@ class BlobLayout:
         return blob, self.views(blob)
 
     def views(self, blob: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
-        """Return writable views of the fields; a scalar has one dimension, of one element."""
+        """Return writable views of the fields; a scalar gets one dimension with one element."""
         views = {name: blob[where] for name, where, _ in self.slices}
         for name, shape in self._matrices:
             views[name] = views[name].reshape(shape)
@@ -88,7 +88,9 @@ class BlobLayout:
         return tuple((name, shape) for name, _, shape in self.slices if len(shape) > 1)
 
     def unpack(self, blob: Int[Array, " words"]) -> dict[str, Any]:
-        """Return the fields on the device; pages as entries: for each row of a matrix, XLA would read all of it."""
+        """Return the fields on the device; pages as separate rows, since XLA would read the whole matrix for each row
+        of it.
+        """
         found: dict[str, Any] = {}
         for name, where, shape in self.slices:
             if name == PAGES:
@@ -99,35 +101,34 @@ class BlobLayout:
         return found
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class PageEntries:
-    """Entries of the page table to be set. A row out of range pads."""
+    """Page table entries to set; rows out of range are padding."""
 
     row: Int[Array, " E"]
     column: Int[Array, " E"]
     page: Int[Array, " E"]
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class StepBatch:
-    """One step's inputs on the device. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are padding.
+    """One step's inputs on the device. Rows from `num_rows` and tokens from `cu_q_lens[num_rows]` on are padding.
 
-    A row whose sequence has stopped is one of no tokens, whatever the host planned for it.
+    A row whose sequence has stopped has no tokens, whatever the host planned for it.
 
     Attributes:
-        base_seed: seed of the engine.
-        num_rows: rows of the plan.
-        wants_logprobs: True if any row asked for them.
-        wants_prompt_logprobs: True if any row asked for them.
-        token_ids: ids that the host sends; -1 for those that the history has.
-        cu_q_lens: tokens planned for the first round, summed up.
-        slot: the slot of each row.
-        max_new: tokens that each row may sample, one per round; 0 for a chunk that does not reach the end of its
-            sequence.
-        next_ids: the known token after each row's last one (prompt logprobs across chunks), else 0.
-        new_pages: pages that rows got.
+        base_seed: engine seed.
+        num_rows: number of rows in the plan.
+        wants_logprobs: True if any row wants them.
+        wants_prompt_logprobs: True if any row wants them.
+        token_ids: ids sent by the host; -1 for ids in the token history.
+        cu_q_lens: cumulative tokens planned for the first round.
+        slot: slot per row.
+        max_new: tokens that each row may sample, one per round; 0 for a chunk before the end of its sequence.
+        next_ids: known token after each row's last one (prompt logprobs across chunks), otherwise 0.
+        new_pages: new page table entries.
     """
 
     base_seed: UInt[Array, ""]
@@ -147,15 +148,15 @@ class StepBatch:
         return jnp.arange(self.slot.shape[0]) < self.num_rows
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class StateBatch(StepBatch):
-    """Inputs of a step of a model whose layers keep states; entries are those of the pool of states.
+    """Step inputs for a model with recurrent layers; entries index the state pool.
 
     Attributes:
-        source: entry that the state of each row is read from: a snapshot's, or the slot's own.
-        kept_len: tokens of each row after which a snapshot is taken; 0 for none.
-        kept: entry of that snapshot.
+        source: entry from which each row's state is read: a snapshot's, or the slot's own.
+        kept_len: tokens of each row before its snapshot; 0 for none.
+        kept: entry that receives the snapshot.
     """
 
     source: Int[Array, " R"]
@@ -163,14 +164,14 @@ class StateBatch(StepBatch):
     kept: Int[Array, " R"]
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class SpeculativeBatch(StepBatch):
-    """Inputs of a step whose rows, all of them in decode, may go several rounds with drafted tokens.
+    """Step inputs for decoding rows that may run several rounds with drafted tokens.
 
     Attributes:
-        num_rounds: rounds that the step goes at most.
-        num_drafts: tokens to draft for each row in each round.
+        num_rounds: maximum rounds.
+        num_drafts: number of tokens to draft per row and round.
     """
 
     num_rounds: Int[Array, ""]
@@ -179,21 +180,21 @@ class SpeculativeBatch(StepBatch):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Shapes of one bucket: T tokens, R rows, E new pages, and log probabilities per token that is asked for."""
+    """Shapes for one bucket: T tokens, R rows, E new pages, and log probabilities per token."""
 
     num_tokens: int
     num_rows: int
     num_new_pages: int
-    max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1 is the whole vocabulary
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1 for the whole vocabulary
     is_speculative: bool = False
     has_states: bool = False
 
     @classmethod
     def from_config(cls, config: ScheduleConfig, bucket: int, *, is_speculative: bool = False) -> BatchLayout:
-        """Return the layout of a token bucket.
+        """Return the layout for a token bucket.
 
-        Each row may begin a page, and the tokens fill some more. There are two at least: XLA copies the page table to
-        set a single entry, as it does not for a scatter of more.
+        Each row may begin a page, and the tokens may fill further ones. There are at least two entries, because XLA
+        copies the page table to set a single entry, but not for a larger scatter.
         """
         num_rows = config.num_rows(bucket)
         num_columns = num_rows + bucket // config.page_size
@@ -202,12 +203,12 @@ class BatchLayout:
         return cls(*sizes, is_speculative, config.num_snapshots is not None)
 
     def num_logprob_steps(self, max_steps: int) -> int:
-        """Steps of a dispatch that send log probabilities: of a whole vocabulary, room for all would be too much."""
+        """Return the steps per dispatch that return log probabilities: only one for a whole vocabulary."""
         return max_steps if self.max_logprobs >= 0 else 1
 
     @cached_property
     def blob(self) -> BlobLayout:
-        """The layout of the blob."""
+        """Layout of the blob."""
         scalars = ["base_seed", "num_rows", "wants_logprobs", "wants_prompt_logprobs"]
         rows = ["slot", "max_new", "next_ids"]
         if self.is_speculative:
@@ -226,28 +227,27 @@ class BatchLayout:
         )
 
     def unpack(self, blob: Int[Array, " words"]) -> StepBatch:
-        """Return the fields on the device."""
         columns = self.blob.unpack(blob)
         columns["base_seed"] = lax.bitcast_convert_type(columns["base_seed"], np.dtype(np.uint32))
         kind = SpeculativeBatch if self.is_speculative else StateBatch if self.has_states else StepBatch
         return kind(**columns)
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class Admission:
-    """Requests that enter their slots, A at most, and entries of the page table. A slot out of range pads.
+    """Up to A requests that enter their slots, and page table entries. Slots out of range are padding.
 
     Attributes:
-        slot: the slot of each request.
-        start: tokens that it found in the prefix cache.
+        slot: slot per request.
+        start: number of tokens found in the prefix cache.
         end_position: position at which its sequence ends.
-        position_offset: difference of a token's position from the number of tokens before it.
-        cache_offset: difference of the number of cached tokens from that of all; 0 or less; 0 in models with windows,
-            which count cached tokens.
+        position_offset: a token's position minus the number of tokens before it.
+        cache_offset: number of cached tokens minus number of tokens, at most 0; 0 in models with windows, which count
+            cached tokens.
         records: words of SAMPLING_RECORD.
-        stop_ids: the first of its stop ids; -1 pads.
-        new_pages: pages that rows got.
+        stop_ids: first stop ids; -1 pads.
+        new_pages: new page table entries.
     """
 
     slot: Int[Array, " A"]
@@ -261,7 +261,6 @@ class Admission:
 
 
 def admission_layout(config: ScheduleConfig) -> BlobLayout:
-    """Return the layout of an `Admission`."""
     num_rows = min(config.max_num_seqs, ADMISSION_ROWS)
     max_pages = config.max_num_seqs * config.max_pages_per_row * config.kv_groups.size
     return BlobLayout(
@@ -276,13 +275,13 @@ def admission_layout(config: ScheduleConfig) -> BlobLayout:
 
 
 def mask_layout(config: ScheduleConfig, vocab_size: int) -> BlobLayout:
-    """Return the layout of masks that are sent together: slots, and the bits of each. A slot out of range pads."""
+    """Return the layout for masks sent together: slots, and mask bits for each. Slots out of range are padding."""
     num_rows, num_words = min(config.max_num_seqs, MASK_ROWS), mask_size(vocab_size)
     return BlobLayout((("slot", (num_rows,), config.max_num_seqs), ("words", (num_rows, num_words), 0)))
 
 
 def num_copies(config: ScheduleConfig) -> int:
-    """Return E, the copies of pages that are made together: sources and targets. A target out of range pads."""
+    """Return E, the number of page copies made together (sources and targets). Targets out of range are padding."""
     return min(config.max_num_seqs, ADMISSION_ROWS) * config.kv_groups.size
 
 

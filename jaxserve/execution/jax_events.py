@@ -1,4 +1,4 @@
-"""Counts of jax's work, by its own monitoring events."""
+"""Counts from jax's own monitoring events."""
 
 import threading
 
@@ -6,10 +6,10 @@ import jax
 
 
 class EventCounter:
-    """Counts one event on the thread that asks, whoever causes it. For good: jax keeps its listeners.
+    """Counts an event on the asking thread, whatever causes it. Lives forever: jax keeps its listeners.
 
     Args:
-        event: a name that jax records, with a duration or without.
+        event: event name recorded by jax, with or without a duration.
     """
 
     def __init__(self, event: str) -> None:
@@ -27,5 +27,5 @@ class EventCounter:
 
     @property
     def count(self) -> int:
-        """Times it has happened on this thread."""
+        """Event count on this thread."""
         return getattr(self._local, "count", 0)

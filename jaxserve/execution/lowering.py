@@ -1,4 +1,4 @@
-"""Lowering: what the programs of a model are. Traces and lowers each for the devices; `programs` compiles them."""
+"""Lowering: defines a model's programs, and traces and lowers them for the devices; `programs` compiles them."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ from jaxserve.scheduling.step_plan import StepShape
 
 logger = logging.getLogger(__name__)
 
-Options = dict[str, str | bool]  # of the compiler
+Options = dict[str, str | bool]  # compiler options
 Lower = Callable[[], jax.stages.Lowered]  # traces and lowers one program
 
 
 @dataclass(frozen=True, eq=False)
 class Lowering:
-    """The programs of a model on some devices. It has neither weights nor state, so that a thread can keep it.
+    """The programs of a model on some devices. It holds neither weights nor state, so that a thread can keep it.
 
     Attributes:
         arch: sizes of the whole model.
-        param_shapes: shapes, dtypes and places of its weights.
-        schedule: sizes of steps and pool.
-        kv_dtype: dtype of the pool.
-        backend: backend of attention.
-        linear_backend: backend of products with matrices, see `EngineConfig.linear_backend`.
-        max_steps: rounds that one dispatch may go.
-        mesh: mesh of the devices that the model is split over; None where the first device has all of it.
-        proposer: proposer of speculative decoding; None without it.
-        draft_shapes: shapes, dtypes and places of the proposer's parameters.
-        chip: chip to lower for without having it; None for attached devices.
+        param_shapes: shapes, dtypes and shardings of its weights.
+        schedule: sizes of steps and page pool.
+        kv_dtype: pool dtype.
+        backend: attention backend.
+        linear_backend: matmul backend, see `EngineConfig.linear_backend`.
+        max_steps: maximum rounds per dispatch.
+        mesh: mesh over which the model is split; None if the first device holds all of it.
+        proposer: proposer for speculative decoding; None without it.
+        draft_shapes: shapes, dtypes and shardings of the proposer's parameters.
+        chip: chip to lower for without the hardware; None for attached devices.
     """
 
     arch: ArchConfig
@@ -81,8 +81,8 @@ class Lowering:
     chip: Chip | None = None
 
     @property
-    def facts(self) -> tuple[object, ...]:
-        """Whatever the programs follow from besides the devices; their `repr` tells them apart."""
+    def key_parts(self) -> tuple[object, ...]:
+        """Everything that determines the programs except the devices; distinguished by `repr`."""
         arrays = (self.param_shapes, self.abstract_state(), self.draft_shapes)
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), arrays)
         options = (self.backend, self.linear_backend, self.max_steps, self.compiler_options)
@@ -90,23 +90,22 @@ class Lowering:
 
     @cached_property
     def sizes(self) -> ScheduleConfig:
-        """Sizes that programs follow from."""
+        """Sizes that affect programs."""
         return self.schedule.program_config
 
     @cached_property
     def compiler_options(self) -> Options:
-        """Options of the compiler for steps."""
+        """Compiler options for steps."""
         device = self.chip or (self.mesh.devices.flat[0] if self.mesh else jax.devices()[0])
         return step_options(device.device_kind)
 
     @property
     def num_devices(self) -> int:
-        """Number of devices that the model is split over."""
         return tensor_size(self.mesh)
 
     @cached_property
     def observer(self) -> Observer | None:
-        """Proposer that takes part in plain steps; None where there is none. To ask takes 20 us."""
+        """Proposer that takes part in plain steps; None without one. The check takes 20 us."""
         return self.proposer if isinstance(self.proposer, Observer) else None
 
     @cached_property
@@ -116,7 +115,7 @@ class Lowering:
         return Model.from_arch(self.arch, backend=self.backend, observer=self.observer, **sizes)
 
     def abstract_state(self) -> ServeState:
-        """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
+        """Shapes and dtypes of the device state; with a mesh, shardings too."""
         options: dict[str, Any] = {"kv_dtype": self.kv_dtype, "backend": self.backend, "new_draft": self._new_draft}
         return abstract_state(self.arch, self.sizes, mesh=self.mesh, **options)
 
@@ -138,7 +137,9 @@ class Lowering:
         return jax.jit(program).lower()
 
     def programs(self, shape: StepShape) -> dict[str, Lower]:
-        """Return what traces and lowers the programs of a shape, by name: two if it samples late, else one."""
+        """Return functions that trace and lower the programs of a shape, by name: two if it samples late, otherwise
+        one.
+        """
         if shape.samples_late:
             compute, sample = self.split(shape.num_tokens)
             return {f"compute {shape.num_tokens}": compute, f"sample {shape.num_tokens}": sample}
@@ -146,14 +147,14 @@ class Lowering:
         return {shape.name: partial(lower, shape.num_tokens, shape.num_rounds)}
 
     def step(self, bucket: int, num_rounds: int = 1) -> jax.stages.Lowered:
-        """Trace and lower the step of a bucket that goes up to `num_rounds` rounds."""
+        """Trace and lower a bucket's step with up to `num_rounds` rounds."""
         layout = BatchLayout.from_config(self.sizes, bucket)
         if self.arch.pooler is not None:
             return self._lower(make_pooling_step(self.model, layout), layout, self.param_shapes)
         return self._lower(make_serve_step(self.model, layout, num_rounds), layout, self._observed_shapes)
 
     def split(self, bucket: int) -> tuple[Lower, Lower]:
-        """Return what traces and lowers the two programs for split plans of a number of rows."""
+        """Return functions that trace and lower both programs for split plans with `bucket` rows."""
         layout = BatchLayout.from_config(self.sizes, bucket)
         masks = mask_layout(self.sizes, self.arch.vocab_size)
         compute, sample = make_split_step(self.model, layout, masks)
@@ -168,18 +169,18 @@ class Lowering:
 
     @property
     def _observed_shapes(self) -> Any:
-        """Shapes of the parameters of programs in which a proposer may observe."""
+        """Shapes of the parameters of programs that a proposer may observe."""
         return (self.param_shapes, self.draft_shapes) if self.observer else self.param_shapes
 
     def speculative(self, bucket: int, num_rounds: int) -> jax.stages.Lowered:
-        """Trace and lower the speculative step of a bucket (rows) that goes up to `num_rounds` rounds."""
+        """Trace and lower the speculative step for a bucket of rows, with up to `num_rounds` rounds."""
         assert self.proposer is not None, "a speculative step has a proposer"
         layout = BatchLayout.from_config(self.sizes, bucket, is_speculative=True)
         step = make_speculative_step(self.model, layout, self.proposer, num_rounds)
         return self._lower(step, layout, (self.param_shapes, self.draft_shapes))
 
     def writers(self) -> dict[str, Lower]:
-        """Return what traces and lowers the programs that write to tables by slot, each given the table first."""
+        """Return functions that trace and lower the programs that write to slot tables; each takes the table first."""
         state, model = self.abstract_state(), self.model
         admissions = admission_layout(self.sizes)
         masks = mask_layout(self.sizes, self.arch.vocab_size)
@@ -213,14 +214,14 @@ class Lowering:
         *more: BlobLayout,
         output: PartitionSpec | None = None,
     ) -> jax.stages.Lowered:
-        """Trace and lower a program of parameters, state and blobs.
+        """Trace and lower a program over parameters, state and blobs.
 
         Args:
-            program: program that returns the state and an output.
+            program: returns the state and an output.
             layout: layout of the blob.
-            params: shapes, dtypes and places of its first argument.
+            params: shapes, dtypes and shardings of its first argument.
             more: layouts of further blobs.
-            output: axes over which its output is split; None where every device has the whole.
+            output: axes over which its output is split; None if every device has all of it.
         """
         state = self.abstract_state()
         blobs = [self._operand((each.size,), jnp.int32) for each in (layout.blob, *more)]
@@ -235,26 +236,26 @@ class Lowering:
     def _trace(
         self, program: Callable[..., Any], args: tuple[Any, ...], *, donated: int, options: Options | None = None
     ) -> jax.stages.Lowered:
-        """Trace and lower a program of `args`, one of which is donated."""
+        """Trace and lower a program with `args`, one of which is donated."""
         if self.chip is not None:
             return self.chip.lower(program, args, (donated,), self.mesh, options)
         known = known_options(options) if options else None
         return jax.jit(program, donate_argnums=donated, compiler_options=known).lower(*args)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        """Return the shape of an array of the host on every device."""
+        """Return the shape of a host array, replicated on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
 
 
 def known_options(options: Options) -> Options:
-    """Return the options that the XLA in use knows: they come and go."""
+    """Return the options known to this XLA: they come and go."""
     return {name: value for name, value in options.items() if _is_known(name, value)}
 
 
 @cache
 def _is_known(name: str, value: str | bool) -> bool:
-    """Return whether XLA takes this option; warn if not, unless the option only shortens compilation, as on CPUs."""
-    own = os.getpid()  # part of the program, since another process may be storing the same one in XLA's cache just now
+    """Return whether XLA accepts this option; warn if not, unless it only shortens compilation, as on CPUs."""
+    own = os.getpid()  # makes the program unique, since another process may be storing the same one in XLA's cache
     try:
         jax.jit(lambda: own, compiler_options={name: value}).lower().compile()
     except jax.errors.JaxRuntimeError as error:

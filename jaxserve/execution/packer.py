@@ -1,4 +1,4 @@
-"""StepPlan -> StepUpload: the place where Python lists become arrays, in the layouts of `batch.py`."""
+"""StepPlan -> StepUpload: converts Python lists to arrays, in the layouts of `batch.py`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _FLOAT = np.dtype(np.float32)
 
 
 class StepUpload(NamedTuple):
-    """Host arrays of one plan, in this order; new arrays each time, as the device may read them later.
+    """Host arrays of one plan, in this order; always new arrays, because the device may read them later.
 
     Attributes:
-        admissions: blobs of `Admission`; none in most steps.
-        slot_rows: slots whose requests need more than an admission carries, with what that is.
-        masks: blobs of masks; none in most steps.
-        blob: blob of `StepBatch`.
-        copies: blobs of copies, for before the step; none in most steps.
+        admissions: `Admission` blobs; none in most steps.
+        slot_rows: slots and rows for requests that need more than an admission carries.
+        masks: mask blobs; none in most steps.
+        blob: `StepBatch` blob.
+        copies: blobs of page copies made before the step; none in most steps.
     """
 
     admissions: Sequence[NDArray[np.int32]]
@@ -49,9 +49,9 @@ class StepUpload(NamedTuple):
 
 
 class BatchPacker:
-    """Packs plans, and knows which pages of each slot the device has been sent.
+    """Packs plans, and tracks which pages of each slot were sent to the device.
 
-    A row in decode costs no Python beyond its entries in the columns of the plan.
+    A decoding row costs no Python beyond its entries in the plan's columns.
     """
 
     def __init__(self, config: ScheduleConfig, base_seed: int, vocab_size: int) -> None:
@@ -69,13 +69,14 @@ class BatchPacker:
         self._constrained: dict[int, Request] = {}  # rows with a constraint, by slot
         self._sent_masks: dict[int, NDArray[np.int32]] = {}  # masks by slot
         self._ones = np.ones(config.max_num_seqs, _INT)
-        self._slots = [0]  # slots of the last plan, which steps in decode often have in common
+        self._slots = [0]  # slots of the last plan, often shared by consecutive decode steps
         self._slot_array = np.array(self._slots, np.intp)
         self._num_pages = [0] * config.max_num_seqs  # page-table entries sent so far, by slot
-        self._has_sampled = np.zeros(config.max_num_seqs, bool)  # the slot's last row: the history has its next token
+        # whether the slot's last row sampled, so that the history has its next token
+        self._has_sampled = np.zeros(config.max_num_seqs, bool)
 
     def pack(self, plan: StepPlan, bucket: int) -> StepUpload:
-        """Lay out `plan`, padded to `bucket` tokens. To be called once per plan, in order."""
+        """Pack `plan`, padded to `bucket` tokens. Call it once per plan, in order."""
         layout = self.layouts[bucket, bool(plan.num_drafts)]
         for request in plan.admitted:
             self._num_pages[request.slot] = 0
@@ -90,7 +91,7 @@ class BatchPacker:
         to["pages"][:, :num_new_pages] = new_pages[:, :num_new_pages]
         num_rows, is_decode = plan.num_rows, not plan.num_prefill_tokens
         if plan.slots != self._slots:
-            self._slots, self._slot_array = plan.slots, np.array(plan.slots, np.intp)  # finding the dtype takes long
+            self._slots, self._slot_array = plan.slots, np.array(plan.slots, np.intp)  # determining the dtype is slow
         slots = self._slot_array
         counts = self._ones[:num_rows] if is_decode else np.array(plan.counts, _INT)
         is_plain = plan.num_steps == 1 and not (plan.num_drafts or plan.is_split)
@@ -111,7 +112,7 @@ class BatchPacker:
                 to["kept_len"][row], to["kept"][row] = kept_len, self.config.max_num_seqs + entry
         sent = ~self._has_sampled[slots]
         if not is_decode:
-            sent |= counts > 1  # tokens that were not sampled follow the one that was
+            sent |= counts > 1  # unsampled tokens follow the sampled one
         for row in sent.nonzero()[0].tolist():
             start, count, end = plan.starts[row], plan.counts[row], to["cu_q_lens"][row + 1]
             to["token_ids"][end - count : end] = plan.requests[row].tokens(start, start + count)
@@ -125,7 +126,7 @@ class BatchPacker:
         return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob, list(self._copies(plan.copies)))
 
     def _new_pages(self, plan: StepPlan) -> NDArray[np.int32]:
-        """Return rows and columns of the page table, and their pages, that the device lacks, of admissions last."""
+        """Return page table entries that the device lacks, as (row, column, page); admissions last."""
         entries: list[int] = []
         admitted, num_groups = set(plan.admitted), self.config.kv_groups.size
         for request in (*(r for r in plan.grown if r not in admitted), *plan.admitted):
@@ -165,14 +166,14 @@ class BatchPacker:
         for request in plan.admitted:
             p = request.params
             is_plain = not (p.has_penalties or request.changes_logits or p.min_tokens)
-            # Proposers read the whole history, to which steps write only the tokens that they compute.
+            # Proposers read the whole history, but steps write only the tokens that they compute.
             if not is_plain or len(request.stop_ids) > ADMITTED_STOP_IDS or start_of.get(request):
                 yield request.slot, self._slot_row(request)
 
     def masks(self, plan: StepPlan) -> Iterator[NDArray[np.int32]]:
-        """Return blobs of the masks of rows that sample which their slots do not have yet.
+        """Return blobs of new masks for the sampling rows.
 
-        `pack` calls it, but not for a split plan: to be called when the tokens before the plan have been read.
+        `pack` calls this except for split plans; then call it after earlier tokens have been read.
         """
         if not self._constrained:
             return
@@ -197,7 +198,7 @@ class BatchPacker:
             yield blob
 
     def no_masks(self) -> NDArray[np.int32]:
-        """Return a blob of no masks."""
+        """Return a blob without masks."""
         return self._masks.new()[0]
 
     def _copies(self, copies: Sequence[tuple[int, int]]) -> Iterator[NDArray[np.int32]]:
@@ -208,7 +209,7 @@ class BatchPacker:
             yield blob
 
     def _slot_row(self, request: Request) -> SlotRow:
-        """Return what the device must know of a request beyond its admission."""
+        """Return a request's data beyond its admission."""
         p = request.params
         bias = p.logit_bias or {}
         bad_words = np.full((MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), -1, _INT)

@@ -1,4 +1,4 @@
-"""Attention of a step: over the paged pool, by the rows of each KV group, with the states of recurrent layers."""
+"""Paged attention in a step: over the pool by KV group, with the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     pass
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class PagedAttention(Attention):
     """Attention over a pool, which each layer updates in place.
 
     Attributes:
-        backend: backend of attention.
+        backend: attention backend.
         kv_pages: pool of keys and values.
         groups: rows of every KV group.
-        tree_mask: trees of drafted tokens; None without trees.
+        tree_mask: drafted token trees; None without trees.
         states: pool of recurrent states.
-        state_rows: rows of the step as recurrent layers see them.
-        shared: keys and values of this step's tokens that further layers read, by layer.
+        state_rows: rows as seen by recurrent layers.
+        shared: this step's keys and values that further layers read, by layer.
     """
 
     backend: str = struct.field(pytree_node=False)
@@ -43,7 +43,7 @@ class PagedAttention(Attention):
 
     @classmethod
     def after(cls, tokens: TokenContext) -> PagedAttention:
-        """Return the attention that the layers have left."""
+        """Return the attention as updated by the layers."""
         assert isinstance(tokens.attention, cls), "layers leave attention of the same type"
         return tokens.attention
 
@@ -57,7 +57,7 @@ class PagedAttention(Attention):
     ) -> tuple[Float[Array, "T Q V"], PagedAttention]:
         """Write the new tokens to the pool and attend over it.
 
-        A layer that reads the keys and values of another writes them again, to the same pages: the same values.
+        A layer that shares another's keys and values writes the same values to the same pages again.
         """
         options = layer.options
         k, v, shared = options.share(k, v, self.shared)
@@ -68,7 +68,7 @@ class PagedAttention(Attention):
         return out, dataclasses.replace(self, kv_pages=kv_pages, shared=shared)
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], PagedAttention]:
-        """Advance the state of each row by its tokens."""
+        """Advance each row's state by its tokens."""
         assert self.state_rows is not None, "a step of a model with recurrent layers has their rows"
         assert layer.options.state is not None, "the layer is recurrent"
         out, states = layer.options.state.advance(inputs, self.state_rows, self.states, layer.index)

@@ -1,7 +1,7 @@
-"""Step of a model that pools: chunks of prompts in, vectors out. Nothing is sampled, and no row comes to decode.
+"""Step of a pooling model: chunks of prompts in, vectors out. No row ever samples or decodes.
 
-A request has room for one token beyond its prompt. The step that computes the last of the prompt gives a vector in the
-place of that token, which ends the request.
+A request has capacity for one token after its prompt. The step that computes the prompt's last token returns a vector
+in place of that token, which ends the request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def make_pooling_step(model: Model, layout: BatchLayout) -> Program:
-    """Return the step of one bucket; see `make_serve_step`."""
+    """Return the step for one bucket; see `make_serve_step`."""
     assert model.arch.pooler is not None, "a model that pools has a pooler"
     kind, has_head = model.arch.pooler.kind, model.arch.pooler.num_labels > 0
 
@@ -61,13 +61,13 @@ def make_pooling_step(model: Model, layout: BatchLayout) -> Program:
 def pool(
     hidden: Float[Array, "T D"], rows: Rows, tokens: Tokens, kept: Float[Array, "S D"] | None, kind: PoolingKind
 ) -> tuple[Float[Array, "R D"], Float[Array, "S D"] | None]:
-    """Return the vectors of the rows, and what is kept by slot for the later chunks of prompts.
+    """Return the rows' vectors, and the values kept by slot for later chunks.
 
     Args:
         hidden: hidden states of the step's tokens.
         rows: rows of the step.
         tokens: tokens of the step.
-        kept: results of earlier chunks: sums for the mean, the first hidden state for CLS; None for LAST.
+        kept: results of earlier chunks: sums for MEAN, the first hidden state for CLS; None for LAST.
         kind: tokens that count.
     """
     if kept is None:
@@ -79,7 +79,7 @@ def pool(
     else:
         R = rows.slot.shape[0]
         is_of_row = (jnp.arange(R)[:, None] == tokens.row[None, :]) & tokens.live[None, :]
-        # A product and not a scatter, whose order of additions varies on a GPU.
+        # A matmul, because the order of additions in a scatter varies on a GPU.
         own = jnp.dot(is_of_row.astype(jnp.float32), hidden.astype(jnp.float32), precision=lax.Precision.HIGHEST)
         total = own + jnp.where(first[:, None], 0.0, earlier)
     place = jnp.where(rows.q_lens > 0, rows.slot, kept.shape[0])

@@ -1,7 +1,7 @@
-"""Compiled programs kept on disk, so that a second start neither traces, lowers nor compiles.
+"""Compiled programs on disk, so that a second start neither traces, lowers nor compiles.
 
-XLA's own persistent cache saves compiling alone, and tracing and lowering a step take several times as long as loading
-it. A program is found by a digest of all it follows from, our source among it.
+XLA's own persistent cache saves only compilation, but tracing and lowering a step take several times as long as loading
+it. A program is found by a digest of everything it depends on, including our source.
 """
 
 import contextlib
@@ -31,38 +31,38 @@ from jaxserve.system.whole_file import write_whole
 logger = logging.getLogger(__name__)
 
 Compiled = Any  # jax.stages.Compiled
-_SETTINGS = (  # jax's settings that change what is traced
+_SETTINGS = (  # jax settings that affect tracing
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_enable_x64",
     "jax_threefry_partitionable",
 )
 compile_counter = EventCounter("/jax/core/compile/backend_compile_duration")  # programs that XLA was asked for
-_cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # programs that came from XLA's own cache
-_FUNCTION = re.compile(r"<function [\w.]+ at 0x([0-9a-f]+)>")  # no name with <locals>: it may be of several
-MAX_BYTES = 1 << 30  # kept on disk; the longest unused go first
+_cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # programs from XLA's own cache
+_FUNCTION = re.compile(r"<function [\w.]+ at 0x([0-9a-f]+)>")  # excludes names with <locals>, which may be ambiguous
+MAX_BYTES = 1 << 30  # maximum on disk; the longest unused programs go first
 
 
 class ProgramStore:
-    """Programs of one engine. Safe for several processes: a file appears whole, and may vanish at any time.
+    """An engine's programs. Safe for several processes: a file appears complete, and may vanish at any time.
 
     Args:
-        directory: directory of the files; None keeps nothing.
-        facts: whatever the programs follow from besides our source, jax, its settings and the device; their `repr`
-            must tell them apart.
-        devices: devices that they run on, and no others; None is the default one.
+        directory: directory of the files; None stores nothing.
+        key_parts: everything the programs depend on except our source, jax, its settings and the device; distinguished
+            by `repr`.
+        devices: devices on which they run; None for the default device.
     """
 
     def __init__(
-        self, directory: Path | None, facts: Iterable[object], devices: Sequence[jax.Device] | None = None
+        self, directory: Path | None, key_parts: Iterable[object], devices: Sequence[jax.Device] | None = None
     ) -> None:
         self._directory = directory
         self._devices = devices or jax.devices()[:1]
-        facts = (*_environment(), *facts, [device.id for device in self._devices])
-        self._facts = hashlib.sha256("\n".join(map(described, facts)).encode()).hexdigest()
+        key_parts = (*_environment(), *key_parts, [device.id for device in self._devices])
+        self._key = hashlib.sha256("\n".join(map(described, key_parts)).encode()).hexdigest()
 
     def get(self, name: str, compile_program: Callable[[], Compiled]) -> Compiled:
-        """The program called `name`: from disk, else compiled now and kept."""
+        """Return the program called `name`: from disk, or compiled now and stored."""
         path = self._path(name)
         if path is None:
             return compile_program()
@@ -70,40 +70,39 @@ class ProgramStore:
         if program is None:
             compiles, hits = compile_counter.count, _cache_hits.count
             program = compile_program()
-            # What XLA's cache has loaded cannot be serialised again: it lacks functions. Nor what another has loaded,
-            # which jax may hand out without asking.
+            # A program loaded from XLA's cache cannot be serialised again: it lacks functions. The same holds for one
+            # that jax has loaded elsewhere and may hand out silently.
             if compile_counter.count > compiles and _cache_hits.count == hits:
                 _write(path, program)
         return program
 
     def has(self, name: str) -> bool:
-        """Return whether the program called `name` is on disk."""
         path = self._path(name)
         return path is not None and path.exists()
 
     def _path(self, name: str) -> Path | None:
         if self._directory is None:
             return None
-        return self._directory / f"{hashlib.sha256(f'{self._facts} {name}'.encode()).hexdigest()[:40]}.program"
+        return self._directory / f"{hashlib.sha256(f'{self._key} {name}'.encode()).hexdigest()[:40]}.program"
 
 
-def described(fact: object) -> str:
-    """Return the `repr` of a fact as it is in every process: functions of modules have no addresses, but modules."""
-    names = {id(each): f"<function {each.__module__}.{each.__qualname__}>" for each in _functions(fact)}
-    return _FUNCTION.sub(lambda found: names.get(int(found[1], 16), found[0]), repr(fact))
+def described(part: object) -> str:
+    """Return a `repr` that is the same in every process: functions appear by module instead of address."""
+    names = {id(each): f"<function {each.__module__}.{each.__qualname__}>" for each in _functions(part)}
+    return _FUNCTION.sub(lambda found: names.get(int(found[1], 16), found[0]), repr(part))
 
 
-def _functions(fact: object) -> Iterator[FunctionType]:
-    """Yield the functions in the fields and elements of a fact, at any depth."""
-    if isinstance(fact, FunctionType):
-        yield fact
-    elif dataclasses.is_dataclass(fact):
-        for field in dataclasses.fields(fact):
-            yield from _functions(getattr(fact, field.name, None))
-    elif isinstance(fact, Mapping):
-        yield from _functions([*fact.items()])
-    elif isinstance(fact, tuple | list | frozenset | set):
-        for element in fact:
+def _functions(part: object) -> Iterator[FunctionType]:
+    """Yield all functions in the fields and elements of a value, at any depth."""
+    if isinstance(part, FunctionType):
+        yield part
+    elif dataclasses.is_dataclass(part):
+        for field in dataclasses.fields(part):
+            yield from _functions(getattr(part, field.name, None))
+    elif isinstance(part, Mapping):
+        yield from _functions([*part.items()])
+    elif isinstance(part, tuple | list | frozenset | set):
+        for element in part:
             yield from _functions(element)
 
 
@@ -113,20 +112,20 @@ def _read(path: Path, devices: Sequence[jax.Device]) -> Compiled | None:
             check_owner(place)
         content, in_tree, out_tree = pickle.loads(path.read_bytes())
         program = serialize_executable.deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
-        os.utime(path)  # it is in use
+        os.utime(path)  # mark as used
         return program
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
         _warn_once(path.parent, f"compiled programs are not read: {error}")
         return None
-    except Exception as error:  # torn, or of a jax that reads its own files differently: it is compiled anew
-        logger.warning("a kept program cannot be used and is compiled again: %s", error)
+    except Exception as error:  # truncated, or written by an incompatible jax: it is compiled again
+        logger.warning("a cached executable cannot be used and is compiled again: %s", error)
         return None
 
 
 def check_owner(path: Path) -> None:
-    """Raise PermissionError unless only this user can write there: reading a program runs code that it holds."""
+    """Raise PermissionError unless only this user can write there: loading a program runs code from the file."""
     found = path.stat()
     if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
@@ -151,16 +150,16 @@ _warned: set[Path] = set()
 
 
 def _warn_once(directory: Path, message: str) -> None:
-    """One warning for a directory: each of dozens of programs would repeat it."""
+    """Warn once per directory: dozens of programs would repeat it."""
     logger.log(logging.DEBUG if directory in _warned else logging.WARNING, message)
     _warned.add(directory)
 
 
 def prune(directory: Path, pattern: str, max_bytes: int = MAX_BYTES) -> None:
-    """Removes files, the oldest or longest unused first, until the rest of those that match fits."""
+    """Remove matching files, the oldest or longest unused first, until the rest fits."""
     ages = []
     for path in directory.glob(pattern):
-        with contextlib.suppress(FileNotFoundError):  # another process prunes as well
+        with contextlib.suppress(FileNotFoundError):  # another process may prune as well
             ages.append((path.stat().st_mtime, path.stat().st_size, path))
     total = 0
     for _, size, path in sorted(ages, reverse=True):
@@ -181,7 +180,7 @@ def _environment() -> tuple[object, ...]:
 
 
 def _cpu_flags() -> str:
-    """Return the features of the processor: machine code for one may not run on another."""
+    """Return the processor's features: machine code for one may not run on another."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("flags", "Features")):
@@ -191,8 +190,8 @@ def _cpu_flags() -> str:
 
 @cache
 def source_digest(*kinds: str) -> str:
-    """Return a digest of our files of some kinds: "py", "so" of the native kernels, "json" of measured block sizes."""
-    files = {}  # an installed `jaxserve` holds the two others, a checkout has them beside it
+    """Return a digest of our files of some kinds: "py", "so" (native kernels), "json" (measured block sizes)."""
+    files = {}  # an installed `jaxserve` contains the other two packages, a checkout has them alongside
     for package in ("jaxserve", "jaxserve.pallas_kernels", "jaxserve.weights"):
         (root,) = import_module(package).__path__
         paths = (path for kind in kinds for path in Path(root).rglob(f"*.{kind}"))

@@ -1,4 +1,4 @@
-"""Programs: the compiled programs of a model, made before and while it serves."""
+"""Programs: a model's compiled programs, made before and while it serves."""
 
 import atexit
 import itertools
@@ -24,27 +24,28 @@ logger = logging.getLogger(__name__)
 Compiled = Any  # jax.stages.Compiled
 Shapes = Sequence[StepShape]
 
-_WRITERS = ("new_state", "admit", "copy_pages", "set_slot", "set_masks")  # they allocate the state or write to it
+# programs that allocate the state or write to it
+_WRITERS = ("new_state", "admit", "copy_pages", "set_slot", "set_masks")
 _POLL_S = 0.01
-_REPORT_S = 5.0  # time between lines of the log while the caller waits
-# A short run compiles nothing in the background: nobody would use it, and the exit waits for what was begun.
-_SHORT_RUN_S = 5.0  # time that a run lasts at least in which some program is compiled in the background
-_SHORT_RUN_STEPS = 8  # or steps with more padding than needed, for want of a program
+_REPORT_S = 5.0  # time between log lines while the caller waits
+# A short run compiles nothing in the background: it would not use it, and exit waits for running compilations.
+_SHORT_RUN_S = 5.0  # minimum run time before background compilation
+_SHORT_RUN_STEPS = 8  # or minimum steps with more padding than needed, for lack of a program
 COMPILE_THREADS = 2  # threads while the caller waits: Python traces, and XLA mostly uses one core
 
 
 class Programs:
-    """The table of a runner's compiled programs.
+    """Table of a runner's compiled programs.
 
     Args:
-        lowering: description of the programs, which traces and lowers each.
-        directory: directory of compiled programs; None keeps none.
-        cache_scope: context entered while a program is compiled: XLA's cache, where whole programs are not kept.
+        lowering: defines the programs, and traces and lowers them.
+        directory: directory of compiled programs; None stores none.
+        cache_scope: context entered during compilation: XLA's cache, if whole programs are not stored.
 
     Attributes:
-        lowering: description of the programs, which traces and lowers each.
-        table: compiled programs by the shape of steps; two, model and sampling, for a shape that samples late.
-        writers: programs that write to tables by slot, by the names that `Lowering.writers` gives them.
+        lowering: defines the programs, and traces and lowers them.
+        table: compiled programs by step shape; two, model and sampling, for a shape that samples late.
+        writers: programs that write to slot tables, by their names in `Lowering.writers`.
     """
 
     def __init__(self, lowering: Lowering, *, directory: Path | None, cache_scope: Scope) -> None:
@@ -52,39 +53,39 @@ class Programs:
         self.table: dict[StepShape, tuple[Compiled, ...]] = {}
         self.writers: dict[str, Compiled] = {}
         self._make_state: Compiled = None
-        self._fits: dict[StepShape, StepShape | None] = {}  # answers of `fit`; another dict when the table grows
+        self._fits: dict[StepShape, StepShape | None] = {}  # answers of `fit`; replaced when the table grows
         self._closing = threading.Event()
-        self._is_long = threading.Event()  # the run is not a short one, or somebody waits for programs
+        self._is_long = threading.Event()  # set if the run is not short, or someone waits for programs
         self._num_padded = 0  # steps for which a program was missing
-        # Not the thread: in Python 3.11 and 3.12 a join that is interrupted takes it for ended (cpython issue 90882).
+        # An event instead of the thread: in Python 3.11 and 3.12 an interrupted join takes it for ended (cpython issue
+        # 90882).
         self._compiled = threading.Event()
         self._compiled.set()
         self._compile_error: Exception | None = None
-        self._progress = (0, 0)  # steps that are compiled, of those begun together
+        self._progress = (0, 0)  # compiled steps, out of those begun together
         self._cache_scope = cache_scope
         devices = None if lowering.mesh is None else list(lowering.mesh.devices.flat)
-        # Engines share the programs that are the same in them: the host alone knows tokens that end an output, names
-        # tell numbers of rounds apart, and writers follow from no weights.
+        # Engines share identical programs: only the host knows stop tokens, names distinguish numbers of rounds, and
+        # writers do not depend on weights.
         steps = replace(lowering, arch=replace(lowering.arch, eos_ids=frozenset()), max_steps=1)
         writers = replace(steps, param_shapes={}, draft_shapes={}, linear_backend="auto")
-        self._steps, self._writers = (ProgramStore(directory, each.facts, devices) for each in (steps, writers))
+        self._steps, self._writers = (ProgramStore(directory, each.key_parts, devices) for each in (steps, writers))
         self._is_cpu = (devices or jax.devices())[0].platform == "cpu"
 
     def new_state(self) -> ServeState:
-        """Allocate an empty state on the devices."""
         if self._make_state is None:
             self._make_state = self._get("new_state", self.lowering.new_state)
         state: ServeState = self._make_state()
         return state
 
     def warm_up(self, compile_ahead: str, after: "Programs | None" = None) -> None:
-        """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead).
+        """Compile the programs needed before the first request, and start on the rest (EngineConfig.compile_ahead).
 
-        Of the rest, what is stored is loaded at once; the other programs are compiled unless the run is a short one.
-        The rest waits until `after` has compiled all of its own: what it left in XLA's cache may serve here too.
+        Stored programs are loaded immediately; the others are compiled unless the run is short. They wait until `after`
+        has compiled all of its own, because XLA's cache may then serve them here too.
 
-        A thread of its own compiles: an interrupt of a caller that compiles would leave XLA working with nobody waiting
-        for it, and the exit would take its client away.
+        A separate thread compiles: an interrupt of a compiling caller would leave XLA working for nobody, and exit
+        would destroy its client.
         """
         first, *later = in_turn(self._shapes, compile_ahead, self.lowering.schedule.max_num_seqs)
         ready = threading.Event()
@@ -124,9 +125,9 @@ class Programs:
             ready.set()
 
     def _compile(self, wanted: Shapes, num_threads: int = 1, *, stored_only: bool = False) -> bool:
-        """Compile what is missing of some programs, in order, several at a time.
+        """Compile missing programs, in order, several simultaneously.
 
-        With `stored_only` only load what is stored; return whether that was all.
+        With `stored_only`, only load stored ones; return whether these were all.
         """
         lowers = {shape: self.lowering.programs(shape) for shape in dict.fromkeys(wanted)}
         chosen = [shape for shape, parts in lowers.items() if not stored_only or all(map(self._steps.has, parts))]
@@ -157,9 +158,9 @@ class Programs:
         return (self._writers if is_writer else self._steps).get(name, compile_now)
 
     def fit(self, step: StepShape) -> StepShape | None:
-        """Return the cheapest compiled program for a step; the largest one for prompts always is compiled."""
+        """Return the cheapest compiled program for a step; the largest prompt program is always compiled."""
         fits = self._fits
-        if step not in fits:  # the search takes long: it is asked for several times per step
+        if step not in fits:  # the search is slow, and requested several times per step
             fits[step] = cheapest(tuple(self.table), step)
         return fits[step]
 
@@ -186,20 +187,19 @@ class Programs:
         return self._compiled.is_set() and self._compile_error is None
 
     def wait_until_warm(self) -> None:
-        """Block until every program is compiled."""
         self._is_long.set()
         self._compiled.wait()
         if self._compile_error is not None:
             raise self._compile_error
 
     def close(self) -> None:
-        """Let go of all programs, and compile none after the one at hand, for which nobody waits."""
+        """Drop all programs, and stop compiling after the current one, without waiting for it."""
         self._closing.set()
         self.table.clear()
         self.writers, self._fits = {}, {}
 
     def _stop(self) -> None:
-        """Stop compiling ahead of jax's clean-up at exit, which ends badly while XLA compiles."""
+        """Stop compiling before jax's clean-up at exit, which crashes while XLA compiles."""
         self._closing.set()
         self._compiled.wait()
 
@@ -208,23 +208,23 @@ def in_turn(shapes: Shapes, compile_ahead: str, max_num_seqs: int) -> list[list[
     """Return the programs to compile before the first request, then those to compile later (`compile_ahead`)."""
     plain = [shape for shape in shapes if not (shape.has_drafts or shape.samples_late)]
     drafting = [shape for shape in shapes if shape.has_drafts]
-    by_size = {shape.num_tokens: shape for shape in reversed(plain)}  # the one of fewer rounds
+    by_size = {shape.num_tokens: shape for shape in reversed(plain)}  # the one with fewer rounds
     ends = [by_size[min(by_size)], by_size[max(by_size)]]
     draft_ends = [*drafting[:1], *drafting[-1:]]
     if compile_ahead == "all":
         return [[*shapes]]
     if compile_ahead == "minimal":
         return [[*ends, *[shape for shape in plain if shape.num_rounds > 1][-1:], *draft_ends]]
-    full_batch = min(size for size in by_size if size >= max_num_seqs)  # wanted first
+    full_batch = min(size for size in by_size if size >= max_num_seqs)  # needed first
     rest = sorted(by_size.values(), key=lambda shape: (shape.num_tokens != full_batch, shape))
     return [ends, draft_ends, [*rest, *shapes]]
 
 
 def run_all(jobs: Iterable[Callable[[], None]], num_threads: int, stop: threading.Event) -> None:
-    """Run jobs in some threads, each taking the next one, until all are done, one fails or `stop` is set.
+    """Run jobs in several threads until all are done, one fails or `stop` is set.
 
-    The caller's thread is one of them. The others are daemons, for which nothing waits at exit, so that what sets
-    `stop` there can run.
+    The caller's thread is one of them. The others are daemons, for which exit does not wait, so that exit handlers can
+    set `stop`.
     """
     left, lock, errors = iter(list(jobs)), threading.Lock(), list[Exception]()
 

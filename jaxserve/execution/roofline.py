@@ -1,4 +1,4 @@
-"""The device in use: what it is, and what it does at best: measured, then kept in the user's cache directory."""
+"""The device in use and its peak rates, measured and then kept in the user's cache directory."""
 
 import json
 import logging
@@ -24,8 +24,8 @@ Call = Callable[[], jax.Array]
 
 logger = logging.getLogger(__name__)
 
-CALLS_IN_FLIGHT = 2  # so that dispatch hides behind the device, as it does when serving
-NUM_MEASUREMENTS = 3  # each by a process of its own
+CALLS_IN_FLIGHT = 2  # so that dispatch overlaps with the device, as while serving
+NUM_MEASUREMENTS = 3  # each by another process
 MEASURE_S = 0.15  # per rate, after compiling and one round
 
 
@@ -36,33 +36,33 @@ class Device:
     platform: str
     kind: str
     count: int
-    num_cores: int  # cores of the host that this process may use
+    num_cores: int  # host cores available to this process
 
 
 def describe_device() -> Device:
-    """The first device of jax's default backend; a CPU by its model, which jax does not tell."""
+    """Return the first device of jax's default backend; a CPU by its model, which jax does not report."""
     device = jax.devices()[0]
     kind = _cpu_model() if device.platform == "cpu" else device.device_kind
     return Device(device.platform, kind, jax.device_count(), num_cores())
 
 
 def num_cores() -> int:
-    """Cores that this process may use; where a system does not tell (macOS), those that there are."""
+    """Return the number of cores available to this process; all cores if the system does not report it (macOS)."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def device_peak_rates(dtype: jnp.dtype, cache_dir: Path | None = None) -> PeakRates:
-    """Limits of this device in `dtype`, from the cache, or measured in under a second of a quiet machine.
+    """Return this device's peak rates in `dtype`, from the cache or measured in under a second on a quiet machine.
 
-    What else runs on a machine makes it look slower, never faster. So the first NUM_MEASUREMENTS processes that ask
-    measure, and the best of them counts from then on.
+    Other load makes a machine look slower, never faster. The first NUM_MEASUREMENTS processes therefore measure, and
+    the best result is kept.
 
     Args:
         dtype: dtype of weights and activations.
-        cache_dir: directory of the measurements, a file each; None is the user's. Of processes that measure at the same
-            time, the last one's file stays.
+        cache_dir: directory of the measurements, one file each; None for the user's. If processes measure
+            simultaneously, the last one's file remains.
     """
     path = (cache_dir or user_cache_dir() / "peak_rates") / f"{_cache_key(describe_device(), dtype)}.json"
     kept, num_measured = _read(path) or (None, 0)
@@ -73,7 +73,7 @@ def device_peak_rates(dtype: jnp.dtype, cache_dir: Path | None = None) -> PeakRa
 
 
 def measure_peak_rates(dtype: jnp.dtype) -> PeakRates:
-    """Best rates of a large matrix product and of reading an array larger than any cache, by XLA or a native kernel."""
+    """Measure a large matmul, and reads of an array larger than any cache, by XLA or a native kernel."""
     on_cpu = jax.default_backend() == "cpu"
     M, D, F = (1024, 1024, 2048) if on_cpu else (4096, 4096, 8192)
     num_rows = (1 << 27 if on_cpu else 1 << 29) // dtype.itemsize // D
@@ -88,7 +88,7 @@ _largest = jax.jit(jnp.max)
 
 
 def _products(weight: jax.Array, x: jax.Array) -> list[Call]:
-    """`x @ weight.T` in every way in which the engine may compute it."""
+    """Return `x @ weight.T` in every way in which the engine may compute it."""
     calls: list[Call] = [lambda: _product(x, weight)]
     if packed_linear.unsupported(weight.dtype, jax.default_backend()) is None:
         packed = NativeMatrix(packed_linear.pack(weight))
@@ -97,12 +97,12 @@ def _products(weight: jax.Array, x: jax.Array) -> list[Call]:
 
 
 def _best_rate(work: int, calls: Sequence[Call]) -> float:
-    """Return the work per second of the fastest call, each of which does `work`."""
+    """Return the work per second of the fastest call, each doing `work`."""
     return work / min(map(_seconds, calls))
 
 
 def _seconds(call: Call) -> float:
-    """Return the shortest time of a call while several are in flight."""
+    """Return a call's shortest time while several are in flight."""
     call().block_until_ready()  # compiles
     deadline = time.perf_counter() + MEASURE_S
     best_s = _time_calls(call)
@@ -129,7 +129,7 @@ def _best(kept: PeakRates | None, new: PeakRates) -> PeakRates:
 
 
 def _read(path: Path) -> tuple[PeakRates, int] | None:
-    """The best so far and of how many measurements; None without a usable file."""
+    """Return the best rates so far and the number of measurements; None without a usable file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         peak_rates = PeakRates(float(content["flops_per_s"]), float(content["bytes_per_s"]))
@@ -140,7 +140,7 @@ def _read(path: Path) -> tuple[PeakRates, int] | None:
 
 
 def _write(path: Path, peak_rates: PeakRates, num_measured: int) -> None:
-    """A cache that cannot be written is none."""
+    """Write the cache, or warn if that is impossible."""
     content = {**asdict(peak_rates), "num_measurements": num_measured}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

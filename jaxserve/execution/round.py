@@ -1,4 +1,4 @@
-"""One round of a step: the model computes tokens of some rows, each of which may sample a further one."""
+"""One round in a step: the model computes tokens for some rows, each of which may sample another one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.api.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.execution.batch import BatchLayout, StepBatch
 from jaxserve.execution.paged_attention import PagedAttention
-from jaxserve.execution.rows import Rows, Tokens, advance, planned_rows, ragged_rows, remember, state_rows, tokens_of
+from jaxserve.execution.rows import Rows, Tokens, advance, planned_rows, ragged_rows, remember, round_tokens, state_rows
 from jaxserve.execution.sampling import (
     LogprobLayout,
     SamplingRows,
@@ -27,7 +27,7 @@ from jaxserve.execution.sampling import (
     sample,
     token_logprobs,
 )
-from jaxserve.execution.shard_rows import Shares
+from jaxserve.execution.shard_rows import ShardRows
 from jaxserve.execution.state import CLIPPED, ServeState, set_pages
 from jaxserve.layers.own_tokens import all_tokens
 from jaxserve.layers.state_forms import StateRows
@@ -39,22 +39,21 @@ from jaxserve.models.params import Params
 if TYPE_CHECKING:
     from jaxserve.execution.proposer import Observer
 
-LOGPROB_BLOCK = 64  # positions whose logprobs are computed at once: of all tokens of a step there are no logits
+LOGPROB_BLOCK = 64  # positions whose log probabilities are computed together: logits of all tokens never exist
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class StepOutput:
-    """Results of a step. Entries of rows that did not sample are meaningless.
+    """Step results. Entries for rows that did not sample are meaningless.
 
     Attributes:
-        sampled: number of tokens that each row sampled, then those tokens: one array, which is one download.
-        logprobs: log probabilities of the sampled tokens, as `TokenLogprobs.pack` lays them out; zeros unless the step
-            wants them. Those of a whole vocabulary are of the first round alone.
-        prompt_logprobs: log probabilities of the token after each token that the host packed for the first round; zeros
-            unless wanted.
-        pooled: vectors of a model that pools, which has no log probabilities; None of one that generates.
-        expert_tokens: tokens of each expert in all rounds, by mixture; None where they are not counted.
+        sampled: token count per row, then those tokens: one array for a single download.
+        logprobs: log probabilities for the sampled tokens, packed by `TokenLogprobs.pack`; zeros unless the step wants
+            them. For a whole vocabulary, only in the first round.
+        prompt_logprobs: log probabilities for each token's successor, packed for the first round; zeros unless wanted.
+        pooled: vectors from a pooling model, which has no log probabilities; None for a generating model.
+        expert_tokens: tokens per expert in all rounds, by MoE layer; None if not counted.
     """
 
     sampled: Int[Array, "R columns"]
@@ -68,20 +67,20 @@ ReadLogprobs = Callable[
     [Array, Array, int], TokenLogprobs
 ]  # arguments: logits [N, V], ids [N] and the number of top tokens
 
-# observe(state, rows, token ids [T], what it observes of them [T, observed]) -> state of the proposer
+# observe(state, rows, token ids [T], their observed hidden states [T, observed]) -> proposer state
 Observe = Callable[[ServeState, Rows, Array, Array], Any]
 
 
 @dataclass(frozen=True)
 class Model:
-    """Static parts of the step.
+    """Static step parameters.
 
     Attributes:
-        arch: sizes of the whole model, or of one device's part of it.
-        backend: backend of attention.
-        logprobs: columns of packed log probabilities.
-        split: layout of the logits on several devices; None where they are whole.
-        observer: proposer that observes the tokens of all steps; None without one.
+        arch: sizes for the whole model or one device's shard.
+        backend: attention backend.
+        logprobs: packed log probability layout.
+        split: logits layout over devices; None if they are whole.
+        observer: proposer that observes all steps; None without one.
     """
 
     arch: ArchConfig
@@ -99,7 +98,7 @@ class Model:
         max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         observer: Observer | None = None,
     ) -> Model:
-        """Return the model of the whole `arch`, or of its part on one of several devices, for a shard_map over them."""
+        """Return the model for the whole `arch`, or for one device's shard within a shard_map."""
         local, layout = arch.local(num_devices), LogprobLayout.from_sizes(max_logprobs, arch.vocab_size)
         split = VocabSplit(local.vocab_axis, num_devices, arch.vocab_size) if local.vocab_axis else None
         return Model(local, backend, layout, split, observer)
@@ -110,7 +109,7 @@ class Model:
         return () if self.observer is None else self.observer.feature_layers
 
     def observing(self, params: Any) -> tuple[Params, Observe | None]:
-        """Return the model's parameters among those of a program, and the function that observes its tokens, if any."""
+        """Return the model's parameters among a program's, and the function that observes its tokens, if any."""
         return (params, None) if self.observer is None else (params[0], partial(self.observer.observe, params))
 
     @property
@@ -120,7 +119,7 @@ class Model:
 
 
 def begin(state: ServeState, layout: BatchLayout, blob: Array) -> tuple[ServeState, Any]:
-    """Return the state of a step that has got its pages and has counted no tokens of experts yet, and its batch."""
+    """Return the batch, and the state with its new pages and zero expert counts."""
     batch, counts = layout.unpack(blob), state.expert_tokens
     counts = None if counts is None else jnp.zeros_like(counts)
     return dataclasses.replace(
@@ -136,9 +135,9 @@ def plain_round(
     model: Model,
     observe: Observe | None = None,
 ) -> tuple[ServeState, StepOutput]:
-    """One round: the first computes what was planned for each row, the others a token that was sampled before."""
+    """Run one round: the first computes each row's planned tokens, the others a previously sampled token."""
     rows = planned_rows(state.sequences, batch, index)
-    tokens = tokens_of(batch, rows, state.slots, index)
+    tokens = round_tokens(batch, rows, state.slots, index)
     state, logits, hidden = compute_tokens(params, state, batch, rows, tokens, model, observe)
     state, sampled = sample_rows(state, batch, rows, tokens, logits, model)
     with jax.named_scope("logprobs"):
@@ -158,9 +157,9 @@ def compute_tokens(
     model: Model,
     observe: Observe | None = None,
 ) -> tuple[ServeState, Float[Array, "R V"], Float[Array, "T D"]]:
-    """Run the model; return the state with keys and values, the logits of each row's last token, the hidden states.
+    """Run the model; return the state with new keys and values, each row's last logits, and hidden states.
 
-    How long the sequences are does not change: sampling counts what was computed.
+    Sequence lengths do not change here: sampling updates them.
     """
     hidden, observed, state = run_model(
         params, state, rows, tokens, batch.num_rows, model, state_rows=state_rows(batch, rows, tokens)
@@ -175,7 +174,7 @@ def compute_tokens(
 def sample_rows(
     state: ServeState, batch: StepBatch, rows: Rows, tokens: Tokens, logits: Float[Array, "R V"], model: Model
 ) -> tuple[ServeState, Int[Array, " R"]]:
-    """Sample from logits, and count what the round has computed; return the state and the tokens."""
+    """Sample from logits, and count the round's tokens as computed; return the state and the sampled tokens."""
     split, sequences = model.split, state.sequences
     sampling = SamplingRows(sequences.records.at[rows.slot].get(**CLIPPED), rows.end.history, rows.samples)
     with jax.named_scope("sample"):
@@ -200,15 +199,15 @@ def run_model(
     tree_mask: Int[Array, " T"] | None = None,
     state_rows: StateRows | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T observed"], ServeState]:
-    """Return the hidden states of all tokens, what a proposer observes of them, and the state.
+    """Return all tokens' hidden states, the proposer's observations, and the state.
 
-    The state has what layers keep of the tokens, and their experts in the counts.
+    The state has the tokens' keys, values and expert counts.
     """
-    arch, live, shares = model.arch, tokens.live, None
+    arch, live, shards = model.arch, tokens.live, None
     if arch.token_axis is not None:
-        shares = Shares.from_rows(rows, tokens, state.sequences.length.shape[0], arch.num_data_shards)
-        rows, tokens, num_rows = shares.own(rows, tokens, lax.axis_index(arch.token_axis))
-        live = shares.live
+        shards = ShardRows.from_rows(rows, tokens, state.sequences.length.shape[0], arch.num_data_shards)
+        rows, tokens, num_rows = shards.select(rows, tokens, lax.axis_index(arch.token_axis))
+        live = shards.live
     forms = zip(arch.kv_layout.forms, ragged_rows(state.sequences, rows, num_rows), strict=True)
     groups = tuple(form.step_rows(model.backend, group) for form, group in forms)
     attention = PagedAttention(model.backend, state.kv_pages, groups, tree_mask, state.states, state_rows)
@@ -218,8 +217,8 @@ def run_model(
         params, arch, tokens.token_ids, context, model.feature_layers
     )
     attention = PagedAttention.after(context)
-    if shares is not None:
-        hidden = all_tokens(hidden, arch.token_axis).at[shares.place].get(**CLIPPED)
+    if shards is not None:
+        hidden = all_tokens(hidden, arch.token_axis).at[shards.axis_index].get(**CLIPPED)
     state = dataclasses.replace(
         state, kv_pages=attention.kv_pages, states=attention.states, expert_tokens=context.expert_tokens
     )
@@ -227,7 +226,7 @@ def run_model(
 
 
 def with_counts(state: ServeState, output: StepOutput) -> tuple[ServeState, StepOutput]:
-    """Return the state and the output of a step with the tokens of experts that it has counted."""
+    """Return state and output with the step's expert counts."""
     return state, dataclasses.replace(output, expert_tokens=state.expert_tokens)
 
 
@@ -243,11 +242,11 @@ def step_logprobs(
     sampled: Int[Array, " R"],
     hidden: Float[Array, "T D"],
 ) -> tuple[Int[Array, "R words"], Int[Array, "T words"]]:
-    """Packed logprobs of the sampled tokens, and of the token that follows each token of the step; zeros if unwanted.
+    """Return packed log probabilities for the sampled tokens and each token's successor; zeros if unwanted.
 
-    One loop over blocks of both, so that they are one piece of code, and so that logits of all tokens never exist.
-    Tokens that follow are prompt tokens, whose ids the host sends. Ids from the token history must not be read here:
-    without an order between this reading and the writing of new ids, XLA copies the whole table.
+    One loop over blocks of both, so that they share code, and so that logits of all tokens never exist. Successors are
+    prompt tokens, whose ids the host sends. Ids in the token history must not be read here: without an order between
+    this read and the write of new ids, XLA copies the whole table.
     """
     T, R = hidden.shape[0], sampled.shape[0]
     block = min(T, LOGPROB_BLOCK)
@@ -266,20 +265,20 @@ def step_logprobs(
         def read(index: Int[Array, ""], out: Int[Array, "N words"]) -> Int[Array, "N words"]:
             is_rows = index < row_blocks
             start = jnp.where(is_rows, index * block, jnp.minimum((index - row_blocks) * block, T - block))
-            place = jnp.where(is_rows, start, row_blocks * block + start)
+            position = jnp.where(is_rows, start, row_blocks * block + start)
             block_logits = lax.cond(
                 is_rows,
                 lambda: lax.dynamic_slice_in_dim(padded_logits, start, block),
                 lambda: decoder.compute_logits(params, arch, lax.dynamic_slice_in_dim(hidden, start, block)),
             )
-            found = read_logprobs(block_logits, lax.dynamic_slice_in_dim(token_ids, place, block), layout.num_top)
-            return lax.dynamic_update_slice_in_dim(out, found.pack(), place, 0)
+            found = read_logprobs(block_logits, lax.dynamic_slice_in_dim(token_ids, position, block), layout.num_top)
+            return lax.dynamic_update_slice_in_dim(out, found.pack(), position, 0)
 
         num_blocks = jnp.where(wants_tokens, -(-rows.cu_q_lens[-1] // block), 0)
         found = lax.fori_loop(jnp.where(wants_rows, 0, row_blocks), row_blocks + num_blocks, read, empty)
         own, of_tokens = found[: row_blocks * block], found[row_blocks * block :]
         return jnp.concatenate([own, jnp.zeros_like(of_tokens).at[tokens.planned].set(of_tokens, mode="drop")])
 
-    # Not a loop of no rounds: XLA moves what does not depend on the round in front of it, and computes it always.
+    # Not a loop with zero rounds: XLA hoists the loop-invariant part, and would always compute it.
     out: Array = lax.cond(wants_rows | wants_tokens, compute, lambda: empty)
     return out[:R], out[row_blocks * block :]

@@ -1,4 +1,4 @@
-"""Rows and tokens of a round: which rows compute, where their tokens lie, and what sequences keep of them."""
+"""Rows and tokens of a round: which rows compute, the positions of their tokens, and the updates of sequences."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jaxserve.layers.state_forms import StateRows
 from jaxserve.pallas_kernels.ragged_paged_attention import PagesToRead, RaggedRows
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class Rows:
-    """The rows of one round, R of them, as the device finds them. A row that has stopped has no tokens.
+    """The R rows of one round, as found by the device. A row that has stopped has no tokens.
 
     Attributes:
-        slot: the slot of each row.
-        start: lengths of their sequences before this round.
-        q_lens: tokens to compute.
-        cu_q_lens: the first token of each row, and the end of the last.
-        samples: True if the row's last token is the last of its sequence, so that a further one is sampled.
-        pages_to_read: pages that the rows attend to in each KV group, None for all of theirs; None for all in every
+        slot: slot per row.
+        start: sequence lengths before this round.
+        q_lens: number of tokens to compute.
+        cu_q_lens: first token of each row, and the end of the last one.
+        samples: True if the row's last token is the last of its sequence, so that another one is sampled.
+        pages_to_read: pages that the rows attend to in each KV group, None for all of the group; None for all in every
             group. Groups with windows read all.
     """
 
@@ -46,32 +46,32 @@ class Rows:
         samples: Array,
         pages_to_read: tuple[PagesToRead | None, ...] | None = None,
     ) -> Rows:
-        """Return rows whose tokens follow each other on the token axis without gaps."""
+        """Return rows whose tokens are contiguous on the token axis."""
         cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
         return Rows(slot, start, q_lens, cu_q_lens, samples, pages_to_read)
 
     def moved(self, by: Array, q_lens: Array) -> Rows:
-        """Return rows of the same sequences that begin `by` tokens later, or earlier if that is negative."""
+        """Return rows of the same sequences that begin `by` tokens later (earlier if negative)."""
         return Rows.packed(self.slot, self.start.plus(by), q_lens, self.samples)
 
     @property
     def end(self) -> Lengths:
-        """Lengths of each sequence once this round's tokens are computed."""
+        """Sequence lengths after this round's tokens."""
         return self.start.plus(self.q_lens)
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class Tokens:
-    """The token axis of one round, T long.
+    """The token axis of one round, with length T.
 
     Attributes:
-        row: the row of each token; clipped to a valid one for padding.
-        history: index of each token in the history of its sequence; 0 for padding.
-        position: position of each token; 0 for padding.
+        row: row per token; clipped to a valid one for padding.
+        history: index in its sequence's token history; 0 for padding.
+        position: position; 0 for padding.
         live: True if the token is not padding.
-        planned: position of the token on the token axis that the host packed, from which stopped rows are not missing.
-        token_ids: ids; any for padding.
+        planned: index on the token axis packed by the host, which still includes stopped rows.
+        token_ids: token ids; arbitrary for padding.
     """
 
     row: Int[Array, " T"]
@@ -83,7 +83,7 @@ class Tokens:
 
 
 def ragged_rows(sequences: Sequences, rows: Rows, num_rows: Int[Array, ""]) -> list[RaggedRows]:
-    """Return the rows of a round as attention over each KV group sees them, with their places in the page table."""
+    """Return a round's rows per KV group, in the form that attention takes, with their page table rows."""
     page_table, kv_lens, cu_q_lens = sequences.page_table, rows.end.cached, rows.cu_q_lens
     table_rows = sequences.table_rows(rows.slot)
     to_read = zip(table_rows, rows.pages_to_read or [None] * len(table_rows), strict=True)
@@ -91,9 +91,9 @@ def ragged_rows(sequences: Sequences, rows: Rows, num_rows: Int[Array, ""]) -> l
 
 
 def state_rows(batch: StepBatch, rows: Rows, tokens: Tokens) -> StateRows | None:
-    """Return the rows of a round as layers with a state see them; None for a model without such layers.
+    """Return a round's rows in the form that recurrent layers take; None for a model without them.
 
-    In a plan of several rounds each row goes on in the entry of its slot, and none takes a snapshot.
+    In a plan with several rounds each row continues in its slot's entry, and none takes a snapshot.
     """
     if not isinstance(batch, StateBatch):
         return None
@@ -110,19 +110,18 @@ def state_rows(batch: StepBatch, rows: Rows, tokens: Tokens) -> StateRows | None
 
 
 def takes_part(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Bool[Array, " R"]:
-    """Return the mask of rows that compute tokens in a round: in the first all that go on, then those that sample more.
+    """Return the mask of rows that compute tokens in a round: at first all unstopped ones, then those that sample more.
 
     Args:
-        sequences: sequences by slot.
         batch: the plan.
-        index: number of tokens that the rows have sampled in rounds before, each or all of them.
+        index: number of tokens sampled in earlier rounds, per row or for all.
     """
     goes_on = batch.is_row & ~sequences.stopped.at[batch.slot].get(**CLIPPED)
     return goes_on & (index < jnp.maximum(batch.max_new, 1))
 
 
 def planned_rows(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Rows:
-    """Return the rows of a round; `index` as in `takes_part`."""
+    """Return the rows of a round; see `takes_part` for `index`."""
     is_on = takes_part(sequences, batch, index)
     planned = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
     q_lens = jnp.where(is_on, jnp.where(index == 0, planned, 1), 0)
@@ -130,22 +129,22 @@ def planned_rows(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]
 
 
 def num_draftable(sequences: Sequences, rows: Rows) -> Int[Array, " R"]:
-    """Return the tokens after the first of each row that its sequence has pages for: its last token needs none."""
+    """Return how many tokens after each row's first one have pages: a sequence's last token needs none."""
     return jnp.maximum(sequences.max_len(rows.slot) - 2 - rows.start.history, 0)
 
 
 def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Lengths, Array]:
-    """Return row, place in the row, lengths before and liveness of each token on an axis of so many; see `Tokens`."""
+    """Return row, offset in the row, earlier lengths and liveness of each token on an axis; see `Tokens`."""
     R = rows.slot.shape[0]
     token = jnp.arange(num_tokens, dtype=jnp.int32)
-    row = jnp.sum(token[:, None] >= rows.cu_q_lens[None, 1:], axis=1, dtype=jnp.int32)  # less to compile than a search
+    row = jnp.sum(token[:, None] >= rows.cu_q_lens[None, 1:], axis=1, dtype=jnp.int32)  # compiles faster than a search
     live, row = row < R, jnp.minimum(row, R - 1)
     offset = token - rows.cu_q_lens[row]
     return row, offset, Lengths(*(jnp.where(live, start[row] + offset, 0) for start in rows.start)), live
 
 
-def tokens_of(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Array, ""]) -> Tokens:
-    """Return the tokens of a round: those that the host sends, and from the history those that were sampled."""
+def round_tokens(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Array, ""]) -> Tokens:
+    """Return a round's tokens: those sent by the host, and sampled ones from the history."""
     T = batch.token_ids.shape[0]
     row, offset, before, live = place_tokens(rows, T)
     planned = jnp.where(live, batch.cu_q_lens[row] + offset, T)
@@ -156,19 +155,19 @@ def tokens_of(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Array, 
 
 
 def remember(slots: SlotTable, rows: Rows, tokens: Tokens, sampled: Int[Array, " R"]) -> SlotTable:
-    """Write the tokens of a round, and those it sampled, to the history of their sequences."""
+    """Write a round's tokens, and the sampled ones, to their sequences' history."""
     S = slots.token_history.shape[0]  # out of range, dropped
     slot = [jnp.where(tokens.live, rows.slot[tokens.row], S), jnp.where(rows.samples, rows.slot, S)]
     index, token_ids = [tokens.history, rows.end.history], [tokens.token_ids, sampled]
-    place = jnp.concatenate(slot), jnp.concatenate(index)
-    history = slots.token_history.at[place].set(jnp.concatenate(token_ids), **DROPPED)
+    indices = jnp.concatenate(slot), jnp.concatenate(index)
+    history = slots.token_history.at[indices].set(jnp.concatenate(token_ids), **DROPPED)
     return dataclasses.replace(slots, token_history=history)
 
 
 def advance(
     sequences: Sequences, rows: Rows, sampling: SamplingRows, slots: SlotTable, sampled: Int[Array, " R"]
 ) -> Sequences:
-    """Count what was computed, and stop the sequences that a token has ended or that are as long as they may be."""
+    """Count the round's tokens as computed; stop sequences ended by a token or at their maximum length."""
     S = sequences.length.shape[0]
     is_last = ends_sequence(sequences, rows.slot, rows.end.history, sampling.min_history_len, slots, sampled)
     length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.end.history, **DROPPED)
@@ -184,7 +183,7 @@ def ends_sequence(
     slots: SlotTable,
     sampled: Int[Array, " R"],
 ) -> Bool[Array, " R"]:
-    """Mask of tokens, sampled after so many others, that end the sequences in their slots."""
+    """Return the mask of sampled tokens that end the sequences in their slots."""
     stop_ids = slots.stop_ids.at[slot].get(**CLIPPED)
     is_stop = jnp.any(sampled[:, None] == stop_ids, axis=1) & (history_len >= min_history_len)
     is_full = history_len + 1 >= sequences.max_len(slot)

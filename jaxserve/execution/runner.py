@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Unsampled(NamedTuple):
-    """Inputs of the sampling of a split plan."""
+    """Inputs for sampling a split plan."""
 
     plan: StepPlan
     program: StepShape
@@ -48,7 +48,7 @@ class RunningStep:
     wants_prompt_logprobs: bool
     num_compiles: int
     launched_s: float
-    max_drafts: int | None = None  # most tokens drafted for a row in a round; None in a step without drafts
+    max_drafts: int | None = None  # maximum tokens drafted per row and round; None in a step without drafts
 
     @property
     def _sampled(self) -> StepOutput:
@@ -56,13 +56,13 @@ class RunningStep:
         return self.output
 
     def is_ready(self) -> bool:
-        """Return whether `result` need not wait."""
+        """Return whether `result` would return immediately."""
         if isinstance(self.output, Unsampled):
             return False
         return bool(self.output.sampled.is_ready())  # type: ignore[attr-defined]  # not in the stubs of jax.Array
 
     def result(self) -> StepResult:
-        """Wait for the step and download what it was asked for."""
+        """Wait for the step and download the requested outputs."""
         out, unpack = self._sampled, self.layout.unpack
         sampled = np.asarray(out.sampled)
         num_tokens, token_ids, rounds = sampled[:, 0], sampled[:, 1:], None
@@ -93,19 +93,16 @@ class Runner:
     """Compiled programs over weights and one donated state.
 
     Args:
-        programs: programs of the model.
-        params: its weights, on the devices of its mesh if there is one.
-        draft_params: parameters of its proposer, whole on each device, but those of a layer of the model split as its
-            others are.
-        seed: seed of requests, with which each one's own is mixed.
+        params: weights, on the devices of the mesh if there is one.
+        draft_params: proposer parameters, replicated on each device; an MTP layer of the model is split like other
+            layers.
+        seed: engine seed, mixed with each request's own.
 
     Attributes:
-        params: the weights in use.
-        draft_params: parameters of the proposer.
-        programs: compiled programs of the model.
-        packer: packer that turns plans into arrays.
-        param_shapes: shapes, dtypes and places that weights must have.
-        costs: costs of steps.
+        params: weights in use.
+        draft_params: proposer parameters.
+        packer: converts plans to arrays.
+        param_shapes: shapes, dtypes and shardings that weights must have.
     """
 
     def __init__(self, programs: Programs, params: Params, draft_params: Params, *, seed: int = 0) -> None:
@@ -116,11 +113,11 @@ class Runner:
         self.packer = BatchPacker(schedule, seed, arch.vocab_size)
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
         self._logprob_layout = lowering.model.logprobs
-        # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
-        # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
+        # XLA's CPU client allows 32 programs in flight per device. Beyond that, it starts a step on some devices and
+        # waits before it starts the others, for which the step's collectives wait; slot updates can reach that number.
         self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
-        self.state: ServeState | None = self.programs.new_state()  # None while it sleeps, and once it is closed
-        self._sleeping_params: Params | None = None  # copy in the host's memory
+        self.state: ServeState | None = self.programs.new_state()  # None while asleep or closed
+        self._sleeping_params: Params | None = None  # copy in host memory
         self._sleeping_draft: Params = {}
         local, pool_bytes = lowering.model.arch, device_bytes(self.state.kv_pages)
         num_layer_tokens = schedule.num_shard_pages * schedule.page_size * arch.kv_layout.num_pool_layers
@@ -128,13 +125,12 @@ class Runner:
         self.costs = Costs(
             int(pool_bytes * arch.kv_layout.num_layers_read // num_layer_tokens), reads.step, flop_counts(local).step
         )
-        # Before finalizers are run at exit, as the first one registers: jax has some for the constants of what is being
-        # traced.
+        # Must run before finalizers at exit that the first one registers: jax has some for constants being traced.
         weakref.finalize(self, self.programs.close)
         _close_at_exit(self)
 
     def restore_state(self) -> bool:
-        """Wait for the state, replacing one that a failed step has lost by an empty one; return whether it was lost."""
+        """Wait for the state, and replace it by an empty one if a failed step lost it; return whether it was lost."""
         if _is_sound(self.state):
             return False
         if jax.process_count() > 1:
@@ -143,43 +139,41 @@ class Runner:
         return True
 
     def close(self) -> None:
-        """Wait for the steps in flight, whether they fail or not, and let go of weights, state and programs."""
+        """Wait for the steps in flight, failed or not, and drop weights, state and programs."""
         self.programs.close()
         _is_sound(self.state)
         self.params, self.draft_params, self.state = {}, {}, None
         self._sleeping_params, self._sleeping_draft = None, {}
 
     def sleep(self, *, keep_weights: bool) -> None:
-        """Free the device's memory; the weights are copied to the host's unless others will be given."""
+        """Free the device memory; the weights are copied to the host unless new ones will be given."""
         _is_sound(self.state)
         if keep_weights and self.params:
             self._sleeping_params = jax.device_get(self.params)
         elif not keep_weights:
             self._sleeping_params = None
-        if self.draft_params:  # nobody gives others
+        if self.draft_params:  # nobody will supply new ones
             self._sleeping_draft = jax.device_get(self.draft_params)
         self.params, self.draft_params, self.state = {}, {}, None
 
     def wake_weights(self) -> None:
-        """Copy the weights back to where they were, if they were kept."""
+        """Restore the weights with their shardings, if they were kept."""
         if self._sleeping_params is not None:
             self.params, self._sleeping_params = _placed(self._sleeping_params, self.param_shapes), None
         if self._sleeping_draft:
             self.draft_params, self._sleeping_draft = _placed(self._sleeping_draft, self._draft_shapes), {}
 
     def wake_state(self) -> None:
-        """Make an empty pool."""
         if self.state is None:
             self.state = self.programs.new_state()
 
     # Steps
 
     def fit(self, step: StepShape) -> StepShape | None:
-        """Return the cheapest compiled program for a step of this shape."""
         return self.programs.fit(step)
 
     def launch(self, plan: StepPlan, program: StepShape) -> RunningStep:
-        """Dispatch one step: one upload, one program, and the download under way. Admissions go before it."""
+        """Dispatch one step after its admissions: one upload, one program, and the start of the download."""
         compiles, upload = compile_counter.count, self.packer.pack(plan, program.num_tokens)
         if self._one_at_a_time:
             jax.block_until_ready(self.state)
@@ -205,7 +199,7 @@ class Runner:
         return step
 
     def sample(self, step: RunningStep) -> int:
-        """Dispatch the sampling of a split plan, with the masks of its rows in front, and start the download.
+        """Dispatch the sampling of a split plan, after the masks of its rows, and start the download.
 
         Returns the number of programs compiled for it.
         """
@@ -221,7 +215,7 @@ class Runner:
         return compile_counter.count - compiles
 
     def _set_masks(self, blobs: Iterable[NDArray[np.int32]]) -> None:
-        """Set the masks of some rows. Only the array of masks goes through the program."""
+        """Set the masks of some rows. Only the mask array passes through the program."""
         for blob in blobs:
             assert self.state is not None, "a state that sleeps gets no masks"
             slots = self.state.slots
@@ -229,13 +223,13 @@ class Runner:
             self.state = dataclasses.replace(self.state, slots=slots)
 
     def _copy_pages(self, state: ServeState | None, blob: NDArray[np.int32]) -> ServeState:
-        """Return the state with copies of some pages. Only the pool goes through the program."""
+        """Return the state with copies of some pages. Only the pool passes through the program."""
         assert state is not None, "a state that sleeps has no pages"
         return dataclasses.replace(state, kv_pages=self.programs.writers["copy_pages"](state.kv_pages, blob))
 
 
 def array_shapes(params: Params) -> Params:
-    """Return shapes, dtypes and places of parameters: programs may be compiled while the weights are replaced."""
+    """Return shapes, dtypes and shardings: programs may be compiled while the weights are replaced."""
     shapes: Params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
     return shapes
 
@@ -246,11 +240,11 @@ def _placed(params: Params, shapes: Params) -> Params:
 
 
 def _is_sound(state: ServeState | None) -> bool:
-    """Wait for a state; return False if a step it was donated to never ran, or if a step that made it failed."""
+    """Wait for a state; return False if the step that received or produced it failed."""
     try:
-        for leaf in jax.tree.leaves(state):  # each of them: the programs that made them may differ
+        for leaf in jax.tree.leaves(state):  # each one, because different programs may have produced them
             leaf.block_until_ready()
-    except Exception as error:  # an array holds the error of its program; a deleted one raises too
+    except Exception as error:  # an array holds its program's error; a deleted one raises too
         logger.debug("the device state is lost: %s", error)
         return False
     return True
@@ -260,10 +254,10 @@ _runners: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
 def _close_at_exit(runner: Runner) -> None:
-    """Have a runner closed ahead of jax's clean-up at exit, which ends badly while a step runs."""
+    """Close a runner before jax's clean-up at exit, which crashes while a step runs."""
     if not _runners:
         atexit.unregister(_close_all)
-        atexit.register(_close_all)  # anew: it must run before what jax has registered meanwhile
+        atexit.register(_close_all)  # again, so that it runs before handlers that jax has registered meanwhile
     _runners.add(runner)
 
 

@@ -40,18 +40,18 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.scheduling.schedule_config import ScheduleConfig
 
-# Options of reads and writes by slot, row or token in every step: indices out of range are padding, and none is
-# negative, for which XLA would compare and add.
+# Options for reads and writes by slot, row or token in every step: indices out of range are padding, and none is
+# negative, which XLA would have to check.
 CLIPPED: dict[str, Any] = {"mode": "clip", "wrap_negative_indices": False}
 DROPPED: dict[str, Any] = {"mode": "drop", "wrap_negative_indices": False}
-MANY = 1024  # factor on heads or tokens with which they take more room, however they are padded
+MANY = 1024  # factor on heads or tokens that certainly enlarges an array, whatever its padding
 
 
 class Lengths(NamedTuple):
-    """Three lengths of sequences up to a token; each token computed makes all of them one longer.
+    """Three sequence lengths up to a token; each computed token increases all of them by one.
 
-    They are equal unless an admission sets offsets: if tokens have been dropped from the pool, fewer are cached than
-    the history has; positions differ from both if they do not count tokens.
+    They are equal unless an admission sets offsets: if tokens were dropped from the pool, fewer are cached than the
+    history has; positions differ from both if they do not count tokens.
     """
 
     history: Int[Array, "*R"]
@@ -66,17 +66,17 @@ class Lengths(NamedTuple):
         return Lengths(*(length + count for length in self))
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class Sequences:
-    """Sequences by slot, S of them; a request keeps its slot while it runs.
+    """S sequences by slot; a request keeps its slot while it runs.
 
     Attributes:
-        length: tokens computed so far.
-        admitted: numbers that an admission sets, in one array, as each array costs a dispatch a microsecond: `length`
-            at which the sequence ends, then the differences of position and cached length from `length`.
-        stopped: True if it has ended.
-        page_table: its pages, M at most in each of G KV groups; row `slot * G + g` has those of group g.
+        length: number of tokens computed so far.
+        admitted: values set by an admission, in one array because each array costs a microsecond per dispatch: final
+            `length`, then position minus `length` and cached length minus `length`.
+        stopped: True after its end.
+        page_table: up to M pages in each of G KV groups; row `slot * G + g` belongs to group g.
         records: words of SAMPLING_RECORD.
     """
 
@@ -87,7 +87,7 @@ class Sequences:
     records: Int[Array, "S words"]
 
     def table_rows(self, slot: Int[Array, " R"]) -> list[Int[Array, " R"]]:
-        """Return the rows of the page table that have the pages of some sequences in each KV group."""
+        """Return the page table rows of some sequences, per KV group."""
         num_groups = self.page_table.shape[0] // self.length.shape[0]
         return [slot * num_groups + group for group in range(num_groups)]
 
@@ -98,37 +98,37 @@ class Sequences:
         return Lengths(history, position, cached)
 
     def max_len(self, slot: Int[Array, " R"]) -> Int[Array, " R"]:
-        """Return the history lengths at which some sequences end: there they have come to their last position."""
+        """Return the history lengths at which some sequences reach their last position."""
         return self.admitted.at[0, slot].get(**CLIPPED)
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class ServeState:
     """State that lives on the device between steps; donated to every step and returned by it."""
 
-    kv_pages: Pages  # pool in the layout of the attention backend
+    kv_pages: Pages  # pool in the attention backend's layout
     sequences: Sequences
-    slots: SlotTable  # inputs of sampling: tokens, their counts, biases and stop ids
-    states: Any = None  # pool of the states of layers without attention; None where there are none
-    draft: Any = None  # state of the proposer of speculative decoding; None without one
-    pooled: Float[Array, "S D"] | None = None  # sums over the chunks of prompts so far: see `pooling.pool`
-    expert_tokens: Int[Array, "L E"] | None = None  # tokens of experts in the last step; None where they do not count
+    slots: SlotTable  # sampling inputs: tokens, their counts, biases and stop ids
+    states: Any = None  # state pool of recurrent layers; None without them
+    draft: Any = None  # state of the proposer; None without one
+    pooled: Float[Array, "S D"] | None = None  # sums over earlier prompt chunks: see `pooling.pool`
+    expert_tokens: Int[Array, "L E"] | None = None  # tokens per expert in the last step; None if not counted
 
 
 def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Pages:
-    """An empty pool, in whose pages each KV group of a model has room for its layers."""
+    """Return an empty pool, in whose pages each KV group fits its layers."""
     sizes = {"num_layers": arch.kv_layout.num_pool_layers, "num_pages": num_pages, "page_size": page_size}
     return arch.kv_layout.pool.new_pages(backend, **sizes, dtype=jnp.dtype(kv_dtype))
 
 
 def new_states(arch: ArchConfig, num_entries: int) -> Any:
-    """Return an empty pool of the states of layers without attention; None where there are none."""
+    """Return an empty state pool for recurrent layers; None without them."""
     return None if arch.state is None else arch.state.new(arch.num_layers - len(arch.attention_layers), num_entries)
 
 
 def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTable:
-    """Tables by slot before the first request, all zero."""
+    """Return the initial slot tables, all zero."""
     S = max_num_seqs
     return SlotTable(
         token_history=jnp.zeros((S, max_model_len), jnp.int32),
@@ -143,7 +143,7 @@ def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTa
 
 
 def new_sequences(schedule: ScheduleConfig) -> Sequences:
-    """Sequences before the first request: slots whose rows compute nothing."""
+    """Return the initial sequences: slots whose rows compute nothing."""
     S = schedule.max_num_seqs
     return Sequences(
         length=jnp.zeros(S, jnp.int32),
@@ -162,14 +162,14 @@ def new_state(
     backend: str,
     new_draft: Callable[[], Any] = lambda: None,
 ) -> ServeState:
-    """The state before the first step: an empty pool, and slots whose rows compute nothing.
+    """Return the state before the first step: an empty pool, and slots whose rows compute nothing.
 
     Args:
-        arch: sizes of a device's part of the model.
-        schedule: sizes of steps and pool.
-        kv_dtype: dtype of the pool.
-        backend: backend of attention.
-        new_draft: function that makes the state of a proposer.
+        arch: sizes of a device's shard.
+        schedule: sizes of steps and page pool.
+        kv_dtype: pool dtype.
+        backend: attention backend.
+        new_draft: returns the initial state of a proposer.
     """
     counts = None
     if schedule.count_expert_tokens and arch.experts is not None:
@@ -194,10 +194,10 @@ def abstract_state(
     mesh: Mesh | None = None,
     new_draft: Callable[[], Any] = lambda: None,
 ) -> ServeState:
-    """Shapes and dtypes of the state; over the devices of a mesh, shardings too.
+    """Return shapes and dtypes of the state; with a mesh, shardings too.
 
-    The pool is split by its kv heads, states by their heads, counts and masks of tokens by the vocabulary; the state of
-    a proposer is whole on every device. Devices with rows of their own have pages of their own, too.
+    The pool is split by KV heads, recurrent states by their heads, token counts and masks by the vocabulary; a
+    proposer's state is replicated. Data-parallel attention shards have separate pages.
     """
 
     def shapes(arch: ArchConfig, schedule: ScheduleConfig = schedule) -> ServeState:
@@ -207,7 +207,7 @@ def abstract_state(
     if mesh is None:
         return shapes(arch)
     local = arch.local(tensor_size(mesh))
-    # A backend may pad the heads of each device, so global shapes follow from those of one device.
+    # A backend may pad each device's heads, so global shapes follow from one device's.
     larger: dict[MeshAxes, Any] = {
         TENSOR: shapes(local.times(MANY)),
         MODEL: shapes(dataclasses.replace(local, vocab_size=MANY * local.vocab_size)),
@@ -217,7 +217,7 @@ def abstract_state(
 
 
 def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
-    """Return the shapes and dtypes of a slot row; `vocab_size` is that of the whole model."""
+    """Return shapes and dtypes of a slot row; `vocab_size` is the whole model's."""
 
     def array(dtype: DTypeLike, *shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -234,9 +234,10 @@ def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
 
 
 def copy_pages(kv_pages: Pages, blob: Int[Array, "2 E"], axis: str | None = None) -> Pages:
-    """Return a pool, which is donated, with copies of some pages; every layout has them on axis 1.
+    """Return a donated pool with copies of some pages; every layout has them on axis 1.
 
-    Along an axis, each device has as many pages of all that are numbered, in order. Both of a copy are on one of them.
+    Along a mesh axis, each device has an equal part of the page ids, in order. Source and target lie on the same
+    device.
     """
     source, target = blob
     if axis is not None:
@@ -247,6 +248,6 @@ def copy_pages(kv_pages: Pages, blob: Int[Array, "2 E"], axis: str | None = None
 
 
 def set_pages(sequences: Sequences, entries: PageEntries) -> Sequences:
-    """Return the sequences with new entries of their page tables."""
+    """Return the sequences with new page table entries."""
     table = sequences.page_table.at[entries.row, entries.column].set(entries.page, **DROPPED)
     return dataclasses.replace(sequences, page_table=table)

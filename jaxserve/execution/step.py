@@ -1,11 +1,11 @@
-"""serve_step: the one program of the engine. Tokens in, sampled tokens out, the pool updated in place.
+"""serve_step: the engine's main program. Tokens in, sampled tokens out, the pool updated in place.
 
-It may go several rounds: each row that samples goes on with what it sampled, without the host in between, until it
-stops or has the tokens that were planned for it.
+It may run several rounds: each sampling row continues with its sampled token, without the host in between, until it
+stops or has its planned tokens.
 
-Sequences live here, by slot: how long they are, where their pages are, how they are sampled, whether they have ended.
-The host plans with upper bounds and reads later what became of them. A row that has stopped computes nothing, in this
-plan or in any later one, until another request is admitted to its slot.
+Sequences live here, by slot: their lengths, pages, sampling parameters and whether they have ended. The host plans with
+upper bounds and reads the results later. A row that has stopped computes nothing, in this or any later plan, until
+another request is admitted to its slot.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from jaxserve.execution.batch import ADMITTED_STOP_IDS, MAX_STOP_IDS, Admission, BatchLayout, BlobLayout
 from jaxserve.execution.proposer import Proposer
 from jaxserve.execution.round import Model, StepOutput, begin, compute_tokens, plain_round, sample_rows, with_counts
-from jaxserve.execution.rows import planned_rows, takes_part, tokens_of
+from jaxserve.execution.rows import planned_rows, round_tokens, takes_part
 from jaxserve.execution.sampling import (
     SlotRow,
     SlotTable,
@@ -46,7 +46,7 @@ SetSlot = Callable[[ServeState, Array, SlotRow], ServeState]
 SetMasks = Callable[[Array, Array], Array]
 
 
-# Kinds of operations that XLA records in CUDA graphs: its defaults for one device, and control flow.
+# Operations that XLA records in CUDA graphs: its defaults for one device, and control flow.
 _GRAPH_NODES = (
     *("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION"),
     *("CONDITIONAL", "WHILE"),
@@ -54,9 +54,9 @@ _GRAPH_NODES = (
 
 
 def make_serve_step(model: Model, layout: BatchLayout, max_steps: int = 1) -> Program:
-    """Return the step of one bucket, to be jitted with `state` donated; over several devices, in a shard_map.
+    """Return the step for one bucket, to be jitted with `state` donated; on several devices, in a shard_map.
 
-    With an observer its parameters are the model's and the observer's. It goes up to `max_steps` rounds.
+    With an observer, its parameters are a pair (model, observer). It runs up to `max_steps` rounds.
     """
     R, num_words = layout.num_rows, model.logprobs.num_words
 
@@ -92,11 +92,10 @@ def make_serve_step(model: Model, layout: BatchLayout, max_steps: int = 1) -> Pr
 
 
 def make_split_step(model: Model, layout: BatchLayout, masks: BlobLayout) -> tuple[Compute, Sample]:
-    """Return the step of a plan whose rows, all of them in decode, sample by masks that come while the model runs.
+    """Return the step for decoding rows whose masks arrive while the model runs.
 
-    The first program runs the model and returns its logits, the second sets masks and samples. Both are given the blob
-    of the plan, and between them nothing may change but masks. Arguments are as of `make_serve_step`, and the layout of
-    the masks' blob.
+    The first program runs the model and returns its logits, the second sets masks and samples. Both take the plan's
+    blob, and only masks may change between them. Arguments as in `make_serve_step`, plus the layout of the mask blob.
     """
     R, num_words, first_round = layout.num_rows, model.logprobs.num_words, jnp.int32(0)
     set_masks = make_set_masks(model, masks)
@@ -105,7 +104,7 @@ def make_split_step(model: Model, layout: BatchLayout, masks: BlobLayout) -> tup
         params, observe = model.observing(all_params)
         state, batch = begin(state, layout, blob)
         rows = planned_rows(state.sequences, batch, first_round)
-        tokens = tokens_of(batch, rows, state.slots, first_round)
+        tokens = round_tokens(batch, rows, state.slots, first_round)
         state, logits, _ = compute_tokens(params, state, batch, rows, tokens, model, observe)
         return state, logits
 
@@ -114,7 +113,7 @@ def make_split_step(model: Model, layout: BatchLayout, masks: BlobLayout) -> tup
         slots = dataclasses.replace(state.slots, allowed=set_masks(state.slots.allowed, masks_blob))
         state = dataclasses.replace(state, slots=slots)
         rows = planned_rows(state.sequences, batch, first_round)
-        tokens = tokens_of(batch, rows, state.slots, first_round)
+        tokens = round_tokens(batch, rows, state.slots, first_round)
         state, sampled = sample_rows(state, batch, rows, tokens, logits, model)
         logprobs = lax.cond(
             batch.wants_logprobs > 0,
@@ -128,16 +127,16 @@ def make_split_step(model: Model, layout: BatchLayout, masks: BlobLayout) -> tup
 
 
 def step_options(device_kind: str) -> dict[str, str | bool]:
-    """Options of XLA for the programs of steps on such devices.
+    """Return XLA options for step programs on such devices.
 
-    For TPU7x, XLA would copy all weights in front of the loop over the layers, in every step: it expects tiles of twice
-    as many rows to pay over the iterations of the loop, although each layer is read in only one of them. On a CPU most
-    of a program's time is its compilation: XLA's newer code generator and the later passes of LLVM take twice as long,
-    and make no step faster, those of one row rather slower. XLA of jax 0.12 has no older generator any more, and
-    compiles 1.4 times as long. On GPUs a whole step is one CUDA graph: its branches and loops are nodes of the graph,
-    as else the host would wait at each of them until the device gets there, and the device then for the host: on an
-    H100, with four layers of 8B, twice the time of a step of 8 rows. Nodes follow each other in the program's order: if
-    they wait only for what they read, a step saves 0.3 ms, but buffers of all layers are there at once.
+    For TPU7x, XLA would copy all weights before the loop over the layers, in every step: it expects tiles with twice as
+    many rows to pay over all iterations, although each layer is read in only one of them. On a CPU compilation takes
+    most of a program's time: XLA's newer code generator and the later LLVM passes take twice as long and make no step
+    faster, single-row steps rather slower. XLA in jax 0.12 no longer has the older generator, and compiles 1.4 times as
+    long. On GPUs a whole step is one CUDA graph that includes its branches and loops as nodes; otherwise host and
+    device would wait for each other at each of them: on an H100, with four layers of 8B, twice the time for a step with
+    8 rows. Nodes follow each other in program order: if they waited only for their inputs, a step would save 0.3 ms,
+    but buffers for all layers would exist simultaneously.
     """
     if device_kind == "cpu":
         return {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
@@ -147,13 +146,13 @@ def step_options(device_kind: str) -> dict[str, str | bool]:
 
 
 def _append(sampled: Int[Array, "R columns"], new: Int[Array, "R 2"], index: Int[Array, ""]) -> Int[Array, "R columns"]:
-    """Add the tokens of a round."""
+    """Append a round's tokens."""
     sampled = sampled.at[:, 0].add(new[:, 0])
     return lax.dynamic_update_slice(sampled, new[:, 1:], (0, index + 1))
 
 
 def make_admit(layout: BlobLayout, proposer: Proposer | None = None) -> Admit:
-    """The program that lets requests enter their slots; donates the state. The same on every device."""
+    """Return the program that admits requests to their slots; donates the state. The same on every device."""
 
     def admit(state: ServeState, blob: Array) -> ServeState:
         new = Admission(**layout.unpack(blob))
@@ -176,7 +175,7 @@ def make_admit(layout: BlobLayout, proposer: Proposer | None = None) -> Admit:
 
 
 def make_set_slot(split: VocabSplit | None) -> SetSlot:
-    """Return the program that enters a request whose sampling reads more than its logits; donates the state."""
+    """Return the program that admits a request whose sampling reads more than its logits; donates the state."""
 
     def set_slot(state: ServeState, slot: Int[Array, ""], row: SlotRow) -> ServeState:
         first_id, part_size = split.first_id if split else 0, state.slots.token_counts.shape[1]
@@ -198,7 +197,7 @@ def make_set_slot(split: VocabSplit | None) -> SetSlot:
 
 
 def make_set_masks(model: Model, layout: BlobLayout) -> SetMasks:
-    """Return the program that sets the masks of allowed tokens of some slots; donates the masks of all."""
+    """Return the program that sets the allowed-token masks of some slots; donates all masks."""
     split, part_size = model.split, model.arch.vocab_size
 
     def set_masks(allowed: UInt32[Array, "S W"], blob: Int[Array, " words"]) -> UInt32[Array, "S W"]:

@@ -1,14 +1,14 @@
-"""Speculative rounds: tokens are drafted, the model computes all of them at once, and sampling keeps those it accepts.
+"""Speculative rounds: tokens are drafted, verified by the model together, and kept as far as sampling accepts them.
 
-Verification reads the weights once for the last known token of a row and its drafted ones. Then the tokens of a row are
-sampled one after the other, each exactly as in a plain round, with the same adjustments, counts and stops; a row goes
-on as long as what it samples is what was drafted. So drafts change how many tokens a round yields, never which ones a
-greedy row gets, nor how those of the others are distributed.
+Verification reads the weights once for a row's last known token and its drafted ones. Then the row's tokens are sampled
+one after the other, each exactly as in a plain round, with the same adjustments, counts and stops, as long as the
+samples match the draft. Drafts thus change the number of tokens per round, but neither a greedy row's tokens nor
+another row's distribution.
 
-Drafted tokens are a chain, or a tree of several continuations. In a tree each token sees its own ancestors alone
-(SpecInfer, Miao et al. 2023), and a row goes on as long as one of a token's children is what it samples. The keys and
-values of the path that it took are then moved together. Those of drafted tokens that were not accepted stay in the
-row's own pages, behind its length, until the next round overwrites them.
+Drafted tokens are a chain, or a tree of several continuations. In a tree each token sees only its own ancestors
+(SpecInfer, Miao et al. 2023), and a row continues as long as its sample matches one of a token's children. The keys and
+values on the accepted path are then moved together. Those of rejected tokens stay in the row's own pages, beyond its
+length, until the next round overwrites them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 
 
 def make_speculative_step(model: Model, layout: BatchLayout, proposer: Proposer, max_rounds: int) -> Any:
-    """Return the speculative step of one bucket: decoding rows go several rounds, each with up to K drafted tokens.
+    """Return the speculative step for one bucket: decoding rows run several rounds with up to K drafted tokens each.
 
-    To be jitted with `state` donated; over several devices, in a shard_map. Parameters are a pair, the model's and the
-    proposer's.
+    To be jitted with `state` donated; on several devices, in a shard_map. Its parameters are a pair (model, proposer).
     """
     R, num_words = layout.num_rows, model.logprobs.num_words
     num_columns = max_rounds * (proposer.max_drafts + 1)
@@ -67,9 +66,10 @@ def make_speculative_step(model: Model, layout: BatchLayout, proposer: Proposer,
 
 
 def _with_sent_tokens(state: ServeState, batch: SpeculativeBatch) -> ServeState:
-    """Return the state whose history has the tokens that the host sends: a prompt's last one, if it alone was left.
+    """Return the state with the token ids sent by the host in its history: a prompt's last token, if only that was
+    left.
 
-    All other last known tokens have been sampled, or were known when their request was admitted.
+    All other last known tokens have been sampled, or were known at admission.
     """
     slots = state.slots
     token_ids = batch.token_ids.at[batch.cu_q_lens[:-1]].get(**CLIPPED)
@@ -87,7 +87,7 @@ def _round(
     model: Model,
     proposer: Proposer,
 ) -> tuple[ServeState, StepOutput, Int[Array, " R"]]:
-    """Draft, verify, sample; returns a word per row that describes the round: see `round_words`."""
+    """Draft, verify and sample; return one word per row that describes the round: see `round_words`."""
     target_params, _ = params
     num_sampled = out.sampled[:, 0]
     rows = planned_rows(state.sequences, batch, num_sampled)
@@ -110,24 +110,24 @@ def _round(
         with jax.named_scope("observe"):
             kept = Rows.packed(rows.slot, rows.start, out.sampled[:, 0] - num_sampled, rows.samples)
             row, node, before, _ = place_tokens(kept, rows.slot.shape[0] * (proposer.max_drafts + 1))
-            place = row * (proposer.max_nodes + 1) + path.at[row, node].get(**CLIPPED)
+            node_index = row * (proposer.max_nodes + 1) + path.at[row, node].get(**CLIPPED)
             token_ids = state.slots.token_history.at[kept.slot[row], before.history].get(**CLIPPED)
-            draft_state = model.observer.observe(params, state, kept, token_ids, observed[place])
+            draft_state = model.observer.observe(params, state, kept, token_ids, observed[node_index])
         state = dataclasses.replace(state, draft=draft_state)
     return state, out, round_words(wanted, drafts.num_levels, num_accepted, out.sampled[:, 0] - num_sampled)
 
 
 def round_words(wanted: Array, drafted: Array, accepted: Array, sampled: Array) -> Int[Array, " R"]:
-    """Pack the counts of tokens in a round, each i32[R]; `executor.RoundCounts.unpack` reads them."""
+    """Pack a round's token counts, each i32[R]; `executor.RoundCounts.unpack` reads them."""
     return wanted << 24 | drafted << 16 | accepted << 8 | sampled
 
 
 def _verify(
     params: Params, state: ServeState, rows: Rows, drafts: Drafts, num_rows: Int[Array, ""], model: Model
 ) -> tuple[Float[Array, "N1 R V"], Float[Array, "RN1 observed"], ServeState]:
-    """Return logits after the last known token of each row and after each drafted one, and the state: see `run_model`.
+    """Return logits after each row's last known token and drafted tokens, and the state: see `run_model`.
 
-    The second result is what a proposer observes of the tokens, row after row.
+    The second result holds the proposer's observations, row after row.
     """
     R, N = drafts.token_ids.shape
     all_rows = Rows.packed(rows.slot, rows.start, rows.q_lens + drafts.count, rows.samples, rows.pages_to_read)
@@ -141,13 +141,13 @@ def _verify(
     token_ids = jnp.where(node == 0, known, drafted)
     tokens = Tokens(row, history, position, live, planned=history, token_ids=token_ids)
     hidden, observed, state = run_model(params, state, all_rows, tokens, num_rows, model, tree_mask)
-    place = all_rows.cu_q_lens[None, :-1] + jnp.arange(N + 1)[:, None]
-    logits = decoder.compute_logits(params, model.arch, hidden.at[place.reshape(-1)].get(**CLIPPED))
-    return logits.reshape(N + 1, R, -1), observed.at[place.T.reshape(-1)].get(**CLIPPED), state
+    node_index = all_rows.cu_q_lens[None, :-1] + jnp.arange(N + 1)[:, None]
+    logits = decoder.compute_logits(params, model.arch, hidden.at[node_index.reshape(-1)].get(**CLIPPED))
+    return logits.reshape(N + 1, R, -1), observed.at[node_index.T.reshape(-1)].get(**CLIPPED), state
 
 
 def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Model) -> Pages:
-    """Return the pool in which the tokens of each row's path follow each other."""
+    """Return the pool with the tokens on each row's path moved together."""
     kv_pages = state.kv_pages
     sequences, forms = state.sequences, model.arch.kv_layout.forms
     for form, table_row in zip(forms, sequences.table_rows(rows.slot), strict=True):

@@ -1,10 +1,10 @@
-"""XLA's persistent compilation cache, for what jaxserve compiles only.
+"""XLA's persistent compilation cache, used only for jaxserve's own programs.
 
-It has the small programs that load and quantise weights. Programs of steps are kept whole
-(`program_store.ProgramStore`) and need it only where they cannot be: in a run of many processes, or in a remote
+It holds the small programs that load and quantise weights. Step programs are stored whole
+(`program_store.ProgramStore`) and need it only if that is impossible: in a run with many processes, or in a remote
 directory.
 
-jax has one such cache per process, which its settings choose. They are changed while jaxserve compiles and restored
+jax has one such cache per process, selected by its settings. They are changed while jaxserve compiles and restored
 afterwards, so that a trainer in the same process neither fills jaxserve's cache nor loses its own.
 """
 
@@ -30,34 +30,34 @@ Scope = Callable[[], AbstractContextManager[None]]
 _DIRECTORY = "jax_compilation_cache_dir"
 _lock = threading.Lock()
 _num_open = 0
-_saved: dict[str, Any] = {}  # settings as they were outside all scopes
-_own: dict[str, Any] = {}  # and as they are inside
+_saved: dict[str, Any] = {}  # settings outside all scopes
+_own: dict[str, Any] = {}  # settings inside
 
 
 def cache_scope(config: EngineConfig) -> Scope:
-    """Return what to enter while programs of an engine are compiled.
+    """Return the context to enter while an engine's programs are compiled.
 
-    With "auto", a cache that the process has set up itself is used as it is. So is none in a run of many processes:
-    GPUs tune kernels together while they compile, and one process must not find what another lacks.
+    With "auto", a cache that the process has configured itself is used as it is. A run with many processes uses none:
+    GPUs tune kernels jointly while compiling, and one process must not find programs that another lacks.
     """
     is_auto = config.compilation_cache_dir == "auto"
     if is_auto and (jax.process_count() > 1 or _process_directory()):
         return contextlib.nullcontext
-    directory = _own_directory(config)
+    directory = _engine_directory(config)
     if directory and not _is_remote(directory) and not _is_usable(Path(directory)):
         return contextlib.nullcontext
     if is_auto and config.cache_dir:
-        # jax's own bound leaves a cache that cannot be written any more when a process is killed at a bad moment.
+        # jax's own bound can leave an unwritable cache when a process is killed at a bad moment.
         prune(config.cache_dir, "*-cache")
     return partial(_using, directory)
 
 
 def programs_dir(config: EngineConfig) -> Path | None:
-    """Return where whole programs are kept: beside XLA's cache, unless that is remote or there are many processes."""
+    """Return the directory for whole programs, next to XLA's cache; None if remote, or with many processes."""
     if jax.process_count() > 1:
         return None
-    of_process = _process_directory() if config.compilation_cache_dir == "auto" else None
-    directory = of_process or _own_directory(config)
+    process_dir = _process_directory() if config.compilation_cache_dir == "auto" else None
+    directory = process_dir or _engine_directory(config)
     return Path(directory) / "programs" if directory and not _is_remote(directory) else None
 
 
@@ -79,12 +79,12 @@ def _is_remote(directory: str) -> bool:
     return "://" in directory
 
 
-def _own_directory(config: EngineConfig) -> str | None:
+def _engine_directory(config: EngineConfig) -> str | None:
     return str(config.cache_dir) if config.compilation_cache_dir == "auto" else config.compilation_cache_dir
 
 
 def _process_directory() -> str | None:
-    """Return the cache that the process has outside all scopes."""
+    """Return jax's compilation cache directory as configured outside our scopes."""
     with _lock:
         directory: str | None = (_saved or _current([_DIRECTORY]))[_DIRECTORY]
         return directory
@@ -92,7 +92,7 @@ def _process_directory() -> str | None:
 
 @contextlib.contextmanager
 def _using(directory: str | None) -> Iterator[None]:
-    """Use the cache in `directory`, or none. Scopes that overlap share the first one's until the last has ended."""
+    """Use the cache in `directory`, or none. Overlapping scopes share the first one's until the last has ended."""
     global _num_open  # noqa: PLW0603  # of the process, as jax's own settings
     with _lock:
         if not _num_open:
@@ -108,7 +108,7 @@ def _using(directory: str | None) -> Iterator[None]:
         with _lock:
             _num_open -= 1
             if not _num_open:
-                now = _current(_own)  # settings that the process has changed meanwhile stay as they are
+                now = _current(_own)  # settings changed by the process meanwhile stay as they are
                 _set({name: value for name, value in _saved.items() if now[name] == _own[name]})
                 _saved.clear()
                 _own.clear()
@@ -119,7 +119,7 @@ def _set(settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     if before.get(_DIRECTORY) != settings.get(_DIRECTORY):
-        compilation_cache.reset_cache()  # jax opens its cache once, at the first compile
+        compilation_cache.reset_cache()  # jax opens its cache once, at the first compilation
 
 
 def _current(names: Iterable[str]) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def token_at(prompt: Sequence[int], position: int) -> int:
     return NUM_SPECIAL + zlib.crc32(repr((list(prompt), position)).encode()) % (VOCAB_SIZE - NUM_SPECIAL)
 
 
-def tokens_of(prompt: Sequence[int], count: int) -> list[int]:
+def round_tokens(prompt: Sequence[int], count: int) -> list[int]:
     """Return the first tokens behind a prompt."""
     return [token_at(prompt, len(prompt) + index) for index in range(count)]
 

@@ -29,7 +29,7 @@ from jaxserve.server import connection, json_body
 from jaxserve.server.app import _OPEN_PATHS
 from jaxserve.text import chat_template
 from tests.server.conftest import Running, running
-from tests.server.hashed_engine import hashed_engine, tokens_of, write_model
+from tests.server.hashed_engine import hashed_engine, round_tokens, write_model
 
 CANARY = "canary-7f3a91"
 KEY = {"authorization": "Bearer alpha"}
@@ -84,7 +84,7 @@ class Healthy:
 
     def __exit__(self, *_: object) -> None:
         self.thread.join(60)
-        assert self.tokens == tokens_of(self.prompt, self.count)
+        assert self.tokens == round_tokens(self.prompt, self.count)
 
 
 # Deserialisation

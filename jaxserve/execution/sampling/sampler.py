@@ -114,15 +114,15 @@ def _bias_and_mask(
     def of_slots(values: Array) -> Array:
         return values.at[rows.slot].get(mode="clip")
 
-    def own_ids(ids: Int[Array, "R B"], wanted: Bool[Array, " R"]) -> Int[Array, "R B"]:
+    def local_ids(ids: Int[Array, "R B"], wanted: Bool[Array, " R"]) -> Int[Array, "R B"]:
         return jnp.where(wanted[:, None] & (ids >= 0), ids - first_id, -1)
 
     def add_of_slots() -> Float[Array, "R V"]:
         bad_words = of_slots(table.bad_words)
         bad_ids = bad_word_ends(bad_words, _recent_output(rows, table, bad_words.shape[2] - 1))
-        bias_ids = own_ids(of_slots(table.bias_ids), biased)
+        bias_ids = local_ids(of_slots(table.bias_ids), biased)
         forbidden_ids = jnp.concatenate(
-            [own_ids(of_slots(table.stop_ids), rows.is_masked), own_ids(bad_ids, biased)], axis=1
+            [local_ids(of_slots(table.stop_ids), rows.is_masked), local_ids(bad_ids, biased)], axis=1
         )
         token_ids = jnp.concatenate([bias_ids, forbidden_ids], axis=1)
         values = [of_slots(table.bias_values), jnp.full(forbidden_ids.shape, _FORBIDDEN, jnp.float32)]
