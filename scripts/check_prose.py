@@ -39,7 +39,6 @@ NOT_YET = {
     "jaxserve",
     "jaxserve/api",
     "jaxserve/core",
-    "jaxserve/execution/sampling",
     "jaxserve/layers",
     "jaxserve/layers/weight_formats",
     "jaxserve/models",

@@ -10,7 +10,7 @@ from jaxserve.execution.sampling.token_gather import (
     ARGMAX_BLOCK,
     ARGMAX_ROWS,
     add_at,
-    add_by_products,
+    add_by_matmul,
     argmax_by_blocks,
     first_argmax,
     top_one_by_one,
@@ -36,7 +36,7 @@ def test_the_first_of_the_largest(argmax, num_rows, vocab_size):
     assert np.array_equal(jax.jit(argmax, compiler_options=UNOPTIMIZED)(logits), logits.argmax(1))
 
 
-ADDING = {add: jax.jit(add, compiler_options=UNOPTIMIZED) for add in (add_at, add_by_products)}
+ADDING = {add: jax.jit(add, compiler_options=UNOPTIMIZED) for add in (add_at, add_by_matmul)}
 
 
 @pytest.mark.parametrize("add", ADDING)
@@ -68,7 +68,7 @@ def test_values_are_added_at_the_ids_of_each_row(add, num_rows, vocab_size, num_
 def test_any_number_survives_the_products():
     values = np.random.default_rng(0).normal(scale=10, size=(4, 300)).astype(np.float32)
     ids = np.stack([np.random.default_rng(row).permutation(500)[:300] for row in range(4)]).astype(np.int32)
-    added = jax.jit(add_by_products, compiler_options=UNOPTIMIZED)(np.zeros((4, 500), np.float32), ids, values)
+    added = jax.jit(add_by_matmul, compiler_options=UNOPTIMIZED)(np.zeros((4, 500), np.float32), ids, values)
     assert np.array_equal(np.take_along_axis(np.asarray(added), ids, 1), values)
 
 

@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from jaxserve.execution.sampling.token_gather import top_tokens
 
 
-@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class TokenLogprobs:
     """Log probabilities at R positions.
 
     Attributes:
         logprob: log probability of the given token.
-        rank: rank of the given token; 1 is the most likely, equal logits share a rank.
-        top_ids: most likely tokens, best first; no columns if `top_logprobs` holds all tokens in order of ids.
-        top_logprobs: log probabilities of those tokens.
+        rank: rank of the given token; 1 is the most likely, equal logits have the same rank.
+        top_ids: most likely tokens, best first; no columns if `top_logprobs` holds all tokens in id order.
+        top_logprobs: their log probabilities.
     """
 
     logprob: Float[Array, " R"]
@@ -32,21 +32,22 @@ class TokenLogprobs:
     top_logprobs: Float[Array, "R k"]
 
     def pack(self) -> Int[Array, "R words"]:
-        """Join all fields in one array: one output of a program, one download."""
+        """Join all fields in one array, for a single program output and download."""
         columns = (_bits(self.logprob)[:, None], self.rank[:, None], self.top_ids, _bits(self.top_logprobs))
         return jnp.concatenate(columns, axis=1)
 
 
 @dataclass(frozen=True)
 class LogprobLayout:
-    """Columns of packed log probabilities: the given token's, its rank, the most likely ids and theirs.
+    """Columns of packed log probabilities: the given token's, its rank, the most likely ids and their log
+    probabilities.
 
-    A layout of all tokens has no ids: in order of ids there is half as much to send, and the vocabulary need not be
-    sorted. A sort of 128,000 tokens takes XLA a minute to compile for TPUs.
+    A layout with all tokens has no ids: in id order there is half as much to send, and the vocabulary need not be
+    sorted. XLA takes a minute to compile a sort of 128,000 tokens for TPUs.
 
     Attributes:
         num_top: log probabilities per position besides the given token's.
-        vocab_size: number of tokens in the vocabulary.
+        vocab_size: vocabulary size.
     """
 
     num_top: int
@@ -54,13 +55,12 @@ class LogprobLayout:
 
     @staticmethod
     def from_sizes(max_logprobs: int, vocab_size: int) -> "LogprobLayout":
-        """Return the layout for EngineConfig.max_logprobs; -1, or more than the vocabulary, stands for all tokens."""
+        """Return the layout for EngineConfig.max_logprobs; -1, or more than the vocabulary, means all tokens."""
         num_top = vocab_size if max_logprobs < 0 else min(max(max_logprobs, 1), vocab_size)
         return LogprobLayout(num_top, vocab_size)
 
     @property
     def num_ids(self) -> int:
-        """Number of ids per position."""
         return 0 if self.num_top == self.vocab_size else self.num_top
 
     @property
@@ -69,7 +69,7 @@ class LogprobLayout:
         return 2 + self.num_ids + self.num_top
 
     def unpack(self, words: NDArray[np.int32]) -> TokenLogprobs:
-        """Return views of what `pack` made, as numpy arrays; leading axes stay."""
+        """Return views of the packed fields as numpy arrays; leading axes stay."""
         ids: Any = words
         floats: Any = words.view(np.float32)
         stop = 2 + self.num_ids

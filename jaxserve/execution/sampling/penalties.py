@@ -1,8 +1,8 @@
 """Repetition, presence and frequency penalties, from token counts stored by slot.
 
-A count is an int32: the occurrences of a token in the output, plus PROMPT if it occurred only in the prompt when the
-request was admitted. 16 bits would suffice for most requests, in half of the memory, which is a hundredth of an
-accelerator's. But they do not for all, and not every compiler updates single 16-bit elements in place.
+A count is an int32: a token's occurrences in the output, plus PROMPT if it occurred only in the prompt at admission. 16
+bits would suffice for most requests and halve the memory, which is a hundredth of an accelerator's. But they do not
+suffice for all, and not every compiler updates single 16-bit elements in place.
 """
 
 import jax.numpy as jnp
@@ -13,16 +13,17 @@ from jaxtyping import Array, Float, Int
 from jaxserve.execution.sampling.rows import SamplingRows, SlotTable
 from jaxserve.execution.sampling.token_gather import add_at, take_rows
 
-HISTORY_BLOCK = 128  # tokens of a prompt counted at a time
-PROMPT = 1 << 30  # more than the tokens of any request
-_PROMPT_TOKEN = 2.0**-23  # a prompt token in sums whose whole part is the output's; 2**22 make a half
+HISTORY_BLOCK = 128  # prompt tokens counted together
+PROMPT = 1 << 30  # more than any request has tokens
+# weight of a prompt token in sums whose integer part counts the output; 2**22 prompt tokens make a half
+_PROMPT_TOKEN = 2.0**-23
 
 
 def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable) -> Float[Array, "R V"]:
     """Return logits [R, V] after the repetition, then the frequency and presence penalties of each row.
 
     Repetition (Keskar et al. 2019, section 4.1) considers prompt and output, the other two (OpenAI's API) only the
-    output. Rows without penalties come back bit-identical.
+    output. Rows without penalties are bit-identical.
     """
     counts = take_rows(table.token_counts, rows.slot)[:, : logits.shape[1]]
     in_output = (counts % PROMPT).astype(jnp.float32)
@@ -48,7 +49,7 @@ def count_sampled(
 def count_tokens(
     token_ids: Int[Array, " C"], prompt_len: Int[Array, ""], first_id: Int[Array, ""] | int, size: int
 ) -> Int[Array, " V"]:
-    """Count a request's tokens, padded with -1, over the `size` tokens of the vocabulary from `first_id` on."""
+    """Count a request's tokens, padded with -1, over `size` vocabulary entries from `first_id` on."""
     num_blocks = -(-token_ids.shape[0] // HISTORY_BLOCK)
     padding = num_blocks * HISTORY_BLOCK - token_ids.shape[0]
     blocks = jnp.pad(token_ids, (0, padding), constant_values=-1).reshape(num_blocks, 1, HISTORY_BLOCK)

@@ -1,6 +1,6 @@
-"""Random bits of each row from its own seed and position: threefry2x32 (Salmon et al. 2011), unrolled.
+"""Random bits per row from its seed and position: threefry2x32 (Salmon et al. 2011), unrolled.
 
-jax.random derives a key by one function per word and rolls the rounds into loops on CPUs: some 30 kernels, a fifth of a
+jax.random derives a key with one function per word and uses loops over rounds on CPUs: some 30 kernels, a fifth of a
 step's compile time. Unrolled, the rounds are one kernel.
 """
 
@@ -25,7 +25,7 @@ def threefry2x32(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tupl
     return x, y
 
 
-# Streams of independent draws at one position of a sequence
+# Streams of independent draws at the same position
 TARGET, DRAFT, RESIDUAL, ACCEPT = range(4)
 
 
@@ -39,11 +39,11 @@ def uniform_noise(
     """Return uniform noise f32[R, num_draws] in (0, 1), a function of base seed and each row's seed and position.
 
     Args:
-        seed: low and high word of each row's seed.
+        seed: low and high words of each row's seed.
         position: position of the token to draw.
-        base_seed: seed of the engine.
-        num_draws: numbers per row, N.
-        stream: stream of each row, or of all; draws of different streams are independent.
+        base_seed: engine seed.
+        num_draws: draws per row, N.
+        stream: stream per row, or for all; different streams are independent.
     """
     position = lax.bitcast_convert_type(position, jnp.uint32)
     row_key = threefry2x32((seed[:, 0], seed[:, 1]), (position, jnp.broadcast_to(base_seed, position.shape)))
@@ -54,7 +54,7 @@ def uniform_noise(
     )
     first, second = threefry2x32((row_key[0][:, None], row_key[1][:, None]), (index, streams))
     bits = jnp.concatenate([first, second], axis=1)[:, :num_draws]
-    # 23 random bits and a half bit: exact in float32, and neither 0 nor 1.
+    # 23 random bits plus a half: exact in float32, and neither 0 nor 1.
     return ((bits >> jnp.uint32(9)).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
 
 
@@ -65,5 +65,5 @@ def gumbel_noise(
     num_draws: int,
     stream: UInt32[Array, " R"] | int = TARGET,
 ) -> Float[Array, "R N"]:
-    """Return standard Gumbel noise f32[R, num_draws]; arguments as of `uniform_noise`."""
+    """Return standard Gumbel noise f32[R, num_draws]; see `uniform_noise` for the arguments."""
     return -jnp.log(-jnp.log(uniform_noise(seed, position, base_seed, num_draws, stream)))

@@ -1,4 +1,4 @@
-"""Inputs of sampling besides the logits: one entry per row of the step, and one table by slot that outlives steps."""
+"""Sampling inputs besides the logits: one entry per row of a step, and a slot table that outlives steps."""
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -18,11 +18,11 @@ GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in vLLM
 
 
 class RowParameter:
-    """Parameter of each row of SamplingRows: a column of its records, which the host packs from requests.
+    """SamplingRows parameter with one entry per row: a column of its records, which the host packs from requests.
 
     Args:
-        dtype: dtype of one entry; whole words of 4 bytes.
-        source: attribute of Request that has the entry; by default the sampling parameter of the same name.
+        dtype: dtype of one entry, in whole 4-byte words.
+        source: Request attribute with the entry; by default the sampling parameter with the same name.
     """
 
     def __init__(self, dtype: DTypeLike, source: str = "") -> None:
@@ -36,7 +36,7 @@ class RowParameter:
     @overload
     def __get__(self, rows: "SamplingRows", owner: type) -> Array: ...
     def __get__(self, rows: "SamplingRows | None", owner: type) -> "Array | RowParameter":
-        """Return the entries of all rows, [R] or [R, n], floats by their bits; of the class, return the parameter."""
+        """Return all rows' entries, [R] or [R, n], bit-cast from words; for the class, return the parameter."""
         if rows is None:
             return self
         assert SAMPLING_RECORD.fields is not None, "a record has fields"
@@ -46,17 +46,17 @@ class RowParameter:
         return column if self.dtype.shape else column[:, 0]
 
 
-@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class SamplingRows:
-    """Rows of one step as sampling sees them, R entries each. Rows that are not `live` may hold garbage.
+    """The R rows that sampling sees in one step. Rows that are not `live` may hold garbage.
 
     Parameters are columns of the records, read where they are used. As separate arrays each would be an operand of a
     branch, for which XLA compiles and runs a kernel even if the branch is not taken.
 
     Attributes:
         records: words of SAMPLING_RECORD, possibly followed by others.
-        history_len: tokens before the one to sample, which is its index in the token history.
+        history_len: tokens before the one to sample, and thus its index in the token history.
         live: False for padding and for rows whose sample is not used.
     """
 
@@ -66,16 +66,17 @@ class SamplingRows:
 
     slot = RowParameter(np.int32, "slot")  # slot of the row in `SlotTable`
     top_k = RowParameter(np.int32)  # number of largest logits to keep; 0 or less keeps all
-    min_history_len = RowParameter(np.int32, "min_position")  # fewest tokens after which stop ids are not masked
-    # 1 for rows to which the bias, the bad words and the allowed tokens of their slot apply, 2 if only the last do
+    # minimum number of tokens after which stop ids are allowed
+    min_history_len = RowParameter(np.int32, "min_position")
+    # 1 if the slot's bias, bad words and allowed tokens apply, 2 if only the allowed tokens do
     use_bias = RowParameter(np.int32, "bias_kind")
-    seed = RowParameter((np.uint32, 2), "seed_words")  # low and high word of the request's 64-bit seed
+    seed = RowParameter((np.uint32, 2), "seed_words")  # low and high words of the request's seed
     temperature = RowParameter(np.float32)  # divisor of the logits; below 1e-5 the row is greedy
     top_p = RowParameter(np.float32)  # probability mass that the kept most likely tokens must reach; 1 keeps all
-    min_p = RowParameter(np.float32)  # least probability to keep, as a share of the most likely token's; 0 keeps all
+    min_p = RowParameter(np.float32)  # minimum probability relative to the most likely token's; 0 keeps all
     presence_penalty = RowParameter(np.float32)  # number subtracted once from the logits of tokens in the output
     frequency_penalty = RowParameter(np.float32)  # number subtracted for every occurrence in the output
-    # divisor of positive and factor of negative logits of tokens in prompt or output
+    # divides positive and multiplies negative logits of tokens in prompt or output
     repetition_penalty = RowParameter(np.float32)
 
     @property
@@ -117,20 +118,20 @@ def pack_records(requests: Sequence[Request]) -> NDArray[np.int32]:
     return records.view(np.int32).reshape(len(requests), RECORD_WORDS)
 
 
-@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class SlotTable:
-    """Per-request device state, S slots; a request keeps its slot while it runs.
+    """Per-request device state in S slots; a request keeps its slot while it runs.
 
     Attributes:
-        token_history: tokens of the request, C at most; entries from the row's `history_len` on are stale.
-        token_counts: counts in the form of `penalties.count_tokens` for each token of the vocabulary, or of one
-        device's part of it, and possibly of some beyond; stale for requests without penalties.
-        prompt_len: tokens of the prompt, after which the output begins.
-        allowed: bits of the tokens that may be sampled, see `token_mask.pack_mask`; of one device's part too.
-        bad_words: token ids of each bad word, padded in front with -1.
+        token_history: up to C tokens; entries from the row's `history_len` on are stale.
+        token_counts: counts as in `penalties.count_tokens`, for each token in the vocabulary or in one device's shard,
+            possibly padded; stale for requests without penalties.
+        prompt_len: prompt length.
+        allowed: allowed-token bits, see `token_mask.pack_mask`; for one device's shard likewise.
+        bad_words: token ids per bad word, left-padded with -1.
         bias_ids: token ids with a logit bias, each at most once; padded with -1.
-        bias_values: biases of those tokens' logits.
+        bias_values: biases for those tokens' logits.
         stop_ids: ids that end the output, masked before `min_history_len`; padded with -1.
     """
 
@@ -144,16 +145,16 @@ class SlotTable:
     stop_ids: Int[Array, "S E"]
 
 
-@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class SlotRow:
-    """A request as the host writes it to its slot of the table.
+    """A request's slot table entries, as sent by the host.
 
     Attributes:
         token_ids: all known tokens, the prompt first; padded with -1.
-        prompt_len: tokens of the prompt.
-        allowed: bits of the allowed tokens of the whole vocabulary.
-        bad_words: see `SlotTable`, as for the following fields.
+        prompt_len: prompt length.
+        allowed: allowed-token bits for the whole vocabulary.
+        bad_words: this and the following fields as in `SlotTable`.
     """
 
     token_ids: Int[Array, " C"]
@@ -166,12 +167,12 @@ class SlotRow:
 
 
 def by_blocks(compute: Callable[[Any], Any], rows: Any, block: int) -> Any:
-    """Return `compute(rows)`, computed for `block` rows at a time to bound its temporary memory.
+    """Return `compute(rows)`, computed in blocks of rows to limit temporary memory.
 
     Args:
-        compute: function from arrays with entries per row to arrays with entries per row; rows must be independent.
+        compute: maps arrays with entries per row to arrays with entries per row; rows must be independent.
         rows: pytree of such arrays.
-        block: rows at a time, if there are more.
+        block: maximum rows per block.
     """
     num_rows = jax.tree.leaves(rows)[0].shape[0]
     if num_rows <= block:

@@ -1,7 +1,7 @@
-"""Sampling of one token per row from its logits: adjust, weigh, draw.
+"""Sampling: adjusts each row's logits, computes token weights, and draws one token.
 
-All features are data, and costly ones run under `lax.cond` if a live row asks for them. Each kernel takes XLA some
-milliseconds to compile for each size of step, so there is one of everything, with few operands.
+All features are data, and costly ones run under `lax.cond` only if a live row needs them. XLA takes some milliseconds
+to compile each kernel for each step size, so everything exists once, with few operands.
 """
 
 from collections.abc import Callable
@@ -26,22 +26,22 @@ from jaxserve.execution.sampling.token_gather import add_at, first_argmax, plain
 from jaxserve.execution.sampling.token_mask import bad_word_ends, unpack_mask
 from jaxserve.pallas_kernels.target import target_platform
 
-ADJUST_ROWS = 64  # rows adjusted at a time if more are sampled: adjusting takes three times the memory of their logits
+ADJUST_ROWS = 64  # rows adjusted together if more are sampled: adjusting takes three times the memory of their logits
 DRAW_BLOCK = 128  # tokens per block of the two-stage draw
-TPU_ROWS = 16  # rows that a TPU samples at a time, so that weights read repeatedly may stay in its vector memory
+TPU_ROWS = 16  # rows that a TPU samples together, so that repeatedly read weights can stay in its vector memory
 _FORBIDDEN = -(2.0**126)  # added to logits of masked ids; finite, as `add_at` requires, in bfloat16 too
-_GREEDY_DIVISOR = 1e-30  # divisor of greedy rows' logits: the largest keep their weight of 1, all others have none
+_GREEDY_DIVISOR = 1e-30  # divisor for greedy rows' logits: the largest keep a weight of 1, all others get 0
 
 
-@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class DraftedTokens:
-    """Tokens that were drawn as proposals for the position that is sampled, one per row at most.
+    """At most one drafted token per row, proposed for the position being sampled.
 
     Attributes:
-        token_ids: proposed ids; any where there is none.
+        token_ids: proposed ids; arbitrary if there is none.
         is_there: True for rows with a proposal.
-        weights: weights that the proposals were drawn by, up to a factor per row.
+        weights: unnormalised draft probabilities per row.
     """
 
     token_ids: Int[Array, " R"]
@@ -56,13 +56,13 @@ def sample(
     base_seed: UInt32[Array, ""],
     drafted: DraftedTokens | None = None,
 ) -> Int[Array, " R"]:
-    """Return token ids i32[R] drawn from `logits` [R, V] as each row asks; also in [0, V) for rows not live.
+    """Return token ids i32[R] sampled from `logits` [R, V]; rows that are not live get any id in [0, V).
 
     The order is vLLM's: logit bias, stop ids before `min_history_len`, penalties; then greedy rows take the most likely
-    token, the others go through temperature, min_p, top_k and top_p. A row's draw depends only on its logits, its seed
-    and position, and the base seed, whatever its neighbours.
+    token, the others apply temperature, min_p, top_k and top_p. A row's draw depends only on its logits, its seed and
+    position, and the base seed, whatever its neighbours.
 
-    A row with a drafted token returns it if it accepts it; the distribution of the row's token does not depend on it.
+    A drafted token is returned if it is accepted; it does not change the distribution of the row's token.
     """
 
     def adjust_and_draw(block: tuple[Array, SamplingRows, DraftedTokens | None]) -> Int[Array, " R"]:
@@ -78,7 +78,7 @@ def sample(
 
 
 def rows_at_a_time(num_rows: int) -> int:
-    """Return the number of rows of a step that are sampled together."""
+    """Return the number of rows that are sampled together."""
     return TPU_ROWS if target_platform() == "tpu" else num_rows
 
 
@@ -90,9 +90,9 @@ def takes_most_likely(rows: SamplingRows) -> Bool[Array, ""]:
 def adjust_logits(
     logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, first_id: Int[Array, ""] | int = 0
 ) -> Float[Array, "R V"]:
-    """Return logits f32[R, V] after all that may change even a greedy row's token: bias, forbidden tokens, penalties.
+    """Return logits f32[R, V] after everything that affects greedy rows too: bias, forbidden tokens, penalties.
 
-    If each device has its part of the vocabulary, `first_id` is the first token of this device's part.
+    If the vocabulary is split over devices, `first_id` is the first token of this device's shard.
     """
     logits = logits.astype(jnp.float32)
 
@@ -111,31 +111,31 @@ def adjust_logits(
 def _bias_and_mask(
     logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, first_id: Int[Array, ""] | int
 ) -> Float[Array, "R V"]:
-    def of_slots(values: Array) -> Array:
+    def at_slots(values: Array) -> Array:
         return values.at[rows.slot].get(mode="clip")
 
     def local_ids(ids: Int[Array, "R B"], wanted: Bool[Array, " R"]) -> Int[Array, "R B"]:
         return jnp.where(wanted[:, None] & (ids >= 0), ids - first_id, -1)
 
-    def add_of_slots() -> Float[Array, "R V"]:
-        bad_words = of_slots(table.bad_words)
+    def add_at_slots() -> Float[Array, "R V"]:
+        bad_words = at_slots(table.bad_words)
         bad_ids = bad_word_ends(bad_words, _recent_output(rows, table, bad_words.shape[2] - 1))
-        bias_ids = local_ids(of_slots(table.bias_ids), biased)
+        bias_ids = local_ids(at_slots(table.bias_ids), biased)
         forbidden_ids = jnp.concatenate(
-            [local_ids(of_slots(table.stop_ids), rows.is_masked), local_ids(bad_ids, biased)], axis=1
+            [local_ids(at_slots(table.stop_ids), rows.is_masked), local_ids(bad_ids, biased)], axis=1
         )
         token_ids = jnp.concatenate([bias_ids, forbidden_ids], axis=1)
-        values = [of_slots(table.bias_values), jnp.full(forbidden_ids.shape, _FORBIDDEN, jnp.float32)]
+        values = [at_slots(table.bias_values), jnp.full(forbidden_ids.shape, _FORBIDDEN, jnp.float32)]
         return add_at(logits, token_ids, jnp.concatenate(values, axis=1))
 
     biased = rows.is_biased
-    out = lax.cond(jnp.any(rows.is_masked | rows.has_biased_ids), add_of_slots, lambda: logits)
-    allowed = unpack_mask(of_slots(table.allowed), logits.shape[1]) | ~biased[:, None]
+    out = lax.cond(jnp.any(rows.is_masked | rows.has_biased_ids), add_at_slots, lambda: logits)
+    allowed = unpack_mask(at_slots(table.allowed), logits.shape[1]) | ~biased[:, None]
     return jnp.where(allowed & (out > _FORBIDDEN / 2), out, -jnp.inf)
 
 
 def _recent_output(rows: SamplingRows, table: SlotTable, count: int) -> Int[Array, "R N"]:
-    """Return the last `count` tokens of each row's output, with -2 before its first token."""
+    """Return the last `count` output tokens of each row, with -2 before its first one."""
     index = rows.history_len[:, None] - jnp.arange(count, 0, -1)[None]
     slot = rows.slot[:, None]
     token_ids = table.token_history.at[slot, jnp.maximum(index, 0)].get(mode="clip")
@@ -148,7 +148,7 @@ def draw_tokens(
     base_seed: UInt32[Array, ""],
     drafted: DraftedTokens | None = None,
 ) -> Int[Array, " R"]:
-    """Return token ids i32[R] from adjusted logits: the most likely one of greedy rows, a drawn one of the others."""
+    """Return token ids i32[R] from adjusted logits: the most likely one for greedy rows, a drawn one for others."""
 
     def draw() -> Int[Array, " R"]:
         weights = token_weights(logits, rows)
@@ -163,11 +163,11 @@ def draw_tokens(
 def accept_or_draw(
     weights: Float[Array, "R V"], rows: SamplingRows, base_seed: UInt32[Array, ""], drafted: DraftedTokens
 ) -> Int[Array, " R"]:
-    """Return token ids i32[R] in proportion to `weights` [R, V], the drafted ones if they are accepted.
+    """Draw token ids i32[R] in proportion to `weights` [R, V]; drafted ones that are accepted are kept.
 
     Modified rejection sampling (Leviathan et al. 2023; Chen et al. 2023): with p and q the distributions of target and
-    draft, a drafted token is accepted with probability min(1, p / q); otherwise the token is drawn by the positive part
-    of p - q. Greedy rows and those without a draft take what they would without.
+    draft, a drafted token is accepted with probability min(1, p / q); otherwise the token is drawn from the positive
+    part of p - q. Greedy rows and rows without a draft sample as usual.
     """
     vocab_size = weights.shape[1]
     has_draft = drafted.is_there & rows.is_sampled
@@ -177,7 +177,7 @@ def accept_or_draw(
     own = jnp.clip(drafted.token_ids, 0, vocab_size - 1)[:, None]
     p_own, q_own = (jnp.take_along_axis(x, own, axis=1)[:, 0] for x in (p, q))
     uniform = uniform_noise(rows.seed, rows.history_len, base_seed, 1, ACCEPT)[:, 0]
-    # Where p and q differ by rounding alone, nothing is left to draw from.
+    # If p and q differ only by rounding, nothing is left to draw from.
     accepted = has_draft & ((uniform * q_own < p_own) | (jnp.max(residual, axis=1) <= 0))
     stream = jnp.where(has_draft, RESIDUAL, TARGET).astype(jnp.uint32)
     drawn = draw_by_weight(jnp.where(has_draft[:, None], residual, weights), rows, base_seed, stream)
@@ -185,11 +185,11 @@ def accept_or_draw(
 
 
 def token_weights(logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Array, "R V"]:
-    """Return weights f32[R, V] after temperature, min_p, top_k and top_p: the largest is 1, those of filtered tokens 0.
+    """Return weights f32[R, V] after temperature, min_p, top_k and top_p: the largest is 1, filtered tokens have 0.
 
-    All three filters keep the tokens whose weight is at least some threshold, so tied tokens stay or go together: top_k
-    keeps every token as likely as the k-th; top_p keeps the smallest such set that reaches the share `top_p` of the
-    mass left by min_p and top_k. The most likely token always stays. A greedy row's largest logits weigh 1.
+    All three filters keep the tokens with at least a threshold weight, so tied tokens stay or go together: top_k keeps
+    every token as likely as the k-th; top_p keeps the smallest such set that reaches the fraction `top_p` of the mass
+    left by min_p and top_k. The most likely token always stays. A greedy row's largest logits have weight 1.
     """
     sampled = rows.is_sampled
     temperature = jnp.where(sampled, rows.temperature, _GREEDY_DIVISOR)
@@ -199,7 +199,7 @@ def token_weights(logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Arra
     use_top_p = sampled & (rows.top_p < 1)
 
     def filtered(step: Array, threshold: Array) -> Float[Array, " R"]:
-        """Return the threshold of top_k in step 0, which counts the weights, or of top_p in step 1, which adds them."""
+        """Return the threshold for top_k in step 0 (counts weights), or for top_p in step 1 (adds weights)."""
         by_mass = step == 1
 
         def measure(threshold: Array) -> Array:
@@ -225,8 +225,8 @@ def draw_by_weight(
 ) -> Int[Array, " R"]:
     """Draw token ids i32[R] in proportion to `weights` [R, V] by the Gumbel-max trick (Maddison et al. 2014).
 
-    The draw has two stages, first a block of tokens by its total weight, then a token in it: the same distribution with
-    V / 128 + 128 random numbers a row instead of V. A greedy row, whose weights are 0 and 1, gets its first 1.
+    The draw has two stages, first a block by its total weight, then a token in it: the same distribution with V / 128 +
+    128 random numbers per row instead of V. A greedy row, with weights 0 and 1, gets its first 1.
     """
     num_rows, vocab_size = weights.shape
     num_blocks = -(-vocab_size // DRAW_BLOCK)
@@ -252,7 +252,7 @@ def _largest_threshold(
     floor_measure: Float[Array, " R"],
     target: Float[Array, " R"],
 ) -> Float[Array, " R"]:
-    """Return the threshold in [floor, 1] for the smallest set {weight >= threshold} to reach `target`, else `floor`.
+    """Return the threshold in [floor, 1] for the smallest set {weight >= threshold} that reaches `target`, or `floor`.
 
     `measure(t)` [R] is the measure of the weights >= t, each of which contributes `unit(t)` or more. The search bisects
     the bits of t, which order non-negative floats as integers and are about even in log t: at most 30 steps, and about
@@ -266,7 +266,7 @@ def _largest_threshold(
     def value(x: Array) -> Array:
         return lax.bitcast_convert_type(x, jnp.float32)
 
-    # Low and high end are rows of one array, as are their measures: each array of a loop is a kernel to compile.
+    # Low and high ends are rows of one array, and so are their measures: each array in a loop is a kernel to compile.
     def pending(ends: Int[Array, "2 R"], measures: Float[Array, "2 R"]) -> Bool[Array, " R"]:
         several_between = measures[0] - measures[1] >= 2 * unit(value(ends[0]))
         return (measures[0] >= target) & several_between & (ends[1] - ends[0] > 1)
@@ -275,7 +275,7 @@ def _largest_threshold(
         ends, measures = state
         middle = ends[0] + (ends[1] - ends[0]) // 2
         middle_measure = measure(value(middle))
-        # Finished rows stay as they are: the number of steps that their neighbours take must not move their threshold.
+        # Finished rows stay unchanged: the number of steps for their neighbours must not move their threshold.
         is_high = jnp.arange(2)[:, None] == 1
         moves = pending(ends, measures)[None] & ((middle_measure < target)[None] == is_high)
         return jnp.where(moves, middle[None], ends), jnp.where(moves, middle_measure[None], measures)

@@ -1,7 +1,7 @@
-"""Token-wise reads and writes of logits [R, V], with an implementation suited to each kind of device.
+"""Token-wise reads and writes of logits [R, V], with an implementation for each kind of device.
 
-Results are equal on all devices except for places of NaN. A TPU is slow at single elements, and XLA sorts before a
-scatter or a top-k there: such programs took a minute to compile for 128,000 tokens.
+Results are equal on all devices, except for the positions of NaN. A TPU is slow at single elements, and XLA sorts
+before a scatter or a top-k there: such programs took a minute to compile for 128,000 tokens.
 """
 
 import jax.numpy as jnp
@@ -9,20 +9,21 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 ARGMAX_BLOCK = 64  # block size of the first reduction
-ARGMAX_ROWS = 16  # rows from which blocks are three times faster on CPUs than reading all logits twice; slower below
+# minimum rows for which blocks are three times faster on CPUs than reading all logits twice; slower below
+ARGMAX_ROWS = 16
 LANES = 128  # lanes of a TPU
-# Tokens that a GPU selects one by one: more than requests tend to ask for. For more of them it sorts all logits, by a
+# Tokens that a GPU selects one by one: more than requests tend to ask for. Beyond that it sorts all logits, by a
 # library that cannot be part of a CUDA graph.
 SELECTED_ONE_BY_ONE = 64
 
 
 def padded_to_lanes(size: int) -> int:
-    """Return the next multiple of LANES: tables by slot with such a last axis keep their rows contiguous on a TPU."""
+    """Return the next multiple of LANES: with such a last axis, slot tables keep their rows contiguous on a TPU."""
     return -(-size // LANES) * LANES
 
 
 def first_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
-    """Return the id of the first largest logit of each row, i32[R]."""
+    """Return the id of each row's first largest logit, i32[R]."""
     ids: Array = lax.platform_dependent(logits, cpu=argmax_by_blocks, default=plain_argmax)
     return ids
 
@@ -30,8 +31,8 @@ def first_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
 def add_at(
     table: Float[Array, "R V"], token_ids: Int[Array, "R B"], values: Float[Array, "R B"]
 ) -> Float[Array, "R V"]:
-    """Add the finite `values` to `table` [R, V] at the ids of each row; ids outside of [0, V) are ignored."""
-    added: Array = lax.platform_dependent(table, token_ids, values, tpu=add_by_products, default=_scatter_add)
+    """Add the finite `values` to `table` [R, V] at each row's ids; ids outside [0, V) are ignored."""
+    added: Array = lax.platform_dependent(table, token_ids, values, tpu=add_by_matmul, default=_scatter_add)
     return added
 
 
@@ -44,13 +45,13 @@ def take_rows(table: Int[Array, "S V"], slots: Int[Array, " R"]) -> Int[Array, "
     def gather(table: Array, slots: Array) -> Array:
         return table.at[slots].get(mode="clip")
 
-    # XLA:TPU copies half of the whole table before a gather of wide rows.
+    # XLA:TPU copies half the table before a gather of wide rows.
     rows: Array = lax.platform_dependent(table, slots, tpu=one_by_one, default=gather)
     return rows
 
 
 def top_tokens(logits: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """Return the `count` largest logits of each row and their ids, best first, lower ids first among equals."""
+    """Return each row's `count` largest logits and their ids, best first, lower ids first among equals."""
 
     def plain(logits: Array) -> tuple[Array, Array]:
         values, token_ids = lax.top_k(logits, count)
@@ -65,7 +66,7 @@ def top_tokens(logits: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R
 
 
 def argmax_by_blocks(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
-    """Compute `first_argmax` on CPUs: of many rows block by block, so that all logits are read only once."""
+    """Compute `first_argmax` on CPUs: block by block for many rows, so that all logits are read only once."""
     num_rows, vocab_size = logits.shape
     if num_rows < ARGMAX_ROWS or vocab_size % ARGMAX_BLOCK:
         return _argmax_by_reductions(logits)
@@ -75,10 +76,10 @@ def argmax_by_blocks(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
     return block * ARGMAX_BLOCK + within
 
 
-def add_by_products(table: Float[Array, "R V"], token_ids: Int[Array, "R B"], values: Float[Array, "R B"]) -> Array:
-    """Compute `add_at` on TPUs: an id is a row and a column of a grid, whose one-hot matrices are multiplied.
+def add_by_matmul(table: Float[Array, "R V"], token_ids: Int[Array, "R B"], values: Float[Array, "R B"]) -> Array:
+    """Compute `add_at` on TPUs: one-hot matrices for an id's row and column in a grid, combined by a matmul.
 
-    This is exact: the product of a float32 with 1 in full precision is that float32.
+    This is exact: a float32 times 1 in full precision is that float32.
     """
     num_rows, vocab_size = table.shape
     height = -(-vocab_size // LANES)
@@ -91,19 +92,19 @@ def add_by_products(table: Float[Array, "R V"], token_ids: Int[Array, "R B"], va
 
 
 def top_one_by_one(logits: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """Compute `top_tokens` without a sort: the largest, then the largest after it, reading the logits twice each."""
+    """Compute `top_tokens` without a sort: the largest logit, then the next one, reading the logits twice each."""
     num_rows, vocab_size = logits.shape
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
 
-    def behind(value: Array, token_id: Array) -> Bool[Array, "R V"]:
+    def after(value: Array, token_id: Array) -> Bool[Array, "R V"]:
         return (logits < value[:, None]) | ((logits == value[:, None]) & (ids > token_id[:, None]))
 
     def find(index: Array, found: tuple[Array, ...]) -> tuple[Array, ...]:
         values, token_ids, *last = found
-        left = behind(*last)
+        left = after(*last)
         value = jnp.max(jnp.where(left, logits, -jnp.inf), axis=1)
         token_id = jnp.min(jnp.where(left & (logits == value[:, None]), ids, vocab_size - 1), axis=1)
-        # Not a slice of an array: XLA leaves a loop that updates one out of a CUDA graph.
+        # Not an array slice: XLA leaves a loop that updates one out of a CUDA graph.
         is_here = jnp.arange(count) == index
         values = jnp.where(is_here, value[:, None], values)
         return values, jnp.where(is_here, token_id[:, None], token_ids), value, token_id
@@ -120,7 +121,7 @@ def plain_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
 
 
 def _argmax_by_reductions(logits: Array) -> Array:
-    # Two plain reductions: on CPU, XLA vectorises them but not an argmax over (value, index) pairs, 3 times slower.
+    # Two plain reductions: XLA vectorises them on CPUs, but not an argmax over (value, index) pairs, 3 times slower.
     vocab_size = logits.shape[1]
     index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     is_largest = logits == jnp.max(logits, axis=1, keepdims=True)

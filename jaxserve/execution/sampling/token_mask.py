@@ -1,4 +1,4 @@
-"""Tokens that a request forbids: all except the allowed ones, and those that would complete a bad word."""
+"""Forbidden tokens: all except a request's allowed ones, and ids that would complete a bad word."""
 
 from collections.abc import Sequence
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 from jaxserve.execution.sampling.token_gather import LANES, padded_to_lanes
 
-WORD_BITS = 32  # tokens per word of a mask; bit i of word w is token 32 * w + i, as in the masks of grammar libraries
+WORD_BITS = 32  # tokens per mask word; bit i in word w is token 32 * w + i, as in grammar libraries
 
 
 def mask_size(vocab_size: int) -> int:
-    """Return the number of words of a mask, a multiple of LANES."""
+    """Return the words per mask, a multiple of LANES."""
     return padded_to_lanes(-(-vocab_size // WORD_BITS))
 
 
 def pack_mask(token_ids: Sequence[int] | None, vocab_size: int) -> NDArray[np.uint32]:
-    """Return the mask of the allowed tokens, on the host; None allows all."""
+    """Return the allowed-token mask on the host; None allows all."""
     allowed = np.full(mask_size(vocab_size) * WORD_BITS, token_ids is None)
     if token_ids is not None:
         allowed[np.asarray(token_ids, np.int64)] = True
@@ -27,10 +27,10 @@ def pack_mask(token_ids: Sequence[int] | None, vocab_size: int) -> NDArray[np.ui
 
 
 def unpack_mask(words: UInt32[Array, "R W"], size: int) -> Bool[Array, "R V"]:
-    """Return whether each of the first `size` tokens is allowed.
+    """Return, for the first `size` tokens, whether each is allowed.
 
-    One group of LANES tokens has LANES / WORD_BITS words, of which each lane selects its own: arrays with the bits of a
-    word as their last axis would fill a quarter of a TPU's lanes and take four times the memory.
+    A group of LANES tokens has LANES / WORD_BITS words, of which each lane selects its own: with a word's bits as the
+    last axis, arrays would fill a quarter of a TPU's lanes and take four times the memory.
     """
     per_group = LANES // WORD_BITS
     groups = words.reshape(words.shape[0], -1, per_group)
@@ -43,8 +43,8 @@ def unpack_mask(words: UInt32[Array, "R W"], size: int) -> Bool[Array, "R V"]:
 
 
 def mask_part(words: UInt32[Array, " W"], first_id: Int[Array, ""], size: int) -> UInt32[Array, " part"]:
-    """Return the mask of the `size` tokens from `first_id` on, one device's part of the vocabulary."""
-    words = jnp.pad(words, (0, mask_size(size) + 1))  # a slice beyond the end would be moved back
+    """Return the mask for `size` tokens from `first_id` on, for one device's vocabulary shard."""
+    words = jnp.pad(words, (0, mask_size(size) + 1))  # a slice beyond the end would be clamped
     window = lax.dynamic_slice(words, (first_id // WORD_BITS,), (mask_size(size) + 1,))
     shift = (first_id % WORD_BITS).astype(jnp.uint32)
     low, high = window[:-1] >> shift, window[1:] << (jnp.uint32(WORD_BITS) - shift)
@@ -52,11 +52,11 @@ def mask_part(words: UInt32[Array, " W"], first_id: Int[Array, ""], size: int) -
 
 
 def bad_word_ends(bad_words: Int[Array, "R B L"], recent: Int[Array, "R before"]) -> Int[Array, "R B"]:
-    """Return the ids that would complete a bad word, and -1 for bad words that none would complete.
+    """Return the ids that would complete a bad word; -1 for bad words that cannot be completed now.
 
     Args:
-        bad_words: token ids of each bad word, padded in front with -1.
-        recent: last L - 1 ids of each row's output, with -2 before its first token.
+        bad_words: token ids per bad word, left-padded with -1.
+        recent: last L - 1 output ids per row, with -2 before its first token.
     """
     begins = bad_words[:, :, :-1]
     is_begun = jnp.all((begins < 0) | (begins == recent[:, None, :]), axis=2)

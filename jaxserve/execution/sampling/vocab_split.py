@@ -1,7 +1,7 @@
-"""Sampling from logits that are split by vocabulary over devices.
+"""Sampling from logits that are split over devices by vocabulary.
 
-If all rows take their most likely token, devices exchange one candidate per row. Otherwise each device adjusts its part
-of the logits; then devices exchange logits so that each has some rows whole and draws for them as a single device
+If all rows take their most likely token, devices exchange one candidate per row. Otherwise each device adjusts its
+shard of the logits; then devices exchange logits so that each has some rows whole and draws for them as a single device
 would; finally they exchange the results.
 """
 
@@ -29,12 +29,12 @@ from jaxserve.execution.sampling.token_gather import first_argmax
 
 @dataclass(frozen=True)
 class VocabSplit:
-    """Logits [R, ceil(V / n)] on n devices, for use in a shard_map: parts in order of token ids, padding at the end.
+    """Logits [R, ceil(V / n)] on n devices, for use in a shard_map: shards in token id order, padding at the end.
 
     Attributes:
         axis: names of the mesh axes.
-        num_devices: number of devices along those axes, n.
-        vocab_size: number of tokens in the vocabulary, V.
+        num_devices: devices along those axes, n.
+        vocab_size: vocabulary size, V.
     """
 
     axis: str | tuple[str, ...]
@@ -43,7 +43,7 @@ class VocabSplit:
 
     @property
     def first_id(self) -> Int[Array, ""]:
-        """First token of this device's part."""
+        """First token of this device's shard."""
         return lax.axis_index(self.axis) * -(-self.vocab_size // self.num_devices)
 
     def sample(
@@ -54,10 +54,10 @@ class VocabSplit:
         base_seed: UInt32[Array, ""],
         drafted: DraftedTokens | None = None,
     ) -> Int[Array, " R"]:
-        """Return `sampling.sample` of all the logits, the same on every device.
+        """Return `sampling.sample` over all logits, the same on every device.
 
-        Counts and masks in the table are those of the device's own part of the vocabulary. Each device adjusts all rows
-        of its part, then draws for its share of the rows.
+        Counts and masks in the table cover only the device's own shard of the vocabulary. Each device adjusts all rows
+        in its shard, then draws for a part of the rows.
         """
 
         def draw(logits: Array, rows: tuple[SamplingRows, DraftedTokens | None]) -> Int[Array, " R"]:
@@ -78,12 +78,12 @@ class VocabSplit:
     def token_logprobs(
         self, logits: Float[Array, "R part"], token_ids: Int[Array, " R"], num_top: int
     ) -> TokenLogprobs:
-        """Return `sampling.token_logprobs` of all the logits, the same on every device."""
+        """Return `sampling.token_logprobs` over all logits, the same on every device."""
         found: TokenLogprobs = self._by_rows(partial(token_logprobs, num_top=num_top), logits, token_ids)
         return found
 
     def _most_likely(self, logits: Float[Array, "R part"]) -> Int[Array, " R"]:
-        """Return the first of the largest logits, which is on the first device to have one."""
+        """Return the first of the largest logits, which is on the first device that has one."""
         first_id = self.first_id
         token_id = first_id + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logits = jnp.where(token_id < self.vocab_size, logits, -jnp.inf)
@@ -95,15 +95,15 @@ class VocabSplit:
         return jnp.minimum(jnp.take_along_axis(pairs[:, 1], best, axis=0)[0], self.vocab_size - 1)
 
     def _by_rows(self, compute: Callable[[Array, Any], Any], logits: Float[Array, "R part"], rows: Any) -> Any:
-        """Return `compute(logits, rows)`, rows shared among the devices; `rows` and the result have entries per row."""
+        """Return `compute(logits, rows)` with rows split over devices; `rows` and the result have per-row entries."""
         num_rows = logits.shape[0]
-        share = -(-num_rows // self.num_devices)
+        part = -(-num_rows // self.num_devices)
 
         def pad(x: Array) -> Array:
-            return jnp.pad(x, [(0, share * self.num_devices - num_rows)] + [(0, 0)] * (x.ndim - 1))
+            return jnp.pad(x, [(0, part * self.num_devices - num_rows)] + [(0, 0)] * (x.ndim - 1))
 
         def own(x: Array) -> Array:
-            return lax.dynamic_slice_in_dim(pad(x), lax.axis_index(self.axis) * share, share)
+            return lax.dynamic_slice_in_dim(pad(x), lax.axis_index(self.axis) * part, part)
 
         def gather(x: Array) -> Array:
             return lax.all_gather(x, self.axis, tiled=True)[:num_rows]
