@@ -44,7 +44,6 @@ NOT_YET = {
     "jaxserve/openai",
     "jaxserve/server",
     "jaxserve/server/batches",
-    "jaxserve/tools/planner",
     "pallas_kernels",
     "pallas_kernels/grouped_matmul",
     "pallas_kernels/grouped_matmul/mosaic_gpu",

@@ -64,7 +64,7 @@ def test_whole_experts_take_the_same_memory_and_links_but_few_tokens_read_more_o
     report = build_report(divided)
     assert report["expert_parallel_size"] == 4
     assert report["collective_bytes_per_step"] == 32 * 256 * SUM_BYTES
-    assert "on h200x4, each device with 1 of 4 shares of the experts: fits" in render(divided)
+    assert "on h200x4, each device with 1 of 4 shards of the experts: fits" in render(divided)
     with pytest.raises(ConfigError, match="expert_parallel_size must be 1, as LlamaForCausalLM has no experts"):
         plan_of("llama-3.1-8b", "h200x4", expert_parallel_size=4)
 
@@ -99,7 +99,7 @@ def test_requests_that_are_divided_among_chips_have_as_many_times_the_room() -> 
     spared = 64 * 8192 * everywhere.memory.page // 16 * 7 // 8 - more  # bytes that a chip reads less
     assert everywhere.speed.step_ms[64] - divided.speed.step_ms[64] == pytest.approx(spared / 4.8e9, rel=0.1)
     assert divided.speed.ttft_ms > everywhere.speed.ttft_ms, "a prompt alone is computed by one share"
-    assert "shares of the experts and of the requests: fits" in render(divided)
+    assert "shards of the experts and of the requests: fits" in render(divided)
 
 
 def test_learned_positions_are_on_every_chip_and_end_the_model() -> None:

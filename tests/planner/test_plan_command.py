@@ -100,7 +100,7 @@ def test_the_table_says_what_is_predicted() -> None:
         (["--target", "cpu", "--attention-backend", "mosaic_tpu"], "it runs on TPUs only"),
         (["--target", "cpu", "--multi-step", "0"], "multi_step must be"),
         (["--target", "cpu", "--batch", "65"], "batch must be in [1, max_num_seqs], got 65 and 64"),
-        (["--target", "cpu", "--plot", "no/such/place.png"], "plot must be a file in a directory that exists"),
+        (["--target", "cpu", "--plot", "no/such/place.png"], "plot must be a file in an existing directory"),
         (["--target", "cpu", "--model", "llama-9"], "model must be a checkpoint directory, a config.json or one of"),
         (["--target", "cpu", "--model", "meta-llama/Llama-3.1-8B-Instruct"], "-Instruct' (did you mean llama-3.1-8b?)"),
         (["--target", "cpu", "--max-model-len", "99999"], "max_model_len must be at most"),

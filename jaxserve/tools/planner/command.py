@@ -31,7 +31,7 @@ from jaxserve.tools.planner.targets import (
 
 
 def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
-    """Print the plan or the sweep; return the exit code, which is 1 if no target of a sweep could be planned.
+    """Print the plan or the sweep; return the exit code, which is 1 if no target could be planned.
 
     Raises:
         ConfigError: the target, the model or an option is not supported by the planner.
@@ -94,14 +94,13 @@ def _sweep(args: argparse.Namespace, make: Callable[[str], Plan]) -> list[Plan]:
 
 
 def _suggest_compilers(plans: Sequence[Plan], args: argparse.Namespace) -> None:
-    """Name the compilers that would have made the plans exacter, one for each platform, on stderr."""
+    """Print one compiler per platform that would make the plans more exact to stderr."""
     if args.no_compile:
         return
     fitting = {plan.target.platform: plan.target for plan in plans if plan.fits and plan.largest is None}
     for target in fitting.values():
         if (missing := missing_compiler(target, find_compilers(args.compilers))) is not None:
             print(
-                "jaxserve: compilers of about 500 MB would add temporaries of steps and exchanges between chips: "
-                f"{missing}",
+                f"jaxserve: compilers (about 500 MB) would add step temporaries and exchanges between chips: {missing}",
                 file=sys.stderr,
             )

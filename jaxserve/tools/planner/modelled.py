@@ -1,4 +1,4 @@
-"""Executor that simulates steps: each takes the time a roofline predicts, on a simulated clock."""
+"""Executor that simulates steps: each takes the time that a roofline predicts, on a simulated clock."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,6 @@ class ModelledStep:
     num_compiles: int = 0
 
     def is_ready(self) -> bool:
-        """Return whether the step has ended by the executor's clock."""
         return self.ended_s <= self.executor.now_s
 
     def result(self) -> StepResult:
@@ -38,7 +37,7 @@ class ModelledExecutor:
     """`Executor` of one replica that runs the real scheduler on a device simulated from its data sheet.
 
     Args:
-        roofline: roofline of the model on the device.
+        roofline: the model's roofline on the device.
 
     Attributes:
         schedule: sizes of steps and pool.
@@ -56,7 +55,7 @@ class ModelledExecutor:
         self._free_s = 0.0  # end of the last step launched
 
     def fit(self, step: StepShape) -> StepShape | None:
-        """Return the program for a step of one round; the roofline does not model how much several save."""
+        """Return the program for a step of one round; the roofline does not model the gain from more rounds."""
         return cheapest(self._programs, step)
 
     def launch(self, plan: StepPlan, program: StepShape) -> ModelledStep:
@@ -66,12 +65,10 @@ class ModelledExecutor:
         return ModelledStep(self, self.now_s, self._free_s, plan.max_new)
 
     def sample(self, step: ModelledStep) -> int:
-        """Fail: there are no split plans."""
         raise AssertionError("no plan is split")
 
     def restore_state(self) -> bool:
-        """Return False: the simulated state is never lost."""
         return False
 
     def close(self) -> None:
-        """Do nothing: no memory is held."""
+        pass

@@ -1,4 +1,4 @@
-"""Models that can be planned: checkpoints, configurations, and those that come along, by name."""
+"""Models that can be planned: checkpoints, config.json files, and packaged configs by name."""
 
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ _EMBEDDED = "the embedded model"
 
 
 def known_models() -> list[str]:
-    """Return the names of the planner's own configs."""
+    """Return the names of the packaged configs."""
     return sorted(file.stem for file in _CONFIGS.glob("*.json"))
 
 
 def read_model(name: str | None) -> tuple[str, ArchConfig]:
-    """Read a checkpoint, a config.json, or one of the planner's own configs; return its name and ArchConfig.
+    """Read a checkpoint, a config.json or a packaged config; return its name and ArchConfig.
 
     Raises:
         ConfigError: `name` is none of these, or the model is not supported.
@@ -30,7 +30,7 @@ def read_model(name: str | None) -> tuple[str, ArchConfig]:
     if name is not None and not path.exists() and name in known:
         path = _CONFIGS / f"{name}.json"
     if not path.exists():
-        like = path.name.lower().removesuffix("-instruct")  # a name on Hugging Face's hub, without its organisation
+        like = path.name.lower().removesuffix("-instruct")  # a Hugging Face Hub name without its organisation
         hint = did_you_mean([like], known)
         raise ConfigError(f"model must be a checkpoint directory, a config.json or one of {known}, got {name!r}{hint}")
     return name or _EMBEDDED, registry.from_hf_config(_read_config(path))

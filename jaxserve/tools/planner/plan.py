@@ -14,7 +14,7 @@ from jaxserve.tools.planner.speed import Roofline
 from jaxserve.tools.planner.targets import Target
 
 _ROWS = (1, 8, 32, 64, 128, 256)  # batch sizes of the predicted decode steps, as far as they fit
-_COMPILED_PAGES = 1024  # most pages of a device in compiled steps, whose figures do not depend on their number
+_COMPILED_PAGES = 1024  # maximum pages per device in compiled steps, whose figures do not depend on it
 _TOKENS = 1024  # default length of predicted prompts and contexts, at most max_model_len
 
 
@@ -23,11 +23,11 @@ class Speed:
     """Speed that the data sheet allows; predicted, not measured.
 
     Attributes:
-        context_tokens: context length of every row in decode.
-        step_ms: time of a decode step, by its number of rows.
-        tokens_per_s: decode throughput of all rows together, by their number.
+        context_tokens: context length per row.
+        step_ms: decode step time by row count.
+        tokens_per_s: total decode throughput by row count.
         prompt_tokens: prompt length of a request that runs alone.
-        ttft_ms: time to first token of that request.
+        ttft_ms: this request's time to first token.
     """
 
     context_tokens: int
@@ -44,24 +44,23 @@ class Plan:
     Attributes:
         model: name that the user gave.
         target: the chips.
-        num_layers: number of layers of the model.
-        dtype: dtype of weights and activations.
-        quantization: quantisation of the weights, on load or as the checkpoint has them.
-        kv_dtype: dtype of the KV pool.
+        num_layers: layer count.
+        dtype: weight and activation dtype.
+        quantization: weight quantisation, on load or in the checkpoint.
+        kv_dtype: KV pool's dtype.
         backend: attention backend.
-        schedule: sizes of steps and pool; if the model does not fit, the pool holds one request of max_model_len.
-        memory: memory of one chip.
-        largest: step with the most tokens, on one device; None if nothing is compiled: on a CPU, for chips on which the
-            weights and one request do not fit, and where the caller wants no compilation.
-        decode: step with max_num_seqs rows in decode; None if nothing is compiled.
+        schedule: step and pool sizes; if the model does not fit, the pool holds one request of max_model_len.
+        memory: memory per chip.
+        largest: step with the most tokens, on one device; None if nothing is compiled: on a CPU, if the weights and one
+            request do not fit, and if the caller wants no compilation.
+        decode: step with max_num_seqs decoding rows; None if nothing is compiled.
         compile_s: seconds to trace and compile both steps on this machine.
         program_s: seconds to trace and compile each of the engine's programs on this machine, by name; None if not
             requested, or nothing is compiled.
         speed: predicted speed; None on a CPU, and if the model does not fit.
-        num_expert_shards: number of shares of whole experts that devices have; 1 if they have a part of each.
-        fitting_len: if the model does not fit, the largest max_model_len with which it does; 0 if there is none, None
-            if the model fits.
-        remedies: options with which it does, or lacks less, if no max_model_len does.
+        num_expert_shards: number of expert shards; 1 if every device has a part of each expert.
+        fitting_len: if the model does not fit, the largest max_model_len that fits, or 0 if none does; None if it fits.
+        remedies: options with which the model fits, or lacks less memory, if no max_model_len fits.
     """
 
     model: str
@@ -99,7 +98,7 @@ class Plan:
         return self.capacity(self.schedule.max_model_len)
 
     def capacity(self, num_tokens: int) -> int:
-        """Return how many requests of `num_tokens` tokens fit in the pool, or those of all shards, at the same time."""
+        """Return the number of requests with `num_tokens` tokens that fit in all shards' pools at the same time."""
         num_pages = self.schedule.kv_groups.num_pages(num_tokens)
         return self.schedule.num_data_shards * (self.memory.num_pages // num_pages)
 
@@ -115,18 +114,18 @@ def make_plan(
     all_programs: bool = False,
     advises: bool = True,
 ) -> Plan:
-    """Size everything as the engine would on the target, and compile its steps for the target.
+    """Choose all sizes as the engine would on the target, and compile its steps for the target.
 
     Args:
-        config: engine options; `model` may be anything that `read_model` takes, and sizes that are None are resolved as
-            the engine would on the target.
-        target: chips, over all of which the model is split.
-        prompt_tokens: length of the prompt whose TTFT is predicted.
-        context_tokens: context length of the rows whose decode steps are predicted.
-        batch: rows of a decode step that is predicted besides the usual ones.
-        compiles: False to compile nothing: temporaries of steps, and exchanges between chips, are then not counted.
+        config: engine options; `model` may be anything that `read_model` takes; sizes that are None are resolved as on
+            the target.
+        target: chips that the model is split over.
+        prompt_tokens: prompt length for the predicted TTFT.
+        context_tokens: context length for the predicted decode steps.
+        batch: additional number of rows for which a decode step is predicted.
+        compiles: False to compile nothing: step temporaries and exchanges between chips are then not counted.
         all_programs: True to compile all of the engine's programs and time each.
-        advises: False to look for no remedies if the model does not fit, which plans it with further options.
+        advises: False to look for no remedies if the model does not fit; each of them takes another plan.
 
     Raises:
         ConfigError: the engine does not support the model or a size on this target, or the steps cannot be compiled.
@@ -139,23 +138,12 @@ def make_plan(
     stored = sizes.quantization or (None if arch.schemes is None else arch.schemes.method)
     dtypes = sizes.dtype.name, stored, sizes.kv_dtype.name
     names = (sizes.name, target, arch.num_layers, *dtypes, sizes.backend, schedule)
+    plan = Plan(*names, memory.times(target.devices_per_chip), num_expert_shards=config.expert_parallel_size)
     if sheet is None or memory.missing:
-        fitting_len = find_fitting_len(config, target, memory, schedule)
-        return Plan(
-            *names,
-            memory.times(target.devices_per_chip),
-            num_expert_shards=config.expert_parallel_size,
-            fitting_len=fitting_len,
-            remedies=tuple(find_remedies(config, target, memory)) if advises and fitting_len == 0 else (),
-        )
+        return _advised(plan, config, memory, advises)
     lengths = prompt_tokens, context_tokens, batch
     if not compiles:
-        return Plan(
-            *names,
-            memory.times(target.devices_per_chip),
-            speed=_speed(sizes.roofline(), memory.num_pages, *lengths),
-            num_expert_shards=config.expert_parallel_size,
-        )
+        return dataclasses.replace(plan, speed=_speed(sizes.roofline(), memory.num_pages, *lengths))
     # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
     num_pages = schedule.num_data_shards * min(_COMPILED_PAGES, schedule.kv_groups.num_pages(schedule.max_model_len))
     small = dataclasses.replace(schedule, num_pages=num_pages)
@@ -172,15 +160,27 @@ def make_plan(
     if not memory.missing:
         roofline = sizes.roofline(largest.collectives, largest.num_tokens)
         speed = _speed(roofline, memory.num_pages, *lengths)
-    compiled_facts = (largest, decode, compile_s, program_s, speed)
-    fitting_len = find_fitting_len(config, target, memory, schedule)
-    remedies = tuple(find_remedies(config, target, memory)) if advises and fitting_len == 0 else ()
-    chip_memory = memory.times(target.devices_per_chip)
-    return Plan(*names, chip_memory, *compiled_facts, config.expert_parallel_size, fitting_len, remedies)
+    compiled_plan = dataclasses.replace(
+        plan,
+        memory=memory.times(target.devices_per_chip),
+        largest=largest,
+        decode=decode,
+        compile_s=compile_s,
+        program_s=program_s,
+        speed=speed,
+    )
+    return _advised(compiled_plan, config, memory, advises)
+
+
+def _advised(plan: Plan, config: EngineConfig, memory: Memory, advises: bool) -> Plan:
+    """Return the plan with the largest max_model_len that fits, and remedies if none does."""
+    fitting_len = find_fitting_len(config, plan.target, memory, plan.schedule)
+    remedies = tuple(find_remedies(config, plan.target, memory)) if advises and fitting_len == 0 else ()
+    return dataclasses.replace(plan, fitting_len=fitting_len, remedies=remedies)
 
 
 def decode_bucket(schedule: ScheduleConfig) -> int:
-    """Return the bucket of a step with max_num_seqs rows in decode."""
+    """Return the bucket for a step with max_num_seqs decoding rows."""
     return min(size for size in schedule.buckets() if size >= schedule.max_num_seqs)
 
 

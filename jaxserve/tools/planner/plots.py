@@ -1,4 +1,4 @@
-"""Plot of the number of requests that fit on each target, by their length. Needs matplotlib."""
+"""Plot of the number of requests that fit on each target, by request length. It needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ def check_plot(path: str) -> None:
     if (reason := plotting.reason_missing()) is not None:
         raise ConfigError(reason)
     if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"plot must be a file in a directory that exists, got {path!r}")
+        raise ConfigError(f"plot must be a file in an existing directory, got {path!r}")
 
 
 def draw_capacity(plans: Sequence[Plan], path: str) -> None:
-    """Write the capacity curves of the plans to one PNG; plans that do not fit have no curve."""
+    """Write the plans' capacity curves to one PNG; plans that do not fit have no curve."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - an extra; without pyplot there is no global state
 
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")

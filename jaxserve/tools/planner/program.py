@@ -1,4 +1,4 @@
-"""Compilation of serve_step for chips that are not attached, and analysis of the compiled program."""
+"""Step compilation for chips that are not attached, and analysis of the compiled programs."""
 
 import contextlib
 import re
@@ -29,28 +29,27 @@ _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", re.MULTILINE
 )
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
-_IN_LAYER = re.compile(r'op_name="[^"]*/(attention|mlp)/')  # named scopes of a block
+_IN_LAYER = re.compile(r'op_name="[^"]*/(attention|mlp)/')  # named scopes in a block
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind."""
+    """All collectives with the same type, such as "all-reduce"."""
 
     kind: str
     count: int
-    num_bytes: int  # total size of their results on one device
+    num_bytes: int  # total result size on one device
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """Resources that the program of a step needs on one device.
+    """Resources that a step's program needs on one device.
 
     Attributes:
-        num_tokens: length of the token axis.
-        temp_bytes: bytes of temporaries, and of results other than the state.
-        collectives: collectives of one layer.
-        estimate_ms: compiler's own estimate of the run time if each loop, also the one over layers, ran once; None if
-            it has none.
+        num_tokens: token axis length.
+        temp_bytes: size of temporaries and results other than the state.
+        collectives: collectives per layer.
+        estimate_ms: compiler's run time estimate, with each loop counted once, even over layers; None if unknown.
     """
 
     num_tokens: int
@@ -61,16 +60,16 @@ class StepProgram:
 
 @dataclass(frozen=True)
 class StepCompiler:
-    """Compiler of steps for a target, from shapes alone, with the engine's own functions and options.
+    """Compiler for a target: lowers the engine's programs from shapes, without weights.
 
     Attributes:
-        target: target of the compilation.
-        schedule: sizes of steps and pool.
-        dtype: dtype of weights and activations.
-        kv_dtype: dtype of the KV pool.
+        target: the chips.
+        schedule: step and pool sizes.
+        dtype: weight and activation dtype.
+        kv_dtype: KV pool's dtype.
         backend: attention backend.
-        quantization: quantisation of the weights.
-        linear_backend: backend of products with matrices, see `EngineConfig.linear_backend`.
+        quantization: weight quantisation.
+        linear_backend: matmul backend, see `EngineConfig.linear_backend`.
     """
 
     target: Target
@@ -82,7 +81,7 @@ class StepCompiler:
     linear_backend: str = "auto"
 
     def step_programs(self, arch: ArchConfig, buckets: Sequence[int]) -> list[StepProgram]:
-        """Compile the steps of `buckets` and return what each needs.
+        """Compile the steps for `buckets` and return the resources that each needs.
 
         Raises:
             ConfigError: they cannot be compiled.
@@ -97,7 +96,7 @@ class StepCompiler:
         ]
 
     def compile(self, arch: ArchConfig, buckets: Sequence[int]) -> list[jax.stages.Compiled]:
-        """Compile the steps of `buckets`, with all layers of `arch`.
+        """Compile the steps for `buckets`, with all layers of `arch`.
 
         Raises:
             ConfigError: they cannot be compiled.
@@ -107,7 +106,7 @@ class StepCompiler:
             return self._chip.compile_all([lowering.step(num_tokens) for num_tokens in buckets])
 
     def compile_times(self, arch: ArchConfig, max_steps: int) -> dict[str, float]:
-        """Return the seconds to trace, lower and compile each program of an engine with steps of `max_steps` rounds.
+        """Return the seconds to trace, lower and compile each engine program, with up to `max_steps` rounds per step.
 
         Raises:
             ConfigError: a program cannot be compiled.
@@ -164,10 +163,10 @@ def abstract_params(
     matrix_dtype: jnp.dtype | None = None,
     native: bool = False,
 ) -> Params:
-    """Return the shapes of the weights: of one device's share, or, given a mesh, of the whole with shardings.
+    """Return the weights' shapes: one device's part, or, given a mesh, the whole with shardings.
 
-    Matrices that are not quantised have `matrix_dtype`, by default `dtype`. With `native`, those of one device are
-    packed for the native CPU kernels.
+    Unquantised matrices have `matrix_dtype`, by default `dtype`. With `native`, one device's matrices are packed for
+    the native CPU kernels.
     """
     form, specs = weight_format(quantization, arch.schemes), registry.param_specs(arch)
     whole, is_multiplied = {spec.path: spec for spec in specs}, multiplied(specs)
@@ -192,14 +191,14 @@ def _stacked(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def temp_bytes(program: jax.stages.Compiled) -> int:
-    """Return the bytes of temporaries on one device, and of results that do not reuse a donated argument's buffer."""
+    """Return the bytes on one device for temporaries and for results that do not reuse a donated buffer."""
     memory = program.memory_analysis()
-    assert memory is not None, "every compiler that is used here tells it"
+    assert memory is not None, "the compilers for GPUs and TPUs report it"
     return int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)
 
 
 def collectives(program: str) -> tuple[Collective, ...]:
-    """Return the collectives in the text of a compiled program; those in branches and loops count once."""
+    """Return the collectives in a compiled program's text; branches and loops count once."""
     counts: Counter[str] = Counter()
     num_bytes: Counter[str] = Counter()
     for result, kind, start in _COLLECTIVE.findall(program):
@@ -216,9 +215,9 @@ def _array_bytes(kind: str, bits: str, sizes: str) -> int:
 
 
 def layer_collectives(program: str, num_copies: int) -> tuple[Collective, ...]:
-    """Return the collectives of one layer from the text of a compiled program that has `num_copies` unrolled layers.
+    """Return the collectives per layer from the text of a compiled program with `num_copies` unrolled layers.
 
-    Counts are those of most layers: some layers may have no experts.
+    Counts are rounded means: some layers may have no experts.
     """
     in_layers = "\n".join(line for line in program.splitlines() if _IN_LAYER.search(line))
     return tuple(
@@ -228,7 +227,7 @@ def layer_collectives(program: str, num_copies: int) -> tuple[Collective, ...]:
 
 
 def estimate_ms(program: jax.stages.Compiled) -> float | None:
-    """Return the compiler's estimate of the run time, or None; some compilers give negative estimates."""
+    """Return the compiler's run time estimate; None if there is none or it is negative."""
     seconds = (program.cost_analysis() or {}).get("optimal_seconds", 0)
     return seconds * 1e3 if seconds > 0 else None
 
@@ -236,7 +235,7 @@ def estimate_ms(program: jax.stages.Compiled) -> float | None:
 def _tensor(
     part: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str | None, ...], mesh: Mesh | None
 ) -> jax.ShapeDtypeStruct:
-    """Return the shape of one device's part of a tensor, or of the whole tensor with its sharding over a mesh."""
+    """Return the shape of one device's part, or, given a mesh, the whole tensor's shape and sharding."""
     if mesh is None:
         return jax.ShapeDtypeStruct(part, dtype)
     return jax.ShapeDtypeStruct(whole_shape(mesh, part, axes), dtype, sharding=named_sharding(mesh, axes))

@@ -20,12 +20,12 @@ _HIGH_UTILIZATION = 0.95
 
 @dataclass(frozen=True)
 class Remedy:
-    """Options that make a model fit, or lack less.
+    """Options with which a model fits, or lacks less memory.
 
     Attributes:
         options: options as on the command line.
-        missing: bytes that a chip lacks with them for one request of max_model_len tokens; 0 if it fits.
-        fitting_len: largest max_model_len that fits with them; None if max_model_len does, 0 if none.
+        missing: bytes that each chip lacks for a request with max_model_len tokens; 0 if it fits.
+        fitting_len: largest max_model_len that fits; None if the given one does, 0 if none does.
     """
 
     options: str
@@ -34,19 +34,19 @@ class Remedy:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Order among remedies: those that fit come first, then those that fit shorter requests."""
+        """Sort key: remedies that fit come first, then remedies that fit shorter requests."""
         return 2 if self.fitting_len == 0 else int(self.fitting_len is not None), self.missing
 
     @property
     def fits(self) -> bool:
-        """True if a model fits with it, though maybe for shorter requests."""
+        """True if the model fits, perhaps only for shorter requests."""
         return self.fitting_len != 0
 
 
 def find_fitting_len(config: EngineConfig, target: Target, memory: Memory, schedule: ScheduleConfig) -> int | None:
-    """Return the largest max_model_len that fits, given the memory of a device; None if all fits, 0 if nothing does."""
-    # Slots grow with max_model_len: by those of the longest requests a length is sure to fit, by those of a shorter
-    # length no longer request does.
+    """Return the largest max_model_len that fits, given a device's memory; None if all fits, 0 if nothing does."""
+    # Slots grow with max_model_len: a length that fits beside the slots of the longest requests fits in any case, and
+    # the slots of a shorter length give an upper bound.
     if not memory.missing:
         return None
 
@@ -65,12 +65,12 @@ def find_fitting_len(config: EngineConfig, target: Target, memory: Memory, sched
 
 
 def find_remedies(config: EngineConfig, target: Target, memory: Memory) -> list[Remedy]:
-    """Return the remedies for a model that fits with no max_model_len, the best of each kind.
+    """Return the best remedy of each type for a model that fits with no max_model_len.
 
     Args:
         config: options with which it does not fit.
         target: chips on which it does not fit.
-        memory: memory of a device with these options.
+        memory: memory per device with these options.
     """
     missing = memory.missing * target.devices_per_chip
     formats, chips = [{"quantization": each} for each in _FORMATS], list(larger_targets(target))
@@ -87,14 +87,14 @@ def find_remedies(config: EngineConfig, target: Target, memory: Memory) -> list[
 
 
 def _settings(config: EngineConfig, target: Target) -> Iterator[Mapping[str, Any]]:
-    """Yield options with values that take less memory than the given ones or the defaults, or leave more."""
+    """Yield options that take less memory than the given ones, or leave more."""
     yield {name: value for name, value in _SMALL_STEPS.items() if (getattr(config, name) or math.inf) > value}
     if target.platform != "cpu" and config.gpu_memory_utilization < _HIGH_UTILIZATION:
         yield {"gpu_memory_utilization": _HIGH_UTILIZATION}
 
 
 def _best(remedies: Iterator[Remedy], missing: int) -> Remedy | None:
-    """Return the first remedy that fits, or else the best that lacks less than `missing` bytes; None without one."""
+    """Return the first remedy that fits, or else the one that lacks the fewest bytes below `missing`, or None."""
     others = []
     for remedy in remedies:
         if remedy.fitting_len is None:
@@ -105,7 +105,7 @@ def _best(remedies: Iterator[Remedy], missing: int) -> Remedy | None:
 
 
 def _tried(config: EngineConfig, candidates: Iterable[tuple[Mapping[str, Any], Target]], temp: int) -> Iterator[Remedy]:
-    """Yield the remedy that each pair of options and chips is; none for pairs that the engine refuses."""
+    """Plan each pair of options and chips; pairs that the engine refuses are left out."""
     for options, target in candidates:
         tried = dataclasses.replace(config, **options, tensor_parallel_size=target.num_devices)
         try:

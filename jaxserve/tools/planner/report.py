@@ -1,4 +1,4 @@
-"""Reports of plans as JSON and as text. Names of keys end in their units."""
+"""Reports of plans as JSON and as text. Keys end in their units."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,7 +16,7 @@ _NOT_COMPILED = "nothing was compiled: temporaries of steps and exchanges betwee
 
 
 def build_report(plan: Plan) -> Json:
-    """Return all figures of a plan; null where nothing is compiled or predicted."""
+    """Return all figures of a plan; null if nothing is compiled or predicted."""
     memory, schedule, speed = plan.memory, plan.schedule, plan.speed
     programs = [program for program in (plan.largest, plan.decode) if program is not None]
     return {
@@ -66,7 +66,7 @@ def build_report(plan: Plan) -> Json:
 
 
 def capacity_curve(plan: Plan) -> dict[int, int]:
-    """Return how many requests fit in the pool at the same time, by their length in tokens."""
+    """Return the number of requests that fit in the pool at the same time, by length in tokens."""
     longest = plan.schedule.max_model_len
     lengths = {length for power in range(7, longest.bit_length()) if (length := 1 << power) <= longest} | {longest}
     return {length: plan.capacity(length) for length in sorted(lengths)}
@@ -93,7 +93,7 @@ def _collectives(program: StepProgram) -> list[Json]:
 
 
 def _step_bytes(plan: Plan, program: StepProgram) -> int:
-    """Return the size of the results of a step's collectives on one device, over all layers."""
+    """Return the size of a step's collective results on one device, over all layers."""
     return plan.num_layers * sum(exchange.num_bytes for exchange in program.collectives)
 
 
@@ -117,7 +117,7 @@ def _header(plan: Plan) -> str:
     where = plan.target.name
     if plan.num_expert_shards > 1:
         what = "experts" if schedule.num_data_shards == 1 else "experts and of the requests"
-        where += f", each device with 1 of {plan.num_expert_shards} shares of the {what}"
+        where += f", each device with 1 of {plan.num_expert_shards} shards of the {what}"
     return (
         f"{plan.model} in {stored} on {where}: {_verdict(plan)}\n"
         f"requests of up to {schedule.max_model_len} tokens, {schedule.max_num_seqs} of them in a step of up to "
@@ -161,7 +161,7 @@ def _memory(plan: Plan) -> list[Row]:
         largest, decode = (_gb(_temp_bytes(plan, program)) for program in (plan.largest, plan.decode))
         of_reserve = f"of it {largest}" if sheet is not None else largest
         rows.append(("", f"{of_reserve} in a step of {plan.largest.num_tokens} tokens, as compiled"))
-        rows.append(("", f"{decode} with {plan.schedule.max_num_seqs} rows in decode"))
+        rows.append(("", f"{decode} with {plan.schedule.max_num_seqs} decoding rows"))
         if memory.beyond_reserve:
             rows.append(("beyond the reserve", _gb(memory.beyond_reserve)))
     rows.append(("keys and values", f"{_gb(memory.num_pages * memory.page)} in {plan.kv_dtype}"))
@@ -172,7 +172,7 @@ def _memory(plan: Plan) -> list[Row]:
 
 
 def _unused(plan: Plan) -> list[Row]:
-    """Return the rows of the limit's bytes that the engine does not take."""
+    """Return the table rows for memory that the engine does not take."""
     memory, rows = plan.memory, list[Row]()
     if memory.outside:
         reason = "beyond --gpu-memory-utilization"
@@ -226,7 +226,7 @@ def _steps(speed: Speed) -> list[Row]:
 
 
 def build_sweep_report(candidates: Sequence[Candidate]) -> Json:
-    """Return the plan of each target of a sweep, or the reason why it has none, and the cheapest target that fits."""
+    """Return each target's plan, or the reason why it has none, and the cheapest target that fits."""
     best = cheapest(candidates)
     targets = [
         {
@@ -246,7 +246,7 @@ def render_sweep(candidates: Sequence[Candidate]) -> str:
     if any(x.plan and x.plan.speed for x in candidates):
         if any(x.plan and x.plan.speed and x.plan.largest is None for x in candidates):
             blocks.append(_NOT_COMPILED)
-        blocks.append("TTFT, ms a step and what follows from them are predicted from data sheets, not measured")
+        blocks.append("TTFT, ms a step, tokens/s and prices are predicted from data sheets, not measured")
     blocks += [f"{x.target.name}: {x.reason}" for x in candidates if x.reason is not None]
     if (best := cheapest(candidates)) is not None:
         blocks.append(f"cheapest that fits: {best.target.name}, ${best.usd_per_hour:.2f} an hour")

@@ -1,4 +1,4 @@
-"""Sizes of a model on a target: its memory on each device, as the engine would choose it."""
+"""A model's memory on each device, with the sizes that the engine would choose."""
 
 import dataclasses
 import math
@@ -39,20 +39,19 @@ from jaxserve.tools.planner.targets import DataSheet, Target
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in bytes of one chip, or of one jax device if a chip has several.
+    """Memory in bytes per chip, or per jax device if a chip has several.
 
     Attributes:
         limit: memory that XLA may allocate; on a CPU, the machine's memory.
         weights: all weights.
-        slots: state of all decode slots, with snapshots of states.
-        temp: temporaries of the step that needs most; 0 if nothing was compiled.
-        pool_limit: largest pool that the engine would allocate; negative if the weights and the reserve for temporaries
-            do not fit.
-        page: one page of the pool.
-        request: whole pages of one request of max_model_len tokens.
-        reserve: memory that the engine keeps free for temporaries of steps; 0 on a CPU, which keeps none.
-        outside: part of the limit that the engine leaves to others: what exceeds `gpu_memory_utilization` on a TPU, and
-            on a CPU all that its pool may not take.
+        slots: all decode slots, with snapshots of recurrent states.
+        temp: largest temporaries in any compiled step; 0 if nothing was compiled.
+        pool_limit: largest pool that the engine would allocate; negative if the weights and the reserve do not fit.
+        page: page size.
+        request: whole pages for a request with max_model_len tokens.
+        reserve: memory that the engine keeps free for step temporaries; 0 on a CPU.
+        outside: part of the limit that the engine leaves free: on a TPU the part above `gpu_memory_utilization`, on a
+            CPU the part that its pool may not take.
     """
 
     limit: int
@@ -72,18 +71,18 @@ class Memory:
 
     @property
     def beyond_reserve(self) -> int:
-        """Bytes of temporaries that exceed the reserve."""
+        """Bytes by which temporaries exceed the reserve."""
         return max(0, self.temp - self.reserve)
 
     @property
     def rest(self) -> int:
-        """Bytes of the limit that nothing takes, less than a page if all fits; negative if they are missing."""
+        """Unused bytes, less than a page if all fits; negative if bytes are missing."""
         taken = self.weights + self.slots + self.reserve + self.beyond_reserve + self.num_pages * self.page
         return self.limit - taken - self.outside
 
     @property
     def missing(self) -> int:
-        """Bytes missing to serve one request of max_model_len tokens; 0 if it fits."""
+        """Bytes missing to serve a request with max_model_len tokens; 0 if it fits."""
         return max(0, self.missing_in_pool, self._missing_in_all)
 
     @property
@@ -94,7 +93,7 @@ class Memory:
 
     @property
     def num_fitting_pages(self) -> int:
-        """Number of pages that the pool can have next to everything else; 0 if nothing is left."""
+        """Number of pages that fit alongside everything else."""
         return max(0, min(self.pool_limit, self.limit - self.weights - self.slots - self.temp)) // self.page
 
     @property
@@ -109,20 +108,20 @@ class Memory:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model on a target, as the engine would choose them.
+    """A model's sizes on a target, as the engine would choose them.
 
     Attributes:
-        name: name of the model.
+        name: the model's name.
         target: the chips.
-        arch: sizes of the whole model.
-        local: sizes of one device's part.
-        dtype: dtype of weights and activations.
-        kv_dtype: dtype of the KV pool.
-        quantization: format in which matrices are quantised while they are loaded; None to take them as they are.
+        arch: whole model.
+        local: one device's part.
+        dtype: weight and activation dtype.
+        kv_dtype: KV pool's dtype.
+        quantization: format to which matrices are quantised while they are loaded; None for no quantisation.
         backend: attention backend.
-        params: shapes of the weights of a device.
-        schedule: sizes of steps and pool; if the model does not fit, the pool holds one request of max_model_len.
-        memory: memory of one device, without temporaries.
+        params: weight shapes on one device.
+        schedule: step and pool sizes; if the model does not fit, the pool holds one request of max_model_len.
+        memory: memory per device, without temporaries.
     """
 
     name: str
@@ -165,7 +164,7 @@ class Sizes:
                 matrix_dtype=matrices,
                 native=sheet is None and not_packed(config, form, matrices, "cpu") is None,
             )
-        except weights.CheckpointError as error:  # so many devices cannot share a matrix of the checkpoint
+        except weights.CheckpointError as error:  # a matrix cannot be split over the devices
             raise ConfigError(str(error), about=("tensor_parallel_size",)) from error
         memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
         num_pages = memory.num_pages or schedule.kv_groups.num_pages(schedule.max_model_len)
@@ -175,7 +174,7 @@ class Sizes:
         )
 
     def roofline(self, collectives: tuple[Collective, ...] = (), collective_tokens: int = 1) -> Roofline:
-        """Return the roofline of steps on chips with a data sheet; the arguments are those of `Roofline`."""
+        """Return the roofline for steps on chips with a data sheet; see `Roofline` for the arguments."""
         target, sheet, local, pool = self.target, self.target.sheet, self.local, self.schedule
         assert sheet is not None, "this machine has no data sheet"
         share = 1 / target.devices_per_chip
@@ -212,7 +211,7 @@ def _memory(
     kv_dtype: jnp.dtype,
     backend: str,
 ) -> Memory:
-    """Return the memory of one device without the temporaries, which are known only once steps are compiled."""
+    """Return the memory per device without the temporaries, which are known only after compilation."""
     page = page_bytes(local, schedule.page_size, kv_dtype, backend)
     state = abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend)
     slots = tree_bytes((state.slots, state.states))

@@ -1,4 +1,4 @@
-"""Roofline of a step from data sheets: a lower bound of its time, not a measurement."""
+"""Roofline from data sheets: a lower bound for a step's time, not a measurement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ from jaxserve.tools.planner.program import Collective
 
 @dataclass(frozen=True)
 class Roofline:
-    """Prediction of step times: the longer of memory and compute time at the peak rates, plus the collectives.
+    """Predicted step times: the longer of memory and compute time at the peak rates, plus the collectives.
 
-    Launch overhead, latencies, host work and the inefficiency of kernels are not included.
+    Launch overhead, latencies, host work and kernel inefficiency are not included.
 
     Attributes:
-        arch: share of the model on one device, as by `ArchConfig.local`.
+        arch: one device's part, see `ArchConfig.local`.
         schedule: step sizes.
-        peak_rates: peak rates of one device.
+        peak_rates: peak rates per device.
         link_bytes_per_s: bandwidth from a chip to the others, in one direction.
-        num_chips: number of chips that the model is split over.
-        weight_reads: bytes of weights that steps read on one device.
-        kv_token_bytes: bytes of one token in the pool of one device, over all layers.
-        state_bytes: bytes of a sequence's states on one device, which a step reads and writes.
-        collectives: collectives of one layer.
-        collective_tokens: tokens of the step in which `collectives` were counted.
+        num_chips: chips that the model is split over.
+        weight_reads: weight bytes that steps read on each device.
+        kv_token_bytes: bytes per token in a device's pool, over all layers.
+        state_bytes: recurrent states per sequence on a device, which a step reads and writes.
+        collectives: collectives per layer.
+        collective_tokens: tokens in the step in which `collectives` were counted.
     """
 
     arch: ArchConfig
@@ -45,39 +45,39 @@ class Roofline:
     collective_tokens: int
 
     def decode_ms(self, num_rows: int, context_tokens: int) -> float:
-        """Return the time of a decode step whose rows have a context of `context_tokens` each."""
+        """Return the time for a decode step with `context_tokens` per row."""
         return self.step_ms([context_tokens - 1] * num_rows, [1] * num_rows)
 
     def ttft_ms(self, prompt_tokens: int) -> float:
-        """Return the time of all prefill steps of a prompt that runs alone."""
+        """Return the time for all prefill steps of a prompt that runs alone."""
         budget = self.schedule.shard_config.max_num_batched_tokens
         starts = range(0, prompt_tokens, budget)
         return sum(self.step_ms([start], [min(budget, prompt_tokens - start)]) for start in starts)
 
     def step_ms(self, starts: Sequence[int], counts: Sequence[int]) -> float:
-        """Return the time of a step whose rows compute `counts` tokens each, after `starts` earlier ones.
+        """Return the time for a step in which rows compute `counts` tokens after `starts` earlier ones.
 
-        Where rows are divided among shards, they take turns, and the first shard has the most tokens.
+        Rows are dealt to shards in turn, so that the first shard has the most tokens.
         """
         num_shards = self.schedule.num_data_shards
         bucket = min(size for size in self.schedule.buckets() if size >= num_shards * sum(counts[::num_shards]))
         windows = [layer.window for layer in self.arch.attention_layers]
         attention = attention_cost(np.array(starts), np.array(counts), windows)
-        num_shares = len(self.arch.attention_layers) * num_shards
-        kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // num_shares
+        num_parts = len(self.arch.attention_layers) * num_shards
+        kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // num_parts
         num_bytes = self.weight_reads.step(bucket, sum(counts)) + kv_bytes + 2 * len(counts) * self.state_bytes
         flops = flop_counts(self.arch).step(bucket, self.schedule.num_rows(bucket), attention.num_scores)
         split = split_time(0.0, flops, num_bytes, self.peak_rates)
         return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)
 
     def _exchange_ms(self, num_tokens: int) -> float:
-        """Return the time of rings over all links: a chip sends n - 1 of n shards, in an all-reduce twice.
+        """Return the time for ring exchanges over all links: a chip sends n - 1 of n shards, in an all-reduce twice.
 
-        The result of a reduce-scatter is one of these shards, that of the others all.
+        A reduce-scatter's result is one shard; the other collectives' results are all shards.
         """
         if self.num_chips == 1:
             return 0.0  # exchanges between the devices of one chip are not modelled
-        share = (self.num_chips - 1) / self.num_chips
+        fraction = (self.num_chips - 1) / self.num_chips
         factors = {"all-reduce": 2, "reduce-scatter": self.num_chips}
-        sent = sum(factors.get(x.kind, 1) * share * x.num_bytes for x in self.collectives)
+        sent = sum(factors.get(x.kind, 1) * fraction * x.num_bytes for x in self.collectives)
         return sent * self.arch.num_layers * num_tokens / self.collective_tokens / self.link_bytes_per_s * 1e3

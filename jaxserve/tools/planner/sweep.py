@@ -1,4 +1,4 @@
-"""Comparison of several targets and their prices."""
+"""Comparison of targets and their prices."""
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,14 +13,14 @@ Prices = Mapping[str, float]  # dollars per chip and hour, by kind
 
 @dataclass(frozen=True)
 class Candidate:
-    """Target of a sweep, with its plan.
+    """Target in a sweep, with its plan.
 
     Attributes:
-        target: target that was planned for.
-        plan: plan of the model on the target; None if it could not be planned.
-        reason: error message if it could not be planned; else None.
-        usd_per_hour: price of all its chips; None if the price is not known.
-        num_rows: rows of the decode step that is compared: the requested number, or as many as fit.
+        target: the chips.
+        plan: plan for the target; None if planning failed.
+        reason: error message if planning failed, otherwise None.
+        usd_per_hour: price of all its chips; None if unknown.
+        num_rows: number of rows in the compared decode step: the requested number, or the maximum that fits.
     """
 
     target: Target
@@ -31,7 +31,7 @@ class Candidate:
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """Lowest price of a million output tokens: that of steps that all have `num_rows` rows."""
+        """Lowest price of a million output tokens, if all steps have `num_rows` rows."""
         if self.usd_per_hour is None or self.plan is None or self.plan.speed is None:
             return None
         return self.usd_per_hour / 3600 / self.plan.speed.tokens_per_s[self.num_rows] * 1e6
@@ -65,8 +65,8 @@ def sweep(
     Args:
         names: names of the targets.
         make: function that plans for one target.
-        prices: prices of the kinds for which they are known.
-        batch: rows of the decode steps to compare, as far as they fit; None for as many as fit.
+        prices: known prices.
+        batch: number of rows in the compared decode steps, as far as they fit; None for the maximum.
 
     Raises:
         ConfigError: a name is not the name of a target.
@@ -88,6 +88,6 @@ def _num_rows(plan: Plan, batch: int | None) -> int:
 
 
 def cheapest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Return the cheapest candidate per hour that fits; None if none fits, or none of these has a price."""
+    """Return the fitting candidate with the lowest price per hour; None if none fits and has a price."""
     fitting = [x for x in candidates if x.plan is not None and x.plan.fits and x.usd_per_hour is not None]
     return min(fitting, key=lambda x: x.usd_per_hour or 0, default=None)

@@ -1,4 +1,4 @@
-"""Targets of the planner: chips with the figures of their data sheets, and their arrangement."""
+"""Targets: chips with their data sheets, and their topology."""
 
 import dataclasses
 import math
@@ -16,15 +16,15 @@ from jaxserve.system.environment import gpu_memory_fraction
 
 @dataclass(frozen=True)
 class DataSheet:
-    """Figures of a chip from its maker, and its description for the compiler.
+    """The maker's figures for a chip, and its description for the compiler.
 
     Attributes:
         chip: chip that programs are compiled for.
-        memory_bytes: memory of one chip; for a TPU, the memory that its compiler leaves to programs.
+        memory_bytes: memory per chip; for a TPU, the memory that its compiler leaves to programs.
         bytes_per_s: memory bandwidth.
-        flops_per_s: rate of dense matrix products, by dtype.
+        flops_per_s: dense matmul rate by dtype.
         link_bytes_per_s: bandwidth in one direction of a link to a neighbour, or to the switch between all chips.
-        directions: number of dimensions of the chips' arrangement.
+        directions: number of topology dimensions.
         devices_per_chip: jax devices per chip.
     """
 
@@ -38,23 +38,22 @@ class DataSheet:
 
     @property
     def device_bytes(self) -> int:
-        """Memory of one device."""
         return self.memory_bytes // self.devices_per_chip
 
     def limit_bytes(self, gpu_memory_utilization: float) -> int:
-        """Return the memory of one device that XLA may allocate at this `gpu_memory_utilization`."""
-        share = 1.0 if self.chip.platform == "tpu" else gpu_memory_fraction() or gpu_memory_utilization
-        return int(self.memory_bytes * share) // self.devices_per_chip
+        """Return the memory per device that XLA may allocate at this `gpu_memory_utilization`."""
+        fraction = 1.0 if self.chip.platform == "tpu" else gpu_memory_fraction() or gpu_memory_utilization
+        return int(self.memory_bytes * fraction) // self.devices_per_chip
 
 
 @dataclass(frozen=True)
 class Target:
-    """Chips of one kind; `sheet` is None for the CPU of this machine.
+    """Chips of the same type; `sheet` is None for this machine's CPU.
 
     Attributes:
         name: name that the user gave.
-        kind: kind of the chips, key of their price.
-        sheet: data sheet of one chip.
+        kind: chip type, the key of its price.
+        sheet: the chip's data sheet.
         shape: number of chips in each dimension.
     """
 
@@ -65,7 +64,6 @@ class Target:
 
     @property
     def num_chips(self) -> int:
-        """Number of chips."""
         return math.prod(self.shape)
 
     @property
@@ -75,29 +73,28 @@ class Target:
 
     @property
     def devices_per_chip(self) -> int:
-        """Number of jax devices per chip."""
         return self.sheet.devices_per_chip if self.sheet else 1
 
     @property
     def platform(self) -> str:
-        """Name of the platform in jax."""
+        """jax's platform name."""
         return self.sheet.chip.platform if self.sheet else "cpu"
 
     @property
     def num_links(self) -> int:
-        """Number of links from each chip: one per dimension, or two where four or more chips can form a ring."""
+        """Number of links per chip: one per dimension, or two if four or more chips can form a ring."""
         return sum(min(2, size // 2) if self.sheet and self.sheet.directions > 1 else 1 for size in self.shape)
 
     @property
     def topology(self) -> str:
-        """Shape in the form that `Chip.devices` takes."""
+        """Shape as `Chip.devices` takes it."""
         return "x".join(map(str, self.shape if len(self.shape) > 1 else (1, 1, *self.shape)))
 
 
 def _gpu(chip: Chip, gb: int, gb_per_s: int, tflops: float, link_gb_per_s: int) -> DataSheet:
-    """Return the data sheet of a GPU: dense rates, and bandwidth in one direction of NVLink or else of PCI Express.
+    """Return a GPU's data sheet: dense rates, and NVLink's or else PCI Express's bandwidth in one direction.
 
-    XLA multiplies float32 in TF32, at half of the rate of bfloat16 and float16.
+    XLA multiplies float32 in TF32, at half the bfloat16 rate.
     """
     return DataSheet(
         chip=chip,
@@ -127,7 +124,7 @@ _GPUS = {
 def _tpu(
     chip: Chip, gib: float, gb_per_s: int, tflops: int, link_gb_per_s: int, directions: int, devices_per_chip: int = 1
 ) -> DataSheet:
-    """Return the data sheet of a TPU; an exact float32 product takes six in bfloat16."""
+    """Return a TPU's data sheet; an exact float32 matmul takes six in bfloat16."""
     return DataSheet(
         chip=chip,
         memory_bytes=int(gib * 2**30),
@@ -139,9 +136,9 @@ def _tpu(
     )
 
 
-# Bandwidth and bfloat16 FLOP/s of a chip are from Google Cloud's documentation of each generation. It gives the
-# bandwidth between chips as the sum over all links and both directions: four links on v5e and v6e, six on the others.
-# The memory is what the compiler leaves to programs.
+# Bandwidth and bfloat16 FLOP/s are from Google Cloud's documentation. It gives the bandwidth between chips as the sum
+# over all links and both directions: four links on v5e and v6e, six on the others. The memory is the part that the
+# compiler leaves to programs.
 _TPUS = {
     "v4": _tpu(TPU_V4, gib=30.75, gb_per_s=1200, tflops=275, link_gb_per_s=50, directions=3),
     "v5e": _tpu(TPU_V5E, gib=15.75, gb_per_s=819, tflops=197, link_gb_per_s=50, directions=2),
@@ -166,11 +163,11 @@ SWEPT = (
     *("v6e:1x1", "v6e:2x2", "v6e:2x4", "v6e:4x4"),
     *("tpu7x:1x1x1", "tpu7x:2x2x1"),
 )
-"""Names of the targets that a sweep compares by default."""
+"""Targets that a sweep compares by default."""
 
 
 def parse_target(name: str) -> Target:
-    """Return the target of this name, whether or not its compiler is installed.
+    """Return the target with this name, whether or not its compiler is installed.
 
     Raises:
         ConfigError: there is no such target.
@@ -193,20 +190,20 @@ def parse_target(name: str) -> Target:
 
 
 def _without_separators(name: str) -> str:
-    """Return the name of a GPU as it is written here: RTX-4090 and rtx_pro_6000 are rtx4090 and rtxpro6000."""
+    """Return a GPU's name as written here: RTX-4090 and rtx_pro_6000 are rtx4090 and rtxpro6000."""
     plain = name.lower().replace("_", "-").replace(" ", "-")
     return plain if plain in _GPUS else re.sub(r"-(?!40gb)", "", plain)
 
 
 _NUM_GPUS = (2, 4, 8)
-_SLICES = {  # shapes of TPU slices that Google Cloud offers, by their number of directions
+_SLICES = {  # TPU slice shapes that Google Cloud offers, by number of directions
     2: ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
     3: ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"),
 }
 
 
 def larger_targets(target: Target) -> Iterator[Target]:
-    """Yield targets with more chips of the same kind, in order of their number; none for a CPU."""
+    """Yield targets with more chips of the same type, in ascending order; none for a CPU."""
     if target.sheet is None:
         return
     shapes: dict[str, tuple[int, ...]] = {f"{target.kind}x{count}": (count,) for count in _NUM_GPUS}
@@ -219,7 +216,7 @@ def larger_targets(target: Target) -> Iterator[Target]:
 
 
 def missing_compiler(target: Target, compilers: Path) -> str | None:
-    """Return a sentence with the missing compiler of a target and the command that installs it; None if it is there.
+    """Return a sentence with a target's missing compiler and the command that installs it; None if none is missing.
 
     Args:
         target: target to compile for.
@@ -229,6 +226,6 @@ def missing_compiler(target: Target, compilers: Path) -> str | None:
         return None
     packages = shlex.join(target.sheet.chip.requirements())
     return (
-        f"programs cannot be compiled for {target.name}, as {reason}; install it beside your environment: "
+        f"programs cannot be compiled for {target.name}, as {reason}; install it outside your environment: "
         f"pip install --target {shlex.quote(str(compilers))} --no-deps {packages}"
     )
