@@ -1,20 +1,19 @@
-"""Errors raised to users. Messages say what is required, what was given, and what to change."""
+"""Errors raised to users. Messages name the rule, the given value and the remedy."""
 
 import difflib
 from collections.abc import Collection, Iterable
 from itertools import islice, takewhile
 
 _BRIEF_CHARS = 80
-_MOST_NAMES, _LONGEST_NAME = 4, 64  # a client must not keep the server comparing names
+_MAX_NAMES, _MAX_NAME_LEN = 4, 64  # a client must not keep the server comparing names
 
 
 class ConfigError(ValueError):
-    """Error of the configuration: the engine cannot start; raised before any request is accepted.
+    """Invalid configuration: the engine cannot start; raised before any request is accepted.
 
     Args:
-        message: text that says what must hold, what came, and what to change.
-        about: fields of EngineConfig that the message is about, where a command needs them: `plan` sets some itself,
-            and says so.
+        message: text with the rule, the given value and the remedy.
+        about: EngineConfig fields that the message concerns, for commands such as `plan`, which sets some itself.
     """
 
     def __init__(self, message: str, *, about: Collection[str] = ()) -> None:
@@ -23,16 +22,16 @@ class ConfigError(ValueError):
 
 
 class RequestError(ValueError):
-    """Error of one request, which is refused; the engine and all other requests continue."""
+    """Invalid request, which is refused; the engine and all other requests continue."""
 
 
 class PromptTooLongError(RequestError):
-    """Error of a prompt that has more tokens than the model takes.
+    """Prompt with more tokens than the model takes.
 
     Args:
-        message: text that says what must hold, what came, and what to change.
-        num_tokens: tokens of the prompt; of one that was not encoded, a number that it has at least.
-        max_tokens: the most tokens that a prompt may have.
+        message: text with the rule, the given value and the remedy.
+        num_tokens: number of prompt tokens; a lower bound if the prompt was not encoded.
+        max_tokens: maximum number of prompt tokens.
     """
 
     def __init__(self, message: str, num_tokens: int, max_tokens: int) -> None:
@@ -40,30 +39,30 @@ class PromptTooLongError(RequestError):
         self.num_tokens, self.max_tokens = num_tokens, max_tokens
 
     def __reduce__(self) -> tuple[type, tuple[str, int, int]]:
-        """Return what rebuilds the error in another process."""
+        """Return the constructor call that rebuilds the error in another process."""
         return type(self), (str(self), self.num_tokens, self.max_tokens)
 
 
 class EngineDiedError(RequestError):
-    """Error of a request whose engine's process has died; in a fleet, of one that several engines died of."""
+    """Request whose engine process has died; in a fleet, a request that has killed several engines."""
 
 
 class PeerLostError(RuntimeError):
-    """Loss of a process of this run with its devices; the run must be restarted."""
+    """Loss of another process in this run with its devices; the run must be restarted."""
 
 
 def brief(value: object) -> str:
-    """Return the value in a short form for error messages."""
+    """Return a short representation of a value for error messages."""
     text = repr(_begun(value, [_BRIEF_CHARS]))
     return text if len(text) <= _BRIEF_CHARS else f"{text[: _BRIEF_CHARS - 3]}..."
 
 
 def _begun(value: object, left: list[int]) -> object:
-    """Return as much of a value as its short form shows: clients send values of megabytes.
+    """Return the part of a value that `brief` shows: clients send megabytes.
 
     Args:
         value: the value.
-        left: number of values that may still be looked at, each of which is a character at least.
+        left: maximum number of further values; each takes at least one character.
     """
     left[0] -= 1
     if type(value) is str or type(value) is bytes:
@@ -79,14 +78,14 @@ def _begun(value: object, left: list[int]) -> object:
 
 
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """Return " (did you mean ...?)" with the known names that are like unknown ones, or "" if there are none."""
-    short = (name for name in unknown if len(name) <= _LONGEST_NAME)
+    """Return " (did you mean ...?)" with the known names similar to unknown ones, or "" if there are none."""
+    short = (name for name in unknown if len(name) <= _MAX_NAME_LEN)
     names, close = sorted(known), list[str]()
-    for name in islice(short, _MOST_NAMES):
+    for name in islice(short, _MAX_NAMES):
         close += difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     return f" (did you mean {' and '.join(dict.fromkeys(close))}?)" if close else ""
 
 
 def install_extra(extra: str) -> str:
-    """Return the advice to install a missing package with an extra of this one."""
+    """Return the advice to install a missing package through an extra."""
     return f"install the extra {extra}: pip install 'jaxserve[{extra}]', or in a clone pip install -e '.[{extra}]'"

@@ -45,8 +45,7 @@ The [user guide](README.md) has examples. Names without an import line are impor
 
 VLLM_OPTIONS = """## vLLM's options
 
-`LLM` accepts these beside the fields of EngineConfig, with the values that ask for what jaxserve does anyway. Any other
-option or value is an error.
+`LLM` also accepts these options, with values that match jaxserve's behaviour. Any other option or value is an error.
 """
 INTERNAL = {"follow", "text_since"}  # methods that only the engine calls
 

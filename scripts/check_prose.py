@@ -37,7 +37,6 @@ SHIPPED = ("jaxserve", "pallas_kernels", "weights", "scripts")
 NOT_YET = {
     ".",
     "jaxserve",
-    "jaxserve/api",
     "jaxserve/layers",
     "jaxserve/layers/weight_formats",
     "jaxserve/models",

@@ -112,7 +112,7 @@ def serving() -> tuple[dict[str, Any], list[Row]]:
         "output_tokens_per_s": num_output / seconds,
     }
     return record, [
-        ("bucket padding, share of computed tokens (mixed-64)", f"{stats.padding_share:.1%}"),
+        ("padding, fraction of computed tokens (mixed-64)", f"{stats.padding_share:.1%}"),
         (f"allocated but unused positions, pages of {PAGE_SIZE} (mixed-64)", f"{slack:.1%}"),
         ("compiles after warm-up", str(stats.num_compiles)),
     ]

@@ -15,7 +15,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "hf_overrides": lambda text: read_object("hf_overrides", text),
     "tenant_weights": read_tenant_weights,
     "target_ttft_ms": lambda text: read_targets(text, None),
-    "speculative_config": SpeculationConfig.of,
+    "speculative_config": SpeculationConfig.from_value,
 }
 
 

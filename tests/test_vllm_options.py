@@ -40,7 +40,7 @@ ACCEPTED: dict[str, Any] = {
 }
 REFUSED = {
     "enforce_eager": (1, r"must be False or True or None, got 1: everything is compiled.*compile_ahead=\"minimal\""),
-    "rope_theta": (1e6, "must be None, got 1000000.0: hf_overrides is the option"),
+    "rope_theta": (1e6, "must be None, got 1000000.0: hf_overrides replaces fields"),
     "logprobs_mode": (
         "processed_logits",
         "must be 'raw_logprobs', got 'processed_logits': log probabilities",
@@ -88,7 +88,7 @@ def test_expert_parallelism_over_all_devices() -> None:
         assert EngineConfig(**engine_options(given)).expert_parallel_size == 1
     with pytest.raises(ConfigError, match=r"enable_expert_parallel must be False or True, got 4"):
         engine_options({"enable_expert_parallel": 4})
-    with pytest.raises(ConfigError, match=r"enable_expert_parallel stands for .* got both"):
+    with pytest.raises(ConfigError, match=r"enable_expert_parallel sets .* got both"):
         engine_options({"enable_expert_parallel": True, "expert_parallel_size": 2})
     replicas = {"enable_expert_parallel": True, "tensor_parallel_size": 2, "data_parallel_size": 4}
     with pytest.raises(ConfigError, match=r"got 4: vLLM .* tensor_parallel_size=8, expert_parallel_size=4 and enable_"):

@@ -1,1 +1,1 @@
-"""Values that a user sets and reads: configurations, parameters of requests, outputs and statistics. No jax."""
+"""Values that a user sets and reads: configurations, request parameters, outputs and statistics. No jax."""

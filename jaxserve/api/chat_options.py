@@ -1,4 +1,4 @@
-"""Options of chats that an engine has for all requests."""
+"""Chat options for all requests to an engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _JINJA_CHARS = "{}\n"  # a text without any of them is a path
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Options of chats.
+    """Chat options.
 
     Attributes:
-        template: Jinja source of the template of all chats; None leaves the choice to the tokenizer.
-        content_format: form in which templates get contents, one of CONTENT_FORMATS.
+        template: Jinja source of the template for all chats; None leaves the choice to the tokenizer.
+        content_format: format of contents for templates, one of CONTENT_FORMATS.
         special_tokens_as_text: True to encode special tokens in messages as text.
 
     Raises:
@@ -39,15 +39,15 @@ DEFAULT_CHAT_OPTIONS = ChatOptions()
 
 
 def read_template(given: str | os.PathLike[str]) -> str:
-    """Return the source of a template: the text of a file, or what is given if it is Jinja.
+    """Return a template's source: the text of a file, or the given Jinja text.
 
     Raises:
-        ConfigError: it is neither a file that can be read nor Jinja.
+        ConfigError: it is neither a readable file nor Jinja.
     """
     text = os.fspath(given)
     try:
         return Path(text).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # a long text is no valid name of a file
+    except (OSError, ValueError) as error:  # a long text is no valid file name
         if not isinstance(given, str) or not any(char in text for char in _JINJA_CHARS):
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(

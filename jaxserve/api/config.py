@@ -1,4 +1,4 @@
-"""EngineConfig: all options of an engine, and their checks."""
+"""EngineConfig: all engine options, and their checks."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from jaxserve.errors import ConfigError
 from jaxserve.system.environment import user_cache_dir
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Module of each weight format by its name in `quantization`; not imported here, as host files never import jax.
+# Module of each weight format, by its name in `quantization`; not imported, as host modules never import jax.
 WEIGHT_FORMATS: dict[str | None, str] = {
     None: "jaxserve.layers.weight_formats.plain",
     "int8": "jaxserve.layers.weight_formats.int8",
     "int4": "jaxserve.layers.weight_formats.int4",
     "fp8": "jaxserve.layers.weight_formats.fp8",
 }
-# Values of a checkpoint's quant_method, which `quantization` may name as it may in vLLM.
+# Values of a checkpoint's quant_method, which `quantization` may also name, as in vLLM.
 CHECKPOINT_FORMATS = ("auto-round", "awq", "compressed-tensors", "fp8", "gguf", "gptq", "modelopt", "mxfp4")
 KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn", "int4")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
@@ -56,112 +56,111 @@ DEFAULT_LONG_PREFILLS = 1
 @no_type_check  # tests pass wrong types, which __post_init__ must reject with a ConfigError
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options of an engine. Names and meanings are vLLM's where it has the same option.
+    """Engine options. Names and meanings are vLLM's if it has the same option.
 
     Attributes:
         model: directory of a Hugging Face checkpoint, or a GGUF file; None loads the embedded default.
-        runner: "generate" serves text, "pooling" one vector per prompt: an embedding, or the outputs of a
-            classification head. "auto" pools where `convert` says so, with a ...ForSequenceClassification or a decoder
-            without a head, and where sentence-transformers has left its files.
-        convert: "embed" makes embeddings of any model, "classify" reads the head `score`; "auto" and "none" decide as
-            the checkpoint does.
+        runner: "generate" serves text, "pooling" one vector per prompt: an embedding, or a classification head's
+            outputs. "auto" pools if `convert` requests it, with a ...ForSequenceClassification or a decoder without a
+            head, and if there are sentence-transformers files.
+        convert: "embed" makes embeddings with any model, "classify" reads the head `score`; "auto" and "none" follow
+            the checkpoint.
         pooler_config: pooling under vLLM's names, as a dict or as JSON: `pooling_type` LAST, MEAN or CLS, `normalize`,
-            `use_activation`. What it leaves out is as in the checkpoint, else LAST and True.
+            `use_activation`. Missing values come from the checkpoint, otherwise LAST and True.
         tokenizer: directory of the tokenizer, or a GGUF file; None takes the model's.
-        skip_tokenizer_init: work on token ids alone.
-        generation_config: source of the sampling parameters that requests do not give: "auto" is the model's
+        skip_tokenizer_init: load no tokenizer, and take only token ids.
+        generation_config: source of the sampling parameters that requests omit: "auto" is the model's
             generation_config.json, "vllm" none, anything else a directory with such a file.
-        override_generation_config: parameters that count instead of those, as a dict or as JSON. A max_new_tokens here
-            is also the most that requests to a server get.
-        hf_overrides: fields of config.json to replace, as a dict or as JSON; an object in the place of a nested
-            configuration, such as text_config, replaces some of its fields. Or a function from transformers'
-            configuration of the model to the one that counts.
-        chat_template: template of all chats in place of the tokenizer's: a file, or the text of a Jinja template.
-        chat_template_content_format: form in which the template gets the contents of messages. "auto" keeps lists of
-            parts if the template reads lists, and joins their texts by newlines otherwise; "string" always joins them;
-            "openai" makes a list of every content.
-        special_tokens_as_text: encode special tokens in the messages of chats, such as `<|endoftext|>`, as text, so
-            that only the chat template writes special tokens; as a rule they become special tokens.
+        override_generation_config: parameters that replace these, as a dict or as JSON. max_new_tokens here also limits
+            requests to a server.
+        hf_overrides: fields of config.json to replace, as a dict or as JSON; an object for a nested configuration, such
+            as text_config, replaces some of its fields. Or a function from transformers' configuration to another.
+        chat_template: template for all chats instead of the tokenizer's: a file, or the text of a Jinja template.
+        chat_template_content_format: format of message contents for the template. "auto" keeps lists of parts if the
+            template reads lists, and otherwise joins their texts by newlines; "string" always joins them; "openai"
+            turns every content into a list.
+        special_tokens_as_text: encode special tokens in chat messages, such as `<|endoftext|>`, as text, so that only
+            the chat template writes special tokens; by default they become special tokens.
         dtype: dtype of weights and activations; "auto" is the checkpoint's on accelerators, where a float32 checkpoint
-            is served in bfloat16. On CPU activations are then float32, and matrices stay as the checkpoint has them.
+            is served in bfloat16. On CPU activations are then float32, and matrices keep the checkpoint's dtype.
         quantization: "int8" and "int4" round matrices to 8 or 4 bits with a float32 scale per group of about 64
-            elements, 0.27 and 0.14 of the float32 memory; "fp8" rounds matrices to e4m3 with a scale per row, and their
-            inputs with one per token. None stores them in `dtype`, those of a quantised checkpoint as it has them; so
-            does the checkpoint's own `quant_method`, such as "awq" or "fp8".
-        kv_cache_dtype: dtype of keys and values in the pool; "auto" is that of activations. "int8" and "fp8" (e4m3)
-            have a bfloat16 scale per token and head, "int4" 36 bytes for every 64 elements.
+            elements, 0.27 and 0.14 times the float32 memory; "fp8" rounds matrices to e4m3 with a scale per row, and
+            their inputs with a scale per token. None keeps `dtype`, or a quantised checkpoint's own scheme; so does the
+            checkpoint's own `quant_method`, such as "awq" or "fp8".
+        kv_cache_dtype: dtype of keys and values in the pool; "auto" is the activations'. "int8" and "fp8" (e4m3) add a
+            bfloat16 scale per token and head; "int4" takes 36 bytes per 64 elements.
         tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide
             the heads and the width of the feed-forward layers.
-        expert_parallel_size: number of equal shares of a mixture's experts, which are on different devices. Of the
-            `tensor_parallel_size` devices equally many have each share and split its experts among them; all other
-            layers are split over all devices. It must divide `tensor_parallel_size` and the number of experts.
-        enable_dp_attention: make attention data parallel over these shares, as SGLang does under this name: the devices
-            of each share have rows of their own, and only the keys, values or latents of these. Where each device
-            would hold all latents, `expert_parallel_size` times as many tokens have room in a pool of so many bytes,
-            of which there are fewer: attention and MLPs, but not routed experts, are whole on each share. A request
-            goes to the share with the least work, preferably one that has its prefix cached. `max_num_seqs`,
-            `max_num_batched_tokens` and `num_pages` are those of each.
-        data_parallel_size: number of replicas of the model, each on its own `tensor_parallel_size` devices and with its
-            own pool; a request goes to a replica that has room for it, preferably one that has its prefix cached.
-        max_model_len: longest prompt plus output; None is the model's own.
-        max_num_seqs: most requests in one step of each replica; None is 64 on CPU, 256 elsewhere, or fewer so that
-            prompts keep their share of `max_num_batched_tokens`.
-        max_num_batched_tokens: token budget of one step of each replica; None is 512 on CPU, 2048 elsewhere, and at
-            least twice `max_num_seqs`. While there are prompts to compute, an eighth of it is reserved for them: with
-            fewer than 8/7 of `max_num_seqs`, rows in decode then take turns to skip a step.
-        max_num_partial_prefills: most prompts that are partly computed at a time. At the limit, a request starts only
-            if all its tokens fit the step.
-        max_long_partial_prefills: most long prompts among them, at most `max_num_partial_prefills`. Requests with
-            shorter prompts overtake a long one that has to wait.
-        long_prefill_token_threshold: a prompt with more tokens left to compute is long; while rows decode, a step
-            computes at most this many of its tokens. 0 or None: prompts with more than `max_num_batched_tokens` left
-            are long, and chunks are at most half of that. If no row decodes, a long prompt gets the rest of the step.
-        max_logprobs: most log probabilities per token that a request may ask for; -1 is the whole vocabulary. Steps
+        expert_parallel_size: number of equal groups of experts in a MoE model, on separate devices. Each group has
+            `tensor_parallel_size / expert_parallel_size` devices, which split its experts; all other layers are split
+            over all devices. It must divide `tensor_parallel_size` and the number of experts.
+        enable_dp_attention: make attention data parallel over these device groups, as in SGLang: each shard has its
+            own requests, and caches only their keys and values. If each device would otherwise hold all of an MLA
+            cache, the pool holds `expert_parallel_size` times as many tokens per byte, but has fewer bytes: attention
+            and MLPs, but not routed experts, are whole on each shard. A request goes to the shard with the least work,
+            preferably one with its prefix cached. `max_num_seqs`, `max_num_batched_tokens` and `num_pages` apply per
+            shard.
+        data_parallel_size: number of model replicas, each on its own `tensor_parallel_size` devices with its own pool;
+            a request goes to a replica that can start it, preferably one with its prefix cached.
+        max_model_len: maximum length of prompt plus output; None is the model's own.
+        max_num_seqs: maximum requests in one step of each replica; None is 64 on CPU, 256 elsewhere, or fewer so that
+            prompts keep their part of `max_num_batched_tokens`.
+        max_num_batched_tokens: token budget for one step of each replica; None is 512 on CPU, 2048 elsewhere, and at
+            least twice `max_num_seqs`. While there are prompts to compute, an eighth is reserved for them: with fewer
+            than 8/7 of `max_num_seqs`, decoding rows then take turns to skip a step.
+        max_num_partial_prefills: maximum number of partly computed prompts. At the limit, a request starts only if all
+            its tokens fit the step.
+        max_long_partial_prefills: maximum number of long prompts among them, at most `max_num_partial_prefills`.
+            Requests with shorter prompts overtake a waiting long one.
+        long_prefill_token_threshold: a prompt with more uncomputed tokens is long; while rows decode, a step computes
+            at most this many of its tokens. 0 or None: prompts with more than `max_num_batched_tokens` left are long,
+            and chunks are at most half of that. If no row decodes, a long prompt gets the rest of the step.
+        max_logprobs: maximum log probabilities per token that a request may ask for; -1 is the whole vocabulary. Steps
             reserve memory for this number, from 1025 on for the whole vocabulary. That takes much memory, and while a
             running request asks for any log probabilities, each dispatch is then a single step.
         page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, more if a token has fewer bytes on a
             device. Only full pages are shared.
-        num_pages: number of pages in the pool of each replica; None sizes it from free memory.
-        scheduling_policy: "fcfs" serves requests in the order in which they come. "priority" serves those of a lower
-            `priority` first, preempts running ones of a higher where slots or pages are full, and serves those of one
-            `priority` in the order in which they come. With both, tenants get equal service where requests name them.
-        tenant_weights: shares of tenants in what their class gets, by their names, as a dict or as JSON; 1 for others.
-            Not with `enable_dp_attention`, where tenants get equal service in each share by itself.
-        target_ttft_ms: time after a request's arrival at which its first token is due: a number, or numbers by
-            `priority`, as a dict or as JSON. It needs target_itl_ms, and counts as 0 where that alone is given.
-        target_itl_ms: time after that at which each further token is due, likewise. Steps compute no more tokens of
-            prompts than rows in decode can wait for, by the measured times of steps, but at least their share;
-            classes without a target have none to wait for. None sets no targets.
-        gpu_memory_utilization: share of each accelerator's total memory for weights, temporaries and the pool. On a
-            GPU, XLA allocates this share when jax starts; if jax is already running, or XLA_CLIENT_MEM_FRACTION is
-            less, the pool gets less, and a warning says so.
+        num_pages: number of pages in each replica's pool; None sizes it from free memory.
+        scheduling_policy: "fcfs" serves requests in order of arrival. "priority" serves lower `priority` numbers first,
+            preempts running requests with higher ones if slots or pages are full, and serves equal ones in order of
+            arrival. With both, tenants that requests name get equal service.
+        tenant_weights: service of each tenant relative to others in its class, by name, as a dict or as JSON; 1 for
+            others. Not with `enable_dp_attention`, which serves tenants equally within each shard.
+        target_ttft_ms: target time from a request's arrival to its first token: a number, or numbers by `priority`, as
+            a dict or as JSON. It needs target_itl_ms; if only that is given, it is 0.
+        target_itl_ms: target time from each token to the next, likewise. Steps compute no more prompt tokens than
+            decoding rows can wait for, by measured step times, but at least the part reserved for prompts; classes
+            without a target do not limit them. None sets no targets.
+        gpu_memory_utilization: fraction of each accelerator's memory for weights, temporaries and the pool. On a GPU,
+            XLA allocates it when jax starts; if jax is already running, or XLA_CLIENT_MEM_FRACTION is lower, the pool
+            is smaller, and a warning reports this.
         enable_prefix_caching: share pages between requests with a common prefix.
-        seed: seed of random weights, and of requests without a seed; None is 0.
+        seed: seed for random weights, and for requests without a seed; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
-        linear_backend: "auto", or "xla" to have XLA compute all products with matrices, instead of the Pallas kernels
-            of GPUs and TPUs (for quantised matrices and for experts) and the native kernels of CPUs.
+        linear_backend: "auto", or "xla" to make XLA compute all matmuls with weights, instead of the Pallas kernels for
+            GPUs and TPUs (for quantised matrices and experts) and the native kernels for CPUs.
         step_ahead: plan and dispatch a step before the tokens of the previous step are read.
-        count_expert_tokens: count the tokens of each expert of a mixture, by layer, in the statistics of steps.
-        multi_step: most decode steps in one dispatch while no waiting request could join; 1 is off. "auto" measures
-            whether several are faster, and limits a dispatch to about 10 ms, of which a new request may have to wait
-            for two; it is off with compile_ahead="minimal".
+        count_expert_tokens: count the tokens per MoE expert and layer, in the step statistics.
+        multi_step: maximum decode steps in one dispatch while no waiting request could join; 1 disables it. "auto"
+            measures whether several are faster, and limits a dispatch to about 10 ms; a new request may have to wait
+            for two. It is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" compiles the smallest and the
-            largest first and the others while serving, from 5 s on or as soon as 8 steps lacked one, so that a short
-            run compiles nothing else; "minimal" compiles only those two. A request uses the next larger bucket that
-            is ready and never waits for a compilation. On accelerators, where compilation is slow, buckets are few:
-            16, 64 and 256 tokens, then two per doubling.
+            largest first and the others while serving, after 5 s or when 8 steps have lacked one, so that a short run
+            compiles nothing else; "minimal" compiles only those two. A request uses the next larger bucket that is
+            ready and never waits for a compilation. On accelerators, where compilation is slow, buckets are few: 16, 64
+            and 256 tokens, then two per doubling.
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
-        compilation_cache_dir: directory of cached executables; "auto" is jaxserve/compiled in the user's cache
-            directory, None is off. Executables take at most 1 GiB there, and each start trims XLA's own cache files to
-            1 GiB, except in a directory that the user gave. With many processes "auto" is off.
-        speculative_config: settings of speculative decoding: a SpeculationConfig, or its fields under vLLM's names, as
-            a dict or as JSON; None drafts no tokens. Outputs stay those of the model alone.
-        engine_process: run scheduler and model in a process of its own; this one keeps tokenizer, texts and HTTP. Steps
-            then do not wait for a Python program that is busy with other work, but each takes a message from one
-            process to the other. Not with several processes of one run.
-        event_log: file in which the scheduler's inputs are recorded, prompts included: at most 1 GiB of JSON lines,
-            with one further file per further replica. `python -m jaxserve.core.event_log FILE` replays the plans.
-            None records nothing.
+        compilation_cache_dir: directory for cached executables; "auto" is jaxserve/compiled in the user's cache
+            directory, None disables caching. Executables take at most 1 GiB, and each start trims XLA's own cache files
+            to 1 GiB, except in a directory that the user has named. With several processes "auto" disables caching.
+        speculative_config: speculative decoding: a SpeculationConfig, or its fields under vLLM's names, as a dict or as
+            JSON; None drafts no tokens. Outputs stay the model's.
+        engine_process: run scheduler and model in a separate process; this one keeps tokenizer, texts and HTTP. Steps
+            then do not wait for Python code that is busy with other work, but each needs a message between the
+            processes. Not in runs over several processes.
+        event_log: file that records the scheduler's inputs, including prompts: at most 1 GiB of JSON lines, with one
+            more file per further replica. `python -m jaxserve.core.event_log FILE` replays the plans. None records
+            nothing.
 
     Raises:
         ConfigError: a value is out of range, or two values contradict each other.
@@ -232,35 +231,35 @@ class EngineConfig:
 
     @property
     def chat_options(self) -> ChatOptions:
-        """Options of chats, with the text of the template."""
+        """Chat options, with the text of the template."""
         template = None if self.chat_template is None else read_template(self.chat_template)
         return ChatOptions(template, self.chat_template_content_format, self.special_tokens_as_text)
 
     @property
     def num_data_shards(self) -> int:
-        """Shares of a replica's devices that have rows, and pages, of their own."""
+        """Number of data-parallel attention shards in a replica."""
         return self.expert_parallel_size if self.enable_dp_attention else 1
 
     @property
     def max_steps(self) -> int:
-        """Most decode steps in one dispatch; 1 is off."""
+        """Maximum decode steps in one dispatch; 1 disables multi-step decode."""
         if self.multi_step == "auto":
             return 1 if self.compile_ahead == "minimal" else MAX_STEPS
         return int(self.multi_step)
 
     @property
     def pooler_options(self) -> dict[str, Any]:
-        """Options of `pooler_config` that are given."""
+        """Given options in `pooler_config`."""
         return read_pooler_config(read_object("pooler_config", self.pooler_config))
 
     @property
     def generation_overrides(self) -> dict[str, Any]:
-        """Content of `override_generation_config`."""
+        """`override_generation_config` as a dict."""
         return read_object("override_generation_config", self.override_generation_config)
 
     @property
     def config_overrides(self) -> dict[str, Any] | Callable[[Any], Any]:
-        """Content of `hf_overrides`, or its function."""
+        """`hf_overrides` as a dict or function."""
         return self.hf_overrides if callable(self.hf_overrides) else read_object("hf_overrides", self.hf_overrides)
 
     @property
@@ -270,7 +269,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculationConfig | None:
-        """Settings of speculative decoding; None without it."""
+        """Speculative decoding options; None without it."""
         return SpeculationConfig.from_value(self.speculative_config)
 
     @property

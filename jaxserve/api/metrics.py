@@ -1,7 +1,7 @@
-"""Statistics of a step and totals of an engine. Names end in their units.
+"""Step statistics and engine totals. Names end in their units.
 
 A step's wall time runs from the start of its planning, or from the end of the previous step if that was later, until
-its result is available. Wall times of steps do not overlap, and idle time belongs to no step.
+its result is available. Wall times do not overlap, and idle time belongs to no step.
 """
 
 import dataclasses
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-# Bounds of the buckets of iterations by their tokens, which are vLLM's; a last bucket has no bound.
+# vLLM's bucket bounds for tokens per iteration; a last bucket has no bound.
 ITERATION_TOKENS = (1, *(2**power for power in range(3, 15)))
 
 
 @dataclass(frozen=True, slots=True)
 class PeakRates:
-    """Peak rates of a device: those of a large matrix product and of reading an array larger than its caches."""
+    """A device's peak rates: FLOP/s of a large matmul, and bandwidth for an array larger than its caches."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -25,13 +25,13 @@ class PeakRates:
 
 @dataclass(frozen=True, slots=True)
 class TimeSplit:
-    """Wall time of one or many steps by the roofline of a device (Williams et al., 2009).
+    """Wall time of one or more steps, split by the device's roofline (Williams et al., 2009).
 
     Attributes:
-        compute_ms: time of the floating-point operations at the peak rate.
+        compute_ms: time for the floating-point operations at the peak rate.
         memory_ms: time to read weights, and to read and write keys and values, at the peak rate.
-        stall_ms: rest of the wall time: host work, launches, operations below their peak rate. Never negative: if the
-            sum of the other two exceeds the wall time, because a device computes while it reads, this is 0.
+        stall_ms: rest of the wall time: host work, launches, operations below their peak rate. It is 0 if the other two
+            exceed the wall time, because a device computes while it reads.
     """
 
     compute_ms: float
@@ -50,24 +50,24 @@ class TimeSplit:
 
     @property
     def roofline_share(self) -> float:
-        """(compute + memory) / (compute + memory + stall): share of the time that the device's peak rates explain."""
+        """(compute + memory) / (compute + memory + stall): the fraction that the device's peak rates explain."""
         return 1 - self.stall_ms / self.total_ms if self.total_ms else 0.0
 
 
 def split_time(wall_ms: float, flops: int, num_bytes: int, peak_rates: PeakRates) -> TimeSplit:
-    """Split the wall time of work of `flops` and `num_bytes`."""
+    """Split the wall time for `flops` operations and `num_bytes` bytes."""
     compute_ms = flops / peak_rates.flops_per_s * 1e3
     memory_ms = num_bytes / peak_rates.bytes_per_s * 1e3
     return TimeSplit(compute_ms, memory_ms, max(0.0, wall_ms - compute_ms - memory_ms))
 
 
 class Occupancy(NamedTuple):
-    """Requests and pages of an engine at one time.
+    """An engine's requests and pages at one time.
 
     Attributes:
         num_running: requests with pages and a slot.
         num_waiting: requests without pages and slot, new or preempted.
-        num_pages_used: pages of running requests.
+        num_pages_used: pages that running requests hold.
         num_pages: pages in all pools.
         num_deferred: waiting requests that wait for a prompt with which they share a prefix.
     """
@@ -100,7 +100,6 @@ class LayerCounts:
 
     @classmethod
     def from_rows(cls, counts: Iterable[Iterable[int]]) -> "LayerCounts":
-        """Return the counts of each layer."""
         return cls(tuple(Counts(tuple(layer)) for layer in counts))
 
     def __add__(self, other: "LayerCounts") -> "LayerCounts":
@@ -110,13 +109,12 @@ class LayerCounts:
         return LayerCounts(tuple(a - b for a, b in zip_longest(self.layers, other.layers, fillvalue=Counts())))
 
     def total(self) -> Counts:
-        """Return the counts of all layers together."""
         return sum(self.layers, Counts())
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Statistics of one dispatch, of one or several steps; bytes and FLOPs are per device."""
+    """Statistics for one dispatch with one or more steps; bytes and FLOPs are per device."""
 
     step_id: int
     num_steps: int  # steps that ran
@@ -135,15 +133,14 @@ class StepStats:
     wall_ms: float  # see the module's docstring; at most host_ms + device_ms
     weight_bytes: int  # read by the step
     kv_bytes: int  # read and written by the step
-    flops: int  # operations of matrix products and attention, padding included
-    num_draft_rounds: int = 0  # rounds of rows for which tokens were drafted
+    flops: int  # in matmuls and attention, padding included
+    num_draft_rounds: int = 0  # rounds with drafts, counted per row
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
-    accepted_per_position: Counts = Counts()  # accepted tokens by their position in a round
-    expert_tokens: LayerCounts = LayerCounts()  # tokens of each expert; none unless `count_expert_tokens` is on
+    accepted_per_position: Counts = Counts()  # accepted tokens by draft position
+    expert_tokens: LayerCounts = LayerCounts()  # tokens per expert; empty unless `count_expert_tokens` is on
 
     def split(self, peak_rates: PeakRates) -> TimeSplit:
-        """Return the split of the step's wall time."""
         return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, peak_rates)
 
 
@@ -171,18 +168,17 @@ class EngineStats:
     weight_bytes: int = 0
     kv_bytes: int = 0
     flops: int = 0
-    num_draft_rounds: int = 0  # rounds of rows for which tokens were drafted
+    num_draft_rounds: int = 0  # rounds with drafts, counted per row
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
-    accepted_per_position: Counts = Counts()  # accepted tokens by their position in a round
-    expert_tokens: LayerCounts = LayerCounts()  # tokens of each expert; none unless `count_expert_tokens` is on
+    accepted_per_position: Counts = Counts()  # accepted tokens by draft position
+    expert_tokens: LayerCounts = LayerCounts()  # tokens per expert; empty unless `count_expert_tokens` is on
     # Steps with outputs, by the bucket of ITERATION_TOKENS for the tokens that requests got in them and the prompt
     # tokens computed for their first ones, as vLLM counts; and the sum of these tokens.
     iterations_by_tokens: Counts = Counts()
     num_iteration_tokens: int = 0
 
     def add(self, step: StepStats) -> None:
-        """Add the statistics of one dispatch."""
         self.num_dispatches += 1
         self.used_page_steps += step.num_pages_used * step.num_steps
         self.slack_token_steps += step.num_slack_tokens * step.num_steps
@@ -190,7 +186,7 @@ class EngineStats:
             setattr(self, name, getattr(self, name) + getattr(step, name))
 
     def add_iterations(self, num_tokens: Iterable[int]) -> None:
-        """Count steps by their tokens; those without any are none."""
+        """Count steps by their tokens; steps without tokens do not count."""
         for count in num_tokens:
             if count:
                 bucket = bisect_left(ITERATION_TOKENS, count)
@@ -198,31 +194,30 @@ class EngineStats:
                 self.num_iteration_tokens += count
 
     def since(self, earlier: "EngineStats") -> "EngineStats":
-        """Return the difference to `earlier`, a copy of these totals made by `dataclasses.replace(stats)`."""
+        """Return the difference to `earlier`, a copy of these totals from `dataclasses.replace(stats)`."""
         names = [field.name for field in dataclasses.fields(self)]
         return EngineStats(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
     def split(self, peak_rates: PeakRates) -> TimeSplit:
-        """Return the split of the wall time of all steps."""
         return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, peak_rates)
 
     @property
     def num_wasted_tokens(self) -> int:
-        """Number of tokens that were sampled but not returned: after a stop detected late, or of aborted requests."""
+        """Number of tokens that were sampled but not returned, after a late stop or an abort."""
         return self.num_sampled_tokens - self.num_output_tokens
 
     @property
     def acceptance_rate(self) -> float:
-        """Share of drafted tokens that were accepted."""
+        """Fraction of drafted tokens that were accepted."""
         return self.num_accepted_tokens / max(1, self.num_drafted_tokens)
 
     @property
     def padding_share(self) -> float:
-        """Share of padding in computed tokens."""
+        """Fraction of computed tokens that are padding."""
         return self.num_padding_tokens / max(1, self.num_tokens + self.num_padding_tokens)
 
     def page_slack_share(self, page_size: int) -> float:
-        """Return the share of unused positions in allocated pages, averaged over steps."""
+        """Return the fraction of allocated positions that are unused, averaged over steps."""
         return self.slack_token_steps / max(1, self.used_page_steps * page_size)
 
 
@@ -231,7 +226,7 @@ _SUMMED = tuple({f.name for f in dataclasses.fields(StepStats)} & {f.name for f 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number under the name that vLLM's metrics have."""
+    """A number under vLLM's metric name."""
 
     name: str
 
@@ -258,7 +253,7 @@ class Vector(Metric):
 
 
 def vllm_metrics(stats: EngineStats, occupancy: Occupancy) -> list[Metric]:
-    """Return metrics of an engine under vLLM's names."""
+    """Return an engine's metrics under vLLM's names."""
     return [
         Gauge("vllm:num_requests_running", float(occupancy.num_running)),
         Gauge("vllm:num_requests_waiting", float(occupancy.num_waiting)),

@@ -1,4 +1,4 @@
-"""Values of options that are dicts in Python and JSON on a command line."""
+"""Option values that are dicts in Python and JSON on a command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_object(name: str, value: object) -> dict[str, Any]:
 
 
 def read_tenant_weights(value: Any) -> tuple[tuple[str, float], ...]:
-    """Return the weight of each tenant, sorted by name, from a dict or JSON; ConfigError if one is not positive."""
+    """Return tenants' weights, sorted by name, from a dict or JSON; ConfigError if one is not positive."""
     weights = read_object("tenant_weights", value)
     for tenant, weight in weights.items():
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
@@ -36,7 +36,7 @@ def read_tenant_weights(value: Any) -> tuple[tuple[str, float], ...]:
 
 
 def read_targets(target_ttft_ms: Any, target_itl_ms: Any) -> tuple[tuple[int | None, float, float], ...]:
-    """Return the targets of each class in seconds: class (None for any other), first token, further tokens."""
+    """Return each class's targets in seconds: class (None for any other), first token, further tokens."""
     first_s, next_s = _read_target("target_ttft_ms", target_ttft_ms), _read_target("target_itl_ms", target_itl_ms)
     lacking = set() if None in next_s else first_s.keys() - next_s.keys()
     if lacking:

@@ -1,4 +1,4 @@
-"""Results of requests: RequestOutput, its completions, their log probabilities and times. Host values only."""
+"""Request results: RequestOutput, its completions, their log probabilities and times. Host values only."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)  # not frozen: that would double the construction time, and a token can have 21
 class Logprob:
-    """Log probability of one token at one position, before temperature, penalties and masks.
+    """A token's log probability at one position, before temperature, penalties and masks.
 
     Attributes:
         logprob: natural logarithm of the probability.
-        rank: place among all tokens; 1 is the most likely.
-        decoded_token: text of the token; None without a tokenizer.
+        rank: rank among all tokens; 1 is the most likely.
+        decoded_token: the token's text; None without a tokenizer.
     """
 
     logprob: float
@@ -31,7 +31,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of one completion, in seconds on one monotonic clock, and counts.
+    """A completion's times, in seconds on one monotonic clock, and counts.
 
     Attributes:
         arrival_s: time when the request was queued.
@@ -40,13 +40,13 @@ class RequestMetrics:
         last_token_s: time when its last token so far was read.
         finished_s: time of its end.
         num_cached_tokens: prompt tokens found in the prefix cache.
-        num_preemptions: number of times that it lost its pages to another request.
-        num_restarts: number of times that it restarted from the prompt with other weights.
+        num_preemptions: number of preemptions, in which it loses its pages to another request.
+        num_restarts: number of restarts from the prompt with other weights.
         num_output_tokens: tokens generated so far.
         num_draft_rounds: rounds in which tokens were drafted for it.
         num_drafted_tokens: drafted tokens.
         num_accepted_tokens: drafted tokens that were accepted.
-        num_accepted_per_position: accepted tokens by their position among the drafted ones of a round.
+        num_accepted_per_position: accepted tokens by draft position.
     """
 
     arrival_s: float = 0.0
@@ -184,13 +184,13 @@ _PROMPT_LOGPROBS: Any = _ListField("prompt_logprobs")
 
 @dataclass
 class CompletionOutput:
-    """Completion of a prompt.
+    """A prompt's completion.
 
     Attributes:
-        index: number of the completion among the `n` of its request, from 0.
+        index: index among the request's `n` completions.
         text: generated text.
         token_ids: generated token ids.
-        cumulative_logprob: sum of the log probabilities of the generated tokens; None unless `logprobs` was requested.
+        cumulative_logprob: sum over the generated tokens' log probabilities; None unless `logprobs` was requested.
         logprobs: dict from token id to Logprob for each generated token; None unless requested.
         finish_reason: "stop", "length" or "abort" once the completion has ended; None before.
         stop_reason: stop string or stop token id that ended it; None for end-of-sequence.
@@ -211,7 +211,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def follow(self, text: GrowingText, logprobs: GrowingList | None) -> None:
-        """Let the attributes `text` and `logprobs` always read the current values of these."""
+        """Make the attributes `text` and `logprobs` always read the current values in these."""
         vars(self).update(text=text, logprobs=logprobs)
 
     def text_since(self, start: int) -> str:
@@ -220,7 +220,7 @@ class CompletionOutput:
         return text.since(start)
 
     def logprobs_since(self, start: int, stop: int) -> Sequence[dict[int, Logprob]] | None:
-        """Return `logprobs[start:stop]`, whose entries are made when they are read."""
+        """Return `logprobs[start:stop]`; entries are built on access."""
         logprobs: list[dict[int, Logprob]] | GrowingList | None = vars(self)["logprobs"]
         if logprobs is None or isinstance(logprobs, list):
             return None if logprobs is None else logprobs[start:stop]
@@ -229,17 +229,17 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """Current result of a request; final when `finished`.
+    """A request's current result; final when `finished`.
 
     Attributes:
-        request_id: name of the request, unique in its engine.
-        prompt: text of the prompt; None if token ids were given.
-        prompt_token_ids: token ids of the prompt.
+        request_id: the request's name, unique in its engine.
+        prompt: prompt text; None if token ids were given.
+        prompt_token_ids: prompt token ids.
         outputs: `n` completions.
         finished: True if all completions have ended.
         prompt_logprobs: dict from token id to Logprob for each prompt token, None for the first token; None unless
             requested.
-        pooled: vector of an engine that pools, whose requests generate nothing; None before the end.
+        pooled: vector from a pooling engine, whose requests generate nothing; None before the end.
     """
 
     request_id: str
@@ -252,7 +252,7 @@ class RequestOutput:
 
     @property
     def prompt_tables(self) -> Sequence[dict[int, Logprob] | None] | None:
-        """The entries of `prompt_logprobs`, each of which is made when it is read."""
+        """The entries of `prompt_logprobs`, built on access."""
         tables: list[dict[int, Logprob] | None] | GrowingList | None = vars(self)["prompt_logprobs"]
         if tables is None or isinstance(tables, list):
             return tables
@@ -260,7 +260,7 @@ class RequestOutput:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Times of the first completion."""
+        """The first completion's times."""
         return self.outputs[0].metrics
 
     @property
@@ -269,13 +269,13 @@ class RequestOutput:
         return self.outputs[0].metrics.num_cached_tokens
 
     def follow(self, prompt_logprobs: GrowingList | None) -> None:
-        """Let the attribute `prompt_logprobs` always read the current entries of this GrowingList."""
+        """Make the attribute `prompt_logprobs` always read the current entries in this GrowingList."""
         vars(self)["prompt_logprobs"] = prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """Failure of a request that was accepted but cannot be served."""
+    """Failure of an accepted request."""
 
     request_id: str
     error: RequestError

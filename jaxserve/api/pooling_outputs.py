@@ -1,4 +1,4 @@
-"""Results of requests to models that pool, under vLLM's names."""
+"""Results from pooling models, under vLLM's names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolingOutput:
-    """Vector of a prompt, whatever it means.
+    """A prompt's vector, whatever it means.
 
     Attributes:
         data: the vector.
@@ -27,7 +27,7 @@ class PoolingOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """Embedding of a prompt.
+    """A prompt's embedding.
 
     Attributes:
         embedding: the vector.
@@ -37,32 +37,30 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """Number of elements."""
         return len(self.embedding)
 
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """Labels of a prompt.
+    """A prompt's labels.
 
     Attributes:
-        probs: probability of each label; the head's own outputs with `use_activation=False`.
+        probs: probability per label; the head's raw outputs with `use_activation=False`.
     """
 
     probs: list[float]
 
     @property
     def num_classes(self) -> int:
-        """Number of labels."""
         return len(self.probs)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """Likeness of two prompts.
+    """Similarity of two prompts.
 
     Attributes:
-        score: cosine of the embeddings, or what a head says of the pair.
+        score: cosine of the embeddings, or a head's output for the pair.
     """
 
     score: float
@@ -75,12 +73,12 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput(Generic[OutputT]):
-    """Result of a request to a model that pools.
+    """A request's result from a pooling model.
 
     Attributes:
-        request_id: name of the request, unique in its engine.
-        outputs: result of the prompt.
-        prompt_token_ids: token ids of the prompt.
+        request_id: the request's name, unique in its engine.
+        outputs: the prompt's result.
+        prompt_token_ids: prompt token ids.
         num_cached_tokens: prompt tokens found in the prefix cache.
         finished: True, as there is no result before.
     """
@@ -92,24 +90,24 @@ class PoolingRequestOutput(Generic[OutputT]):
     finished: bool = True
 
     def converted(self, kind: Callable[[str, OtherT, TokenIds, int], ResultT], outputs: OtherT) -> ResultT:
-        """Return the result of the same request in another form, of the class `kind`."""
+        """Return the same request's result as a `kind`."""
         return kind(self.request_id, outputs, self.prompt_token_ids, self.num_cached_tokens)
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """Embedding of a request."""
+    """A request's embedding."""
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """Labels of a request."""
+    """A request's labels."""
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """Score of a pair."""
+    """A pair's score."""
 
 
 def pooling_output(output: RequestOutput) -> PoolingRequestOutput[PoolingOutput]:
-    """Return the result of a request that has ended."""
+    """Return a finished request's result."""
     assert output.pooled is not None, "a request of an engine that pools ends with its vector"
     vector = PoolingOutput(output.pooled)
     return PoolingRequestOutput(output.request_id, vector, output.prompt_token_ids, output.num_cached_tokens)

@@ -1,4 +1,4 @@
-"""Pooling: what a prompt becomes where a model does not generate. Host values only, without jax."""
+"""Pooling: from a prompt's hidden states to one vector. Host values only, without jax."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-EMBED, CLASSIFY = "embed", "classify"  # tasks by vLLM's names
+EMBED, CLASSIFY = "embed", "classify"  # vLLM's task names
 _SMALLEST_NORM = 1e-12  # torch's, below which a vector is not scaled to length 1
 
 
 class PoolingKind(enum.StrEnum):
-    """Tokens whose hidden states stand for a prompt, by vLLM's names."""
+    """Tokens whose hidden states represent a prompt, by vLLM's names."""
 
     LAST = "LAST"
     MEAN = "MEAN"
@@ -35,14 +35,13 @@ class PoolingKind(enum.StrEnum):
 
 
 class Activation(enum.StrEnum):
-    """Function of the outputs of a classification head."""
+    """Activation after a classification head."""
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
     IDENTITY = "identity"
 
     def apply(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the activated outputs of one prompt."""
         import numpy as np  # noqa: PLC0415 - not needed to parse a command line
 
         if self is Activation.IDENTITY:
@@ -55,15 +54,15 @@ class Activation(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Pooler:
-    """Way from the hidden states of a prompt to its vector.
+    """Computation of a prompt's vector from its hidden states.
 
     Attributes:
-        kind: tokens that stand for the prompt.
-        num_labels: labels of the classification head; 0 for embeddings, which have no head.
-        activation: function of the head's outputs.
-        labels: names of the labels, if the checkpoint has any.
-        normalize: True if embeddings have length 1 unless a request says otherwise.
-        use_activation: True if the activation is applied unless a request says otherwise.
+        kind: tokens that represent the prompt.
+        num_labels: number of classification labels; 0 for embeddings, which have no head.
+        activation: activation after the head.
+        labels: label names, if the checkpoint has any.
+        normalize: True if embeddings have length 1 by default.
+        use_activation: True if the activation is applied by default.
         dimensions: sizes to which embeddings may be shortened; empty for all.
     """
 
@@ -77,16 +76,16 @@ class Pooler:
 
     @property
     def task(self) -> str:
-        """Task of the model: "embed" or "classify"."""
+        """The model's task: "embed" or "classify"."""
         return CLASSIFY if self.num_labels else EMBED
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """True if the vector depends on the last token's hidden state alone."""
+        """True if the vector depends only on the last token's hidden state."""
         return self.kind is PoolingKind.LAST
 
     def configured(self, options: Mapping[str, Any]) -> Pooler:
-        """Return the pooler with the options of `read_pooler_config`; ConfigError for one that would change nothing."""
+        """Return the pooler with options from `read_pooler_config`; ConfigError for an option without effect."""
         if self.num_labels and "normalize" in options:
             raise ConfigError(
                 f"normalize of pooler_config must be absent for the task {self.task!r}, got {options['normalize']}; "
@@ -98,7 +97,7 @@ class Pooler:
         return replace(self, **given)
 
     def check(self, params: PoolingParams, hidden_size: int) -> None:
-        """Raise RequestError unless a request's parameters are for this model."""
+        """Raise RequestError unless a request's parameters suit this model."""
         if params.task not in (None, self.task):
             raise RequestError(
                 f"the task must be {self.task!r} with this model, got {params.task!r}; "
@@ -115,7 +114,7 @@ class Pooler:
             raise RequestError(f"dimensions must be {known} with this model, got {wanted}")
 
     def finish(self, vector: NDArray[np.float32], params: PoolingParams) -> NDArray[np.float32]:
-        """Return the result of a request from what the device has pooled: a copy, of float32."""
+        """Return a request's result from the device's pooled vector: a float32 copy."""
         import numpy as np  # noqa: PLC0415 - not needed to parse a command line
 
         if self.num_labels:
@@ -131,17 +130,17 @@ class Pooler:
 @no_type_check  # tests pass wrong types, which __post_init__ must reject with a RequestError
 @dataclass
 class PoolingParams:
-    """Parameters of one request to a model that pools. Names, meanings and defaults are vLLM's.
+    """Parameters for one request to a pooling model. Names, meanings and defaults are vLLM's.
 
     Attributes:
         truncate_prompt_tokens: the same as in SamplingParams.
         truncation_side: the same, but "right" by default: the first tokens are kept, as transformers' tokenizers do.
-        dimensions: elements of an embedding to keep, the first ones; it is normalised afterwards. None keeps all. No
-            model is refused that does not say that it was trained for this (Matryoshka); one that names sizes takes
-            these alone.
-        normalize: scale embeddings to length 1; None as the checkpoint says, and True if it does not.
-        use_activation: apply softmax or sigmoid to the outputs of a classification head; None as `pooler_config` says,
-            and True if it does not. Of embeddings it is another name of `normalize`, and vLLM's only one.
+        dimensions: number of elements that an embedding keeps, the first ones; it is normalised afterwards. None keeps
+            all. Any model is accepted, whether or not it declares Matryoshka training; if a model lists sizes, only
+            these are.
+        normalize: scale embeddings to length 1; None follows the checkpoint, by default True.
+        use_activation: apply softmax or sigmoid to a classification head's outputs; None follows `pooler_config`, by
+            default True. For embeddings it is another name for `normalize`, vLLM's only one.
         task: "embed" or "classify"; None is the model's own.
 
     Raises:
@@ -161,11 +160,11 @@ class PoolingParams:
 
     @property
     def n(self) -> int:
-        """Number of results, as in SamplingParams."""
+        """Number of results: 1, as SamplingParams has it."""
         return 1
 
     def sampling_params(self) -> SamplingParams:
-        """Return the parameters of the request that computes the prompt. What the device samples is never read."""
+        """Return sampling parameters for computing the prompt; the sampled token is never read."""
         return SamplingParams(
             temperature=0,
             max_tokens=1,
@@ -176,7 +175,7 @@ class PoolingParams:
 
 
 def _switch(normalize: bool | None, use_activation: bool | None, error: type[Exception]) -> bool | None:
-    """Return whether embeddings are normalised, by either name; an error if the two differ."""
+    """Return whether embeddings are normalised, under either name; raise `error` if the two differ."""
     if None not in (normalize, use_activation) and normalize != use_activation:
         raise error(f"normalize and use_activation must be equal for embeddings, got {normalize} and {use_activation}")
     return use_activation if normalize is None else normalize
@@ -193,11 +192,11 @@ _SCHEMA = Schema(
     },
 )
 _OPTIONS = {"pooling_type": TEXT, "normalize": SWITCH, "use_activation": SWITCH}
-_FIELDS = {"pooling_type": "kind"}  # fields of Pooler that have another name
+_FIELDS = {"pooling_type": "kind"}  # fields that Pooler names differently
 
 
 def read_pooler_config(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given options; ConfigError for others than vLLM's `pooling_type` and switches."""
+    """Return the given options; ConfigError except for vLLM's `pooling_type` and switches."""
     if unknown := set(map(str, value)) - _OPTIONS.keys():
         raise ConfigError(unknown_names("options of pooler_config", unknown, _OPTIONS))
     given = {
@@ -211,7 +210,7 @@ def read_pooler_config(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pooling_kind(name: str) -> PoolingKind:
-    """Return the kind of vLLM's name; ConfigError if it is not supported."""
+    """Return the kind with vLLM's name; ConfigError if it is not supported."""
     try:
         return PoolingKind(name.upper())
     except ValueError:

@@ -1,4 +1,4 @@
-"""SamplingParams: how the tokens of a request are sampled, and the bounds on it. Host values only, without jax."""
+"""SamplingParams: sampling parameters and their bounds. Host values only, without jax."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from jaxserve.errors import RequestError, brief
 
 DEFAULT_MAX_LOGPROBS = 20  # vLLM's
 MAX_LOGIT_BIAS = 300
-MAX_BAD_SEQUENCES = 64  # sequences of token ids per request; most words have one or two
+MAX_BAD_SEQUENCES = 64  # token sequences per request; most words have one or two
 MAX_BAD_SEQUENCE_TOKENS = 8
 MAX_STOP_TOKEN_IDS = 64
 TRUNCATION_SIDES = ("left", "right")
 # OpenAI allows 4 stop strings, and common prompts have about 10. The bounds keep a request's automaton below a
-# megabyte, and the time in which it is built near that of tokenising as much text.
+# megabyte, and building it about as fast as tokenising the same text.
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
 
@@ -47,15 +47,14 @@ class SamplingParams:
         min_p: keep tokens at least `min_p` times as likely as the most likely one; in [0, 1].
         max_tokens: output limit; None means up to the model's maximum length.
         min_tokens: end-of-sequence and stop ids cannot be sampled before this many tokens.
-        stop: strings that end the output; removed from the text unless `include_stop_str_in_output`. At most 64 of 4096
-            characters in all.
+        stop: strings that end the output; removed from the text unless `include_stop_str_in_output`. At most 64, with
+            4096 characters in all.
         stop_token_ids: ids that end the output; at most 64.
         ignore_eos: continue after the end-of-sequence token.
-        seed: seed of sampling; the same seed and prompt give the same samples whatever else runs, unless a draft model
-            or layer draws chains of tokens for speculative decoding: then their distribution alone is the same. None
-            derives a seed from the engine's, so that the same requests have the same samples after a restart. Sample i
-            of `n` has the seed `seed + i`, as in vLLM: requests with seeds 0, 1, 2 and 3 and n=4 share most of their
-            samples.
+        seed: sampling seed; the same seed and prompt give the same samples whatever else runs, unless a draft model or
+            layer samples chains for speculative decoding: then only the distribution is the same. None derives a seed
+            from the engine's, so that the same requests have the same samples after a restart. Sample i of `n` has the
+            seed `seed + i`, as in vLLM: requests with seeds 0, 1, 2 and 3 and n=4 have most samples in common.
         logprobs: number of most likely tokens whose log probabilities are returned too; at most the engine's
             `max_logprobs`, which is 20 by default. -1 is the whole vocabulary, and needs an engine with -1.
         prompt_logprobs: the same for every prompt token.
@@ -65,20 +64,20 @@ class SamplingParams:
         logit_bias: token id -> value added to its logit; at most 300 entries, values in [-100, 100].
         allowed_token_ids: only ids that can be sampled, including those that end the output; None allows all.
         bad_words: texts that the output must not contain: the last token of one cannot be sampled if the output ends
-            with its other tokens. A word stands for its tokens at the start of a text, and for those after a space if
-            they are equally many and the first differs. At most 64 such sequences of 8 tokens each.
+            with its other tokens. A word means its tokens at the start of a text, and also its tokens after a space if
+            their number is the same and the first differs. At most 64 such sequences with 8 tokens each.
         skip_special_tokens: leave special tokens out of the text.
-        shown_special_ids: special tokens that stay in the text nevertheless, such as marks of tool calls.
+        shown_special_ids: special tokens that stay in the text nevertheless, such as tool call delimiters.
         include_stop_str_in_output: keep the stop string in the text.
         detokenize: produce text; must be True if `stop` is given.
-        truncate_prompt_tokens: number of tokens to keep of a longer prompt, special tokens around a text included; -1
-            keeps as many as leave room for `max_tokens`.
+        truncate_prompt_tokens: number of tokens that a longer prompt keeps, including special tokens; -1 keeps as many
+            as `max_tokens` allows.
         truncation_side: side on which a longer prompt is cut: "left" keeps its last tokens, "right" its first ones.
-        structured_outputs: form that the output must have, as StructuredOutputsParams or a dict of its fields. Needs
-            the extra `structured`. An end-of-sequence token is allowed where the form is complete, and ends the output
-            even with `ignore_eos`; an output that ends otherwise (by `max_tokens`, say) may be incomplete.
+        structured_outputs: constraint on the output, as StructuredOutputsParams or a dict with its fields. Needs the
+            extra `structured`. An end-of-sequence token is allowed once the output is complete, and ends it even with
+            `ignore_eos`; an output that ends otherwise (such as by `max_tokens`) may be incomplete.
 
-    Of vLLM's other parameters only values are accepted that ask for what jaxserve does, such as the defaults, and `n`
+    vLLM's other parameters are accepted only with values that match the behaviour here, such as the defaults, and `n`
     for best_of: see `vllm_options.SAMPLING_ARGUMENTS`.
 
     Raises:
@@ -112,7 +111,7 @@ class SamplingParams:
     _: KW_ONLY
     structured_outputs: StructuredOutputsParams | None = None
     shown_special_ids: Sequence[int] | None = None
-    # vLLM's others, which must ask for what jaxserve does anyway
+    # vLLM's others, whose values must match the behaviour here
     guided_decoding: InitVar[Any] = None
     logits_processors: InitVar[Any] = None
     extra_args: InitVar[Any] = None
@@ -169,7 +168,7 @@ class SamplingParams:
         if self.bad_words:
             self.bad_words = list(dict.fromkeys(self.bad_words))
         if self.structured_outputs is not None:
-            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+            self.structured_outputs = StructuredOutputsParams.from_value(self.structured_outputs)
 
     def _check_stop(self, stop: Sequence[str]) -> None:
         num_chars = sum(map(len, stop))
@@ -199,7 +198,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """True if ids are biased, forbidden or restricted, whatever the earlier tokens."""
+        """True if ids are biased, forbidden or restricted independently of earlier tokens."""
         return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 

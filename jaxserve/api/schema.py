@@ -1,4 +1,4 @@
-"""Schema: accepted values of options, parameters and fields as data, with one reader for all of them."""
+"""Schema: accepted values for options, parameters and fields as data, with one reader for all."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _none() -> None:
 
 @dataclass(frozen=True, slots=True)
 class FieldType:
-    """Type of a field.
+    """A field's type.
 
     Attributes:
         words: completion of "X must be".
-        holds: predicate of the accepted values.
+        holds: predicate that accepted values satisfy.
         convert: function from an accepted value to the stored one.
-        advice: end of the message, such as "; leave it out".
-        items: type of the elements of a list, which is stored as a list; None if they are of any type.
+        advice: suffix of the message, such as "; leave it out".
+        items: element type of a list, which is stored as a list; None for any type.
         none_as: function that returns the stored value for None; None if the type has no other value for it.
         is_interval: True for integers within bounds.
     """
@@ -69,7 +69,7 @@ class FieldType:
         return self.convert(value) if self.items is None else self.items.read_all(name, value, error)
 
     def read_all(self, name: str, values: Sequence[Any], error: Error) -> list[Any]:
-        """Return the stored values of a list; raise `error` for the first that is not accepted."""
+        """Return a list's stored values; raise `error` for the first that is not accepted."""
         if not values:
             return []
         is_plain = self.is_interval and set(map(type, values)) == {int}
@@ -79,7 +79,7 @@ class FieldType:
 
 
 def is_sequence(value: object) -> bool:
-    """Return whether a value is a list or the like, and not text."""
+    """Return whether a value is a list or similar, and not text."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
@@ -89,7 +89,7 @@ def is_one_of(value: object, choices: Iterable[Any]) -> bool:
 
 
 def integer(low: int | None = None, high: int | None = None, words: str = "") -> FieldType:
-    """Return the type of integers within bounds, which are part of it."""
+    """Return the type for integers within inclusive bounds."""
     least, most = -math.inf if low is None else low, math.inf if high is None else high
 
     def holds(value: Any) -> bool:
@@ -105,7 +105,7 @@ def integer(low: int | None = None, high: int | None = None, words: str = "") ->
 
 
 def list_of(items: FieldType, words: str, least: int = 0, most: int = sys.maxsize) -> FieldType:
-    """Return the type of lists with bounds of their length."""
+    """Return the type for lists with bounds on their length."""
 
     def holds(value: Any) -> bool:
         return is_sequence(value) and least <= len(value) <= most
@@ -114,7 +114,7 @@ def list_of(items: FieldType, words: str, least: int = 0, most: int = sys.maxsiz
 
 
 def number(low: int | float = -math.inf, high: int | float = math.inf, *, excludes_low: bool = False) -> FieldType:
-    """Return the type of finite numbers within bounds, the upper one included."""
+    """Return the type for finite numbers within bounds, including the upper one."""
 
     def holds(value: Any) -> bool:
         is_real = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
@@ -135,7 +135,7 @@ def number(low: int | float = -math.inf, high: int | float = math.inf, *, exclud
 def one_of(
     choices: Collection[Any], aliases: Mapping[Any, Any] | None = None, *, words: str = "", advice: str = ""
 ) -> FieldType:
-    """Return the type of some values, and of aliases, which are stored as the values that they stand for."""
+    """Return the type for some values, and for aliases, which are stored as their values."""
     others = dict(aliases or {})
     known = (*choices, *others)
     return FieldType(
@@ -160,18 +160,18 @@ PATH = FieldType("a path", lambda value: isinstance(value, str | os.PathLike), o
 
 
 def unknown_names(what: str, unknown: Iterable[str], known: Collection[str]) -> str:
-    """Return the error message for unknown names, with the known ones that they may stand for."""
+    """Return the error message for unknown names, with similar known ones."""
     names = sorted(unknown)
     return f"unsupported {what} {names}{did_you_mean(names, known)}; supported are {sorted(known)}"
 
 
 class Schema:
-    """Types of the fields of a dataclass, whose instances it checks.
+    """Field types of a dataclass, whose instances it checks.
 
     Args:
         error: exception that is raised with a message.
         owner: dataclass with the fields' defaults.
-        types: type of each field.
+        types: types by field.
         where: text after a field's name in messages, such as " of speculative_config".
     """
 

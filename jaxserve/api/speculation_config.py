@@ -24,7 +24,7 @@ DEFAULT_DRAFTED_TOKENS = 4
 DEFAULT_NGRAM = 5
 _MAX_NGRAM = 32
 _ALIASES = {"ngram_gpu": "ngram", "deepseek_mtp": "mtp", "mimo_mtp": "mtp"}  # vLLM's names for the same
-_NEUTRAL: dict[str, tuple[object, ...]] = {  # values of vLLM's other keys that ask for nothing else
+_NEUTRAL: dict[str, tuple[object, ...]] = {  # values of vLLM's other keys that match the behaviour here
     "code_revision": (None,),
     "disable_logprobs": (False,),
     "disable_padded_drafter_batch": (False,),
@@ -42,23 +42,21 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {  # values of vLLM's other keys that 
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Options of speculative decoding, under the names of vLLM's `speculative_config`.
+    """Speculative decoding options, under the names in vLLM's `speculative_config`.
 
     Attributes:
-        method: "draft_model" for a smaller model, which may have another tokenizer, "ngram" for what followed the last
-            tokens where they occurred before, "medusa" for heads on the model's hidden states, "eagle3" and "mtp" for a
-            layer over them; None is "draft_model" where a model is given.
-        model: directory of the draft model's checkpoint, or of the heads; None is what is embedded with the default
-            model (a draft, Medusa heads, an EAGLE-3 layer), and for "mtp" the layer in the checkpoint of a model that
-            attends over latents.
-        num_speculative_tokens: most tokens proposed for a request at a time; None is 4, or the depth of a tree.
-        prompt_lookup_max: most tokens that "ngram" matches; None is `prompt_lookup_min`, or 5.
-        prompt_lookup_min: fewest tokens that "ngram" matches; None is `prompt_lookup_max`.
-        quantization: weight format of the draft model; None serves it as it is.
-        speculative_token_tree: paths of a tree of drafts by the ranks of their tokens: [(0,), (1,), (0, 0)]. None
-            drafts a chain.
-        adaptive: choose the number of tokens for each request by how many are accepted and by how long steps take; if
-            False, it is always `num_speculative_tokens`.
+        method: "draft_model" uses a smaller model, which may have another tokenizer; "ngram" looks up earlier
+            occurrences of the last tokens; "medusa" uses heads on the model's hidden states; "eagle3" and "mtp" use a
+            layer over them. None is "draft_model" if a model is given.
+        model: directory with the draft model, heads or layer; None is the default model's embedded draft, Medusa heads
+            or EAGLE-3 layer, and for "mtp" the layer in a MLA model's checkpoint.
+        num_speculative_tokens: maximum drafted tokens per request and round; None is 4, or the depth of a tree.
+        prompt_lookup_max: maximum tokens that "ngram" matches; None is `prompt_lookup_min`, or 5.
+        prompt_lookup_min: minimum tokens that "ngram" matches; None is `prompt_lookup_max`.
+        quantization: weight format for the draft model; None keeps its dtype.
+        speculative_token_tree: tree of drafts: paths of token ranks, such as [(0,), (1,), (0, 0)]. None drafts a chain.
+        adaptive: choose the number of drafted tokens per request by acceptance and step times; if False, it is always
+            `num_speculative_tokens`.
     """
 
     method: str | None = None
@@ -72,22 +70,22 @@ class SpeculationConfig:
 
     @cached_property
     def tree(self) -> TokenTree | None:
-        """Shape of the drafts; None for a chain."""
+        """Tree of drafts; None for a chain."""
         return None if self.speculative_token_tree is None else TokenTree.from_paths(self.speculative_token_tree)
 
     @property
     def max_drafts(self) -> int:
-        """Most tokens that follow each other in a proposal: the resolved `num_speculative_tokens`."""
+        """Maximum length of a chain or path of drafts: the resolved `num_speculative_tokens`."""
         assert self.num_speculative_tokens is not None, "__post_init__ has set it"
         return self.num_speculative_tokens
 
     @property
     def num_spare_drafts(self) -> int:
-        """Tokens of a tree beyond those of its longest path; 0 for a chain."""
+        """Number of tree tokens outside its longest path; 0 for a chain."""
         return 0 if self.tree is None else self.tree.num_nodes - self.tree.num_levels
 
     def __post_init__(self) -> None:
-        values = vars(self)  # frozen for all others
+        values = vars(self)  # frozen after construction
         if self.method in ("ngram", "ngram_gpu") or self.model in ("ngram", "[ngram]"):
             values |= {"method": "ngram", "model": None}
         if self.tree is not None:
@@ -123,7 +121,7 @@ class SpeculationConfig:
 
     @classmethod
     def from_value(cls, value: object) -> SpeculationConfig | None:
-        """Return the configuration that a user gave; ConfigError for keys that are not supported."""
+        """Return the configuration for a user's value; ConfigError for unsupported keys."""
         if value is None or isinstance(value, SpeculationConfig):
             return value
         names = [field.name for field in dataclasses.fields(cls)]

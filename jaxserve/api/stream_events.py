@@ -1,4 +1,4 @@
-"""Increments of outputs: what each completion has got since a reader looked last."""
+"""Increments: new text and tokens of each completion since the last read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Increment(NamedTuple):
     """New part of a completion.
 
     Attributes:
-        completion: the completion, as far as it is known; read it at once, as it grows.
+        completion: the completion so far; read it immediately, as it grows.
         text: new text; a token may add none before its characters are complete.
         token_ids: new tokens.
         logprobs: their log probabilities; None unless requested.
@@ -29,17 +29,17 @@ class Increment(NamedTuple):
 
 
 class OutputReader:
-    """Reader of a request's outputs. Whatever the moments of its calls, its increments add up to the outputs.
+    """Reader of a request's outputs. Its increments add up to the outputs, whenever it reads.
 
     Args:
-        output: output that grows; whoever reads must keep it from changing meanwhile.
+        output: growing output, which must not change while `read` runs.
     """
 
     def __init__(self, output: RequestOutput) -> None:
-        self._open = [_Place(completion) for completion in output.outputs]
+        self._open = [_Position(completion) for completion in output.outputs]
 
     def read(self) -> list[Increment]:
-        """Return the increments of the completions that have got tokens, text or their end since the last call."""
+        """Return increments for the completions with new tokens or text, or a new end, since the last call."""
         increments = []
         has_ended = False
         for place in self._open:
@@ -59,7 +59,7 @@ class OutputReader:
 
 
 @dataclass(slots=True)
-class _Place:
+class _Position:
     """Position up to which a completion has been read."""
 
     completion: CompletionOutput

@@ -1,4 +1,4 @@
-"""StructuredOutputsParams: the form that an output must have. Host values only, without llguidance."""
+"""StructuredOutputsParams: constraint on an output. Host values only, without llguidance."""
 
 from __future__ import annotations
 
@@ -26,23 +26,22 @@ _FORMS = ("json", "regex", "choice", "grammar", "json_object")
 @no_type_check  # users pass wrong types, which __post_init__ must reject with a RequestError
 @dataclass
 class StructuredOutputsParams:
-    """Form that an output must have, by exactly one of the first five fields. Names and meanings are vLLM's.
+    """Constraint on an output, by exactly one of the first five fields. Names and meanings are vLLM's.
 
     Attributes:
         json: JSON schema, as a dict or as text.
         regex: regular expression that the whole output matches, in the syntax of Rust's regex-syntax.
-        choice: texts of which the output is one.
+        choice: possible outputs.
         grammar: grammar in llguidance's variant of Lark.
         json_object: True for any JSON object.
-        disable_any_whitespace: leave out white space between the tokens of JSON.
-        whitespace_pattern: regular expression of the white space that JSON may have between its tokens; by default
-            up to 32 characters.
-        append_forced_tokens: append text that the form leaves no choice about at once, without a step for each of its
-            tokens. The text may then consist of other tokens than the model would have sampled. It cannot be combined
-            with logprobs, penalties and bad_words.
+        disable_any_whitespace: allow no white space between JSON tokens.
+        whitespace_pattern: regular expression for white space between JSON tokens; by default up to 32 characters.
+        append_forced_tokens: append text that the constraint determines immediately, without a step for each token. The
+            text may then consist of other tokens than the model would have sampled. It cannot be combined with
+            logprobs, penalties and bad_words.
 
     Raises:
-        RequestError: not exactly one form is given, or it has another type or is too large.
+        RequestError: not exactly one constraint is given, or it has another type or is too large.
     """
 
     json: str | dict[str, Any] | None = None
@@ -87,12 +86,12 @@ class StructuredOutputsParams:
 
     @property
     def is_json(self) -> bool:
-        """True if the output is JSON by a schema."""
+        """True if a schema constrains the output."""
         return self.json is not None or bool(self.json_object)
 
     @property
     def schema(self) -> dict[str, Any]:
-        """JSON schema of the form, if it has one."""
+        """JSON schema, if there is one."""
         schema = self.json if self.json is not None else {"type": "object"}
         if isinstance(schema, str):
             schema = json.loads(schema, parse_float=_exact_float)
@@ -100,7 +99,7 @@ class StructuredOutputsParams:
 
     @property
     def text(self) -> str:
-        """Text of the form, by which equal forms are found."""
+        """The constraint as text, equal for equal constraints."""
         if self.json is not None:
             return self.json if isinstance(self.json, str) else json.dumps(self.json)
         if self.choice is not None:
@@ -109,13 +108,13 @@ class StructuredOutputsParams:
 
     @property
     def key(self) -> str:
-        """Text of all that a compiled grammar depends on."""
+        """Text with everything that determines the compiled grammar."""
         kind = next(name for name in _FORMS if self._is_given(name))
         return "\0".join((kind, self.text, str(self.disable_any_whitespace), self.whitespace_pattern or ""))
 
     @classmethod
-    def of(cls, value: object) -> StructuredOutputsParams:
-        """Return parameters for themselves or a dict of their fields; RequestError for all else."""
+    def from_value(cls, value: object) -> StructuredOutputsParams:
+        """Return parameters unchanged or from a dict of their fields; RequestError for any other value."""
         if isinstance(value, cls):
             return dataclasses.replace(value)
         names = [f.name for f in dataclasses.fields(cls)]
@@ -127,7 +126,7 @@ class StructuredOutputsParams:
 
 
 def _exact_float(text: str) -> float | Decimal:
-    """Return a number that is written with a point or an exponent; a decimal if no float says the same."""
+    """Return a number with a point or an exponent; a Decimal if no float equals it."""
     number = float(text)
     return number if Decimal(repr(number)) == Decimal(text) else Decimal(text)
 

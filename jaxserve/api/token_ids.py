@@ -1,3 +1,3 @@
-"""Type of token ids."""
+"""Type for token ids."""
 
 TokenIds = list[int]

@@ -1,4 +1,4 @@
-"""TokenTree: shape of a tree of drafted tokens."""
+"""TokenTree: the shape for drafting a tree."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 
-MAX_NODES = 31  # 32 with the last known token: the ancestors of a node are the bits of a word
+MAX_NODES = 31  # 32 with the last known token: a node's ancestors are the bits of a word
 
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Continuations that are drafted at once, level by level; node 0 is the last known token.
+    """Alternative continuations that are drafted together, level by level; node 0 is the last known token.
 
     Attributes:
-        paths: path to each other node, by ranks: (0, 1) is the second most likely token behind the most likely one.
+        paths: path to each other node, by ranks: (0, 1) is the second most likely token after the most likely one.
             Shorter paths first.
     """
 
@@ -26,10 +26,10 @@ class TokenTree:
 
     @classmethod
     def from_paths(cls, value: str | Iterable[Iterable[int]]) -> TokenTree:
-        """Return the tree of some paths in any order, a list of tuples or its spelling as in vLLM and Medusa.
+        """Return the tree with these paths in any order: a list of tuples, or a string as in vLLM and Medusa.
 
         Raises:
-            ConfigError: they are not paths of one tree of at most 31 nodes.
+            ConfigError: the paths do not form one tree with at most 31 nodes.
         """
         wanted = (
             f"a list of up to {MAX_NODES} different paths of ranks, each with its beginnings, such as [(0,), (0, 0)]"
@@ -50,33 +50,33 @@ class TokenTree:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, N, but for node 0."""
+        """Number N of nodes without node 0."""
         return len(self.paths)
 
     @property
     def num_levels(self) -> int:
-        """Tokens of the longest path."""
+        """Length of the longest path."""
         return len(self.paths[-1])
 
     @cached_property
     def depth(self) -> tuple[int, ...]:
-        """Tokens on the path to each node, node 0 first."""
+        """Path length to each node, node 0 first."""
         return (0, *map(len, self.paths))
 
     @cached_property
     def rank(self) -> tuple[int, ...]:
-        """Rank of each node but node 0 among its siblings."""
+        """Each node's rank among its siblings, without node 0."""
         return tuple(path[-1] for path in self.paths)
 
     @cached_property
     def parent(self) -> tuple[int, ...]:
-        """Node that each node but node 0 follows."""
+        """Each node's parent, without node 0."""
         index = {(): 0} | {path: node for node, path in enumerate(self.paths, 1)}
         return tuple(index[path[:-1]] for path in self.paths)
 
     @cached_property
     def ancestors(self) -> tuple[int, ...]:
-        """Word of each node but node 0, whose bit n is set if node n is on its path."""
+        """Bit set of the nodes on the path to each node, without node 0."""
         words = [0]
         for parent in self.parent:
             words.append(words[parent] | 1 << parent)
@@ -84,12 +84,12 @@ class TokenTree:
 
     @cached_property
     def num_within(self) -> tuple[int, ...]:
-        """Nodes but node 0 in the first levels, by the number of levels from 0."""
+        """Number of nodes in the first n levels, for each n from 0, without node 0."""
         return tuple(sum(0 < depth <= level for depth in self.depth) for level in range(self.num_levels + 1))
 
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
-        """Nodes of each level that have children; as many for each level, padded by the first."""
+        """Nodes with children per level, padded to the same number with the first one."""
         parents = sorted(set(self.parent))
         inner = [[node for node in parents if self.depth[node] == level] for level in range(self.num_levels)]
         width = max(map(len, inner))

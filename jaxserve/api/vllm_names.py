@@ -1,7 +1,7 @@
-"""Options of vLLM's engine for features, devices and kernels that jaxserve does not have: names and accepted values.
+"""vLLM engine options for features, devices and kernels that jaxserve lacks: names and accepted values.
 
-Options of other vLLM features are in `vllm_options`. Here one clause serves many names, each with the values that leave
-the feature off; those in `ANY_VALUE` change nothing of what is served, whatever their values.
+Other vLLM options are in `vllm_options`. Here one clause serves many names, each with the values that leave the feature
+off; options in `ANY_VALUE` never change results.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 OFF: tuple[Any, ...] = (False, None)
 _SWITCH: tuple[Any, ...] = (False, True, None)
 UNSET: tuple[Any, ...] = (None, {}, [], "")
-# Options that are switches on vLLM's command line, besides those that begin with enable or disable.
+# Options that are switches on vLLM's command line although their names do not begin with enable or disable.
 SWITCHES = frozenset(
     (
         *("return_sampling_mask", "numa_bind", "dcp_q_replicate", "data_parallel_hybrid_lb"),
@@ -30,7 +30,7 @@ ANY_VALUE: Mapping[str, Sequence[str]] = {
         *("safetensors_prefetch_num_threads", "safetensors_prefetch_block_size", "pt_load_map_location"),
         *("enable_ep_weight_filter", "enable_shm_tensor_arena"),
     ),
-    "steps are compiled programs of a few sizes, of which compile_ahead speaks": (
+    "steps are compiled for a few sizes: see compile_ahead": (
         *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level", "jit_monitor_verbose"),
         *("enable_flashinfer_autotune", "disable_cascade_attn", "enable_batch_sharded_sampling"),
     ),
@@ -62,7 +62,7 @@ ANY_VALUE: Mapping[str, Sequence[str]] = {
         *("enable_tower_connector_lora", "specialize_active_lora", "enable_mixed_moe_lora_format"),
         *("enable_moe_shared_loras", "max_lora_cls_labels"),
     ),
-    "states of layers are float32 and computed by XLA": (
+    "recurrent states are float32 and computed by XLA": (
         *("mamba_backend", "mamba_ssu_algorithm", "mamba_cache_philox_rounds"),
     ),
     "there are no deprecated formats, metrics or variables to allow or to show": (
@@ -73,7 +73,7 @@ ANY_VALUE: Mapping[str, Sequence[str]] = {
 
 # Clause, accepted values and names.
 UNSUPPORTED: Sequence[tuple[str, Sequence[Any], Sequence[str]]] = (
-    ("config.json is that of the model's directory; hf_overrides replaces fields of it", UNSET, ("model_weights",)),
+    ("config.json comes from the model's directory; hf_overrides replaces fields of it", UNSET, ("model_weights",)),
     ("an architecture has one implementation", UNSET, ("model_class_overrides",)),
     (
         "quantization names a format, and quantised checkpoints bring their own settings",
@@ -122,7 +122,7 @@ UNSUPPORTED: Sequence[tuple[str, Sequence[Any], Sequence[str]]] = (
         ),
     ),
     (
-        "models are split by tensor and expert parallelism alone",
+        "only tensor and expert parallelism split a model",
         (1, False, None),
         ("prefill_context_parallel_size", "enable_hc_sp"),
     ),
@@ -196,7 +196,7 @@ UNSUPPORTED: Sequence[tuple[str, Sequence[Any], Sequence[str]]] = (
     ("the server has shutdown_timeout_s", (0, None), ("shutdown_timeout",)),
 )
 
-# The same for vLLM's server. Where accepted values are None, any is accepted.
+# The same for vLLM's server; None accepts any value.
 SERVER: Sequence[tuple[str, Sequence[Any] | None, Sequence[str]]] = (
     ("there are no LoRA adapters", UNSET, ("lora_modules",)),
     (

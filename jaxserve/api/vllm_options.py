@@ -1,4 +1,6 @@
-"""Options and sampling parameters of vLLM that jaxserve accepts besides its own, for what it does anyway.
+"""vLLM's options and sampling parameters that jaxserve accepts in addition to its own.
+
+Their values must match jaxserve's behaviour.
 
 `python -m jaxserve.api.vllm_options` prints the table as Markdown.
 """
@@ -20,15 +22,14 @@ from jaxserve.errors import ConfigError, RequestError
 
 @dataclass(frozen=True, slots=True)
 class VllmOption:
-    """Option of vLLM that is not a field of EngineConfig.
+    """A vLLM option that is not a field of EngineConfig.
 
     Attributes:
         name: vLLM's name.
-        behaviour: clause that describes what jaxserve does.
-        accepts: values that ask for this behaviour; None to accept every value, as none changes what is served.
-        field: field of EngineConfig that takes the value; `accepts` is then ignored.
-        switch: field of EngineConfig whose value `field` gets if the option is True; if it is False, `field` keeps its
-            default.
+        behaviour: clause that describes jaxserve's behaviour.
+        accepts: values that match this behaviour; None accepts every value, as none changes results.
+        field: EngineConfig field that takes the value; `accepts` is then ignored.
+        switch: EngineConfig field whose value `field` gets if the option is True; if False, `field` keeps its default.
     """
 
     name: str
@@ -39,7 +40,7 @@ class VllmOption:
 
     @property
     def is_switch(self) -> bool:
-        """True if the option is a flag without a value on vLLM's command line, where its values do not show it."""
+        """True if the option is a flag without a value on vLLM's command line."""
         return self.name in SWITCHES or (self.name.startswith(("enable_", "disable_")) and self.field is None)
 
     @property
@@ -57,7 +58,7 @@ class VllmOption:
 
     @property
     def accepted_type(self) -> FieldType:
-        """Type of the accepted values, with the behaviour as advice."""
+        """Type for the accepted values, with the behaviour as advice."""
         accepts = self.accepts
         holds = (lambda _: True) if accepts is None else (lambda value: is_one_of(value, accepts))
         return FieldType(self.accepted, holds, advice=f": {self.behaviour}")
@@ -71,30 +72,30 @@ VLLM_OPTIONS = (
     VllmOption("num_gpu_blocks_override", "is called num_pages", field="num_pages"),
     VllmOption("async_scheduling", "is called step_ahead, which is True by default", field="step_ahead"),
     # Model and tokenizer
-    VllmOption("trust_remote_code", "no code of a checkpoint is run; a model that needs it is refused", _BOOLS),
+    VllmOption("trust_remote_code", "no code from a checkpoint is run; a model that needs it is refused", _BOOLS),
     VllmOption("revision", "models are local directories, which have no revisions", (None,)),
-    VllmOption("code_revision", "no code of a checkpoint is ever run", (None,)),
+    VllmOption("code_revision", "no code from a checkpoint is ever run", (None,)),
     VllmOption("tokenizer_revision", "tokenizers are local directories, which have no revisions", (None,)),
     VllmOption("download_dir", "nothing is downloaded", None),
     VllmOption("hf_token", "nothing is downloaded", None),
-    VllmOption("tokenizer_mode", "tokenizer.json is read where there is one", ("auto", "hf")),
-    VllmOption("load_format", "safetensors, Orbax and GGUF are told apart by their files", ("auto", "safetensors")),
+    VllmOption("tokenizer_mode", "tokenizer.json is read if there is one", ("auto", "hf")),
+    VllmOption("load_format", "safetensors, Orbax and GGUF are distinguished by their files", ("auto", "safetensors")),
     VllmOption("config_format", "config.json is read as Hugging Face writes it", ("auto", "hf")),
-    VllmOption("hf_config_path", "config.json is that of the model's directory", (None,)),
-    VllmOption("rope_scaling", "hf_overrides is the option for fields of config.json", _NONE_OR_EMPTY),
-    VllmOption("rope_theta", "hf_overrides is the option for fields of config.json", (None,)),
+    VllmOption("hf_config_path", "config.json comes from the model's directory", (None,)),
+    VllmOption("rope_scaling", "hf_overrides replaces fields of config.json", _NONE_OR_EMPTY),
+    VllmOption("rope_theta", "hf_overrides replaces fields of config.json", (None,)),
     VllmOption("model_impl", "models have one implementation", ("auto",)),
     VllmOption("model_loader_extra_config", "the loader has no options", _NONE_OR_EMPTY),
     VllmOption("ignore_patterns", "nothing is downloaded", None),
-    VllmOption("use_tqdm_on_load", "a progress bar is shown where loading takes long", _BOOLS),
+    VllmOption("use_tqdm_on_load", "a progress bar is shown if loading takes long", _BOOLS),
     VllmOption("max_parallel_loading_workers", "loading needs no workers", (None,)),
     VllmOption("served_model_name", "has no effect offline", None),
     VllmOption("disable_sliding_window", "a model's sliding window is kept", (False,)),
-    VllmOption("mamba_cache_dtype", "states of layers are float32", ("auto", "float32")),
-    VllmOption("mamba_ssm_cache_dtype", "states of layers are float32", ("auto", "float32")),
+    VllmOption("mamba_cache_dtype", "recurrent states are float32", ("auto", "float32")),
+    VllmOption("mamba_ssm_cache_dtype", "recurrent states are float32", ("auto", "float32")),
     VllmOption("calculate_kv_scales", "scales of a quantised KV cache are per token and head", (False,)),
     # Tasks, adapters and other features
-    VllmOption("task", "runner and convert say what a model does", ("auto", "generate", None)),
+    VllmOption("task", "runner and convert select the task", ("auto", "generate", None)),
     VllmOption("enable_lora", "there are no LoRA adapters", (False,)),
     VllmOption("enable_prompt_embeds", "prompts are text or token ids", (False,)),
     VllmOption("limit_mm_per_prompt", "prompts are text or token ids", _NONE_OR_EMPTY),
@@ -102,15 +103,15 @@ VLLM_OPTIONS = (
     VllmOption("allowed_local_media_path", "prompts are text or token ids", ("",)),
     VllmOption("logits_processors", "there are no logits processors", (None, [])),
     VllmOption("logits_processor_pattern", "there are no logits processors", (None,)),
-    VllmOption("structured_outputs_config", "llguidance alone does structured outputs", _NONE_OR_EMPTY),
+    VllmOption("structured_outputs_config", "llguidance is the only backend for structured outputs", _NONE_OR_EMPTY),
     # Execution
-    VllmOption("device", "jax chooses the device; JAX_PLATFORMS tells it which", ("auto",)),
+    VllmOption("device", "jax chooses the device; JAX_PLATFORMS selects it", ("auto",)),
     VllmOption(
         "enforce_eager",
         'everything is compiled, ahead of requests, to the same results; compile_ahead="minimal" starts soonest',
         (*_BOOLS, None),
     ),
-    VllmOption("compilation_config", "XLA compiles; compile_ahead says when", _NONE_OR_EMPTY),
+    VllmOption("compilation_config", "XLA compiles; compile_ahead decides when", _NONE_OR_EMPTY),
     VllmOption("max_seq_len_to_capture", "compiled programs serve every length", None),
     VllmOption("enable_chunked_prefill", "long prompts are always computed in chunks", (True, None)),
     VllmOption("num_scheduler_steps", "multi_step is the option for several steps in one dispatch", (1,)),
@@ -122,11 +123,11 @@ VLLM_OPTIONS = (
     VllmOption("kv_transfer_config", "the KV cache is not transferred", (None,)),
     VllmOption("kv_events_config", "there are no KV cache events", (None,)),
     # Several devices
-    VllmOption("pipeline_parallel_size", "models are split by tensor and expert parallelism alone", (1,)),
-    VllmOption("decode_context_parallel_size", "models are split by tensor and expert parallelism alone", (1,)),
+    VllmOption("pipeline_parallel_size", "only tensor and expert parallelism split a model", (1,)),
+    VllmOption("decode_context_parallel_size", "only tensor and expert parallelism split a model", (1,)),
     VllmOption(
         "enable_expert_parallel",
-        "stands for an expert_parallel_size of tensor_parallel_size; not with a data_parallel_size above 1",
+        "sets expert_parallel_size to tensor_parallel_size; not with a data_parallel_size above 1",
         field="expert_parallel_size",
         switch="tensor_parallel_size",
     ),
@@ -144,7 +145,7 @@ VLLM_OPTIONS = (
     *(VllmOption(name, behaviour, accepts) for behaviour, accepts, names in UNSUPPORTED for name in names),
 )
 _BY_NAME = {option.name: option for option in VLLM_OPTIONS}
-SERVER_OPTIONS = tuple(  # options of vLLM's server that are not fields of ServerConfig
+SERVER_OPTIONS = tuple(  # vLLM's server options that are not fields of ServerConfig
     VllmOption(name, behaviour, accepts) for behaviour, accepts, names in SERVER for name in names
 )
 
@@ -172,7 +173,7 @@ _UNSUPPORTED_SAMPLING: tuple[tuple[str, Sequence[Any], Sequence[str]], ...] = (
     ("routing is not returned", (None, 0), ("routed_experts_prompt_start",)),
     ("tokens are sampled", (None,), ("trace_decode_token_ids",)),
 )
-SAMPLING_ARGUMENTS = (  # arguments of SamplingParams; best_of may also be `n`
+SAMPLING_ARGUMENTS = (  # SamplingParams arguments; best_of may also be `n`
     VllmOption("guided_decoding", "structured_outputs is the argument for the form of outputs", (None,)),
     VllmOption("logits_processors", "there are no logits processors", (None, [])),
     VllmOption("extra_args", "there are no plug-ins to read them", _NONE_OR_EMPTY),
@@ -184,7 +185,7 @@ SAMPLING_ARGUMENTS = (  # arguments of SamplingParams; best_of may also be `n`
 
 
 def check_arguments(given: Mapping[str, Any], accepted: Sequence[VllmOption]) -> None:
-    """Raise RequestError unless vLLM's arguments ask for what jaxserve does anyway."""
+    """Raise RequestError unless the values of vLLM's arguments match jaxserve's behaviour."""
     by_name = {option.name: option for option in accepted}
     for name, value in given.items():
         if name not in by_name:
@@ -198,10 +199,10 @@ def _check_option(option: VllmOption, value: object) -> None:
 
 
 def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of EngineConfig for a mixture of vLLM's and EngineConfig's options.
+    """Return EngineConfig options from vLLM's and EngineConfig's options.
 
     Raises:
-        ConfigError: an option of vLLM asks for what jaxserve does not do, or an option is given by both its names.
+        ConfigError: a vLLM option has an unsupported value, or an option is given under both names.
     """
     options = {
         name: value for name, value in given.items() if name not in _BY_NAME and not (value is None and name in _SHARED)
@@ -214,7 +215,7 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{option.name} {option.behaviour}; pass one of them, got both")
         elif option.switch is not None:
             if FieldType(option.accepted, SWITCH.holds).read(option.name, value, ConfigError):
-                _check_lone_replica(option, given)
+                _check_single_replica(option, given)
                 if option.switch in given:
                     options[option.field] = given[option.switch]
         elif value is not None:
@@ -223,10 +224,10 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of ServerConfig for a mixture of vLLM's and its options.
+    """Return ServerConfig options from vLLM's and its options.
 
     Raises:
-        ConfigError: an option of vLLM asks for what jaxserve does not do.
+        ConfigError: a vLLM option has an unsupported value.
     """
     others = {option.name: option for option in SERVER_OPTIONS}
     for name in others.keys() & given.keys():
@@ -234,8 +235,8 @@ def server_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in others}
 
 
-def _check_lone_replica(option: VllmOption, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for experts that vLLM would divide among the devices of several replicas."""
+def _check_single_replica(option: VllmOption, given: Mapping[str, Any]) -> None:
+    """Raise ConfigError for experts that vLLM would divide among several replicas' devices."""
     tensor, data = (given.get(name, 1) for name in ("tensor_parallel_size", "data_parallel_size"))
     if not isinstance(data, int) or not isinstance(tensor, int) or data <= 1:
         return
@@ -249,13 +250,13 @@ def _check_lone_replica(option: VllmOption, given: Mapping[str, Any]) -> None:
 
 def markdown_table() -> str:
     """Return a Markdown table of vLLM's options and their treatment, for the documentation."""
-    rows = [(name, "what EngineConfig documents", "the same option") for name in _SHARED]
+    rows = [(name, "see EngineConfig", "the same option") for name in _SHARED]
     rows += [(option.name, option.accepted, option.behaviour) for option in VLLM_OPTIONS]
     lines = ["| vLLM's option | accepted | jaxserve |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| `{name}` | {accepted} | {behaviour} |" for name, accepted, behaviour in rows)])
 
 
-_SHARED = (  # fields of EngineConfig with vLLM's name and meaning, for which None is the default
+_SHARED = (  # EngineConfig fields with vLLM's name and meaning; None means the default
     *("model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size"),
     *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"),
     *("max_long_partial_prefills", "long_prefill_token_threshold", "gpu_memory_utilization", "enable_prefix_caching"),
