@@ -1,4 +1,4 @@
-"""Formats of chats: the marks by which models tell thoughts, answers and calls of tools apart. Data alone."""
+"""Chat formats: the delimiters between a model's reasoning, answers and tool calls, as data."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ AUTO, NONE = "auto", "none"
 
 
 @dataclass(frozen=True)
-class Marks:
-    """Texts that a scanner looks for. None of them begins another.
+class Delimiters:
+    """Texts that a scanner looks for; none of them is a prefix of another.
 
     Attributes:
-        texts: the marks; none where nothing is looked for.
+        texts: the delimiters; may be empty.
     """
 
     texts: tuple[str, ...]
 
     @cached_property
-    def whole(self) -> re.Pattern[str]:
-        """Expression that finds the first mark."""
+    def pattern(self) -> re.Pattern[str]:
+        """Regular expression for any delimiter."""
         return re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
 
     @cached_property
-    def begun(self) -> re.Pattern[str]:
-        """Expression that finds the first part of a mark at the end of a text."""
+    def partial_suffix(self) -> re.Pattern[str]:
+        """Regular expression for the beginning of a delimiter at the end of a text."""
         return re.compile("|".join(map(_begun, self.texts)) or r"(?!)")
 
 
-def _begun(mark: str) -> str:
+def _begun(delimiter: str) -> str:
     pattern = ""
-    for character in reversed(mark[:-1]):
+    for character in reversed(delimiter[:-1]):
         pattern = f"{re.escape(character)}(?:{pattern})?" if pattern else re.escape(character)
     return f"(?:{pattern})\\Z" if pattern else r"(?!)"
 
 
 @dataclass(frozen=True)
-class Thought:
-    """Marks around a thought.
+class ReasoningDelimiters:
+    """Delimiters around reasoning.
 
     Attributes:
-        begin: mark before it, which may be the end of the prompt instead.
-        end: mark behind it.
+        begin: opening delimiter; the prompt may end with it.
+        end: closing delimiter.
     """
 
     begin: str
@@ -57,19 +57,19 @@ class Thought:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """One way to write calls: a run of one or more. White space may be anywhere between the parts.
+    """Syntax of a run of tool calls. White space may be anywhere between the parts.
 
     Attributes:
-        begin: mark before a run; empty where an object at the start of a message is a call.
-        opening: text behind `begin`, if this is the syntax.
-        call_begin: mark before each call of a run.
-        head: expression of the text between that and the arguments, with a group `name`. None where each call is an
-            object of JSON with the keys `name` and `arguments` (or `parameters`).
-        call_end: marks behind the arguments of each call, any of which may be missing.
-        separator: text between the calls of a run.
-        end: mark behind a run, which may be missing.
-        head_marks: marks that a head may have besides those of `written`.
-        written: head, `{name}` (in JSON; else `{bare_name}`) and `{arguments}` of a call, as models are trained to.
+        begin: delimiter before a run; empty if an object at the start of a message is a call.
+        opening: text after `begin` that selects this syntax.
+        call_begin: delimiter before each call.
+        head: regular expression for the text before the arguments, with a group `name`. None if each call is a JSON
+            object with the keys `name` and `arguments` (or `parameters`).
+        call_end: delimiters after each call's arguments; any may be missing.
+        separator: text between calls.
+        end: delimiter after a run; it may be missing.
+        head_delimiters: delimiters that a head may have besides those in `written`.
+        written: template for a call with `{name}` (as JSON) or `{bare_name}`, and `{arguments}`, as models write it.
     """
 
     begin: str
@@ -79,43 +79,43 @@ class CallSyntax:
     call_end: tuple[str, ...] = ()
     separator: str = ""
     end: str = ""
-    head_marks: tuple[str, ...] = ()
+    head_delimiters: tuple[str, ...] = ()
     written: str = '{{"name": {name}, "arguments": {arguments}}}'
 
     @cached_property
     def head_before_null(self) -> re.Pattern[str]:
-        """Expression of `head` with null in place of the arguments after it."""
+        """Regular expression for a `head` that null follows instead of arguments."""
         head = r"(?!)" if self.head is None else self.head.pattern
         return re.compile(rf"{head}(?<=[\s\]>])(?=null(?!\w))")
 
 
 @dataclass(frozen=True)
 class MessageSyntax:
-    """Messages with headers, of which one reply has several: gpt-oss's "harmony".
+    """Syntax of messages with headers, several to a reply: gpt-oss's "harmony".
 
     Attributes:
-        begin: mark before a message that is not the first.
-        starts: texts with which a header may start.
-        head_end: mark behind a header.
-        ends: marks behind a message.
-        thoughts: channels of thoughts.
-        functions: start of a recipient that is a function, before its name.
+        begin: delimiter before all messages but the first.
+        starts: possible beginnings of a header.
+        head_end: delimiter after a header.
+        ends: delimiters after a message.
+        reasoning_channels: names of the channels that have reasoning.
+        functions: prefix of recipients that are functions.
     """
 
     begin: str
     starts: tuple[str, ...]
     head_end: str
     ends: tuple[str, ...]
-    thoughts: frozenset[str]
+    reasoning_channels: frozenset[str]
     functions: str
 
     def channel(self, head: str) -> str:
-        """Return the channel that a header names; empty if none."""
+        """Return the channel in a header; empty if there is none."""
         found = re.search(r"<\|channel\|>\s*(\w+)", head)
         return found[1] if found else ""
 
     def recipient(self, head: str) -> str:
-        """Return the recipient that a header names; empty if none."""
+        """Return the recipient in a header; empty if there is none."""
         found = re.search(r"\bto=([^\s<]+)", head)
         return found[1] if found else ""
 
@@ -125,14 +125,14 @@ class ChatFormat:
     """Format of a model's messages.
 
     Attributes:
-        thought: marks of thoughts; None where there are none.
-        calls: ways to write calls; the first is the one that grammars ask for.
-        messages: messages with headers, which have thoughts and calls of their own.
-        text_arguments: True if the template reads the arguments of calls as text, not as objects.
-        short_ids: True for ids of calls of nine letters and digits, which Mistral's templates insist on.
+        reasoning: delimiters around reasoning; None if there are none.
+        calls: syntaxes of tool calls; grammars ask for the first.
+        messages: syntax of messages with headers, which also covers reasoning and tool calls.
+        text_arguments: True if the template reads a call's arguments as text, not as an object.
+        short_ids: True for call ids with nine letters and digits, which Mistral's templates require.
     """
 
-    thought: Thought | None = None
+    reasoning: ReasoningDelimiters | None = None
     calls: tuple[CallSyntax, ...] = ()
     messages: MessageSyntax | None = None
     text_arguments: bool = False
@@ -140,34 +140,34 @@ class ChatFormat:
 
     @property
     def has_calls(self) -> bool:
-        """True if there is a way to write calls."""
+        """True if the model can write tool calls."""
         return bool(self.calls or self.messages)
 
     @cached_property
-    def marks(self) -> frozenset[str]:
-        """All marks: texts that are not the user's where they are special tokens."""
+    def delimiters(self) -> frozenset[str]:
+        """All delimiters; those that are special tokens are hidden from users."""
         found: set[str] = set()
-        if self.thought is not None:
-            found |= {self.thought.begin, self.thought.end}
+        if self.reasoning is not None:
+            found |= {self.reasoning.begin, self.reasoning.end}
         for call in self.calls:
-            found |= {call.begin, call.call_begin, *call.call_end, call.end, *call.head_marks}
-            found |= {*_MARK.findall(call.written)}
+            found |= {call.begin, call.call_begin, *call.call_end, call.end, *call.head_delimiters}
+            found |= {*_DELIMITER.findall(call.written)}
         if self.messages is not None:
             found |= {self.messages.begin, self.messages.head_end, *self.messages.ends, "<|channel|>", "<|constrain|>"}
-        return frozenset(mark for mark in found if len(mark) > 2)
+        return frozenset(delimiter for delimiter in found if len(delimiter) > 2)
 
     def call_id(self, name: str, number: int) -> str:
-        """Return the id of a call.
+        """Return the id of a tool call.
 
         Args:
-            name: name of the message, unique among all.
-            number: place of the call in it.
+            name: unique name of the message.
+            number: index of the call in it.
         """
         digest = hashlib.blake2b(f"{name}-{number}".encode(), digest_size=12).hexdigest()
         return digest[:9] if self.short_ids else f"call_{digest}"
 
 
-_MARK = re.compile(r"<｜[^｜]+｜>|\[[A-Z_]+\]")
+_DELIMITER = re.compile(r"<｜[^｜]+｜>|\[[A-Z_]+\]")
 
 _HERMES = CallSyntax("<tool_call>", end="</tool_call>", written='\n{{"name": {name}, "arguments": {arguments}}}\n')
 _LLAMA_WRITTEN = '{{"name": {name}, "parameters": {arguments}}}'
@@ -180,7 +180,7 @@ _MISTRAL = (
     CallSyntax(
         "[TOOL_CALLS]",
         head=re.compile(r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*"),
-        head_marks=("[CALL_ID]",),
+        head_delimiters=("[CALL_ID]",),
         written="{bare_name}[ARGS]{arguments}",
     ),
 )
@@ -200,11 +200,11 @@ _HARMONY = MessageSyntax(
     starts=("<|start|>", "<|channel|>", "to="),
     head_end="<|message|>",
     ends=("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>"),
-    thoughts=frozenset({"analysis"}),
+    reasoning_channels=frozenset({"analysis"}),
     functions="functions.",
 )
 
-CALLS: dict[str, ChatFormat] = {  # under the names of vLLM's parsers
+TOOL_CALL_FORMATS: dict[str, ChatFormat] = {  # by vLLM's parser names
     "hermes": ChatFormat(calls=(_HERMES,)),
     "llama3_json": ChatFormat(calls=_LLAMA),
     "mistral": ChatFormat(calls=_MISTRAL, short_ids=True),
@@ -212,37 +212,37 @@ CALLS: dict[str, ChatFormat] = {  # under the names of vLLM's parsers
     "deepseek_v31": ChatFormat(calls=(_DEEPSEEK_V31,), text_arguments=True),
     "openai": ChatFormat(messages=_HARMONY),
 }
-THOUGHTS: dict[str, ChatFormat] = {
-    "deepseek_r1": ChatFormat(Thought("<think>", "</think>")),
-    "qwen3": ChatFormat(Thought("<think>", "</think>")),
-    "mistral": ChatFormat(Thought("[THINK]", "[/THINK]")),
+REASONING_FORMATS: dict[str, ChatFormat] = {
+    "deepseek_r1": ChatFormat(ReasoningDelimiters("<think>", "</think>")),
+    "qwen3": ChatFormat(ReasoningDelimiters("<think>", "</think>")),
+    "mistral": ChatFormat(ReasoningDelimiters("[THINK]", "[/THINK]")),
     "openai_gptoss": ChatFormat(messages=_HARMONY),
 }
-# the calls that an engine asks for by a grammar where the model has no format of its own
-PLAIN_CALLS = CallSyntax("", opening="[", separator=",", end="]")
+# syntax that a grammar asks for if the model has none
+PLAIN_TOOL_CALLS = CallSyntax("", opening="[", separator=",", end="]")
 
 
 def chat_format(templates: Iterable[str], tool_call_parser: str = AUTO, reasoning_parser: str = AUTO) -> ChatFormat:
     """Return the format of a model's messages.
 
     Args:
-        templates: sources of its chat templates, which show the marks.
-        tool_call_parser: name of the way to write calls, "auto" or "none".
-        reasoning_parser: name of the way to write thoughts, "auto" or "none".
+        templates: sources of its chat templates, which show the delimiters.
+        tool_call_parser: name of a tool call format, "auto" or "none".
+        reasoning_parser: name of a reasoning format, "auto" or "none".
 
     Raises:
-        ConfigError: there is no format of this name.
+        ConfigError: a format is unknown.
     """
     text = "\n".join(templates)
     if tool_call_parser == AUTO:
-        tool_call_parser = _calls_of(text)
+        tool_call_parser = _tool_call_parser_of(text)
     if reasoning_parser == AUTO:
-        reasoning_parser = _thoughts_of(text)
-    calls = _named("tool_call_parser", tool_call_parser, CALLS)
-    thought = _named("reasoning_parser", reasoning_parser, THOUGHTS)
+        reasoning_parser = _reasoning_parser_of(text)
+    calls = _named("tool_call_parser", tool_call_parser, TOOL_CALL_FORMATS)
+    reasoning = _named("reasoning_parser", reasoning_parser, REASONING_FORMATS)
     if calls.calls == _MISTRAL and "[ARGS]" in text:  # the layout of newer models
         calls = dataclasses.replace(calls, calls=_MISTRAL[::-1])
-    return dataclasses.replace(calls, thought=thought.thought, messages=calls.messages or thought.messages)
+    return dataclasses.replace(calls, reasoning=reasoning.reasoning, messages=calls.messages or reasoning.messages)
 
 
 def _named(option: str, name: str, known: dict[str, ChatFormat]) -> ChatFormat:
@@ -253,7 +253,7 @@ def _named(option: str, name: str, known: dict[str, ChatFormat]) -> ChatFormat:
     return known[name]
 
 
-def _calls_of(template: str) -> str:
+def _tool_call_parser_of(template: str) -> str:
     if "<|channel|>" in template:
         return "openai"
     if "<｜tool▁calls▁begin｜>" in template:
@@ -267,7 +267,7 @@ def _calls_of(template: str) -> str:
     return NONE
 
 
-def _thoughts_of(template: str) -> str:
+def _reasoning_parser_of(template: str) -> str:
     if "<|channel|>" in template:
         return "openai_gptoss"
     if "[THINK]" in template:

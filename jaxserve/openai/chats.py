@@ -169,7 +169,7 @@ def _constrained(params: SamplingParams, form: MessageForm, tools: Tools, tokeni
         return params
     token_id = functools.partial(token_id_of, tokenizer=tokenizer)
     wanted = params.structured_outputs
-    grammar = message_grammar(form.chat_format, tools, wanted, in_thought=form.in_thought, token_id=token_id)
+    grammar = message_grammar(form.chat_format, tools, wanted, in_reasoning=form.in_reasoning, token_id=token_id)
     if grammar is None:
         return params
     appends = wanted is not None and wanted.append_forced_tokens
@@ -178,7 +178,7 @@ def _constrained(params: SamplingParams, form: MessageForm, tools: Tools, tokeni
 
 
 def check_messages(messages: Any) -> list[Json]:
-    """Return the messages of a chat; BadRequestError unless all have a role, and a content or calls of tools."""
+    """Return the messages of a chat; BadRequestError unless all have a role, and a content or tool calls."""
     if not isinstance(messages, list):
         raise BadRequestError(f"messages must be a list of messages, got {brief(messages)}", "messages")
     for message in messages:

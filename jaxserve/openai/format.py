@@ -313,7 +313,7 @@ def _completion_params(given: Json, defaults: SamplingParams) -> SamplingParams:
     limits = {name: given.get(name, getattr(SamplingParams, name)) for name in ("max_tokens", "logprobs")}
     if given.get("echo"):
         if limits["max_tokens"] == 0:
-            limits["max_tokens"] = 1  # a prompt is not computed without a token behind it
+            limits["max_tokens"] = 1  # a prompt is not computed without a token after it
         if limits["logprobs"] is not None:
             limits.setdefault("prompt_logprobs", limits["logprobs"])
     return defaults.clone(limits | _sampling_fields(given))

@@ -1,4 +1,4 @@
-"""Scanner of JSON in a text that is still growing: what grammars of calls are made of.
+"""Scanner for JSON in a growing text, with the building blocks for tool calls.
 
 Its methods are generators that wait wherever the text ends, so that where the text was cut makes no difference.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
-MAX_HEAD_CHARS = 512  # text between the marks of a call, or of a header
+MAX_HEAD_CHARS = 512  # text between a call's or a header's delimiters
 
 Steps = Generator[None, None, Any]
 _SPACE = re.compile(r"\s*")
@@ -23,21 +23,21 @@ _STRUCTURE = re.compile(r'["\\{}\[\]]')
 
 
 class NotACallError(Exception):
-    """Sign that the text at hand is no call after all."""
+    """Sign that the text is no tool call after all."""
 
 
 class CutError(NotACallError):
-    """Sign that the text has ended within what would be a call."""
+    """Sign that the text has ended within a possible tool call."""
 
 
 @dataclass
 class _Nesting:
-    """Brackets that are open in JSON.
+    """Open brackets in JSON.
 
     Attributes:
         depth: their number.
         in_string: True inside a string.
-        is_through: True once the first one is closed.
+        is_through: True after the first one is closed.
     """
 
     depth: int = 0
@@ -45,7 +45,7 @@ class _Nesting:
     is_through: bool = False
 
     def read(self, text: str, position: int) -> int:
-        """Continue, and return the position after the last bracket, or up to which all is known."""
+        """Continue; return the position after the last bracket, or the end of the decided text."""
         while (found := _STRUCTURE.search(text, position)) is not None:
             sign, position = found.group(), found.end()
             if self.in_string:
@@ -66,7 +66,7 @@ class _Nesting:
 
 
 class JsonScanner:
-    """Scanner of JSON, and of the marks around it."""
+    """Scanner for JSON and the delimiters around it."""
 
     def __init__(self) -> None:
         self._text, self._position, self._is_end, self._is_cut = "", 0, False, False
@@ -77,7 +77,7 @@ class JsonScanner:
         self._is_end, self._is_cut = is_end, is_end and is_cut
 
     def _missing(self, wanted: str) -> NotACallError:
-        """Return the error for a text that does not go on with what is wanted."""
+        """Return the error for a text that continues in another way than wanted."""
         is_end = self._is_end and wanted.startswith(self._text[self._position :])
         return CutError() if is_end else NotACallError()
 
@@ -85,7 +85,7 @@ class JsonScanner:
         """Take an object or a list, up to its last bracket, and return it.
 
         Args:
-            emit: function that takes it in parts instead, each as all but the last bracket, and that.
+            emit: function that takes it in parts instead: the text before the last bracket, and the bracket.
         """
         nesting, pieces = _Nesting(), []
         while True:
@@ -106,7 +106,7 @@ class JsonScanner:
             yield
 
     def _value(self) -> Steps:
-        """Take a value, and return its JSON, as arguments have it: what a string says, and an object for nothing."""
+        """Take a value, and return it as JSON arguments: a string's content, and an empty object for null."""
         character = yield from self._peek()
         if character == '"':
             text = (yield from self._long_string()).strip()
@@ -119,7 +119,7 @@ class JsonScanner:
         return "{}" if text in ("", "null") else text
 
     def _long_string(self) -> Steps:
-        """Take a string of JSON of any length, and return what it says."""
+        """Take a JSON string with any length, and return its content."""
         pieces = [self._take(1)]
         while True:
             pieces.append(self._take(_CHARACTERS.match(self._text, self._position).end() - self._position))  # type: ignore[union-attr]  # also matches nothing
@@ -134,7 +134,7 @@ class JsonScanner:
             raise NotACallError from None
 
     def _string(self) -> Steps:
-        """Take a string of JSON, and return what it says."""
+        """Take a JSON string, and return its content."""
         if (yield from self._peek()) != '"':
             raise self._missing('"')
         while (found := _STRING.match(self._text, self._position)) is None:
@@ -171,7 +171,7 @@ class JsonScanner:
         return self._text[self._position : self._position + 1]
 
     def _literal(self, wanted: str) -> Steps:
-        """Take a text if it is the next, and return whether it is."""
+        """Take a text if it comes next; return whether it does."""
         while True:
             rest = self._text[self._position : self._position + len(wanted)]
             if rest == wanted:
@@ -187,15 +187,15 @@ class JsonScanner:
         self._raw += text
         return text
 
-    def _end_mark(self, mark: str) -> Steps:
-        """Take a mark after a call if it is the next, or its beginning where the text is cut off."""
-        if not (yield from self._literal(mark)):
-            self._take_begun(mark)
+    def _end_delimiter(self, delimiter: str) -> Steps:
+        """Take a delimiter after a call if it comes next, or its beginning if the text is cut off."""
+        if not (yield from self._literal(delimiter)):
+            self._take_begun(delimiter)
 
-    def _take_begun(self, mark: str) -> bool:
-        """Take the beginning of a mark where the text is cut off in it, and return whether it is."""
+    def _take_begun(self, delimiter: str) -> bool:
+        """Take a delimiter's beginning if the text is cut off in it; return whether it is."""
         rest = self._text[self._position :]
-        is_begun = self._is_cut and rest != "" and mark.startswith(rest)
+        is_begun = self._is_cut and rest != "" and delimiter.startswith(rest)
         if is_begun:
             self._position = len(self._text)
         return is_begun

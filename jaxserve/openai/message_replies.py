@@ -13,8 +13,8 @@ from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING
 
 from jaxserve.api.stream_events import Increment, OutputReader
-from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.errors import as_bad_request, shown_message
+from jaxserve.openai.message_deltas import Content, MessageDelta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.partial_json import read_partial_json
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class _Blocks:
         """True if there are calls, and the arguments of all are objects in JSON: no others can be an input."""
         return any(block["type"] == "tool_use" for block in self.blocks) and not self._has_invalid_input
 
-    def add(self, delta: Delta) -> Iterator[Json]:
+    def add(self, delta: MessageDelta) -> Iterator[Json]:
         """Yield the events of a delta."""
         match delta:
             case ToolCall(_, call_id, name):
@@ -178,7 +178,7 @@ class _Blocks:
             block["input"], is_valid = _input(text)
             self._has_invalid_input |= not is_valid
         else:
-            block[self._kind] = text  # the field of a text or a thought is named like its type
+            block[self._kind] = text  # the field of a text or reasoning is named like its type
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
         self._kind, self._texts = "", []
 

@@ -1,4 +1,4 @@
-"""JSON that has been cut off: what it says for certain."""
+"""Reader for JSON that has been cut off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 def read_partial_json(text: str) -> Any:
-    """Return the value of JSON, or of the beginning of one without the string, key or word that was cut off.
+    """Return the value of a JSON text; a string, key or word that was cut off is left out.
 
     Raises:
         ValueError: the text is not the beginning of a list or an object.
@@ -25,7 +25,7 @@ def read_partial_json(text: str) -> Any:
 
 
 def _beginnings(text: str) -> tuple[str, str]:
-    """Return all of a text, and its longest beginning that can be whole, both with the brackets that it lacks."""
+    """Return the text and its longest complete beginning, both with their missing brackets."""
     closing: list[str] = []  # brackets that are still to come, the last first
     end, brackets = 0, ""
     is_key = False  # True where a string is the key of an object

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve import __version__
 from jaxserve.api.stream_events import Increment, OutputReader
-from jaxserve.openai.deltas import Content, Delta, DeltaReader, delta_json, whole_message
 from jaxserve.openai.errors import error_body
-from jaxserve.openai.thought_tokens import ThoughtTokens
+from jaxserve.openai.message_deltas import Content, DeltaReader, MessageDelta, delta_json, whole_message
+from jaxserve.openai.reasoning_tokens import ReasoningTokens
 from jaxserve.text.token_texts import hidden_ids, new_stream, text_offsets
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Reply:
             "system_fingerprint": fingerprint,
         }
         self._readers: dict[int, DeltaReader] = {}  # readers by choice of a chat
-        self._thoughts: dict[int, ThoughtTokens] = {}  # counters of thoughts by choice of a chat
+        self._reasoning_counters: dict[int, ReasoningTokens] = {}  # counters of reasoning by choice of a chat
         self._num_chars: dict[int, int] = {}  # characters of each choice so far, where log probabilities count them
         self._listed: Callable[[Iterator[Any]], Any] = list  # makes lists of log probabilities
         self._num_sent: dict[int, int] = {}  # tokens of each choice so far
@@ -92,7 +92,7 @@ class Reply:
         """Return the same with iterators in place of its long lists, so that it never exists as a whole."""
         self._listed = iter
         choices: Iterable[Json] = self._choices(outputs)
-        if self.request.is_chat:  # the usage counts what they have of thoughts
+        if self.request.is_chat:  # the usage counts what they have of reasoning
             choices = list(choices)
         return self._head | {"choices": choices, "usage": self.usage(outputs)} | self._extensions(outputs)
 
@@ -128,10 +128,12 @@ class Reply:
             cached_tokens += output.num_cached_tokens
             if self.request.has_output:
                 completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
-        num_thought = sum(counter.count for counter in self._thoughts.values())
-        return self._counts(prompt_tokens, completion_tokens, cached_tokens, num_thought)
+        num_reasoning_tokens = sum(counter.count for counter in self._reasoning_counters.values())
+        return self._counts(prompt_tokens, completion_tokens, cached_tokens, num_reasoning_tokens)
 
-    def _counts(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, num_thought: int) -> Json:
+    def _counts(
+        self, prompt_tokens: int, completion_tokens: int, cached_tokens: int, num_reasoning_tokens: int
+    ) -> Json:
         counts: Json = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -139,7 +141,7 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
         if self.request.is_chat:
-            counts["completion_tokens_details"] = {"reasoning_tokens": num_thought}
+            counts["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
         return counts
 
     def first_events(self) -> Iterator[bytes]:
@@ -165,7 +167,7 @@ class Reply:
                 if request.echoed:
                     yield self._event(index, {"delta": {"content": request.echoed}} | _OPEN, output)
             self._num_sent[index] = self._num_sent.get(index, 0) + len(increment.token_ids)
-            deltas: list[Delta] = self.read(index, increment) if is_chat else [Content(increment.text)]
+            deltas: list[MessageDelta] = self.read(index, increment) if is_chat else [Content(increment.text)]
             if is_plain and increment.logprobs is None and increment.finish_reason is None:  # nearly always
                 for delta in deltas:
                     if type(delta) is not Content:
@@ -183,14 +185,16 @@ class Reply:
                 choice["finish_reason"] = self.reader(index).finish_reason(increment)
             yield self._event(index, choice, output)
 
-    def read(self, index: int, increment: Increment) -> list[Delta]:
+    def read(self, index: int, increment: Increment) -> list[MessageDelta]:
         """Return the deltas of what is new in a choice of a chat."""
         deltas, tokenizer, form = self.reader(index).read(increment), self._tokenizer, self.request.form
         if form.chat_format is not None and tokenizer is not None:
-            if index not in self._thoughts:
+            if index not in self._reasoning_counters:
                 stream = new_stream(tokenizer, hidden_ids(tokenizer, self.request.params))
-                self._thoughts[index] = ThoughtTokens(form.chat_format, stream, in_thought=form.in_thought)
-            self._thoughts[index].push(increment.token_ids)
+                self._reasoning_counters[index] = ReasoningTokens(
+                    form.chat_format, stream, in_reasoning=form.in_reasoning
+                )
+            self._reasoning_counters[index].push(increment.token_ids)
         return deltas
 
     def reader(self, index: int) -> DeltaReader:
@@ -225,8 +229,8 @@ class Reply:
     def _usage_so_far(self, index: int, output: RequestOutput) -> Json:
         """Return the counts of one choice, as far as it has been sent."""
         num_sent = self._num_sent.get(index, 0) if self.request.has_output else 0
-        num_thought = self._thoughts[index].count if index in self._thoughts else 0
-        return self._counts(len(output.prompt_token_ids), num_sent, output.num_cached_tokens, num_thought)
+        num_reasoning_tokens = self._reasoning_counters[index].count if index in self._reasoning_counters else 0
+        return self._counts(len(output.prompt_token_ids), num_sent, output.num_cached_tokens, num_reasoning_tokens)
 
     def _index(self, number: int, increment: Increment) -> int:
         return number * self.request.params.n + increment.completion.index

@@ -11,8 +11,8 @@ from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING
 
 from jaxserve.api.stream_events import Increment, OutputReader
-from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.errors import as_bad_request, shown_message
+from jaxserve.openai.message_deltas import Content, MessageDelta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.replies import DONE
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class _Items:
         """True if the last item is a call that has not been closed."""
         return self._kind == "function_call"
 
-    def add(self, delta: Delta) -> Iterator[Event]:
+    def add(self, delta: MessageDelta) -> Iterator[Event]:
         """Yield the events of a delta."""
         match delta:
             case ToolCall(_, call_id, name):
@@ -189,7 +189,7 @@ class _Items:
         """
         if not self._kind:
             return
-        if self._kind == "message" and self.logprobs:  # tokens behind the last that made text
+        if self._kind == "message" and self.logprobs:  # tokens after the last that made text
             yield self._text_delta("")
         item, text = self.items[-1], "".join(self._texts)
         item["status"] = status

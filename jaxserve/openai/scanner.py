@@ -1,11 +1,11 @@
-"""Scanner of a chat's text: tells thoughts, answers and calls of tools apart while the text comes.
+"""Scanner that separates reasoning, answer and tool calls in a chat's text while the text comes.
 
-One scanner serves all formats (`chat_formats.py`). It is a generator that waits wherever its text ends, so that where
-the text was cut makes no difference. It holds back what may begin a mark, and a call up to its arguments; those pass
-as they come, but for their last character, which waits until the call is complete: arguments of a call that a limit or
-a stop string has cut off are never valid JSON. What turns out not to be a call is text of the answer: nothing is lost
-but marks, the white space after them, the parts of a call's object besides name and arguments, and, if a limit or a
-stop string has ended the text, a call that was cut off before its arguments.
+One scanner serves all formats (`chat_formats.py`). It is a generator that waits wherever its text ends, so cuts of the
+text make no difference. It holds back a possible delimiter, and a tool call up to its arguments. Arguments pass as they
+come, except their last character, which waits until the call is complete: arguments that a limit or a stop string has
+cut off are never valid JSON. Text that turns out not to be a call belongs to the answer. Only these are lost:
+delimiters, the white space after them, members of a call's object besides name and arguments, and a call that a limit
+or a stop string has cut off before its arguments.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxserve.openai.chat_formats import CallSyntax, ChatFormat, Marks, MessageSyntax
-from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
+from jaxserve.openai.chat_formats import CallSyntax, ChatFormat, Delimiters, MessageSyntax
 from jaxserve.openai.json_scanner import MAX_HEAD_CHARS, CutError, JsonScanner, NotACallError, Steps
+from jaxserve.openai.message_deltas import Content, MessageDelta, Reasoning, ToolArguments, ToolCall
 
 _BRACE_OR_QUOTE = re.compile(r'[{"]')
-_MIN_MARK_CHARS = 4  # of a mark that was cut off, from which on it is not text
+_MIN_DELIMITER_CHARS = 4  # of a delimiter that was cut off, from which on it is not text
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Call:
     Attributes:
         name: its function.
         arguments: its arguments, if they came before the name.
-        is_bare: True if no mark is before it, so that it may be any object.
+        is_bare: True if no delimiter is before it, so that it may be any object.
         has_begun: True once it has been emitted.
     """
 
@@ -45,9 +45,9 @@ class Scanner(JsonScanner):
     Args:
         chat_format: format of the message.
         call_id: function from the number of a call to its id.
-        in_thought: True if the prompt has ended with the mark of a thought.
+        in_reasoning: True if the prompt has ended with the delimiter of reasoning.
         names: functions that may be called; None if nothing is taken for a call.
-        hidden: marks that are special tokens, which users do not see wherever they are.
+        hidden: delimiters that are special tokens, which users do not see wherever they are.
         is_forced: True if the text must be calls.
 
     Attributes:
@@ -60,28 +60,28 @@ class Scanner(JsonScanner):
         chat_format: ChatFormat,
         call_id: Callable[[int], str],
         *,
-        in_thought: bool = False,
+        in_reasoning: bool = False,
         names: frozenset[str] | None = None,
         hidden: frozenset[str] = frozenset(),
         is_forced: bool = False,
     ) -> None:
         self._format, self._call_id, self._names, self._is_forced = chat_format, call_id, names, is_forced
-        self._hidden = Marks(tuple(sorted(hidden)))
+        self._hidden = Delimiters(tuple(sorted(hidden)))
         super().__init__()
         self._held = ""  # last character of the arguments of a call that is not complete yet
         self._has_lost = False  # True once a call was cut off before it began
-        self._deltas: list[Delta] = []
+        self._deltas: list[MessageDelta] = []
         self.num_calls = self.num_whole = 0
-        self._call_marks: list[str] = []
-        self._steps = self._scan_all(in_thought)
+        self._call_delimiters: list[str] = []
+        self._steps = self._scan_all(in_reasoning)
         next(self._steps)
 
     @property
     def has_cut_call(self) -> bool:
-        """True if a call has begun, or its mark has, and is not complete."""
+        """True if a call has begun, or its delimiter has, and is not complete."""
         return self._has_lost or self.num_whole < self.num_calls
 
-    def scan(self, text: str, *, is_end: bool, is_cut: bool = False) -> list[Delta]:
+    def scan(self, text: str, *, is_end: bool, is_cut: bool = False) -> list[MessageDelta]:
         """Return the deltas that more text has brought.
 
         Args:
@@ -95,53 +95,55 @@ class Scanner(JsonScanner):
         deltas, self._deltas = self._deltas, []
         return deltas
 
-    def _scan_all(self, in_thought: bool) -> Steps:
+    def _scan_all(self, in_reasoning: bool) -> Steps:
         yield
         if self._format.messages is not None:
             yield from self._headed_messages(self._format.messages)
         else:
-            yield from self._marked_text(in_thought)
+            yield from self._marked_text(in_reasoning)
 
-    # formats with marks in the text
+    # formats with delimiters in the text
 
-    def _marked_text(self, in_thought: bool) -> Steps:
-        thought, calls = self._format.thought, {} if self._names is None else _by_begin(self._format.calls)
+    def _marked_text(self, in_reasoning: bool) -> Steps:
+        reasoning, calls = self._format.reasoning, {} if self._names is None else _by_begin(self._format.calls)
         begins = [begin for begin in calls if begin]
-        self._call_marks = begins
-        text_marks = self._marks([*begins, *([thought.begin] if thought else [])])
-        thought_marks = self._marks([thought.end] if thought else [])
-        is_start = not in_thought
+        self._call_delimiters = begins
+        text_delimiters = self._delimiters([*begins, *([reasoning.begin] if reasoning else [])])
+        reasoning_delimiters = self._delimiters([reasoning.end] if reasoning else [])
+        is_start = not in_reasoning
         while True:
-            if in_thought and thought is not None:
-                mark = yield from self._passage(thought_marks, Reasoning)
-                in_thought = mark not in (thought.end, "")
+            if in_reasoning and reasoning is not None:
+                delimiter = yield from self._passage(reasoning_delimiters, Reasoning)
+                in_reasoning = delimiter not in (reasoning.end, "")
             else:
                 if is_start and "" in calls:
                     yield from self._run(calls[""])
-                mark = yield from self._passage(text_marks, Content, keeps_space=is_start)
-                if mark and mark in calls:
-                    yield from self._run(calls[mark], mark)
-                in_thought = thought is not None and mark == thought.begin
+                delimiter = yield from self._passage(text_delimiters, Content, keeps_space=is_start)
+                if delimiter and delimiter in calls:
+                    yield from self._run(calls[delimiter], delimiter)
+                in_reasoning = reasoning is not None and delimiter == reasoning.begin
             is_start = False
-            if not mark:
+            if not delimiter:
                 return
 
-    def _marks(self, texts: list[str]) -> Marks:
-        return Marks(tuple(sorted({*texts, *self._hidden.texts})))
+    def _delimiters(self, texts: list[str]) -> Delimiters:
+        return Delimiters(tuple(sorted({*texts, *self._hidden.texts})))
 
-    def _passage(self, marks: Marks, kind: type[Content] | type[Reasoning], *, keeps_space: bool = False) -> Steps:
-        """Emit text up to a mark, which is returned; empty at the end of all.
+    def _passage(
+        self, delimiters: Delimiters, kind: type[Content] | type[Reasoning], *, keeps_space: bool = False
+    ) -> Steps:
+        """Emit text up to a delimiter, which is returned; empty at the end of all.
 
-        White space at the start is left out, and where it is kept, only if a mark follows.
+        White space at the start is left out, and where it is kept, only if a delimiter follows.
         """
         space = yield from self._space()
         if not keeps_space:
             space = ""
         while True:
-            found = marks.whole.search(self._text, self._position)
-            begun = None if found or self._is_end else marks.begun.search(self._text, self._position)
+            found = delimiters.pattern.search(self._text, self._position)
+            begun = None if found or self._is_end else delimiters.partial_suffix.search(self._text, self._position)
             if self._is_cut and not found:
-                self._drop_mark(marks)
+                self._drop_delimiter(delimiters)
             stop = (found or begun).start() if found or begun else len(self._text)  # type: ignore[union-attr]
             if stop > self._position:
                 self._emit(kind(space + self._text[self._position : stop]))
@@ -154,18 +156,18 @@ class Scanner(JsonScanner):
                 return ""
             yield
 
-    def _drop_mark(self, marks: Marks) -> None:
-        """Leave out a mark that is cut off at the end of the text."""
-        found = marks.begun.search(self._text, self._position)
-        if found is not None and len(found.group()) >= _MIN_MARK_CHARS:
+    def _drop_delimiter(self, delimiters: Delimiters) -> None:
+        """Leave out a delimiter that is cut off at the end of the text."""
+        found = delimiters.partial_suffix.search(self._text, self._position)
+        if found is not None and len(found.group()) >= _MIN_DELIMITER_CHARS:
             self._text = self._text[: found.start()]
-            self._has_lost |= any(mark.startswith(found.group()) for mark in self._call_marks)
+            self._has_lost |= any(delimiter.startswith(found.group()) for delimiter in self._call_delimiters)
 
     # calls
 
-    def _run(self, syntaxes: list[CallSyntax], mark: str = "") -> Steps:
-        """Take a run of calls, whose mark has been taken; what is none becomes text."""
-        self._raw = mark
+    def _run(self, syntaxes: list[CallSyntax], delimiter: str = "") -> Steps:
+        """Take a run of calls, whose delimiter has been taken; what is none becomes text."""
+        self._raw = delimiter
         try:
             yield from self._space()
             for syntax in syntaxes:
@@ -173,14 +175,14 @@ class Scanner(JsonScanner):
                     yield from self._calls(syntax)
                     return
         except NotACallError as error:
-            is_lost = self._is_cut and isinstance(error, CutError) and (mark or self.num_calls or self._is_forced)
+            is_lost = self._is_cut and isinstance(error, CutError) and (delimiter or self.num_calls or self._is_forced)
             if is_lost:
                 self._has_lost = True
                 self._position = len(self._text)
             else:
                 if self._held:  # the arguments are complete, only what comes after them is not
                     self._end_call()
-                self._emit(Content(self._hidden.whole.sub("", self._raw)))
+                self._emit(Content(self._hidden.pattern.sub("", self._raw)))
         finally:
             self._raw = ""
 
@@ -193,9 +195,9 @@ class Scanner(JsonScanner):
                 self._has_lost |= self._take_begun(syntax.call_begin)
                 break
             yield from self._call(syntax)
-            for mark in syntax.call_end:
+            for delimiter in syntax.call_end:
                 yield from self._space()
-                yield from self._end_mark(mark)
+                yield from self._end_delimiter(delimiter)
             self._raw, is_first = "", False
             yield from self._space()
             if syntax.separator:
@@ -206,7 +208,7 @@ class Scanner(JsonScanner):
                     break
             elif not syntax.call_begin:
                 break
-        yield from self._end_mark(syntax.end)
+        yield from self._end_delimiter(syntax.end)
         self._raw = ""
 
     def _call(self, syntax: CallSyntax) -> Steps:
@@ -305,7 +307,7 @@ class Scanner(JsonScanner):
         self._take(named.end())
         return named["name"]
 
-    def _emit(self, delta: Delta) -> None:
+    def _emit(self, delta: MessageDelta) -> None:
         if not isinstance(delta, ToolCall):
             if not delta.text:
                 return
@@ -317,7 +319,7 @@ class Scanner(JsonScanner):
     # formats of messages with headers
 
     def _headed_messages(self, syntax: MessageSyntax) -> Steps:
-        body_marks = self._marks(list(syntax.ends))
+        body_delimiters = self._delimiters(list(syntax.ends))
         is_start = True
         while True:
             self._raw = ""
@@ -329,22 +331,22 @@ class Scanner(JsonScanner):
                     break
             if not has_head:
                 self._emit(Content(space if is_start else ""))
-                mark = yield from self._passage(body_marks, Content)
+                delimiter = yield from self._passage(body_delimiters, Content)
             else:
-                mark = yield from self._headed_message(syntax, body_marks)
+                delimiter = yield from self._headed_message(syntax, body_delimiters)
             is_start = False
-            if not mark:
+            if not delimiter:
                 return
-            if mark in syntax.starts:  # the next header begins with it
-                self._position -= len(mark)
+            if delimiter in syntax.starts:  # the next header begins with it
+                self._position -= len(delimiter)
 
-    def _headed_message(self, syntax: MessageSyntax, body_marks: Marks) -> Steps:
-        """Take a message whose header has begun; returns the mark behind it."""
+    def _headed_message(self, syntax: MessageSyntax, body_delimiters: Delimiters) -> Steps:
+        """Take a message whose header has begun; returns the delimiter after it."""
         while (stop := self._text.find(syntax.head_end, self._position, self._position + MAX_HEAD_CHARS)) < 0:
             if self._is_end or len(self._text) - self._position >= MAX_HEAD_CHARS:
                 if len(self._text) - self._position >= MAX_HEAD_CHARS:  # no header
-                    self._emit(Content(self._hidden.whole.sub("", self._raw)))
-                    return (yield from self._passage(body_marks, Content))
+                    self._emit(Content(self._hidden.pattern.sub("", self._raw)))
+                    return (yield from self._passage(body_delimiters, Content))
                 head = self._raw + self._text[self._position :]
                 self._has_lost |= self._is_cut and syntax.recipient(head).startswith(syntax.functions)
                 self._position = len(self._text)
@@ -357,10 +359,10 @@ class Scanner(JsonScanner):
             yield from self._space()
             if not (yield from self._headed_call(recipient.removeprefix(syntax.functions))):
                 return ""
-        is_thought = syntax.channel(head) in syntax.thoughts or (
+        is_reasoning = syntax.channel(head) in syntax.reasoning_channels or (
             recipient and not recipient.startswith(syntax.functions)
         )
-        return (yield from self._passage(body_marks, Reasoning if is_thought else Content))
+        return (yield from self._passage(body_delimiters, Reasoning if is_reasoning else Content))
 
     def _headed_call(self, name: str) -> Steps:
         """Take the arguments in the body of a message; returns whether there is more of the text."""

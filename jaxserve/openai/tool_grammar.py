@@ -1,4 +1,4 @@
-"""Grammars of messages: what they may be if calls must come or obey their schemas, or if the answer has a form."""
+"""Grammars for messages with forced tool calls, strict schemas or an answer in a given form."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def message_grammar(
     tools: Tools,
     form: StructuredOutputsParams | None,
     *,
-    in_thought: bool,
+    in_reasoning: bool,
     token_id: Callable[[str], int | None],
 ) -> str | None:
-    """Return the grammar of a message in llguidance's variant of Lark; None if the message may be anything.
+    """Return a message's grammar in llguidance's variant of Lark; None if the message may be anything.
 
     Args:
         chat_format: format of the message.
-        tools: the tools. Those that are forced, and those that are strict, are bound by their schemas; if only some of
-            the given ones may be called, no others can be.
-        form: form of the answer, in whose place calls may come, or must if they are forced; None if it is free.
-        in_thought: True if the message begins within a thought.
-        token_id: function that returns the id of a mark that is a token, and None for other texts.
+        tools: the tools. Schemas bind the arguments of forced and of strict tools; given tools that may not be called
+            cannot be.
+        form: form of the answer, which tool calls may replace (or must, if they are forced); None if it is free.
+        in_reasoning: True if the message begins within reasoning.
+        token_id: function that returns a delimiter's token id, or None if the text is not one token.
     """
     if tools.are_forced:
         form = None
@@ -48,45 +48,45 @@ def message_grammar(
         is_bound |= len(tools.functions) < len(tools.given)  # the model sees tools that it may not call
         if tools.choice == "none" or not is_bound:
             return None
-    grammar = _Grammar(chat_format.marks, token_id)
+    grammar = _Grammar(chat_format.delimiters, token_id)
     try:
         if chat_format.messages is not None:
             grammar.headed(chat_format.messages, tools, form)
         else:
-            grammar.marked(chat_format, tools, form, in_thought=in_thought)
+            grammar.marked(chat_format, tools, form, in_reasoning=in_reasoning)
     except RecursionError:
         raise RequestError("JSON schemas of tools and forms must be nested less deeply") from None
     return grammar.text
 
 
 class _Grammar:
-    """Grammar that is being written.
+    """Grammar under construction.
 
     Args:
-        marks: texts that may be tokens of their own.
+        delimiters: texts that may be single tokens.
         token_id: function that returns the id of such a token.
     """
 
-    def __init__(self, marks: frozenset[str], token_id: Callable[[str], int | None]) -> None:
+    def __init__(self, delimiters: frozenset[str], token_id: Callable[[str], int | None]) -> None:
         self._token_id = token_id
-        self._marks = re.compile("|".join(map(re.escape, sorted(marks))) or r"(?!)")
+        self._delimiters = re.compile("|".join(map(re.escape, sorted(delimiters))) or r"(?!)")
         self._rules: list[str] = []
 
     @property
     def text(self) -> str:
-        """Text of the grammar."""
+        """The grammar as text."""
         return "\n".join(["%llguidance {}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{0,4}/", ""])
 
     def marked(
-        self, chat_format: ChatFormat, tools: Tools, form: StructuredOutputsParams | None, *, in_thought: bool
+        self, chat_format: ChatFormat, tools: Tools, form: StructuredOutputsParams | None, *, in_reasoning: bool
     ) -> None:
-        """Write the rules of a message with marks in its text."""
-        thought, space = "", ""
-        if chat_format.thought is not None:
-            rest, space = self._up_to("thought", chat_format.thought.end), "SPACE"
-            thought = rest if in_thought else f"({self._literal(chat_format.thought.begin)} {rest})?"
+        """Write the rules for a message with delimiters in its text."""
+        reasoning, space = "", ""
+        if chat_format.reasoning is not None:
+            rest, space = self._up_to("reasoning", chat_format.reasoning.end), "SPACE"
+            reasoning = rest if in_reasoning else f"({self._literal(chat_format.reasoning.begin)} {rest})?"
         if form is not None and form.is_json and tools.choice != "none" and not chat_format.calls[0].begin:
-            # both begin with a brace, after which only one grammar can tell them apart; so there is one call at most
+            # both begin with a brace, so one schema must cover both, with one call at most
             options = [_call_schema(function, chat_format.calls[0]) for function in tools.functions]
             either = {"anyOf": [_moved(each, f"/anyOf/{i}") for i, each in enumerate([*options, form.schema])]}
             self._rules += schema_rules("form", either, whitespace_options(form))
@@ -94,26 +94,26 @@ class _Grammar:
         elif form is not None:
             self._rules += form_rules("form", form)
         if tools.choice == "none":
-            self._rules.append(f"start: {thought} {space} form")
+            self._rules.append(f"start: {reasoning} {space} form")
             return
         syntax = chat_format.calls[0]
         calls = self._calls(syntax, tools)
         if tools.are_forced or form is not None:
             again = "" if syntax.separator or syntax.call_begin or not tools.is_parallel else "(SPACE run)*"
             answer = "" if form is None else f"| {space} form"
-            self._rules.append(f"start: {thought} (SPACE run {again} {answer})")
+            self._rules.append(f"start: {reasoning} (SPACE run {again} {answer})")
             self._rules.append(f"run: {self._literal(syntax.begin)} {calls}")
         elif not syntax.begin:
-            self._rules.append(f"start: {thought} (run | OTHER)")
+            self._rules.append(f"start: {reasoning} (run | OTHER)")
             self._rules.append(f"run: {calls}")
             self._rules.append(r"OTHER: /([^{](.|\n)*)?/")
         else:
-            self._rules.append(f"start: {thought} {'run* tail' if tools.is_parallel else '(run | tail)'}")
+            self._rules.append(f"start: {reasoning} {'run* tail' if tools.is_parallel else '(run | tail)'}")
             self._rules.append(f"run: {self._up_to('before', syntax.begin)} {calls}")
             self._rules.append("tail: TEXT")
 
     def headed(self, syntax: MessageSyntax, tools: Tools, form: StructuredOutputsParams | None) -> None:
-        """Write the rules of messages with headers."""
+        """Write the rules for messages with headers."""
         channel, head_end = self._literal("<|channel|>"), self._literal(syntax.head_end)
         again = f'{self._literal(syntax.begin)} "assistant"'
         bodies, constrained = [], f'{self._literal("<|constrain|>")} "json"'
@@ -124,7 +124,7 @@ class _Grammar:
         if bodies:
             self._rules.append(f"call: {' | '.join(bodies)}")
         body = self._up_to("body", syntax.ends[0])
-        self._rules.append(f'thought: {channel} "analysis" {head_end} {body} {again}')
+        self._rules.append(f'reasoning: {channel} "analysis" {head_end} {body} {again}')
         self._rules.append(f'preamble: {channel} "commentary" {head_end} {body} {again}')
         if form is None:
             self._rules.append(f'answer: {channel} "final" {head_end} TEXT')
@@ -133,10 +133,10 @@ class _Grammar:
             self._rules += form_rules("form", form)
         either = "preamble* (call | answer)" if form is None else "(preamble* call | answer)"
         message = {"none": "answer", "auto": either}.get(tools.choice, "call")
-        self._rules.append(f"start: thought* {message}")
+        self._rules.append(f"start: reasoning* {message}")
 
     def _calls(self, syntax: CallSyntax, tools: Tools) -> str:
-        """Return what stands behind the mark of a run of calls."""
+        """Return the rule text for a run of tool calls after its delimiter."""
         calls = []
         for number, function in enumerate(tools.functions):
             arguments = self._arguments(number, function, tools)
@@ -160,26 +160,26 @@ class _Grammar:
         return f"arguments_{number}"
 
     def _literal(self, text: str) -> str:
-        """Return a text, with its marks as tokens where they are such."""
+        """Return the rule text for a literal, with delimiters as tokens if they are tokens."""
         parts, start = [], 0
-        for found in self._marks.finditer(text):
+        for found in self._delimiters.finditer(text):
             if (token_id := self._token_id(found.group())) is not None:
                 parts += [quoted(text[start : found.start()]), f"<[{token_id}]>"]
                 start = found.end()
         parts.append(quoted(text[start:]))
         return " ".join(part for part in parts if part != '""')
 
-    def _up_to(self, name: str, mark: str) -> str:
-        """Return any text with a mark behind it, the first that comes."""
-        if self._token_id(mark) is not None:
-            return f"TEXT {self._literal(mark)}"
+    def _up_to(self, name: str, delimiter: str) -> str:
+        """Return the rule text for any text up to the next delimiter."""
+        if self._token_id(delimiter) is not None:
+            return f"TEXT {self._literal(delimiter)}"
         if not any(rule.startswith(f"{name}_text[lazy]") for rule in self._rules):
-            self._rules.append(f"{name}_text[lazy]: TEXT {self._literal(mark)}")
+            self._rules.append(f"{name}_text[lazy]: TEXT {self._literal(delimiter)}")
         return f"{name}_text"
 
 
 def _call_schema(function: Function, syntax: CallSyntax) -> dict[str, Any]:
-    """Return the JSON schema of a call that is an object without a mark."""
+    """Return the JSON schema of a tool call that is a bare object."""
     key = "parameters" if '"parameters"' in syntax.written else "arguments"
     arguments = {"type": "object"} | (_moved(function.parameters, f"/properties/{key}") if function.is_strict else {})
     properties = {"name": {"const": function.name}, key: arguments}
@@ -187,7 +187,7 @@ def _call_schema(function: Function, syntax: CallSyntax) -> dict[str, Any]:
 
 
 def _moved(schema: Any, pointer: str) -> Any:
-    """Return a schema whose references to itself are right at another position of a schema."""
+    """Return a schema with its references adjusted to its position inside another schema."""
     if isinstance(schema, list):
         return [_moved(each, pointer) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Tools of a chat: the functions that it offers, the choice among them, and how the message is to be read."""
+"""Tools of a chat: its functions, the choice among them, and the form of the message that may call them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import RequestError, brief
-from jaxserve.openai.chat_formats import PLAIN_CALLS, ChatFormat, chat_format
-from jaxserve.openai.deltas import DeltaReader
+from jaxserve.openai.chat_formats import PLAIN_TOOL_CALLS, ChatFormat, chat_format
+from jaxserve.openai.message_deltas import DeltaReader
 from jaxserve.openai.scanner import Scanner
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class Function:
     Attributes:
         name: its name.
         parameters: JSON schema of its arguments.
-        is_strict: True if the arguments must obey the schema, once the model has begun a call.
+        is_strict: True if a call's arguments must obey the schema.
     """
 
     name: str
@@ -42,8 +42,8 @@ class Tools:
     """Tools of a chat.
 
     Attributes:
-        given: the tools as in the body, which templates show to the model.
-        functions: the functions that may be called: all of `given`, or the one that was named.
+        given: the tools as in the body; templates show them to the model.
+        functions: the callable functions: all that are given, or the named one.
         choice: "none", "auto", "required" or "named".
         is_parallel: True if a message may have several calls.
     """
@@ -55,12 +55,12 @@ class Tools:
 
     @property
     def are_forced(self) -> bool:
-        """True if the message must be calls."""
+        """True if the message must consist of tool calls."""
         return self.choice in ("required", "named")
 
 
 def read_tools(body: Mapping[str, Any]) -> Tools:
-    """Return the tools of a body; RequestError unless they are what OpenAI's interface has."""
+    """Return the tools in a body; RequestError unless they have OpenAI's form."""
     given, choice = body.get("tools", []), body.get("tool_choice")
     if not isinstance(given, list) or len(given) > MAX_TOOLS:
         raise RequestError(f"tools must be a list of at most {MAX_TOOLS} tools, got {brief(given)}")
@@ -91,7 +91,7 @@ def read_tools(body: Mapping[str, Any]) -> Tools:
 
 
 def _allowed(choice: Json, names: Sequence[str]) -> tuple[set[str], str]:
-    """Return the names of the functions that may be called, and the choice among them."""
+    """Return the names of the callable functions, and the choice among them."""
     given = choice.get("allowed_tools")
     tools, mode = (given.get("tools"), given.get("mode")) if isinstance(given, dict) else (None, None)
     described = [tool.get("function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
@@ -124,19 +124,19 @@ def _function(tool: Any) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """Form of a chat's message, by which its text is read.
+    """Form of a chat's message, with which its text is read.
 
     Attributes:
         chat_format: format of the model's messages; None if the text is the message.
         tools: the tools.
-        in_thought: True if the prompt has ended with the mark of a thought.
-        hidden: marks that are special tokens, with their ids.
-        shows_reasoning: True to reply with thoughts; they are left out otherwise.
+        in_reasoning: True if the prompt ends with the opening delimiter of reasoning.
+        hidden: delimiters that are special tokens, with their ids.
+        shows_reasoning: False to leave reasoning out of replies.
     """
 
     chat_format: ChatFormat | None = None
     tools: Tools = field(default_factory=Tools)
-    in_thought: bool = False
+    in_reasoning: bool = False
     hidden: Mapping[str, int] = field(default_factory=dict)
     shows_reasoning: bool = True
 
@@ -144,7 +144,7 @@ class MessageForm:
         """Return the reader of a sample.
 
         Args:
-            name: name of the sample, from which the ids of its calls follow.
+            name: name of the sample; the ids of its tool calls follow from it.
         """
         if self.chat_format is None:
             return DeltaReader()
@@ -152,7 +152,7 @@ class MessageForm:
         scanner = Scanner(
             self.chat_format,
             functools.partial(self.chat_format.call_id, name),
-            in_thought=self.in_thought,
+            in_reasoning=self.in_reasoning,
             names=frozenset(function.name for function in self.tools.functions) if has_calls else None,
             hidden=frozenset(self.hidden),
             is_forced=self.tools.are_forced,
@@ -166,28 +166,28 @@ def message_form(
     """Return the form of the message that follows a prompt.
 
     Raises:
-        RequestError: tools may be called, and nothing is known of how the model writes calls.
+        RequestError: tools may be called, but the model's tool call syntax is unknown.
     """
     has_calls = tools.choice != "none"
     if has_calls and not tools.are_forced and not chat_format.has_calls:
         raise RequestError(
-            'tool_choice "auto" needs a model whose way to write calls is known; name it with --tool-call-parser, or '
+            'tool_choice "auto" needs a model with a known tool call syntax; name it with --tool-call-parser, or '
             'ask for tool_choice "required"'
         )
     if has_calls and not chat_format.has_calls:
-        chat_format = replace(chat_format, calls=(PLAIN_CALLS,))
-    thought = chat_format.thought
-    if not (thought or chat_format.messages or has_calls):
+        chat_format = replace(chat_format, calls=(PLAIN_TOOL_CALLS,))
+    reasoning = chat_format.reasoning
+    if not (reasoning or chat_format.messages or has_calls):
         return MessageForm()
-    ids = {mark: token_id_of(mark, tokenizer) for mark in sorted(chat_format.marks)}
-    hidden = {mark: i for mark, i in ids.items() if i is not None and i in tokenizer.special_ids}
-    in_thought = thought is not None and prompt.rstrip().endswith(thought.begin)
-    return MessageForm(chat_format, tools, in_thought, hidden, shows_reasoning)
+    ids = {delimiter: token_id_of(delimiter, tokenizer) for delimiter in sorted(chat_format.delimiters)}
+    hidden = {delimiter: i for delimiter, i in ids.items() if i is not None and i in tokenizer.special_ids}
+    in_reasoning = reasoning is not None and prompt.rstrip().endswith(reasoning.begin)
+    return MessageForm(chat_format, tools, in_reasoning, hidden, shows_reasoning)
 
 
 @functools.lru_cache(maxsize=256)
 def token_id_of(text: str, tokenizer: Tokenizer) -> int | None:
-    """Return the id of a text that is one token; None for other texts."""
+    """Return the token id of a text that is one token; None for other texts."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[0] if len(ids) == 1 else None
 
@@ -198,19 +198,19 @@ def _detected(templates: tuple[str, ...]) -> ChatFormat:
 
 
 def detected_format(tokenizer: Tokenizer) -> ChatFormat:
-    """Return the format that the templates of a tokenizer show."""
+    """Return the format that a tokenizer's templates show."""
     return _detected(tuple(tokenizer.chat_template.values()))
 
 
 def template_messages(messages: Sequence[Json], *, has_text_arguments: bool) -> list[Json]:
-    """Return messages as templates read them: arguments of calls as objects, thoughts under all names in use.
+    """Return messages as templates read them: call arguments as objects, reasoning under all names in use.
 
     Args:
         messages: messages as clients send them.
         has_text_arguments: True to leave arguments as they are.
 
     Raises:
-        RequestError: calls are not of OpenAI's form.
+        RequestError: tool calls lack OpenAI's form.
     """
     return [_template_message(message, has_text_arguments) for message in messages]
 

@@ -43,7 +43,6 @@ class Service:
         traces: spans of requests; None if nobody wants them.
         health: watch over the engine.
         fingerprint: name of the engine's configuration in replies.
-        chat_format: format of the model's messages in chats.
         context: the model and the options with which bodies are read.
         keys: keys of those who may send requests.
         admission: gate of requests.
@@ -65,8 +64,8 @@ class Service:
         self.is_draining = False
         self.workers = Workers()
         templates = engine.tokenizer.chat_template.values() if engine.tokenizer is not None else ()
-        self.chat_format = chat_format(templates, config.tool_call_parser, config.reasoning_parser)
-        if config.enable_auto_tool_choice and not self.chat_format.has_calls:
+        form = chat_format(templates, config.tool_call_parser, config.reasoning_parser)
+        if config.enable_auto_tool_choice and not form.has_calls:
             raise ConfigError("enable_auto_tool_choice needs a known format of calls; give --tool-call-parser")
         self.context = BodyContext(
             self.model_names[0],
@@ -74,7 +73,7 @@ class Service:
             engine.tokenizer,
             engine.default_sampling_params,
             may_stream=True,
-            chat_format=self.chat_format,
+            chat_format=form,
             check_prompt=engine.reader.check_text,
             response_role=config.response_role,
             takes_templates=config.trust_request_chat_template,

@@ -206,7 +206,10 @@ def test_an_end_by_the_model_keeps_its_words(name: str) -> None:
 def test_a_named_function_ends_as_a_call_of_messages() -> None:
     body = body_of(MESSAGES, tool_choice={"type": "tool", "name": "g"})
     request = read(MESSAGES, "hermes", body)
-    for text, reason in ((written("hermes", Message(calls=[CALLS[1]])), "tool_use"), ('<tool_call>{"na', "end_turn")):
+    for text, reason in (
+        (written("hermes", Message(calls=[CALLS[1]])), "tool_use"),
+        ('<tool_call>{"na', "end_turn"),
+    ):
         completion = CompletionOutput(0, text, [5], finish_reason="stop")
         output = RequestOutput("0", None, [1], [completion])
         assert new_reply(MESSAGES, request, body).body([output])["stop_reason"] == reason

@@ -19,10 +19,10 @@ from jaxserve.api.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.stream_events import OutputReader
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.openai.chat_formats import CALLS, THOUGHTS, ChatFormat, Marks, chat_format
+from jaxserve.openai.chat_formats import REASONING_FORMATS, TOOL_CALL_FORMATS, ChatFormat, Delimiters, chat_format
 from jaxserve.openai.context import BodyContext
-from jaxserve.openai.deltas import Delta, whole_message
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
+from jaxserve.openai.message_deltas import MessageDelta, whole_message
 from jaxserve.openai.replies import DONE, Reply
 from jaxserve.openai.responses import chat_of_response
 from jaxserve.openai.scanner import Scanner
@@ -80,9 +80,11 @@ def messages(draw: st.DrawFn, name: str) -> Message:
     return Message(content, reasoning, calls)
 
 
-def scan(form: ChatFormat, pieces: Iterable[str], *, has_tools: bool = True, in_thought: bool = False) -> list[Delta]:
+def scan(
+    form: ChatFormat, pieces: Iterable[str], *, has_tools: bool = True, in_reasoning: bool = False
+) -> list[MessageDelta]:
     names = frozenset(NAMES) if has_tools else None
-    scanner = Scanner(form, lambda number: f"id{number}", names=names, in_thought=in_thought)
+    scanner = Scanner(form, lambda number: f"id{number}", names=names, in_reasoning=in_reasoning)
     deltas = [delta for piece in pieces for delta in scanner.scan(piece, is_end=False)]
     return deltas + scanner.scan("", is_end=True)
 
@@ -179,10 +181,10 @@ PIECES = st.one_of(
 @settings(max_examples=examples(40), deadline=None)
 @given(st.sampled_from(FORMATS), st.lists(PIECES, max_size=12), st.booleans(), st.booleans(), st.data())
 def test_no_cut_changes_how_any_text_is_read(
-    name: str, pieces: list[str], has_tools: bool, in_thought: bool, data: st.DataObject
+    name: str, pieces: list[str], has_tools: bool, in_reasoning: bool, data: st.DataObject
 ) -> None:
     text, form = "".join(pieces), format_of(name)
-    options = {"has_tools": has_tools, "in_thought": in_thought}
+    options = {"has_tools": has_tools, "in_reasoning": in_reasoning}
     whole = whole_message(scan(form, [text], **options))
     assert whole_message(scan(form, text, **options)) == whole
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
@@ -370,26 +372,30 @@ def test_a_message_with_calls_reaches_the_template_as_objects() -> None:
     assert request.ignored == ()
 
 
-@pytest.mark.parametrize(("prompt", "in_thought"), [("<think>\n", True), ("<think>\n\n</think>\n", False), ("", False)])
-def test_a_prompt_that_ends_in_a_thought_begins_one(prompt: str, in_thought: bool) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "in_reasoning"), [("<think>\n", True), ("<think>\n\n</think>\n", False), ("", False)]
+)
+def test_a_prompt_that_ends_in_a_thought_begins_one(prompt: str, in_reasoning: bool) -> None:
     body = {"messages": [{"role": "user", "content": prompt}]}
     request = parse_body(
-        CHAT, body, BodyContext("m", (), TOKENIZERS[0], SamplingParams(), chat_format=THOUGHTS["qwen3"])
+        CHAT, body, BodyContext("m", (), TOKENIZERS[0], SamplingParams(), chat_format=REASONING_FORMATS["qwen3"])
     )
-    assert request.form.in_thought == in_thought
+    assert request.form.in_reasoning == in_reasoning
 
 
 def test_no_mark_begins_another() -> None:
-    for form in [*CALLS.values(), *THOUGHTS.values()]:
-        assert not [(a, b) for a in form.marks for b in form.marks if a != b and b.startswith(a)]
-        marks = Marks(tuple(form.marks))
-        for mark in form.marks:
-            assert all(marks.begun.search(f"x{mark[:end]}").start() == 1 for end in range(1, len(mark)))
+    for form in [*TOOL_CALL_FORMATS.values(), *REASONING_FORMATS.values()]:
+        assert not [(a, b) for a in form.delimiters for b in form.delimiters if a != b and b.startswith(a)]
+        marks = Delimiters(tuple(form.delimiters))
+        for mark in form.delimiters:
+            assert all(marks.partial_suffix.search(f"x{mark[:end]}").start() == 1 for end in range(1, len(mark)))
 
 
 def test_formats_are_found_in_templates() -> None:
-    assert {name: format_of(name).calls == CALLS[name].calls for name in CALLS} == dict.fromkeys(CALLS, True)
-    assert format_of("hermes").thought == THOUGHTS["qwen3"].thought
+    assert {
+        name: format_of(name).calls == TOOL_CALL_FORMATS[name].calls for name in TOOL_CALL_FORMATS
+    } == dict.fromkeys(TOOL_CALL_FORMATS, True)
+    assert format_of("hermes").reasoning == REASONING_FORMATS["qwen3"].reasoning
     assert chat_format(["plain"]) == ChatFormat()
     assert chat_format([TEMPLATES["hermes"]], "none", "none") == ChatFormat()
     with pytest.raises(ConfigError, match="tool_call_parser must be one of"):

@@ -12,9 +12,9 @@ from jaxserve.api.outputs import CompletionOutput, RequestOutput
 from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.openai.chat_formats import ChatFormat
 from jaxserve.openai.context import BodyContext
-from jaxserve.openai.deltas import whole_message
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
 from jaxserve.openai.interfaces import INTERFACES
+from jaxserve.openai.message_deltas import whole_message
 from jaxserve.openai.messages import MESSAGES
 from jaxserve.openai.replies import Reply
 from jaxserve.openai.responses import RESPONSES

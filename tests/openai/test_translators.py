@@ -23,10 +23,10 @@ from jaxserve.api.sampling_params import SamplingParams
 from jaxserve.api.stream_events import Increment, OutputReader
 from jaxserve.openai.chat_formats import chat_format
 from jaxserve.openai.context import BodyContext
-from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import ParsedRequest, parse_body
 from jaxserve.openai.interfaces import INTERFACES, AnyReply
+from jaxserve.openai.message_deltas import Content, MessageDelta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.partial_json import read_partial_json
 from jaxserve.openai.replies import Reply
@@ -65,7 +65,7 @@ SAMPLE = Message("Hello, 東京 <b>", "so\n<hm>", [Call("f", {"a": '"}]\\', "é"
 class CutReader:
     """Reader of a message whose deltas are known: each character of the text is one of theirs."""
 
-    def __init__(self, deltas: list[Delta]) -> None:
+    def __init__(self, deltas: list[MessageDelta]) -> None:
         self._parts = [
             delta if isinstance(delta, ToolCall) else delta._replace(text=char)
             for delta in deltas
@@ -74,8 +74,8 @@ class CutReader:
         self._num_read = 0
         self.text = "".join("." if isinstance(part, ToolCall) else part.text for part in self._parts)
 
-    def read(self, increment: Increment) -> list[Delta]:
-        found: list[Delta] = []
+    def read(self, increment: Increment) -> list[MessageDelta]:
+        found: list[MessageDelta] = []
         for part in self._parts[self._num_read :][: len(increment.text)]:
             last = found[-1] if found else None
             is_more = last is not None and type(last) is type(part) and not isinstance(part, ToolCall)
@@ -91,10 +91,10 @@ class CutReader:
 
 
 @st.composite
-def scripts(draw: st.DrawFn) -> tuple[list[Delta], str]:
+def scripts(draw: st.DrawFn) -> tuple[list[MessageDelta], str]:
     """Draw the deltas of a message, and the reason of its end."""
     texts = st.text(min_size=1, max_size=8)
-    deltas: list[Delta] = [Reasoning(draw(texts))] * draw(st.integers(0, 1))
+    deltas: list[MessageDelta] = [Reasoning(draw(texts))] * draw(st.integers(0, 1))
     if draw(st.booleans()):
         deltas.append(Content(draw(texts)))
     for index in range(draw(st.integers(0, 3))):
@@ -118,7 +118,7 @@ def read(path: str, body: dict[str, Any]) -> ParsedRequest:
     )
 
 
-def sent(path: str, script: tuple[list[Delta], str], cuts: Iterable[int]) -> tuple[bytes, dict[str, Any]]:
+def sent(path: str, script: tuple[list[MessageDelta], str], cuts: Iterable[int]) -> tuple[bytes, dict[str, Any]]:
     """Return the stream and the whole reply of a message.
 
     Args:
@@ -173,7 +173,7 @@ CUTS = st.lists(st.integers(0, 5), max_size=12)
 
 @settings(max_examples=examples(20), deadline=None)
 @given(scripts(), CUTS)
-def test_messages_add_up(script: tuple[list[Delta], str], cuts: list[int]) -> None:
+def test_messages_add_up(script: tuple[list[MessageDelta], str], cuts: list[int]) -> None:
     stream, whole = sent(MESSAGES, script, cuts)
     anthropic.types.Message.model_validate(whole)
     STREAM[:] = [stream]
@@ -189,7 +189,7 @@ def test_messages_add_up(script: tuple[list[Delta], str], cuts: list[int]) -> No
 
 @settings(max_examples=examples(20), deadline=None)
 @given(scripts(), CUTS)
-def test_responses_add_up(script: tuple[list[Delta], str], cuts: list[int]) -> None:
+def test_responses_add_up(script: tuple[list[MessageDelta], str], cuts: list[int]) -> None:
     stream, whole = sent(RESPONSES, script, cuts)
     Response.model_validate(whole)
     STREAM[:] = [stream]

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
 
-from jaxserve.openai.chat_formats import CALLS
+from jaxserve.openai.chat_formats import TOOL_CALL_FORMATS
 from tests.server.conftest import Running
 
 SCHEMA = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -23,7 +24,9 @@ def client(server: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[openai.
         "default",
         "{{ messages[0].content }}{# {{ tools }} #}{% if tools %}{% endif %}",
     )
-    monkeypatch.setattr(server.app.service, "chat_format", CALLS["llama3_json"])  # the shortest
+    service = server.app.service
+    context = replace(service.context, chat_format=TOOL_CALL_FORMATS["llama3_json"])  # the shortest
+    monkeypatch.setattr(service, "context", context)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 

@@ -1,11 +1,11 @@
-"""Count of the tokens of a model's thoughts, from the marks in its text."""
+"""Number of reasoning tokens, by the delimiters in a model's text."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
 
-from jaxserve.openai.chat_formats import Marks
+from jaxserve.openai.chat_formats import Delimiters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -14,27 +14,27 @@ if TYPE_CHECKING:
     from jaxserve.text.token_stream import ByteStream, WindowStream
 
 
-_MAX_KEPT_CHARS = 4096  # text that is kept; headers are shorter
+_MAX_KEPT_CHARS = 4096  # kept text; headers are shorter
 
 
-class ThoughtTokens:
-    """Counter of the tokens between the marks of thoughts.
+class ReasoningTokens:
+    """Counter of the tokens between reasoning delimiters.
 
     Args:
         chat_format: format of the message.
-        stream: stream of the message's text, with the marks.
-        in_thought: True if the prompt has ended with the mark of a thought.
+        stream: detokenizer that keeps the delimiters.
+        in_reasoning: True if the prompt ends with the opening delimiter of reasoning.
     """
 
-    def __init__(self, chat_format: ChatFormat, stream: ByteStream | WindowStream, *, in_thought: bool) -> None:
-        self._format, self._stream, self._in_thought = chat_format, stream, in_thought
-        messages, thought = chat_format.messages, chat_format.thought
+    def __init__(self, chat_format: ChatFormat, stream: ByteStream | WindowStream, *, in_reasoning: bool) -> None:
+        self._format, self._stream, self._in_thought = chat_format, stream, in_reasoning
+        messages, reasoning = chat_format.messages, chat_format.reasoning
         self._in_header = messages is not None
-        self._begins = Marks((messages.head_end,) if messages else (thought.begin,) if thought else ())
-        self._ends = Marks(tuple(sorted(messages.ends)) if messages else (thought.end,) if thought else ())
+        self._begins = Delimiters((messages.head_end,) if messages else (reasoning.begin,) if reasoning else ())
+        self._ends = Delimiters(tuple(sorted(messages.ends)) if messages else (reasoning.end,) if reasoning else ())
         self._longest = max(map(len, (*self._begins.texts, *self._ends.texts)), default=1)
-        self._text = ""  # text since the last mark
-        self._starts: list[int] = []  # indices in it at which tokens begin
+        self._text = ""  # text since the last delimiter
+        self._starts: list[int] = []  # start index of each token in it
         self._num_ended = 0
 
     @property
@@ -48,19 +48,19 @@ class ThoughtTokens:
             self._starts.append(len(self._text))
             seen = max(0, len(self._text) - self._longest)
             self._text += self._stream.push(token_id)
-            while (found := self._marks.search(self._text, seen)) is not None:
+            while (found := self._delimiters.search(self._text, seen)) is not None:
                 self._pass(found)
                 seen = 0
             if len(self._text) > _MAX_KEPT_CHARS:
                 self._forget(len(self._text) - self._longest)
 
     @property
-    def _marks(self) -> re.Pattern[str]:
+    def _delimiters(self) -> re.Pattern[str]:
         is_inside = self._in_thought if self._format.messages is None else not self._in_header
-        return (self._ends if is_inside else self._begins).whole
+        return (self._ends if is_inside else self._begins).pattern
 
     def _pass(self, found: re.Match[str]) -> None:
-        """Continue after a mark."""
+        """Continue after a delimiter."""
         messages = self._format.messages
         self._count_before(found.start())
         end = found.end()
@@ -69,7 +69,7 @@ class ThoughtTokens:
         elif self._in_header:
             self._in_header, self._in_thought = (
                 False,
-                messages.channel(self._text[: found.start()]) in messages.thoughts,
+                messages.channel(self._text[: found.start()]) in messages.reasoning_channels,
             )
         else:
             self._in_header, self._in_thought = True, False
@@ -77,7 +77,7 @@ class ThoughtTokens:
         self._drop(end)
 
     def _forget(self, end: int) -> None:
-        """Drop the text up to an index before which no further mark can begin."""
+        """Drop the text before an index; no further delimiter can begin there."""
         self._count_before(end)
         self._drop(end)
 

@@ -9,9 +9,9 @@ import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.openai import thought_tokens
-from jaxserve.openai.chat_formats import ChatFormat, Thought, chat_format
-from jaxserve.openai.thought_tokens import ThoughtTokens
+from jaxserve.openai import reasoning_tokens
+from jaxserve.openai.chat_formats import ChatFormat, ReasoningDelimiters, chat_format
+from jaxserve.openai.reasoning_tokens import ReasoningTokens
 from jaxserve.text.loading import load_tokenizer
 from jaxserve.text.token_texts import new_stream
 from tests.random_runs import examples
@@ -23,15 +23,15 @@ with tempfile.TemporaryDirectory() as directory:
     with_marks = load_tokenizer(tiny_tokenizers.write(Path(directory) / "marks", backend))
     without = load_tokenizer(tiny_tokenizers.write(Path(directory) / "bytes", tiny_tokenizers.byte_level()))
 
-FORMAT = ChatFormat(thought=Thought(*MARKS))
+FORMAT = ChatFormat(reasoning=ReasoningDelimiters(*MARKS))
 
 
 def count(
-    text: str, *, in_thought: bool = False, form: ChatFormat = FORMAT, has_marks: bool = True
+    text: str, *, in_reasoning: bool = False, form: ChatFormat = FORMAT, has_marks: bool = True
 ) -> tuple[int, list[int]]:
     tokenizer = with_marks if has_marks else without
     token_ids = tokenizer.encode(text)
-    counter, counts = ThoughtTokens(form, new_stream(tokenizer, frozenset()), in_thought=in_thought), []
+    counter, counts = ReasoningTokens(form, new_stream(tokenizer, frozenset()), in_reasoning=in_reasoning), []
     for token_id in token_ids:
         counter.push([token_id])
         counts.append(counter.count)
@@ -44,7 +44,7 @@ def test_tokens_between_the_marks(thought: str, has_marks: bool) -> None:
     tokenizer = with_marks if has_marks else without
     num_tokens = len(tokenizer.encode(thought))
     assert count(f"<think>{thought}</think>two three", has_marks=has_marks)[0] == num_tokens
-    assert count(f"{thought}</think>two", in_thought=True, has_marks=has_marks)[0] == num_tokens
+    assert count(f"{thought}</think>two", in_reasoning=True, has_marks=has_marks)[0] == num_tokens
     assert count(f"<think>{thought}", has_marks=has_marks)[0] == num_tokens
     assert count(thought, has_marks=has_marks)[0] == 0
 
@@ -71,7 +71,7 @@ class Pieces:
         return PIECES[token_id]
 
 
-def num_in_thoughts(token_ids: list[int], *, in_thought: bool) -> int:
+def num_in_thoughts(token_ids: list[int], *, in_reasoning: bool) -> int:
     """Return the number of tokens that begin in a thought of the whole text."""
     text, starts = "", []
     for token_id in token_ids:
@@ -79,23 +79,23 @@ def num_in_thoughts(token_ids: list[int], *, in_thought: bool) -> int:
         text += PIECES[token_id]
     count, begin = 0, 0
     while True:
-        mark = MARKS[in_thought]
+        mark = MARKS[in_reasoning]
         found = text.find(mark, begin)
         end = len(text) + 1 if found < 0 else found
-        count += in_thought * sum(begin <= start < end for start in starts)
+        count += in_reasoning * sum(begin <= start < end for start in starts)
         if found < 0:
             return count
-        begin, in_thought = found + len(mark), not in_thought
+        begin, in_reasoning = found + len(mark), not in_reasoning
 
 
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(0, len(PIECES) - 1), max_size=60), st.booleans())
 def test_counts_are_those_of_the_whole_text_though_little_of_it_is_kept(
-    monkeypatch: pytest.MonkeyPatch, token_ids: list[int], in_thought: bool
+    monkeypatch: pytest.MonkeyPatch, token_ids: list[int], in_reasoning: bool
 ) -> None:
-    monkeypatch.setattr(thought_tokens, "_MAX_KEPT_CHARS", 12)
-    counter = ThoughtTokens(FORMAT, Pieces(), in_thought=in_thought)  # type: ignore[arg-type]
+    monkeypatch.setattr(reasoning_tokens, "_MAX_KEPT_CHARS", 12)
+    counter = ReasoningTokens(FORMAT, Pieces(), in_reasoning=in_reasoning)  # type: ignore[arg-type]
     for count, token_id in enumerate(token_ids, 1):
         counter.push([token_id])
         assert len(counter._text) <= 12 + max(map(len, PIECES))
-        assert counter.count == num_in_thoughts(token_ids[:count], in_thought=in_thought)
+        assert counter.count == num_in_thoughts(token_ids[:count], in_reasoning=in_reasoning)
