@@ -367,7 +367,7 @@ def write_plain_checkpoint(
     config = hf_dict(family, **overrides) | {"dtype": dtype}
     rng = np.random.default_rng(seed)
     tensors: dict[str, Any] = {}
-    for row in registry.param_specs(registry.from_hf_config(config)):
+    for row in sorted(registry.param_specs(registry.from_hf_config(config)), key=lambda row: row.hf_names):
         for name, shape in hf_shapes(row).items():
             noise = rng.standard_normal(shape, np.float32) * np.float32(_WEIGHT_STD)
             tensors[name] = (noise + (row.init == "ones")).astype(getattr(ml_dtypes, dtype, dtype))

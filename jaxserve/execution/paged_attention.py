@@ -63,13 +63,13 @@ class PagedAttention(Attention):
         k, v, shared = options.share(k, v, self.shared)
         new, rows = NewTokens(q, k, v, layer.rope, sinks, self.tree_mask), self.groups[options.kv_group]
         out, kv_pages = options.kv.attend(
-            new, rows, self.kv_pages, layer.index, options.attention, backend=self.backend
+            new, rows, self.kv_pages, layer.index, options.spec.attention.options, backend=self.backend
         )
         return out, dataclasses.replace(self, kv_pages=kv_pages, shared=shared)
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], PagedAttention]:
         """Advance each row's state by its tokens."""
         assert self.state_rows is not None, "a step of a model with recurrent layers has their rows"
-        assert layer.options.state is not None, "the layer is recurrent"
-        out, states = layer.options.state.advance(inputs, self.state_rows, self.states, layer.index)
+        assert layer.state is not None, "the layer is recurrent"
+        out, states = layer.state.advance(inputs, self.state_rows, self.states, layer.index)
         return out, dataclasses.replace(self, states=states)

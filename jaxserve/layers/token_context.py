@@ -15,7 +15,8 @@ from jaxserve.layers.rope import Rotation
 from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices
 
 if TYPE_CHECKING:
-    from jaxserve.models.layer_facts import LayerOptions
+    from jaxserve.layers.state_forms import StateForm
+    from jaxserve.models.layer_spec import AttentionSpec, LayerOptions, MlpSpec
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -34,6 +35,22 @@ class LayerContext:
     index: Int[Array, ""]
     rotation: Rotation | None = None
     inputs: Float[Array, "T size"] | None = None
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """Attention of a layer that is not recurrent."""
+        return self.options.spec.attention
+
+    @property
+    def mlp(self) -> MlpSpec:
+        """MLP of a layer that has one."""
+        assert self.options.spec.mlp is not None, "the layer has an MLP"
+        return self.options.spec.mlp
+
+    @property
+    def state(self) -> StateForm | None:
+        """State of a recurrent layer."""
+        return self.options.spec.state
 
     @property
     def rope(self) -> Float[Array, "2 T half"] | None:

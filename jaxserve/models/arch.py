@@ -19,8 +19,7 @@ from jaxserve.layers.sharding import (
 )
 from jaxserve.layers.state_forms import StateForm
 from jaxserve.models.kv_layout import KVLayout, check_sizes, filled_period, lay_out
-from jaxserve.models.layer_facts import LayerOptions
-from jaxserve.models.layer_spec import AttentionSpec, LayerSpec
+from jaxserve.models.layer_spec import AttentionSpec, LayerOptions, LayerSpec
 from jaxserve.weights import Schemes
 
 
@@ -111,27 +110,6 @@ class ArchConfig:
     def state(self) -> StateForm | None:
         """State of the recurrent layers; None if there are none."""
         return next((layer.state for layer in self.layers if layer.state), None)
-
-    # TODO(blocks)
-    num_heads = property(lambda self: self.attention_layers[0].num_heads)
-    num_kv_heads = property(lambda self: self.attention_layers[0].num_kv_heads)
-    head_dim = property(lambda self: self.attention_layers[0].head_dim)
-    latent = property(lambda self: self.attention_layers[0].mla)
-    qk_norm = property(lambda self: self.attention_layers[0].qk_norm)
-    qkv_bias = property(lambda self: self.attention_layers[0].qkv_bias)
-    o_bias = property(lambda self: self.attention_layers[0].o_bias)
-    mlp_bias = property(lambda self: any(layer.mlp and layer.mlp.bias for layer in self.layers))
-    activation = property(lambda self: next((layer.mlp.activation for layer in self.layers if layer.mlp), None))
-    ffn_size = property(lambda self: next((layer.mlp.ffn_size for layer in self.layers if layer.mlp), 0))
-    rope_pairs = property(lambda self: next(filter(None, self.ropes), None))
-    layer_inputs = property(lambda self: self.per_layer_embeddings)
-    dense_layers = property(lambda self: frozenset(i for i, layer in enumerate(self.layers) if not layer.experts))
-    state_layers = property(lambda self: frozenset(i for i, layer in enumerate(self.layers) if layer.state))
-    rotations = property(
-        lambda self: tuple(
-            (None, 0) if layer.state else (layer.attention.rope, layer.attention.head_dim) for layer in self.layers
-        )
-    )
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -257,11 +235,10 @@ class ArchConfig:
     def layer_options(self, layer: int) -> LayerOptions:
         """Return the static parameters of a layer's attention."""
         spec, layout = self.layers[layer], self.kv_layout
-        attention = self.attention_layers[0] if spec.state else spec.attention
-        group, form, source = layout.layers[layer].group, layout.form(layer), attention.kv_source
+        source = None if spec.state else spec.attention.kv_source
         if source is None and any(each.kv_source == layer for each in self.attention_layers):
             source = layer
-        return LayerOptions(attention.options, group, form, spec.state, source)
+        return LayerOptions(spec, layout.layers[layer].group, layout.form(layer), source)
 
     @property
     def mean_score_size(self) -> Fraction:

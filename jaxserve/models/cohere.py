@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, read_fields
 from jaxserve.models.layer_kinds import full_every, read_windows
-from jaxserve.models.params import Params, ParamSpec
+from jaxserve.models.layer_tensors import Names, decoder_specs
+from jaxserve.models.params import Params
 
 _DEFAULTS = {
     "max_position_embeddings": 8192,
@@ -35,7 +37,7 @@ _COHERE2_DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4}
 def cohere_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse the config.json of Command R or R+."""
     config = {"rope_theta": 5e5, "use_qk_norm": False, **config}
-    return _arch(config, qk_norm=read_fields(config, {"use_qk_norm": SWITCH})["use_qk_norm"])
+    return _arch(config, qk_norm="by_head" if read_fields(config, {"use_qk_norm": SWITCH})["use_qk_norm"] else None)
 
 
 def cohere2_arch(config: Mapping[str, Any]) -> ArchConfig:
@@ -58,34 +60,19 @@ def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
     return arch.with_attention(rope=[rope and dataclasses.replace(rope, interleaved=True) for rope in arch.ropes])
 
 
-def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return Llama's rows with one norm a layer, and with norms of queries and keys that differ between heads."""
-    heads = {"q_norm": arch.num_heads, "k_norm": arch.num_kv_heads}
-
-    def of_heads(spec: ParamSpec) -> ParamSpec:
-        name = str(spec.path[-1])
-        if name in ("input_norm", "final_norm"):
-            return dataclasses.replace(spec, path=(*spec.path, "weight"))
-        if (num_heads := heads.get(name)) is None:
-            return spec
-        shape, rows = (num_heads, arch.head_dim), (num_heads,)
-        return dataclasses.replace(spec, shape=shape, axes=("heads", None), hf_rows=rows, heads=(num_heads,))
-
-    return [of_heads(spec) for spec in llama.param_specs(arch) if spec.path[-1] != "mlp_norm"]
-
-
 def block(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one decoder layer: x + attention + SwiGLU, which read the same norm. See `llama.block`."""
-    T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
+    attention = layer.attention
+    T, Q, K, H = x.shape[0], attention.num_heads, attention.num_kv_heads, attention.head_dim
     normed = layer_norm(x, p["input_norm"], arch.norm_eps)
     with jax.named_scope("attention"):
         qkv = linear(normed, p["qkv_proj"], tokens, bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
         q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
-        if arch.qk_norm:
+        if attention.qk_norm:
             q, k = (layer_norm(x, {"weight": p[f"{name}_norm"]}, arch.norm_eps) for name, x in (("q", q), ("k", k)))
-        q, k = pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs)
+        q, k = pair_halves(q, attention.rope), pair_halves(k, attention.rope)
         out, tokens = tokens.attend(q, k, v, layer)
         x = llama.project_out(p, out, tokens, arch, x)
     with jax.named_scope("mlp"):
@@ -93,5 +80,6 @@ def block(
 
 
 _FOLDS = tuple(fold for fold in llama.FOLDS if fold.part is not None)  # two matrices read the norm
-COHERE = ModelFamily(cohere_arch, param_specs, block, layer_norm, _FOLDS)
-COHERE2 = ModelFamily(cohere2_arch, param_specs, block, layer_norm, _FOLDS)
+_specs = partial(decoder_specs, names=Names(mlp_norm=None, norm_parts=("weight",)))
+COHERE = ModelFamily(cohere_arch, _specs, block, layer_norm, _FOLDS)
+COHERE2 = ModelFamily(cohere2_arch, _specs, block, layer_norm, _FOLDS)

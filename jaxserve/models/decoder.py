@@ -65,7 +65,8 @@ def forward_with_features(
     family = registry.family(arch)
     with jax.named_scope("embed"):
         x = embed_tokens(params, arch, token_ids, tokens.position)
-        rotations = {kind: rotation(tokens.position, *kind) for kind in dict.fromkeys(arch.rotations)}
+        heads = dict.fromkeys((attention.rope, attention.head_dim) for attention in arch.attention_layers)
+        rotations = {head: rotation(tokens.position, *head) for head in heads}
         inputs = family.layer_inputs(params, arch, token_ids, x)
         tokens = dataclasses.replace(tokens, moe_index=jnp.int32(0))
     layers = params["layers"]
@@ -83,7 +84,10 @@ def forward_with_features(
         block: Block, kind: int, p: Params, x: Array, tokens: TokenContext, index: Array, inputs: Array | None
     ) -> tuple[Array, TokenContext]:
         """Run a layer that is of the same kind as layer `kind`."""
-        layer = LayerContext(arch.layer_options(kind), index, rotations[arch.rotations[kind]], inputs)
+        options = arch.layer_options(kind)
+        mixer = None if options.spec.state else options.spec.attention
+        rotated = None if mixer is None else rotations[mixer.rope, mixer.head_dim]
+        layer = LayerContext(options, index, rotated, inputs)
         return block(p, x, tokens, layer, arch=arch)
 
     num_features = len(feature_layers)

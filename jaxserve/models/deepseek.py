@@ -29,7 +29,8 @@ from jaxserve.models.hf_config import (
 )
 from jaxserve.models.layer_kinds import read_kinds
 from jaxserve.models.layer_spec import MlaSizes
-from jaxserve.models.params import Params, ParamSpec
+from jaxserve.models.layer_tensors import MoeNames, decoder_specs
+from jaxserve.models.params import Params
 
 _V2_DEFAULTS = {
     "kv_lora_rank": 512,
@@ -191,15 +192,6 @@ def _experts(config: Mapping[str, Any], values: Mapping[str, Any], routing: Mapp
     return experts
 
 
-def param_specs(arch: ArchConfig, *, router_bias: bool) -> list[ParamSpec]:
-    """Return the rows of `mixtures.param_specs` with the matrices of attention over latents in place of Llama's."""
-    specs = mixtures.param_specs(arch, router_bias=router_bias)
-    specs = [spec for spec in specs if spec.path[-1] not in ("qkv_proj", "qkv_bias", "o_proj", "o_bias")]
-    for layer in range(arch.num_layers):
-        specs += latent.attention_specs(arch, layer)
-    return specs
-
-
 def block(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
 ) -> tuple[Float[Array, "T D"], TokenContext]:
@@ -210,7 +202,9 @@ def block(
         return mixtures.feed_forward(p, x, tokens, arch)
 
 
-_v3_specs = partial(param_specs, router_bias=True)
-DEEPSEEK_V2 = ModelFamily(v2_arch, partial(param_specs, router_bias=False), block, rms_norm)
+_v3_specs = partial(
+    decoder_specs, moe=MoeNames(router_bias="mlp.gate.e_score_correction_bias"), mixer_specs=latent.attention_specs
+)
+DEEPSEEK_V2 = ModelFamily(v2_arch, partial(decoder_specs, mixer_specs=latent.attention_specs), block, rms_norm)
 DEEPSEEK_V3 = ModelFamily(v3_arch, _v3_specs, block, rms_norm)
 GLM4_MOE_LITE = ModelFamily(glm_arch, _v3_specs, block, rms_norm)

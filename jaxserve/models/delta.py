@@ -11,25 +11,30 @@ from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.layer_spec import LayerSpec
+from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import Params, ParamSpec
 
 
-def delta_specs(arch: ArchConfig, layer: int, *, is_grouped: bool) -> list[ParamSpec]:
+def delta_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig, *, is_grouped: bool) -> list[ParamSpec]:
     """Return one row per tensor of a layer's delta net, without the norm before it.
 
     Args:
-        arch: sizes of the model.
-        layer: number of the layer.
+        rows: constructor of the layer's rows.
+        layer: the layer.
+        arch: the model.
         is_grouped: True if the rows of both projections are sorted by key heads, each with what belongs to it.
     """
-    sizes, D = arch.state, arch.hidden_size
+    sizes, D = layer.state, arch.hidden_size
     assert isinstance(sizes, GatedDelta), "layers with a state are delta nets here"
     K, V, keys, values = sizes.num_key_heads, sizes.num_value_heads, sizes.key_size, sizes.value_size
 
-    def spec(name: str, hf_names: tuple[str, ...], rows: tuple[int, ...], inner: tuple[int, ...], **facts: Any) -> Any:
-        names = tuple(f"model.layers.{layer}.linear_attn.{hf_name}" for hf_name in hf_names)
+    def spec(
+        name: str, hf_names: tuple[str, ...], sizes: tuple[int, ...], inner: tuple[int, ...], **fields: Any
+    ) -> Any:
+        names = tuple(f"{rows.prefix}linear_attn.{hf_name}" for hf_name in hf_names)
         axes = ("heads", *("embed" if size == D else None for size in inner))
-        return ParamSpec(("layers", layer, name), (sum(rows), *inner), axes, names, rows, **facts)
+        return ParamSpec((*rows.path, name), (sum(sizes), *inner), axes, names, sizes, **fields)
 
     if is_grouped:
         projections = [
@@ -43,16 +48,14 @@ def delta_specs(arch: ArchConfig, layer: int, *, is_grouped: bool) -> list[Param
             spec("in_proj", names, (keys, keys, values, values), (D,), heads=(K, K, V, V)),
             spec("rate_proj", rates, (V, V), (D,), heads=(V, V), exact=True),
         ]
-    mixed = {"rows": (keys, keys, values), "heads": (K, K, V)}
-    out = (f"model.layers.{layer}.linear_attn.out_proj.weight",)
-    norm = (f"model.layers.{layer}.linear_attn.norm.weight",)
+    mixed = {"sizes": (keys, keys, values), "heads": (K, K, V)}
     return [
         *projections,
         spec("taps", ("conv1d.weight",) * 3, inner=(1, sizes.width), exact=True, is_array=True, **mixed),
         spec("decay", ("A_log",), (V,), (), heads=(V,), init="zeros", exact=True),
         spec("time_bias", ("dt_bias",), (V,), (), heads=(V,), init="ones", exact=True),
-        ParamSpec(("layers", layer, "delta_norm"), (sizes.value_dim,), (None,), norm, (sizes.value_dim,), "ones"),
-        ParamSpec(("layers", layer, "delta_out"), (D, values), ("embed", "heads"), out, (D,)),
+        rows.vector("delta_norm", None, ["linear_attn.norm.weight"], [sizes.value_dim], "ones"),
+        rows.matrix("delta_out", ("embed", "heads"), ["linear_attn.out_proj"], [D], values),
     ]
 
 

@@ -17,6 +17,7 @@ from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import TABLE, read_fields
+from jaxserve.models.layer_tensors import decoder_specs
 from jaxserve.models.params import Params, ParamSpec
 
 
@@ -47,7 +48,7 @@ def read_arch(config: Mapping[str, Any], tensors: Collection[str], vocab_size: i
         qkv_bias="self_attn.q_proj.bias" in tensors,
         o_bias="self_attn.o_proj.bias" in tensors,
         mlp_bias="mlp.up_proj.bias" in tensors,
-        qk_norm="self_attn.q_norm.weight" in tensors,
+        qk_norm="shared" if "self_attn.q_norm.weight" in tensors else None,
     )
 
 
@@ -58,7 +59,7 @@ def param_specs(arch: ArchConfig, *, wide: bool) -> list[ParamSpec]:
         arch: sizes of the layer.
         wide: True if queries, keys and values are projected from two vectors side by side, which have their own norms.
     """
-    specs = [spec for spec in llama.param_specs(arch) if spec.path[0] == "layers"]
+    specs = [spec for spec in decoder_specs(arch) if spec.path[0] == "layers"]
     specs = [dataclasses.replace(spec, axes=(None,) * len(spec.axes)) for spec in specs]
     if not wide:
         return specs
@@ -117,10 +118,12 @@ def block(
         arch: sizes of the layer.
         residual: residual stream before attention; None if it is `x`.
     """
-    layer = LayerContext(arch.layer_options(0), jnp.int32(0), rotation(tokens.position, arch.ropes[0], arch.head_dim))
+    layer = LayerContext(
+        arch.layer_options(0), jnp.int32(0), rotation(tokens.position, arch.ropes[0], arch.attention.head_dim)
+    )
     if residual is None:
         return registry.family(arch).block(p, x, tokens, layer, arch=arch)
-    q, k, v = llama.project_qkv(p, x, tokens, arch, None)
+    q, k, v = llama.project_qkv(p, x, tokens, layer, arch, None)
     out, tokens = tokens.attend(q, k, v, layer)
     y = linear(out.reshape(out.shape[0], -1), p["o_proj"], tokens, bias=p.get("o_bias"), residual=residual)
     return llama.mlp(p, y, tokens, arch), tokens

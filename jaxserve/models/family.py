@@ -85,7 +85,7 @@ class FlopCounts:
         )
         of_states = sum(layer.state.token_flops for layer in arch.layers if layer.state)
         head = (arch.vocab_size if arch.pooler is None else arch.pooler.num_labels) * arch.hidden_size
-        per_score = int(2 * arch.num_heads * arch.mean_score_size / num_shares)
+        per_score = int(2 * arch.attention.num_heads * arch.mean_score_size / num_shares)
         return cls(2 * layers + of_states, 2 * head, per_score)
 
     def step(self, num_tokens: int, num_rows: int, num_scores: int) -> int:

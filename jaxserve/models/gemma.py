@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, Kind, one_of, read_fields, read_rope
 from jaxserve.models.layer_kinds import by_kind, full_every, read_windows
-from jaxserve.models.params import Params, ParamSpec
-from jaxserve.models.post_normed import post_norm_specs
+from jaxserve.models.layer_tensors import Names, decoder_specs
+from jaxserve.models.params import Params
 
 _DEFAULTS = {
     "head_dim": 256,
@@ -57,7 +58,7 @@ def gemma3_arch(config: Mapping[str, Any]) -> ArchConfig:
     period = read_fields({"sliding_window_pattern": 6, **config}, fields)["sliding_window_pattern"]
     theta = read_fields(config, {"rope_local_base_freq": POSITIVE})["rope_local_base_freq"]
     full, local = by_kind(config, float(theta))
-    arch, local_rope = _arch(full, period, qk_norm=True), read_rope(local)
+    arch, local_rope = _arch(full, period, qk_norm="shared"), read_rope(local)
     ropes = [rope if window is None else local_rope for rope, window in zip(arch.ropes, arch.windows, strict=True)]
     # The length of checkpoints is the extended one, as in vLLM: the factor of their linear RoPE is not applied again.
     longest = min(arch.max_position, read_fields(config, {"max_position_embeddings": SIZE})["max_position_embeddings"])
@@ -79,21 +80,15 @@ def _arch(config: Mapping[str, Any], period: int, **overrides: Any) -> ArchConfi
     return dataclasses.replace(arch, embed_scale=math.sqrt(arch.hidden_size))
 
 
-def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return Llama's rows, and those of the norms behind attention and MLP."""
-    specs = llama.param_specs(arch, gated=False, mlp_norm="pre_feedforward_layernorm")
-    return specs + post_norm_specs(arch, "post_attention_layernorm", "post_feedforward_layernorm", init="zeros")
-
-
 def block(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Run one decoder layer: norm, attention, norm, residual; then the same around GeGLU. See `llama.block`."""
-    T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
+    T, Q, K, H = x.shape[0], layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim
     with jax.named_scope("attention"):
         qkv = linear(offset_norm(x, p["input_norm"], arch.norm_eps), p["qkv_proj"], tokens, bias=p.get("qkv_bias"))
         q, k, v = jnp.split(qkv.reshape(T, Q + 2 * K, H), [Q, Q + K], axis=1)
-        if arch.qk_norm:
+        if layer.attention.qk_norm:
             q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k, p["k_norm"], arch.norm_eps)
         out, tokens = tokens.attend(q, k, v, layer)
         x += offset_norm(llama.project_out(p, out, tokens, arch), p["attention_post_norm"], arch.norm_eps)
@@ -104,5 +99,12 @@ def block(
     return x, tokens
 
 
-GEMMA2 = ModelFamily(gemma2_arch, param_specs, block, offset_norm, llama.FOLDS, norm_offset=1.0)
-GEMMA3 = ModelFamily(gemma3_arch, param_specs, block, offset_norm, llama.FOLDS, norm_offset=1.0)
+GEMMA_NAMES = Names(
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_post_norm="post_feedforward_layernorm",
+    norm_init="zeros",
+)
+_specs = partial(decoder_specs, names=GEMMA_NAMES)
+GEMMA2 = ModelFamily(gemma2_arch, _specs, block, offset_norm, llama.FOLDS, norm_offset=1.0)
+GEMMA3 = ModelFamily(gemma3_arch, _specs, block, offset_norm, llama.FOLDS, norm_offset=1.0)

@@ -18,6 +18,7 @@ from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama, mixtures, per_layer_embeddings
 from jaxserve.models.arch import ArchConfig, PerLayerEmbeddings
 from jaxserve.models.family import ModelFamily
+from jaxserve.models.gemma import GEMMA_NAMES
 from jaxserve.models.hf_config import (
     COUNT,
     POSITIVE,
@@ -30,8 +31,9 @@ from jaxserve.models.hf_config import (
     read_rope,
 )
 from jaxserve.models.layer_kinds import FULL, SLIDING, full_every, layer_windows, read_kinds
+from jaxserve.models.layer_spec import LayerSpec
+from jaxserve.models.layer_tensors import MoeNames, Rows, decoder_specs
 from jaxserve.models.params import Params, ParamSpec
-from jaxserve.models.post_normed import post_norm_specs
 
 _SIZES = ("num_hidden_layers", "num_key_value_heads", "head_dim", "global_head_dim", "sliding_window")
 _SWITCHES = ("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp")
@@ -102,7 +104,7 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
         windows=windows,
         mlp_bias=False,
         activation="geglu",
-        qk_norm=True,
+        qk_norm="shared",
         scale=1.0,
         logit_soft_cap=values["final_logit_softcapping"],
         per_layer_embeddings=PerLayerEmbeddings(values["vocab_size_per_layer_input"], size) if size else None,
@@ -151,62 +153,25 @@ def _read_global_heads(values: Mapping[str, Any], kinds: list[str]) -> HeadVecto
     return HeadVectors(heads["num_key_value_heads"], heads["head_dim"])
 
 
-def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return Llama's rows in the sizes of each layer, and those of what Llama has not."""
-    by_sizes: dict[ArchConfig, list[ParamSpec]] = {}
-    specs: list[ParamSpec] = []
-    for layer in range(arch.num_layers):
-        sized = _sized(arch, layer)
-        if sized not in by_sizes:
-            by_sizes[sized] = llama.param_specs(sized, gated=False, mlp_norm="pre_feedforward_layernorm")
-        unused = ("k_norm",) if _reads_other_layer(arch, layer) else ()
-        own = [s for s in by_sizes[sized] if s.path[:2] == ("layers", layer) and s.path[2] not in unused]
-        specs += [*(_with_own_keys(spec, arch, layer) for spec in own), *_layer_specs(arch, layer)]
-    specs += per_layer_embeddings.param_specs(arch)
-    specs += post_norm_specs(arch, "post_attention_layernorm", "post_feedforward_layernorm")
-    return [spec for spec in llama.param_specs(arch) if spec.path[0] != "layers"] + specs
-
-
-def _sized(arch: ArchConfig, layer: int) -> ArchConfig:
-    """Return an arch all of whose layers have the sizes of one."""
-    return dataclasses.replace(arch, layers=(arch.layers[layer],) * arch.num_layers)
-
-
-def _reads_other_layer(arch: ArchConfig, layer: int) -> bool:
-    return arch.layers[layer].attention.kv_source is not None
-
-
-def _with_own_keys(spec: ParamSpec, arch: ArchConfig, layer: int) -> ParamSpec:
-    """Return a layer's row with keys and values only where they are from products of their own."""
-    if spec.path[2] not in ("qkv_proj", "qkv_bias"):
-        return spec
-    count = 1 if _reads_other_layer(arch, layer) else 2 if arch.layers[layer].attention.k_eq_v else 3
-    rows, module = spec.hf_rows[:count], f"model.layers.{layer}.self_attn"
-    unread = tuple(f"{module}.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")) if count == 1 else ()
-    shape, names, heads = (sum(rows), *spec.shape[1:]), spec.hf_names[:count], spec.heads[:count]
-    return dataclasses.replace(spec, shape=shape, hf_names=names, hf_rows=rows, heads=heads, unread=unread)
-
-
-def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
-    """Return the rows of a layer's scalar, its mixture and its input."""
-    D, module = arch.hidden_size, f"model.layers.{layer}"
-
-    def vector(name: str, hf_name: str, size: int = D, **facts: Any) -> ParamSpec:
-        return ParamSpec(("layers", layer, name), (size,), (None,), (f"{module}.{hf_name}",), (size,), "ones", **facts)
-
-    specs = [vector("scalar", "layer_scalar", 1)]
-    if arch.experts is not None:
-        router, *matrices = mixtures.mixture_specs(arch, layer, module, ("gate_proj", "up_proj", "down_proj"))
+def _layer_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
+    """Return the rows of a layer's scalar, of what the router and the experts read and return, and of its input."""
+    D, ones = arch.hidden_size, "ones"
+    specs = [rows.vector("scalar", None, ["layer_scalar"], [1], ones), *per_layer_embeddings.layer_specs(rows, arch)]
+    if layer.experts is not None:
+        E = layer.experts.num_experts
         specs += [
-            dataclasses.replace(router, hf_names=(f"{module}.router.proj.weight",)),
-            *(mixtures.stacked(arch, spec, f"{module}.experts") for spec in matrices),
-            vector("router_norm", "router.scale"),
-            vector("expert_factors", "router.per_expert_scale", arch.experts.num_experts, exact=True),
-            vector("dense_post_norm", "post_feedforward_layernorm_1.weight"),
-            vector("experts_norm", "pre_feedforward_layernorm_2.weight"),
-            vector("experts_post_norm", "post_feedforward_layernorm_2.weight"),
+            rows.vector("router_norm", None, ["router.scale"], [D], ones),
+            rows.vector("expert_factors", None, ["router.per_expert_scale"], [E], ones, exact=True),
+            *rows.norm("dense_post_norm", "post_feedforward_layernorm_1", D),
+            *rows.norm("experts_norm", "pre_feedforward_layernorm_2", D),
+            *rows.norm("experts_post_norm", "post_feedforward_layernorm_2", D),
         ]
     return specs
+
+
+def param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return one row per tensor of the model."""
+    return decoder_specs(arch, _NAMES, _MOE, more=_layer_specs) + per_layer_embeddings.table_specs(arch)
 
 
 def block(
@@ -236,15 +201,16 @@ def _project(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig, layer: LayerContext
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"] | None, Float[Array, "T K H"] | None]:
     """Return queries, keys and values, normed by head; None for those of another layer."""
-    H, Q = p["q_norm"].shape[0], arch.num_heads
+    H, Q = layer.attention.head_dim, layer.attention.num_heads
     heads = linear(x, p["qkv_proj"], tokens, bias=p.get("qkv_bias")).reshape(x.shape[0], -1, H)
     q, others = rms_norm(heads[:, :Q], p["q_norm"], arch.norm_eps), heads[:, Q:]
     if "k_norm" not in p:
         return q, None, None
-    assert isinstance(layer.options.kv, HeadVectors), "keys and values are those of heads"
-    K = layer.options.kv.num_kv_heads
+    K = layer.attention.num_kv_heads
     k, v = others[:, :K], others[:, -K:]  # the same where one product makes both
     return q, rms_norm(k, p["k_norm"], arch.norm_eps), rms_norm(v, jnp.ones(H, x.dtype), arch.norm_eps)
 
 
+_NAMES = dataclasses.replace(GEMMA_NAMES, norm_init="ones")
+_MOE = MoeNames(router="router.proj", experts="experts", stacked=("experts.gate_up_proj", "experts.down_proj"))
 GEMMA4 = ModelFamily(arch, param_specs, block, rms_norm, layer_inputs=per_layer_embeddings.read)

@@ -9,8 +9,8 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.params import ParamSpec
-from jaxserve.models.post_normed import block, post_norm_specs
+from jaxserve.models.layer_tensors import Names, decoder_specs
+from jaxserve.models.post_normed import block
 
 _DEFAULTS = {
     "num_key_value_heads": 2,
@@ -28,13 +28,9 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
     return parsed.with_attention(rope=[rope and dataclasses.replace(rope, interleaved=True) for rope in parsed.ropes])
 
 
-_glm_specs = partial(llama.fused_param_specs, names={"gate_up_proj": "mlp.gate_up_proj"})
-
-
-def glm4_param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return GLM's rows, and those of the norms behind attention and MLP."""
-    return _glm_specs(arch) + post_norm_specs(arch, "post_self_attn_layernorm", "post_mlp_layernorm")
-
-
-GLM = ModelFamily(arch, _glm_specs, llama.block, rms_norm, llama.FOLDS)
-GLM4 = ModelFamily(arch, glm4_param_specs, block, rms_norm, llama.FOLDS)
+_GLM_NAMES = Names(gate_up=("mlp.gate_up_proj",) * 2)
+_GLM4_NAMES = dataclasses.replace(
+    _GLM_NAMES, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"
+)
+GLM = ModelFamily(arch, partial(decoder_specs, names=_GLM_NAMES), llama.block, rms_norm, llama.FOLDS)
+GLM4 = ModelFamily(arch, partial(decoder_specs, names=_GLM4_NAMES), block, rms_norm, llama.FOLDS)

@@ -1,5 +1,6 @@
 """GPT-2 and GPT-Neo: learned positions, layer norms, GELU, biases."""
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from itertools import chain
@@ -12,7 +13,8 @@ from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
-from jaxserve.models.layer_normed import FOLDS, Names, block, param_specs
+from jaxserve.models.layer_normed import FOLDS, block
+from jaxserve.models.layer_tensors import Names, decoder_specs
 
 _DEFAULTS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
 _FIELDS = {
@@ -110,24 +112,26 @@ def _arch(config: Mapping[str, Any], names: tuple[str, ...], **overrides: Any) -
     return llama.arch(llama_fields, rope=None, o_bias=True, mlp_bias=True, activation=activation, **overrides)
 
 
-def _names(qkv: tuple[str, str, str], out: str) -> Names:
-    return Names(
-        embed="transformer.wte",
-        positions="transformer.wpe",
-        final_norm="transformer.ln_f",
-        head="lm_head",
-        layers="transformer.h",
-        input_norm="ln_1",
-        qkv=qkv,
-        out=out,
-        mlp_norm="ln_2",
-        up="mlp.c_fc",
-        down="mlp.c_proj",
-    )
-
-
-_GPT2_NAMES = _names(("attn.c_attn",) * 3, "attn.c_proj")
+_GPT2_NAMES = Names(
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    final_norm="transformer.ln_f",
+    layers="transformer.h",
+    input_norm="ln_1",
+    qkv=("attn.c_attn",) * 3,
+    out="attn.c_proj",
+    mlp_norm="ln_2",
+    gate_up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    norm_parts=("weight", "bias"),
+    transposed=True,
+)
 _NEO = "attn.attention"
-_NEO_NAMES = _names((f"{_NEO}.q_proj", f"{_NEO}.k_proj", f"{_NEO}.v_proj"), f"{_NEO}.out_proj")
-GPT2 = ModelFamily(gpt2_arch, partial(param_specs, names=_GPT2_NAMES, transposed=True), block, layer_norm, FOLDS)
-GPT_NEO = ModelFamily(gpt_neo_arch, partial(param_specs, names=_NEO_NAMES), block, layer_norm, FOLDS)
+_NEO_NAMES = dataclasses.replace(
+    _GPT2_NAMES,
+    qkv=(f"{_NEO}.q_proj", f"{_NEO}.k_proj", f"{_NEO}.v_proj"),
+    out=f"{_NEO}.out_proj",
+    transposed=False,
+)
+GPT2 = ModelFamily(gpt2_arch, partial(decoder_specs, names=_GPT2_NAMES), block, layer_norm, FOLDS)
+GPT_NEO = ModelFamily(gpt_neo_arch, partial(decoder_specs, names=_NEO_NAMES), block, layer_norm, FOLDS)

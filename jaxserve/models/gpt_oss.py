@@ -1,6 +1,7 @@
 """gpt-oss: Llama's attention with sinks and windows in every other layer, experts with biases and a clamped SwiGLU."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from jaxserve.layers.mlp import ClampedSwiglu
@@ -10,6 +11,8 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, read_fields
 from jaxserve.models.layer_kinds import full_every, read_windows
+from jaxserve.models.layer_spec import LayerSpec
+from jaxserve.models.layer_tensors import Names, Rows, decoder_specs
 from jaxserve.models.params import ParamSpec
 
 _DEFAULTS = {
@@ -59,38 +62,29 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
     )
 
 
-def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return Llama's rows with sinks, and with a router and experts in place of every MLP."""
-    specs = [spec for spec in llama.param_specs(arch) if spec.path[-1] not in ("gate_up_proj", "down_proj")]
-    specs += llama.sink_specs(arch)
-    for layer in range(arch.num_layers):
-        specs += _mixture_specs(arch, layer)
-    return specs
-
-
-def _mixture_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
-    """Return the rows of a layer's mixture, whose tensors have all experts: matrices [E, in, out] unless quantised.
+def _moe_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
+    """Return the rows of a layer's router and experts, whose tensors have all experts: [E, in, out] unless quantised.
 
     Rows of a gate and of the up projection alternate, on devices too.
     """
-    experts = arch.experts
+    experts = layer.experts
     assert experts is not None, "every model of this family has experts"
-    E, D, F, mlp = experts.num_experts, arch.hidden_size, experts.ffn_size, f"model.layers.{layer}.mlp"
+    E, D, F, mlp = experts.num_experts, arch.hidden_size, experts.ffn_size, f"{rows.prefix}mlp"
 
-    def matrices(name: str, axes: tuple[str, str], hf_name: str, rows: int, inner: int) -> ParamSpec:
-        path, names = ("layers", layer, name), (hf_name,) * experts.num_held
+    def matrices(name: str, axes: tuple[str, str], hf_name: str, size: int, inner: int) -> ParamSpec:
+        path, names = (*rows.path, name), (hf_name,) * experts.num_held
         is_plain = arch.schemes is None or arch.schemes.for_tensor(hf_name) is None
-        shape, counts = (len(names) * rows, inner), (rows,) * len(names)
+        shape, counts = (len(names) * size, inner), (size,) * len(names)
         return ParamSpec(path, shape, axes, names, counts, transposed=is_plain, stacked=is_plain, experts=experts)
 
     def vectors(name: str, axis: str, hf_name: str, size: int) -> ParamSpec:
-        path, shape = ("layers", layer, name), (E, size)
+        path, shape = (*rows.path, name), (E, size)
         return ParamSpec(path, shape, (None, axis), (hf_name,), (E,), "zeros", experts=experts)
 
     router, bias = f"{mlp}.router.weight", f"{mlp}.router.bias"
     return [
-        ParamSpec(("layers", layer, "router"), (E, D), (None, "embed"), (router,), (E,), exact=True),
-        ParamSpec(("layers", layer, "logit_bias"), (E,), (None,), (bias,), (E,), "zeros", exact=True),
+        ParamSpec((*rows.path, "router"), (E, D), (None, "embed"), (router,), (E,), exact=True),
+        ParamSpec((*rows.path, "logit_bias"), (E,), (None,), (bias,), (E,), "zeros", exact=True),
         matrices("experts_gate_up", ("expert_rows", "embed"), f"{mlp}.experts.gate_up_proj", 2 * F, D),
         vectors("experts_gate_up_bias", "expert_ffn", f"{mlp}.experts.gate_up_proj_bias", 2 * F),
         matrices("experts_down", ("expert", "expert_ffn"), f"{mlp}.experts.down_proj", D, F),
@@ -98,4 +92,5 @@ def _mixture_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
     ]
 
 
-GPT_OSS = ModelFamily(arch, param_specs, mixtures.block, rms_norm)
+_specs = partial(decoder_specs, names=Names(sinks="self_attn.sinks"), moe=_moe_specs)
+GPT_OSS = ModelFamily(arch, _specs, mixtures.block, rms_norm)

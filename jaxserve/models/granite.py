@@ -5,6 +5,7 @@ They are dense or have experts, and some have sliding windows, or Mamba-2 in pla
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,9 +25,9 @@ from jaxserve.models.hf_config import (
     read_fields,
 )
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_kinds, read_windows
+from jaxserve.models.layer_tensors import MoeNames, Names, decoder_specs
 from jaxserve.models.mamba import mamba, mamba_specs, read_mamba
-from jaxserve.models.params import Params, ParamSpec
-from jaxserve.models.state_layers import replace_attention
+from jaxserve.models.params import Params
 
 _FACTORS = {
     "embedding_multiplier": POSITIVE,
@@ -64,15 +65,14 @@ _SHARED_FIELDS = {"num_hidden_layers": SIZE, "num_local_experts": COUNT, "shared
 _HYBRID_FIELDS = {"position_embedding_type": one_of(["rope", "nope"]).or_null()}
 _ATTENTION = ("attention", FULL)  # the first is the name in published checkpoints, the second transformers'
 _MAMBA = ("mamba", "linear_attention")  # likewise
-_TENSORS = {  # tensors of a layer in checkpoints, by the name of the row
-    "router": "block_sparse_moe.router.layer",
-    "experts_gate_up": "block_sparse_moe.input_linear",
-    "experts_down": "block_sparse_moe.output_linear",
-    "shared_gate_up": "shared_mlp.input_linear",
-    "shared_down": "shared_mlp.output_linear",
-}
-_STACKED = ("experts_gate_up", "experts_down")
-_DENSE_TENSORS = {"gate_up_proj": "shared_mlp.input_linear", "down_proj": "shared_mlp.output_linear"}
+_MOE_NAMES = MoeNames(
+    router="block_sparse_moe.router.layer",
+    parts=(),
+    stacked=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+    shared=("shared_mlp.input_linear", "shared_mlp.input_linear", "shared_mlp.output_linear"),
+)
+# Without experts, layers have the shared MLP alone.
+_MLP_NAMES = Names(gate_up=("shared_mlp.input_linear",) * 2, down="shared_mlp.output_linear")
 
 
 def granite_arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
@@ -132,38 +132,14 @@ def hybrid_arch(config: Mapping[str, Any]) -> ArchConfig:
     return arch.with_states({layer: read_mamba(config) for layer, kind in enumerate(kinds) if kind in _MAMBA})
 
 
-def moe_param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return the rows of `mixtures`, each of them one tensor in a checkpoint; without experts an MLP of two tensors."""
-    if arch.experts is None:
-        return llama.fused_param_specs(arch, _DENSE_TENSORS)
-
-    def fused(spec: ParamSpec) -> ParamSpec:
-        if (own := _TENSORS.get(str(spec.path[-1]))) is None:
-            return spec
-        names = (f"model.layers.{spec.path[1]}.{own}.weight",) * len(spec.hf_names)
-        return dataclasses.replace(spec, hf_names=names, stacked=spec.path[-1] in _STACKED)
-
-    return [fused(spec) for spec in mixtures.param_specs(arch)]
-
-
-def hybrid_param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return the rows of `moe_param_specs`, with those of Mamba-2 in place of attention in layers that have it."""
-    return replace_attention(moe_param_specs(arch), arch, mamba_specs)
-
-
-def swa_param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return Llama's rows, and the sinks of every layer's query heads."""
-    return llama.param_specs(arch) + llama.sink_specs(arch)
-
-
 def block(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one decoder layer: x + factor * attention or Mamba-2, then + factor * MLP or mixture. See `llama.block`."""
     with jax.named_scope("attention"):
         norm = RmsNorm(p["input_norm"], arch.norm_eps)
-        if layer.options.state is None:
-            q, k, v = llama.project_qkv(p, x, tokens, arch, norm)
+        if layer.state is None:
+            q, k, v = llama.project_qkv(p, x, tokens, layer, arch, norm)
             out, tokens = tokens.attend(q, k, v, layer, p.get("sinks"))
             out = llama.project_out(p, out, tokens, arch)
         else:
@@ -177,9 +153,13 @@ def block(
         return x + arch.residual_scale * out, tokens
 
 
-GRANITE = ModelFamily(granite_arch, llama.param_specs, block, rms_norm, llama.FOLDS)
+_swa_specs = partial(decoder_specs, names=Names(sinks="self_attn.sinks"))
+_moe_specs = partial(decoder_specs, names=_MLP_NAMES, moe=_MOE_NAMES, mixer_specs=mamba_specs)
+GRANITE = ModelFamily(granite_arch, decoder_specs, block, rms_norm, llama.FOLDS)
 _FOLDS = llama.FOLDS[:2]  # the norm before experts, where there are any, feeds the router too
-GRANITE_MOE = ModelFamily(moe_arch, moe_param_specs, block, rms_norm, _FOLDS)
-GRANITE_MOE_SHARED = ModelFamily(shared_moe_arch, moe_param_specs, block, rms_norm, _FOLDS)
-GRANITE_MOE_HYBRID = ModelFamily(hybrid_arch, hybrid_param_specs, block, rms_norm, _FOLDS)
-GRANITE_SWA = ModelFamily(granite_swa_arch, swa_param_specs, block, rms_norm, llama.FOLDS)
+GRANITE_MOE = ModelFamily(moe_arch, _moe_specs, block, rms_norm, _FOLDS)
+GRANITE_MOE_SHARED = ModelFamily(shared_moe_arch, _moe_specs, block, rms_norm, _FOLDS)
+GRANITE_MOE_HYBRID = ModelFamily(hybrid_arch, _moe_specs, block, rms_norm, _FOLDS)
+GRANITE_SWA = ModelFamily(
+    granite_swa_arch, partial(decoder_specs, names=Names(sinks="self_attn.sinks")), block, rms_norm, llama.FOLDS
+)

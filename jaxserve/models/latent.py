@@ -9,48 +9,51 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxserve.layers.kv_forms import Latents
 from jaxserve.layers.linear import as_matrix, linear
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.layer_spec import MlaSizes
+from jaxserve.models.layer_spec import LayerSpec, MlaSizes
+from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices
 
 _INNER_EPS = 1e-6  # epsilon of the norms between two matrices, whatever that of the model
 
 
-def attention_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
-    """Return one row per tensor of a layer's attention, without its norm; `q_proj` may have `q_a_proj` before it."""
-    latent, D, Q, rope_dim = arch.latent, arch.hidden_size, arch.num_heads, arch.head_dim
-    assert latent is not None, "every model of these families has latents"
-    rank, q_rank = _rank(arch), latent.q_rank
-    q_rows, kv_rows = Q * (latent.nope_dim + rope_dim), Q * (latent.nope_dim + latent.value_dim)
+def attention_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
+    """Return one row per tensor of a layer's MLA, without its norm; `q_proj` may have `q_a_proj` before it."""
+    attention, D, down = layer.attention, arch.hidden_size, (None, "embed")
+    mla, rank, rope_dim = attention.mla_sizes
+    Q, q_rank = attention.num_heads, mla.q_rank
+    q_rows, kv_rows = Q * (mla.nope_dim + rope_dim), Q * (mla.nope_dim + mla.value_dim)
 
-    def spec(name: str, hf_name: str, shape: tuple[int, ...], axes: tuple[str | None, ...], **facts: Any) -> ParamSpec:
-        kind = "bias" if name.endswith("bias") else "weight"
-        names = (f"model.layers.{layer}.self_attn.{hf_name}.{kind}",)
-        return ParamSpec(("layers", layer, name), shape, axes, names, shape[:1], **facts)
+    def matrix(
+        name: str, hf_name: str, axes: tuple[str | None, str], size: int, inner: int, **fields: Any
+    ) -> ParamSpec:
+        return rows.matrix(name, axes, [f"self_attn.{hf_name}"], [size], inner, **fields)
 
-    down, of_heads = (None, "embed"), ("heads", "embed")
+    heads: dict[str, Any] = {"axes": ("heads", "embed"), "heads": (Q,)}
     specs = [
-        spec("kv_a_proj", "kv_a_proj_with_mqa", (rank + rope_dim, D), down),
-        spec("kv_a_norm", "kv_a_layernorm", (rank,), (None,), init="ones"),
-        spec("kv_b_proj", "kv_b_proj", (kv_rows, rank), of_heads, heads=(Q,), exact=True, is_array=True),
-        spec("o_proj", "o_proj", (D, Q * latent.value_dim), ("embed", "heads")),
+        matrix("kv_a_proj", "kv_a_proj_with_mqa", down, rank + rope_dim, D),
+        *rows.norm("kv_a_norm", "self_attn.kv_a_layernorm", rank),
+        matrix("kv_b_proj", "kv_b_proj", size=kv_rows, inner=rank, exact=True, is_array=True, **heads),
+        matrix("o_proj", "o_proj", ("embed", "heads"), D, Q * mla.value_dim),
     ]
+    biases = {"kv_a_bias": ("kv_a_proj_with_mqa", rank + rope_dim), "o_bias": ("o_proj", D)}
     if q_rank is None:
-        specs.append(spec("q_proj", "q_proj", (q_rows, D), of_heads, heads=(Q,)))
+        specs.append(matrix("q_proj", "q_proj", size=q_rows, inner=D, **heads))
     else:
-        specs.append(spec("q_a_proj", "q_a_proj", (q_rank, D), down))
-        specs.append(spec("q_a_norm", "q_a_layernorm", (q_rank,), (None,), init="ones"))
-        specs.append(spec("q_proj", "q_b_proj", (q_rows, q_rank), of_heads, heads=(Q,)))
-    if arch.qkv_bias:
-        biases = {"kv_a_bias": ("kv_a_proj_with_mqa", rank + rope_dim), "o_bias": ("o_proj", D)}
-        biases |= {"q_a_bias": ("q_a_proj", q_rank)} if q_rank is not None else {}
-        specs += [spec(name, hf_name, (size,), (None,), init="zeros") for name, (hf_name, size) in biases.items()]
+        specs.append(matrix("q_a_proj", "q_a_proj", down, q_rank, D))
+        specs += rows.norm("q_a_norm", "self_attn.q_a_layernorm", q_rank)
+        specs.append(matrix("q_proj", "q_b_proj", size=q_rows, inner=q_rank, **heads))
+        biases["q_a_bias"] = ("q_a_proj", q_rank)
+    if attention.qkv_bias:
+        specs += [
+            rows.vector(name, None, [f"self_attn.{hf_name}.bias"], [size], "zeros")
+            for name, (hf_name, size) in biases.items()
+        ]
     return specs
 
 
@@ -58,13 +61,11 @@ def attention(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Return x + attention over the latents of its norm. See `llama.block`."""
-    latent, Q = arch.latent, arch.num_heads
-    assert latent is not None, "every model of these families has latents"
-    rank = _rank(arch)
+    (latent, rank, _), Q = layer.attention.mla_sizes, layer.attention.num_heads
     by_head = as_matrix(p["kv_b_proj"]).dense().reshape(Q, -1, rank)
     to_keys, to_values = jnp.split(by_head, [latent.nope_dim], axis=1)
     normed = rms_norm(x, p["input_norm"], arch.norm_eps)
-    own, shared = jnp.split(_queries(p, normed, tokens, arch), [latent.nope_dim], axis=-1)
+    own, shared = jnp.split(_queries(p, normed, tokens, Q), [latent.nope_dim], axis=-1)
     q = jnp.concatenate([own, _halves(shared, latent)], axis=-1)
     value, key = jnp.split(linear(normed, p["kv_a_proj"], tokens, bias=p.get("kv_a_bias")), [rank], axis=-1)
     value = rms_norm(value, p["kv_a_norm"], _INNER_EPS)
@@ -73,19 +74,13 @@ def attention(
     return llama.project_out(p, out, tokens, arch, x), tokens
 
 
-def _rank(arch: ArchConfig) -> int:
-    kv = arch.attention.kv
-    assert isinstance(kv, Latents), "every model of these families has MLA"
-    return kv.rank
-
-
-def _queries(p: Params, normed: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig) -> Float[Array, "T Q H"]:
+def _queries(p: Params, normed: Float[Array, "T D"], tokens: TokenContext, num_heads: int) -> Float[Array, "T Q H"]:
     if "q_a_proj" not in p:
         q = linear(normed, p["q_proj"], tokens)
     else:
         small = linear(normed, p["q_a_proj"], tokens, bias=p.get("q_a_bias"))
         q = linear(small, p["q_proj"], tokens, norm=RmsNorm(p["q_a_norm"], _INNER_EPS))
-    return q.reshape(q.shape[0], arch.num_heads, -1)
+    return q.reshape(q.shape[0], num_heads, -1)
 
 
 def _halves(x: Float[Array, "*B d"], latent: MlaSizes) -> Float[Array, "*B d"]:

@@ -21,16 +21,20 @@ table holds the inputs of all layers besides the residual stream, so that it bel
 """
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from jax import Array
 
 from jaxserve.layers.experts import Experts
-from jaxserve.layers.kv_forms import HeadVectors, Latents
+from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.layers.sharding import EXPERTS, held_heads
 from jaxserve.layers.state_forms import StateForm
-from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
+from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions, HeadMatrices
 
+QkNorm = Literal["shared", "by_head", "whole"]
 EXTERNAL = -1  # `kv_source` of cross attention
 
 
@@ -63,7 +67,8 @@ class AttentionSpec:
         soft_cap: bound of scores, soft_cap * tanh(scores / soft_cap); None without a bound.
         qkv_bias: True if projections to queries, keys and values have biases.
         o_bias: True if the output projection has a bias.
-        qk_norm: True if each head of queries and keys is normed.
+        qk_norm: norm of queries and keys: of each head by weights that heads share or by its own ("by_head"), or of all
+            heads together ("whole"); None without.
         has_gate: True if each query head has a gate, projected alongside it.
         k_eq_v: True if one projection makes keys and values.
         mla: sizes of multi-head latent attention; None for keys and values of heads.
@@ -79,7 +84,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QkNorm | None = None
     has_gate: bool = False
     k_eq_v: bool = False
     mla: MlaSizes | None = None
@@ -89,6 +94,13 @@ class AttentionSpec:
     def head_dim(self) -> int:
         """Elements of a head that RoPE reads."""
         return self.kv.rope_dim if isinstance(self.kv, Latents) else self.kv.head_dim
+
+    @property
+    def mla_sizes(self) -> tuple[MlaSizes, int, int]:
+        """Sizes of MLA: those in `mla`, the rank of its latents and the rotated elements of a head."""
+        assert self.mla is not None, "the layer has MLA"
+        assert isinstance(self.kv, Latents), "MLA keeps latents"
+        return self.mla, self.kv.rank, self.kv.rope_dim
 
     @property
     def num_kv_heads(self) -> int:
@@ -179,3 +191,38 @@ class LayerSpec:
             mlp=self.mlp and self.mlp._replace(ffn_size=self.mlp.ffn_size // num_heads_over),
             experts=self.experts and self.experts.local(num_devices, EXPERTS, num_data_shards),
         )
+
+
+class LayerOptions(NamedTuple):
+    """Static parameters of a layer.
+
+    Attributes:
+        spec: the layer.
+        kv_group: KV group of its keys and values.
+        kv: layout of its tokens in the pool.
+        kv_source: layer whose keys and values it and later layers read; None if no other layer reads its own.
+    """
+
+    spec: LayerSpec
+    kv_group: int
+    kv: KVForm
+    kv_source: int | None = None
+
+    def share(
+        self, k: Array | None, v: Array | HeadMatrices | None, shared: Mapping[int, tuple[Array, Array]]
+    ) -> tuple[Array, Array | HeadMatrices, Mapping[int, tuple[Array, Array]]]:
+        """Return the keys and values of a step's tokens in this layer, and those that later layers share.
+
+        Args:
+            k: keys that the layer makes; None if it reads another's.
+            v: its values, or the matrices that make them of latents; None if it reads another's.
+            shared: keys and values of earlier layers, by layer.
+        """
+        if k is None:
+            assert self.kv_source is not None, "a layer has keys, its own or those of another"
+            return *shared[self.kv_source], shared
+        assert v is not None, "keys have values"
+        if self.kv_source is None:
+            return k, v, shared
+        assert isinstance(v, Array), "layers share no latents"
+        return k, v, {**shared, self.kv_source: (k, v)}

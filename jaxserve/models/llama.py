@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
@@ -30,7 +32,8 @@ from jaxserve.models.hf_config import (
     token_id_set,
 )
 from jaxserve.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec
-from jaxserve.models.params import Params, ParamSpec
+from jaxserve.models.layer_tensors import decoder_specs
+from jaxserve.models.params import Params
 
 _FIELDS = {
     "vocab_size": SIZE,
@@ -125,102 +128,34 @@ def arch(
     return ArchConfig(**{**fields, **overrides})
 
 
-def param_specs(arch: ArchConfig, *, gated: bool = True, mlp_norm: str = "post_attention_layernorm") -> list[ParamSpec]:
-    """Return one row per tensor of the model.
-
-    Args:
-        arch: sizes of the model.
-        gated: True if SwiGLU follows the first product of the MLP.
-        mlp_norm: name of the norm before the MLP in checkpoints.
-    """
-    D, V = arch.hidden_size, arch.vocab_size
-    specs = [ParamSpec(("embed",), (V, D), ("vocab", "embed"), ("model.embed_tokens.weight",), (V,))]
-    for layer in range(arch.num_layers):
-        specs += _layer_specs(arch, layer, gated, mlp_norm)
-    specs.append(ParamSpec(("final_norm",), (D,), (None,), ("model.norm.weight",), (D,), "ones"))
-    if not arch.tied_embeddings:
-        specs.append(ParamSpec(("lm_head",), (V, D), ("vocab", "embed"), ("lm_head.weight",), (V,)))
-    return specs
-
-
-def sink_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return the rows of the sinks of every layer's query heads."""
-    Q = arch.num_heads
-
-    def sinks(layer: int) -> ParamSpec:
-        path, names = ("layers", layer, "sinks"), (f"model.layers.{layer}.self_attn.sinks",)
-        return ParamSpec(path, (Q,), ("heads",), names, (Q,), "zeros", heads=(Q,))
-
-    return [sinks(layer) for layer in range(arch.num_layers)]
-
-
-def fused_param_specs(arch: ArchConfig, names: Mapping[str, str]) -> list[ParamSpec]:
-    """Return the rows of `param_specs` with several matrices in one tensor of a checkpoint.
-
-    Args:
-        arch: sizes of the model.
-        names: name of the tensor in a layer of a checkpoint, by the name of the row.
-    """
-
-    def fused(spec: ParamSpec) -> ParamSpec:
-        if (own := names.get(str(spec.path[-1]))) is None:
-            return spec
-        name = f"model.layers.{spec.path[1]}.{own}.weight"
-        return dataclasses.replace(spec, hf_names=(name,) * len(spec.hf_names))
-
-    return [fused(spec) for spec in param_specs(arch)]
-
-
-def _layer_specs(arch: ArchConfig, layer: int, gated: bool, mlp_norm: str) -> list[ParamSpec]:
-    D, F, H = arch.hidden_size, arch.ffn_size, arch.head_dim
-    q_rows, kv_rows = arch.num_heads * H, arch.num_kv_heads * H
-    attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-
-    def matrix(
-        name: str, axes: tuple[str, str], names: list[str], rows: list[int], inner: int, **facts: Any
-    ) -> ParamSpec:
-        hf_names = tuple(f"{n}.weight" for n in names)
-        return ParamSpec(("layers", layer, name), (sum(rows), inner), axes, hf_names, tuple(rows), **facts)
-
-    def vector(name: str, axis: str | None, names: list[str], rows: list[int], init: str, **facts: Any) -> ParamSpec:
-        return ParamSpec(("layers", layer, name), (sum(rows),), (axis,), tuple(names), tuple(rows), init, **facts)
-
-    def norm(name: str, hf_name: str, size: int) -> ParamSpec:
-        return vector(name, None, [f"{hf_name}.weight"], [size], "ones")
-
-    qkv, qkv_rows = [f"{attn}.{x}_proj" for x in "qkv"], [q_rows, kv_rows, kv_rows]
-    heads = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)
-    gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-    specs = [
-        norm("input_norm", f"model.layers.{layer}.input_layernorm", D),
-        matrix("qkv_proj", ("heads", "embed"), qkv, qkv_rows, D, heads=heads),
-        matrix("o_proj", ("embed", "heads"), [f"{attn}.o_proj"], [D], q_rows),
-        norm("mlp_norm", f"model.layers.{layer}.{mlp_norm}", D),
-        matrix("gate_up_proj", ("ffn", "embed"), gate_up, [F, F], D, gated=gated),
-        matrix("down_proj", ("embed", "ffn"), [f"{mlp}.down_proj"], [D], F),
-    ]
-    if arch.qkv_bias:
-        specs.append(vector("qkv_bias", "heads", [f"{n}.bias" for n in qkv], qkv_rows, "zeros", heads=heads))
-    if arch.o_bias:
-        specs.append(vector("o_bias", "embed", [f"{attn}.o_proj.bias"], [D], "zeros"))
-    if arch.mlp_bias:
-        specs.append(vector("gate_up_bias", "ffn", [f"{n}.bias" for n in gate_up], [F, F], "zeros"))
-        specs.append(vector("down_bias", "embed", [f"{mlp}.down_proj.bias"], [D], "zeros"))
-    if arch.qk_norm:
-        specs += [norm("q_norm", f"{attn}.q_norm", H), norm("k_norm", f"{attn}.k_norm", H)]
-    return specs
-
-
 def project_qkv(
-    p: Params, x: Float[Array, "T inner"], tokens: TokenContext, arch: ArchConfig, norm: RmsNorm | None
+    p: Params,
+    x: Float[Array, "T inner"],
+    tokens: TokenContext,
+    layer: LayerContext,
+    arch: ArchConfig,
+    norm: RmsNorm | None,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-    """Norm the input and return queries, keys and values of every token, normed per head if `arch.qk_norm`."""
-    T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
+    """Norm the input and return queries, keys and values of every token, with norms of their own if these exist."""
+    attention = layer.attention
+    T, Q, K, H = x.shape[0], attention.num_heads, attention.num_kv_heads, attention.head_dim
     qkv = linear(x, p["qkv_proj"], tokens, norm=norm, bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
     q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
-    if arch.qk_norm:
-        q, k = rms_norm(q, p["q_norm"], arch.norm_eps), rms_norm(k, p["k_norm"], arch.norm_eps)
-    return pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs), v
+    if attention.qk_norm is not None:
+        head_norm = rms_norm if attention.qk_norm == "shared" else partial(_whole_norm, axis=arch.tensor_axis)
+        q, k = head_norm(q, p["q_norm"], arch.norm_eps), head_norm(k, p["k_norm"], arch.norm_eps)
+    return pair_halves(q, attention.rope), pair_halves(k, attention.rope), v
+
+
+def _whole_norm(
+    x: Float[Array, "T heads H"], weight: Float[Array, " inner"], eps: float, *, axis: tuple[str, ...] | None
+) -> Float[Array, "T heads H"]:
+    """Return the norm over all heads, which other devices may have."""
+    x32 = x.astype(jnp.float32)
+    mean = jnp.mean(jnp.square(x32), axis=(1, 2), keepdims=True)
+    # Every head is on the same number of devices, so that the mean over devices is the mean over heads.
+    mean = mean if axis is None else lax.pmean(mean, axis)
+    return (x32 * lax.rsqrt(mean + eps)).astype(x.dtype) * weight.reshape(1, *x.shape[1:])
 
 
 def project_out(
@@ -242,18 +177,20 @@ def block(
     layer: LayerContext,
     *,
     arch: ArchConfig,
-    feed_forward: Callable[[Params, Array, TokenContext, ArchConfig], Array] | None = None,
+    feed_forward: Callable[[Params, Array, TokenContext, LayerContext, ArchConfig], Array] | None = None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply one pre-norm decoder layer: x + attention, then + SwiGLU, or what `feed_forward` adds.
 
     If the model is split, each device has a part of the heads and of the feed-forward size, and all of x.
     """
     with jax.named_scope("attention"):
-        q, k, v = project_qkv(p, x, tokens, arch, RmsNorm(p["input_norm"], arch.norm_eps))
+        q, k, v = project_qkv(p, x, tokens, layer, arch, RmsNorm(p["input_norm"], arch.norm_eps))
         out, tokens = tokens.attend(q, k, v, layer)
         x = project_out(p, out, tokens, arch, x)
     with jax.named_scope("mlp"):
-        return (feed_forward or mlp)(p, x, tokens, arch), tokens
+        if feed_forward is None:
+            return mlp(p, x, tokens, arch), tokens
+        return feed_forward(p, x, tokens, layer, arch), tokens
 
 
 def mlp(p: Params, x: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig) -> Float[Array, "T D"]:
@@ -281,4 +218,4 @@ FOLDS = (
     Fold("mlp_norm", "gate_up_proj"),
     Fold("gate_up_proj", "down_proj", part=1),
 )
-LLAMA = ModelFamily(arch, param_specs, block, rms_norm, FOLDS)
+LLAMA = ModelFamily(arch, decoder_specs, block, rms_norm, FOLDS)

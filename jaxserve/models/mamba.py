@@ -15,6 +15,8 @@ from jaxserve.layers.mamba import Mamba, MambaInputs
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
+from jaxserve.models.layer_spec import LayerSpec
+from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import Params, ParamSpec
 
 _INFINITY = {"__float__": "Infinity"}  # form in which transformers writes it
@@ -85,22 +87,21 @@ def read_mamba(config: Mapping[str, Any]) -> Mamba:
     )
 
 
-def mamba_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
+def mamba_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
     """Return one row per tensor of a layer's Mamba-2, without the norm before it."""
-    sizes, D = arch.state, arch.hidden_size
+    sizes, D = layer.state, arch.hidden_size
     assert isinstance(sizes, Mamba), "layers with a state are Mamba's here"
     H, G, inner, shared = sizes.num_heads, sizes.num_groups, sizes.inner_size, sizes.group_size
 
     def spec(
-        name: str, hf_name: str, rows: tuple[int, ...], heads: tuple[int, ...], *inner: int, **facts: Any
+        name: str, hf_name: str, parts: tuple[int, ...], heads: tuple[int, ...], *inner: int, **fields: Any
     ) -> ParamSpec:
         axes = ("heads", *("embed" if size == D else None for size in inner))
-        names = (f"model.layers.{layer}.mamba.{hf_name}",) * len(rows)
-        return ParamSpec(("layers", layer, name), (sum(rows), *inner), axes, names, rows, heads=heads, **facts)
+        names = (f"{rows.prefix}mamba.{hf_name}",) * len(parts)
+        return ParamSpec((*rows.path, name), (sum(parts), *inner), axes, names, parts, heads=heads, **fields)
 
     mixed, mixed_heads = (inner, shared, shared), (H, G, G)
     projected, projected_heads = (inner, *mixed, H), (H, *mixed_heads, H)
-    path, out = ("layers", layer), f"model.layers.{layer}.mamba.out_proj"
     specs = [
         spec("in_proj", "in_proj.weight", projected, projected_heads, D),
         spec("taps", "conv1d.weight", mixed, mixed_heads, 1, sizes.width, exact=True, is_array=True),
@@ -108,13 +109,13 @@ def mamba_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
         spec("time_bias", "dt_bias", (H,), (H,), init="ones", exact=True),
         spec("skip", "D", (H,), (H,), init="ones", exact=True),
         spec("mamba_norm", "norm.weight", (inner,), (H,), init="ones"),
-        ParamSpec((*path, "mamba_out"), (D, inner), ("embed", "heads"), (f"{out}.weight",), (D,)),
+        rows.matrix("mamba_out", ("embed", "heads"), ["mamba.out_proj"], [D], inner),
     ]
     if sizes.conv_bias:
         specs.append(spec("conv_bias", "conv1d.bias", mixed, mixed_heads, init="zeros"))
     if sizes.proj_bias:
         specs.append(spec("in_bias", "in_proj.bias", projected, projected_heads, init="zeros"))
-        specs.append(ParamSpec((*path, "mamba_out_bias"), (D,), ("embed",), (f"{out}.bias",), (D,), "zeros"))
+        specs.append(rows.vector("mamba_out_bias", "embed", ["mamba.out_proj.bias"], [D], "zeros"))
     return specs
 
 

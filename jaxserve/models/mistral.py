@@ -10,6 +10,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import NUMBER, POSITIVE, SIZE, read_fields, read_num_layers
 from jaxserve.models.layer_kinds import SLIDING, read_windows, same_windows
+from jaxserve.models.layer_tensors import decoder_specs
 
 _ORIGINAL = "original_max_position_embeddings"
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
@@ -61,5 +62,5 @@ def ministral3_arch(config: Mapping[str, Any]) -> ArchConfig:
     return parsed.with_attention(rope=[rope and dataclasses.replace(rope, query_growth=pair) for rope in parsed.ropes])
 
 
-MINISTRAL3 = ModelFamily(ministral3_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)
-MISTRAL = ModelFamily(arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)
+MINISTRAL3 = ModelFamily(ministral3_arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)
+MISTRAL = ModelFamily(arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)

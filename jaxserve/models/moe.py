@@ -7,12 +7,11 @@ from typing import Any
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import Block, ModelFamily
+from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import COUNT, SIZE, SWITCH, Kind, read_fields, read_num_layers
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows, same_windows
-from jaxserve.models.mixtures import block, param_specs, read_experts, stacked
-from jaxserve.models.params import ParamSpec
-from jaxserve.models.post_normed import project_normed_whole, whole_norm_specs
+from jaxserve.models.layer_tensors import GATED_SHARED, MoeNames, decoder_specs
+from jaxserve.models.mixtures import block, read_experts
 
 _MIXTRAL_DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -115,13 +114,13 @@ def qwen3_arch(config: Mapping[str, Any]) -> ArchConfig:
     config = {**_QWEN3_DEFAULTS, **config}
     is_wide = not read_fields(config, {"use_sliding_window": SWITCH})["use_sliding_window"]
     windows = same_windows({**config, "sliding_window": None} if is_wide else config)
-    return _qwen_arch(config, windows=windows, qk_norm=True)
+    return _qwen_arch(config, windows=windows, qk_norm="shared")
 
 
 def qwen3_vl_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse the text part of a Qwen3-VL model with experts, whose weights sum to one."""
     config = {**_QWEN3_DEFAULTS, **_QWEN3_VL_DEFAULTS, **config, "norm_topk_prob": True}
-    return _qwen_arch(config, qk_norm=True)
+    return _qwen_arch(config, qk_norm="shared")
 
 
 def _qwen_arch(config: Mapping[str, Any], *, shared_ffn_size: int = 0, **overrides: Any) -> ArchConfig:
@@ -151,31 +150,16 @@ def olmoe_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse an OLMoE config.json."""
     config = {**_OLMOE_DEFAULTS, **config}
     values = read_fields(config, _OLMOE_FIELDS)
-    return llama.arch(config, experts=read_experts(config, normalized=values["norm_topk_prob"]), mlp_bias=False)
-
-
-def olmoe_param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return the rows of `param_specs`, and norms over all heads of queries and of keys."""
-    return param_specs(arch) + whole_norm_specs(arch)
-
-
-def qwen3_vl_param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return the rows of `param_specs`, with the experts of a layer as two tensors unless they are quantised."""
-
-    def as_stored(spec: ParamSpec) -> ParamSpec:
-        if spec.path[-1] not in ("experts_gate_up", "experts_down"):
-            return spec
-        return stacked(arch, spec, f"model.layers.{spec.path[1]}.mlp.experts")
-
-    return [as_stored(spec) for spec in param_specs(arch)]
+    return llama.arch(
+        config, experts=read_experts(config, normalized=values["norm_topk_prob"]), qk_norm="whole", mlp_bias=False
+    )
 
 
 _FOLDS = llama.FOLDS[:2]  # the norm before the experts feeds the router too
-_olmoe_block: Block = partial(block, project=project_normed_whole)
-_qwen2_specs = partial(param_specs, shared="shared_expert", shared_gate=True)
-_mixtral_specs = partial(param_specs, module="block_sparse_moe", parts=("w1", "w3", "w2"))
-MIXTRAL = ModelFamily(mixtral_arch, _mixtral_specs, block, rms_norm, _FOLDS)
-QWEN2_MOE = ModelFamily(qwen2_arch, _qwen2_specs, block, rms_norm, _FOLDS)
-QWEN3_MOE = ModelFamily(qwen3_arch, param_specs, block, rms_norm, _FOLDS)
-QWEN3_VL_MOE = ModelFamily(qwen3_vl_arch, qwen3_vl_param_specs, block, rms_norm, _FOLDS)
-OLMOE = ModelFamily(olmoe_arch, olmoe_param_specs, _olmoe_block, rms_norm, _FOLDS)
+_MIXTRAL = MoeNames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2"))
+_QWEN3_VL = MoeNames(stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
+MIXTRAL = ModelFamily(mixtral_arch, partial(decoder_specs, moe=_MIXTRAL), block, rms_norm, _FOLDS)
+QWEN2_MOE = ModelFamily(qwen2_arch, partial(decoder_specs, moe=GATED_SHARED), block, rms_norm, _FOLDS)
+QWEN3_MOE = ModelFamily(qwen3_arch, decoder_specs, block, rms_norm, _FOLDS)
+QWEN3_VL_MOE = ModelFamily(qwen3_vl_arch, partial(decoder_specs, moe=_QWEN3_VL), block, rms_norm, _FOLDS)
+OLMOE = ModelFamily(olmoe_arch, decoder_specs, block, rms_norm, _FOLDS)

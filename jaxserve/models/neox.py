@@ -11,13 +11,14 @@ from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import layer_norm
 from jaxserve.layers.rope import pair_halves
-from jaxserve.layers.token_context import TokenContext
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block, Fold, ModelFamily
 from jaxserve.models.hf_config import FRACTION, POSITIVE, SWITCH, Kind, one_of, read_fields
 from jaxserve.models.layer_kinds import same_windows
-from jaxserve.models.layer_normed import FOLDS, Names, block, param_specs
+from jaxserve.models.layer_normed import FOLDS, block
+from jaxserve.models.layer_tensors import Names, decoder_specs
 from jaxserve.models.params import Params
 
 _NEOX_DEFAULTS = {
@@ -94,51 +95,40 @@ def _arch(config: Mapping[str, Any], epsilon: str, *, fraction: float | None = N
 
 
 def _project_fused(
-    p: Params, x: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig, norm: None
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, arch: ArchConfig, norm: None
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T Q H"], Float[Array, "T Q H"]]:
     """Return queries, keys and values, of which the matrix has those of each head next to each other."""
+    attention = layer.attention
     fused = linear(x, p["qkv_proj"], tokens, bias=p.get("qkv_bias"))
-    by_head = fused.reshape(len(x), arch.num_heads, 3, arch.head_dim)
+    by_head = fused.reshape(len(x), attention.num_heads, 3, attention.head_dim)
     q, k, v = (part[:, :, 0] for part in jnp.split(by_head, 3, axis=2))
-    return pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs), v
+    return pair_halves(q, attention.rope), pair_halves(k, attention.rope), v
 
 
 _neox_block: Block = partial(block, project=_project_fused)
 _NEOX_NAMES = Names(
     embed="gpt_neox.embed_in",
-    positions=None,
     final_norm="gpt_neox.final_layer_norm",
     head="embed_out",
     layers="gpt_neox.layers",
-    input_norm="input_layernorm",
     qkv=("attention.query_key_value",),
     out="attention.dense",
-    mlp_norm="post_attention_layernorm",
-    up="mlp.dense_h_to_4h",
+    gate_up=("mlp.dense_h_to_4h",),
     down="mlp.dense_4h_to_h",
+    norm_parts=("weight", "bias"),
 )
 _PHI_NAMES = Names(
-    embed="model.embed_tokens",
-    positions=None,
     final_norm="model.final_layernorm",
-    head="lm_head",
-    layers="model.layers",
-    input_norm="input_layernorm",
-    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     out="self_attn.dense",
     mlp_norm=None,
-    up="mlp.fc1",
+    gate_up=("mlp.fc1",),
     down="mlp.fc2",
+    norm_parts=("weight", "bias"),
+    head_bias=True,
 )
-_STARCODER2_NAMES = _PHI_NAMES._replace(
-    final_norm="model.norm",
-    out="self_attn.o_proj",
-    mlp_norm="post_attention_layernorm",
-    up="mlp.c_fc",
-    down="mlp.c_proj",
-)
+_STARCODER2_NAMES = Names(gate_up=("mlp.c_fc",), down="mlp.c_proj", norm_parts=("weight", "bias"))
 # Factors of a norm that two matrices read, or of values that lie between queries and keys, cannot move.
 _NEOX_FOLDS, _PHI_FOLDS = (FOLDS[0], FOLDS[2]), (Fold("qkv_proj", "o_proj", part=2),)
-NEOX = ModelFamily(neox_arch, partial(param_specs, names=_NEOX_NAMES), _neox_block, layer_norm, _NEOX_FOLDS)
-PHI = ModelFamily(phi_arch, partial(param_specs, names=_PHI_NAMES, head_bias=True), block, layer_norm, _PHI_FOLDS)
-STARCODER2 = ModelFamily(starcoder2_arch, partial(param_specs, names=_STARCODER2_NAMES), block, layer_norm, FOLDS)
+NEOX = ModelFamily(neox_arch, partial(decoder_specs, names=_NEOX_NAMES), _neox_block, layer_norm, _NEOX_FOLDS)
+PHI = ModelFamily(phi_arch, partial(decoder_specs, names=_PHI_NAMES), block, layer_norm, _PHI_FOLDS)
+STARCODER2 = ModelFamily(starcoder2_arch, partial(decoder_specs, names=_STARCODER2_NAMES), block, layer_norm, FOLDS)

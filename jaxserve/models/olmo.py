@@ -7,11 +7,11 @@ from typing import Any
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import Block, ModelFamily
+from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import read_rope
 from jaxserve.models.layer_kinds import SLIDING, by_kind, full_every, read_kinds, read_windows
-from jaxserve.models.params import ParamSpec
-from jaxserve.models.post_normed import block, post_norm_specs, project_normed_whole, whole_norm_specs
+from jaxserve.models.layer_tensors import Names, decoder_specs
+from jaxserve.models.post_normed import block
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "head_dim": None}
 _OLMO3_THETA = 5e5
@@ -20,7 +20,7 @@ _OLMO3_DEFAULTS = {**_DEFAULTS, "rope_theta": _OLMO3_THETA, "sliding_window": 40
 
 def olmo2_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse an OLMo 2 config.json."""
-    return llama.arch({**_DEFAULTS, **config}, mlp_bias=False)
+    return llama.arch({**_DEFAULTS, **config}, qk_norm="whole", mlp_bias=False)
 
 
 def olmo3_arch(config: Mapping[str, Any]) -> ArchConfig:
@@ -35,14 +35,13 @@ def olmo3_arch(config: Mapping[str, Any]) -> ArchConfig:
     return arch.with_attention(window=windows, rope=ropes)
 
 
-def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return Llama's rows with norms at other places."""
-    specs = [spec for spec in llama.param_specs(arch) if spec.path[-1] not in ("input_norm", "mlp_norm")]
-    specs += post_norm_specs(arch, "post_attention_layernorm", "post_feedforward_layernorm")
-    return specs + whole_norm_specs(arch)
-
-
-_block: Block = partial(block, project=project_normed_whole)
+_NAMES = Names(
+    input_norm=None,
+    attention_post_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_post_norm="post_feedforward_layernorm",
+)
+_specs = partial(decoder_specs, names=_NAMES)
 _FOLDS = tuple(fold for fold in llama.FOLDS if fold.part is not None)
-OLMO2 = ModelFamily(olmo2_arch, param_specs, _block, rms_norm, _FOLDS)
-OLMO3 = ModelFamily(olmo3_arch, param_specs, _block, rms_norm, _FOLDS)
+OLMO2 = ModelFamily(olmo2_arch, _specs, block, rms_norm, _FOLDS)
+OLMO3 = ModelFamily(olmo3_arch, _specs, block, rms_norm, _FOLDS)

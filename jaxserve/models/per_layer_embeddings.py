@@ -11,40 +11,40 @@ from jaxserve.layers.linear import embed, linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import LAYER_EMBED, LAYER_PROJECTION, Params, ParamSpec
 
 
-def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return the rows of the table, of what is added to it, and of each layer's gate and projection."""
-    if (inputs := arch.layer_inputs) is None:
+def table_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return the rows of the table and of the projection that is added to it."""
+    if (inputs := arch.per_layer_embeddings) is None:
+        return []
+    rows, size = Rows((), "model."), arch.num_layers * inputs.size
+    vocab_sizes = [inputs.vocab_size]
+    return [
+        rows.matrix(LAYER_EMBED, ("vocab", "embed"), ["embed_tokens_per_layer"], vocab_sizes, size),
+        rows.matrix(LAYER_PROJECTION, (None, "embed"), ["per_layer_model_projection"], [size], arch.hidden_size),
+        *rows.norm("layer_input_norm", "per_layer_projection_norm", inputs.size),
+    ]
+
+
+def layer_specs(rows: Rows, arch: ArchConfig) -> list[ParamSpec]:
+    """Return the rows of a layer's gate and projection."""
+    if (inputs := arch.per_layer_embeddings) is None:
         return []
     D, size = arch.hidden_size, inputs.size
-
-    def row(path: tuple[str | int, ...], axes: tuple[str | None, ...], name: str, *shape: int) -> ParamSpec:
-        init = "normal" if len(shape) > 1 else "ones"
-        return ParamSpec(path, shape, axes, (f"model.{name}.weight",), (shape[0],), init)
-
-    all_layers = arch.num_layers * size
-    specs = [
-        row((LAYER_EMBED,), ("vocab", "embed"), "embed_tokens_per_layer", inputs.vocab_size, all_layers),
-        row((LAYER_PROJECTION,), (None, "embed"), "per_layer_model_projection", all_layers, D),
-        row(("layer_input_norm",), (None,), "per_layer_projection_norm", size),
+    return [
+        rows.matrix("layer_input_gate", (None, "embed"), ["per_layer_input_gate"], [size], D),
+        rows.matrix("layer_input_proj", ("embed", None), ["per_layer_projection"], [D], size),
+        *rows.norm("layer_input_post_norm", "post_per_layer_input_norm", D),
     ]
-    for layer in range(arch.num_layers):
-        path, module = ("layers", layer), f"layers.{layer}"
-        specs += [
-            row((*path, "layer_input_gate"), (None, "embed"), f"{module}.per_layer_input_gate", size, D),
-            row((*path, "layer_input_proj"), ("embed", None), f"{module}.per_layer_projection", D, size),
-            row((*path, "layer_input_post_norm"), (None,), f"{module}.post_per_layer_input_norm", D),
-        ]
-    return specs
 
 
 def read(
     params: Any, arch: ArchConfig, token_ids: Int[Array, " T"], x: Float[Array, "T D"]
 ) -> Float[Array, "L T size"] | None:
     """Return what each layer reads of the tokens, from their rows of the table and from their embeddings x."""
-    if (inputs := arch.layer_inputs) is None:
+    if (inputs := arch.per_layer_embeddings) is None:
         return None
     shape = (x.shape[0], arch.num_layers, inputs.size)
     rows = embed(token_ids, params[LAYER_EMBED], dtype=x.dtype, axis=arch.vocab_axis)

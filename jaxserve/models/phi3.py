@@ -10,6 +10,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import TABLE, read_fields
 from jaxserve.models.layer_kinds import same_windows
+from jaxserve.models.layer_tensors import Names, decoder_specs
 
 _ORIGINAL = "original_max_position_embeddings"
 _DEFAULTS = {"max_position_embeddings": 4096, _ORIGINAL: 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
@@ -18,7 +19,7 @@ _FIELDS = {
     "rope_parameters": TABLE.or_null(),
 }
 _OLD_NAMES = ("su", "yarn")  # names of LongRoPE in early checkpoints
-_FUSED = {"qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"}
+_NAMES = Names(qkv=("self_attn.qkv_proj",) * 3, gate_up=("mlp.gate_up_proj",) * 2)
 
 
 def arch(config: Mapping[str, Any]) -> ArchConfig:
@@ -34,4 +35,4 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
     )
 
 
-PHI3 = ModelFamily(arch, partial(llama.fused_param_specs, names=_FUSED), llama.block, rms_norm, llama.FOLDS)
+PHI3 = ModelFamily(arch, partial(decoder_specs, names=_NAMES), llama.block, rms_norm, llama.FOLDS)

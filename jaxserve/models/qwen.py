@@ -9,6 +9,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import COUNT, SIZE, read_fields, read_num_layers
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows
+from jaxserve.models.layer_tensors import decoder_specs
 
 _DEFAULTS = {
     "max_position_embeddings": 32768,
@@ -29,7 +30,7 @@ def qwen3_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse a Qwen3 config.json."""
     config = {**_DEFAULTS, "head_dim": 128, **config}
     read_fields(config, {"head_dim": SIZE})  # null is not allowed
-    return llama.arch(config, windows=_windows(config), qk_norm=True, mlp_bias=False)
+    return llama.arch(config, windows=_windows(config), qk_norm="shared", mlp_bias=False)
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -40,5 +41,5 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     )
 
 
-QWEN2 = ModelFamily(qwen2_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)
-QWEN3 = ModelFamily(qwen3_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)
+QWEN2 = ModelFamily(qwen2_arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)
+QWEN3 = ModelFamily(qwen3_arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)

@@ -1,6 +1,5 @@
 """Qwen3-Next and Qwen3.5: gated delta nets, with gated attention in every fourth layer."""
 
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -21,8 +20,8 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
 from jaxserve.models.layer_kinds import FULL, read_kinds
-from jaxserve.models.params import Params, ParamSpec
-from jaxserve.models.state_layers import replace_attention
+from jaxserve.models.layer_tensors import GATED_SHARED, Names, decoder_specs
+from jaxserve.models.params import Params
 
 _LINEAR = "linear_attention"
 _DEFAULTS = {
@@ -113,37 +112,8 @@ def _arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
             f"linear_num_value_heads must be a multiple of linear_num_key_heads, "
             f"got {sizes.num_value_heads} and {sizes.num_key_heads}"
         )
-    arch = llama.arch(config, rope_fraction=0.25, qk_norm=True, has_gate=True, mlp_bias=False, **overrides)
+    arch = llama.arch(config, rope_fraction=0.25, qk_norm="shared", has_gate=True, mlp_bias=False, **overrides)
     return arch.with_states({layer: sizes for layer, kind in enumerate(kinds) if kind == _LINEAR})
-
-
-def param_specs(arch: ArchConfig, *, is_grouped: bool) -> list[ParamSpec]:
-    """Return Llama's rows with a gate beside each head of queries, and those of delta nets in place of attention.
-
-    Args:
-        arch: sizes of the model.
-        is_grouped: True if the rows of a delta net's projections are sorted by key heads.
-    """
-    if arch.experts is None:
-        specs = llama.param_specs(arch)
-    else:
-        specs = mixtures.param_specs(arch, shared="shared_expert", shared_gate=True)
-    own = replace_attention(specs, arch, partial(delta.delta_specs, is_grouped=is_grouped))
-    return [_offset(_gated(spec)) for spec in own]
-
-
-def _gated(spec: ParamSpec) -> ParamSpec:
-    """Return the spec with a gate behind each head of queries, where it has queries."""
-    if spec.path[-1] not in ("qkv_proj", "qkv_bias"):
-        return spec
-    rows = (2 * spec.hf_rows[0], *spec.hf_rows[1:])
-    return dataclasses.replace(spec, hf_rows=rows, shape=(sum(rows), *spec.shape[1:]))
-
-
-def _offset(spec: ParamSpec) -> ParamSpec:
-    """Return the spec of a norm that adds one to its weights with the zeros that make it neutral."""
-    is_offset = str(spec.path[-1]).endswith("_norm") and spec.path[-1] != "delta_norm"
-    return dataclasses.replace(spec, init="zeros") if is_offset else spec
 
 
 def block(
@@ -158,7 +128,7 @@ def block(
     """Apply one pre-norm decoder layer: x + gated attention or a delta net, then + its MLP or mixture of experts."""
     with jax.named_scope("attention"):
         normed = offset_norm(x, p["input_norm"], arch.norm_eps)
-        if layer.options.state is None:
+        if layer.state is None:
             x, tokens = _attention(p, x, normed, tokens, layer, arch)
         else:
             x, tokens = delta.delta(p, x, normed, tokens, layer, arch, is_grouped=is_grouped)
@@ -177,18 +147,27 @@ def _attention(
     arch: ArchConfig,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Return x + attention whose heads have gates of their own."""
-    T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
+    attention = layer.attention
+    T, Q, K, H = x.shape[0], attention.num_heads, attention.num_kv_heads, attention.head_dim
     qkv = linear(normed, p["qkv_proj"], tokens, bias=p.get("qkv_bias"))
     gated, k, v = jnp.split(qkv, [2 * Q * H, (2 * Q + K) * H], axis=1)
     q, gate = jnp.split(gated.reshape(T, Q, 2 * H), 2, axis=2)
     q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k.reshape(T, K, H), p["k_norm"], arch.norm_eps)
-    q, k = pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs)
+    q, k = pair_halves(q, attention.rope), pair_halves(k, attention.rope)
     out, tokens = tokens.attend(q, k, v.reshape(T, K, H), layer)
     return llama.project_out(p, out * jax.nn.sigmoid(gate), tokens, arch, x), tokens
 
 
 _next_block, _block = (partial(block, is_grouped=is_grouped) for is_grouped in (True, False))
-_next_specs, _specs = (partial(param_specs, is_grouped=is_grouped) for is_grouped in (True, False))
+_next_specs, _specs = (
+    partial(
+        decoder_specs,
+        names=Names(norm_init="zeros"),
+        moe=GATED_SHARED,
+        mixer_specs=partial(delta.delta_specs, is_grouped=is_grouped),
+    )
+    for is_grouped in (True, False)
+)
 QWEN3_NEXT = ModelFamily(next_arch, _next_specs, _next_block, offset_norm, norm_offset=1.0)
 QWEN3_5 = ModelFamily(dense_arch, _specs, _block, offset_norm, norm_offset=1.0)
 QWEN3_5_MOE = ModelFamily(moe_arch, _specs, _block, offset_norm, norm_offset=1.0)

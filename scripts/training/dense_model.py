@@ -74,7 +74,7 @@ class DenseAttention(Attention):
     def attend(
         self, q: Array, k: Array | None, v: Any, layer: LayerContext, sinks: Array | None
     ) -> tuple[Array, "DenseAttention"]:
-        attention, rope = layer.options.attention, layer.rope
+        attention, rope = layer.attention.options, layer.rope
         if attention.window is not None or attention.soft_cap is not None or sinks is not None:
             raise NotImplementedError(
                 "training needs a model of full attention, without soft cap and sinks, got "

@@ -51,7 +51,7 @@ class DenseAttention(Attention):
     shared: dict = struct.field(default_factory=dict)
 
     def attend(self, q, k, v, layer, sinks):
-        rope, options = layer.rope, layer.options.attention
+        rope, options = layer.rope, layer.attention.options
         T, Q, _ = q.shape
         k, v, shared = layer.options.share(k, v, self.shared)
         if isinstance(v, HeadMatrices):  # latents, whose rotated elements are the last
@@ -76,7 +76,7 @@ class DenseAttention(Attention):
     def advance(self, inputs, layer):
         T, one = len(inputs[0]), jnp.zeros(1, jnp.int32)
         rows = StateRows(one, one, one, jnp.array([0, T]), jnp.zeros(T, jnp.int32), jnp.arange(T), one, one)
-        state = layer.options.state
+        state = layer.state
         out, _ = state.advance(inputs, rows, state.new(1, 1), jnp.int32(0))
         return out, self.replace(count=self.count + layer.index)
 

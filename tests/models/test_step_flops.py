@@ -47,13 +47,13 @@ class DenseAttention(Attention):
         T, K, H = k.shape
         q, k = (x if layer.rope is None else _rotate(x, layer.rope) for x in (q, k))
         grouped = q.reshape(T, K, -1, H)
-        scores = jnp.einsum("tkgh,skh->kgts", grouped, k) * layer.options.attention.scale
+        scores = jnp.einsum("tkgh,skh->kgts", grouped, k) * layer.attention.options.scale
         weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool)[None, None], scores, -1e30))
         out = jnp.einsum("kgts,skh->tkgh", weights, v).reshape(T, q.shape[1], -1)
         return out if expand is None else jnp.einsum("tqr,qvr->tqv", out, expand), self.replace(shared=shared)
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Array, "DenseAttention"]:
-        return jnp.zeros((len(inputs[0]), *layer.options.state.new(1, 1).memory.shape[2:4])), self
+        return jnp.zeros((len(inputs[0]), *layer.state.new(1, 1).memory.shape[2:4])), self
 
 
 def _rotate(x: Array, rope: Array) -> Array:

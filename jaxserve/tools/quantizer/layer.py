@@ -79,7 +79,7 @@ class _SequenceAttention(Attention):
         assert k is not None, "no layer shares another one's keys"
         if layer.rope is not None:
             q, k = apply_rope(q, layer.rope), apply_rope(k, layer.rope)
-        (T, Q, H), K, attention = q.shape, k.shape[1], layer.options.attention
+        (T, Q, H), K, attention = q.shape, k.shape[1], layer.attention.options
         distance = jnp.arange(self.seq_len)[:, None] - jnp.arange(self.seq_len)[None, :]
         seen = (distance >= 0) & (distance < (attention.window or self.seq_len))
 

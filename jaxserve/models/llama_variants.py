@@ -1,6 +1,5 @@
 """SmolLM3 (layers without rotation), Seed-OSS (biases of q, k and v) and Arcee (squared ReLU): else Llama's layers."""
 
-import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import RmsNorm, rms_norm
-from jaxserve.layers.token_context import TokenContext
+from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block, Fold, ModelFamily
@@ -25,7 +24,8 @@ from jaxserve.models.hf_config import (
     read_fields,
 )
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows
-from jaxserve.models.params import Params, ParamSpec
+from jaxserve.models.layer_tensors import Names, decoder_specs
+from jaxserve.models.params import Params
 
 _SMOLLM3_DEFAULTS = {
     "num_key_value_heads": 4,
@@ -85,28 +85,19 @@ def arcee_arch(config: Mapping[str, Any]) -> ArchConfig:
     return llama.arch({**config, "hidden_act": "silu"}, activation=activation)
 
 
-def arcee_param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """Return Llama's rows without the gate of the MLP."""
-    names = {"gate_up_proj": "up_proj", "gate_up_bias": "up_bias"}
-
-    def ungated(spec: ParamSpec) -> ParamSpec:
-        if (name := names.get(str(spec.path[-1]))) is None:
-            return spec
-        (_, hf_name), (_, rows) = spec.hf_names, spec.hf_rows
-        shape, path = (rows, *spec.shape[1:]), (*spec.path[:-1], name)
-        return dataclasses.replace(spec, path=path, shape=shape, hf_names=(hf_name,), hf_rows=(rows,), gated=False)
-
-    return [ungated(spec) for spec in llama.param_specs(arch)]
-
-
-def _ungated_mlp(p: Params, x: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig) -> Float[Array, "T D"]:
-    norm, activation = RmsNorm(p["mlp_norm"], arch.norm_eps), ACTIVATIONS[arch.activation]
+def _ungated_mlp(
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, arch: ArchConfig
+) -> Float[Array, "T D"]:
+    norm, activation = RmsNorm(p["mlp_norm"], arch.norm_eps), ACTIVATIONS[layer.mlp.activation]
     inner = linear(x, p["up_proj"], tokens, norm=norm, bias=p.get("up_bias"), activation=activation)
     return linear(inner, p["down_proj"], tokens, bias=p.get("down_bias"), residual=x, axis=arch.tensor_axis)
 
 
+_arcee_specs = partial(decoder_specs, names=Names(gate_up=("mlp.up_proj",)))
 _arcee_block: Block = partial(llama.block, feed_forward=_ungated_mlp)
 _ARCEE_FOLDS = (*llama.FOLDS[:2], Fold("mlp_norm", "up_proj"))
-SMOLLM3 = ModelFamily(smollm3_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)
-SEED_OSS = ModelFamily(seed_oss_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)
-ARCEE = ModelFamily(arcee_arch, arcee_param_specs, _arcee_block, rms_norm, _ARCEE_FOLDS)
+SMOLLM3 = ModelFamily(smollm3_arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)
+SEED_OSS = ModelFamily(seed_oss_arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)
+ARCEE = ModelFamily(
+    arcee_arch, partial(decoder_specs, names=Names(gate_up=("mlp.up_proj",))), _arcee_block, rms_norm, _ARCEE_FOLDS
+)

@@ -1,0 +1,280 @@
+"""Tensors of decoders: one ParamSpec each, by the specs of the layers and the names of a family's checkpoints."""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jaxserve.layers.experts import Experts
+from jaxserve.layers.mlp import swiglu
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec, QkNorm
+from jaxserve.models.params import POSITION_EMBED, ParamSpec
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of a family's tensors in checkpoints, and how these keep them.
+
+    A name in a layer has no prefix; None if the family lacks the tensor. A fused tensor is named for each of its parts.
+
+    Attributes:
+        embed: embedding.
+        positions: table of learned positions.
+        final_norm: norm after the layers.
+        head: output projection.
+        layers: prefix of the layers.
+        input_norm: norm before attention.
+        qkv: projections to queries, keys and values; one name if each head has its three next to each other.
+        out: output projection of attention.
+        q_norm: norm of queries.
+        k_norm: norm of keys.
+        sinks: attention sinks.
+        attention_post_norm: norm after attention.
+        mlp_norm: norm before the MLP.
+        gate_up: gate and up projection of the MLP; one name without a gate.
+        down: down projection of the MLP.
+        mlp_post_norm: norm after the MLP.
+        norm_parts: tensors of the norms before and between layers: one array, or a tree of weight and perhaps bias.
+        norm_init: initial weights of norms.
+        transposed: True if checkpoints have the matrices of layers as [in, out].
+        head_bias: True if the output projection has a bias.
+    """
+
+    embed: str = "model.embed_tokens"
+    positions: str | None = None
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    layers: str = "model.layers"
+    input_norm: str | None = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str | None = None
+    attention_post_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    mlp_post_norm: str | None = None
+    norm_parts: tuple[str, ...] = ()
+    norm_init: str = "ones"
+    transposed: bool = False
+    head_bias: bool = False
+
+
+@dataclass(frozen=True)
+class MoeNames:
+    """Names of an MoE layer's tensors in checkpoints, without the layer's prefix; None if the family lacks the tensor.
+
+    Attributes:
+        router: projection to the logits of experts.
+        experts: module of the experts.
+        parts: gate, up and down projection of an expert; empty if checkpoints only have stacked tensors.
+        stacked: tensors [E, out, in] of gate and up projections and of down projections. With `parts` these are the
+            names in checkpoints that are not quantised.
+        shared: gate, up and down projection of the shared experts.
+        shared_gate: projection to the weight of the shared experts.
+        router_bias: terms that are added to scores when experts are chosen.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    stacked: tuple[str, ...] = ()
+    shared: tuple[str, str, str] = (
+        "mlp.shared_experts.gate_proj",
+        "mlp.shared_experts.up_proj",
+        "mlp.shared_experts.down_proj",
+    )
+    shared_gate: str | None = None
+    router_bias: str | None = None
+
+
+class Rows(NamedTuple):
+    """Constructor of the rows of a layer, or of those outside the layers.
+
+    Attributes:
+        path: keys of the layer in the parameter tree.
+        prefix: prefix of its tensors in checkpoints.
+        norm_init: initial weights of norms.
+        transposed: True if checkpoints have matrices as [in, out].
+    """
+
+    path: tuple[str | int, ...]
+    prefix: str
+    norm_init: str = "ones"
+    transposed: bool = False
+
+    def matrix(
+        self,
+        name: str,
+        axes: tuple[str | None, str | None],
+        hf_names: Sequence[str],
+        sizes: Sequence[int],
+        inner: int,
+        **fields: Any,
+    ) -> ParamSpec:
+        """Return the row of a matrix [sum of sizes, inner], which checkpoints have in one part per size."""
+        names, shape = tuple(f"{self.prefix}{name}.weight" for name in hf_names), (sum(sizes), inner)
+        fields = {"transposed": self.transposed, **fields}
+        return ParamSpec((*self.path, name), shape, axes, names, tuple(sizes), **fields)
+
+    def vector(
+        self, name: str, axis: str | None, hf_names: Sequence[str], sizes: Sequence[int], init: str, **fields: Any
+    ) -> ParamSpec:
+        """Return the row of a vector of several parts; names are whole, without the prefix."""
+        names = tuple(f"{self.prefix}{name}" for name in hf_names)
+        return ParamSpec((*self.path, name), (sum(sizes),), (axis,), names, tuple(sizes), init, **fields)
+
+    def norm(self, name: str, hf_name: str | None, size: int, parts: Collection[str] = ()) -> list[ParamSpec]:
+        """Return the rows of a norm: of an array, or of each of the parts weight and bias; none without a name."""
+        if hf_name is None:
+            return []
+        if not parts:
+            return [self.vector(name, None, [f"{hf_name}.weight"], [size], self.norm_init)]
+        inits, rows = {"weight": self.norm_init, "bias": "zeros"}, self._replace(path=(*self.path, name))
+        return [rows.vector(part, None, [f"{hf_name}.{part}"], [size], inits[part]) for part in parts]
+
+    def head_norm(self, name: str, hf_name: str, num_heads: int, head_dim: int, kind: QkNorm) -> ParamSpec:
+        """Return the row of a norm of queries or keys."""
+        if kind == "shared":
+            return self.vector(name, None, [f"{hf_name}.weight"], [head_dim], self.norm_init)
+        if kind == "whole":
+            names, sizes = [f"{hf_name}.weight"], [num_heads * head_dim]
+            return self.vector(name, "heads", names, sizes, self.norm_init, heads=(num_heads,))
+        fields: dict[str, Any] = {"init": self.norm_init, "transposed": False}
+        return self.matrix(name, ("heads", None), [hf_name], [num_heads], head_dim, heads=(num_heads,), **fields)
+
+
+LLAMA, MOE = Names(), MoeNames()
+_SHARED = "mlp.shared_expert"
+GATED_SHARED = MoeNames(
+    shared=(f"{_SHARED}.gate_proj", f"{_SHARED}.up_proj", f"{_SHARED}.down_proj"), shared_gate=f"{_SHARED}_gate"
+)
+LayerTensors = Callable[[Rows, LayerSpec, ArchConfig], list[ParamSpec]]
+
+
+def decoder_specs(
+    arch: ArchConfig,
+    names: Names = LLAMA,
+    moe: MoeNames | LayerTensors = MOE,
+    mixer_specs: LayerTensors | None = None,
+    more: LayerTensors | None = None,
+) -> list[ParamSpec]:
+    """Return one row per tensor of a model.
+
+    Args:
+        arch: specs of the layers.
+        names: names in checkpoints.
+        moe: names in checkpoints of MoE layers, or a function that returns the rows of their experts.
+        mixer_specs: function of a layer that returns the rows of its mixer, if that is recurrent or MLA.
+        more: function of a layer that returns rows that only this family has.
+    """
+    D, V = arch.hidden_size, arch.vocab_size
+    top = Rows((), "", names.norm_init)
+    specs = [top.matrix("embed", ("vocab", "embed"), [names.embed], [V], D)]
+    if names.positions is not None:
+        specs.append(top.matrix(POSITION_EMBED, (None, "embed"), [names.positions], [arch.max_position], D))
+    for index, layer in enumerate(arch.layers):
+        rows = Rows(("layers", index), f"{names.layers}.{index}.", names.norm_init, names.transposed)
+        norms = {"input_norm": names.input_norm, "mlp_norm": names.mlp_norm}
+        for name, hf_name in norms.items():
+            specs += rows.norm(name, hf_name, D, names.norm_parts)
+        if mixer_specs is not None and (layer.state or layer.attention.mla):
+            specs += mixer_specs(rows, layer, arch)
+        else:
+            specs += _attention_specs(rows, layer.attention, names, D)
+        if layer.mlp is not None:
+            specs += _mlp_specs(rows, layer.mlp, names, D)
+        if layer.experts is not None:
+            specs += moe(rows, layer, arch) if callable(moe) else _moe_specs(rows, layer.experts, moe, arch)
+        specs += rows.norm("attention_post_norm", names.attention_post_norm, D)
+        specs += rows.norm("mlp_post_norm", names.mlp_post_norm, D)
+        specs += [] if more is None else more(rows, layer, arch)
+    specs += top.norm("final_norm", names.final_norm, D, names.norm_parts)
+    if not arch.tied_embeddings:
+        specs.append(top.matrix("lm_head", ("vocab", "embed"), [names.head], [V], D))
+    if names.head_bias and arch.pooler is None:
+        specs.append(top.vector("lm_head_bias", "vocab", [f"{names.head}.bias"], [V], "zeros"))
+    return specs
+
+
+def _attention_specs(rows: Rows, attention: AttentionSpec, names: Names, D: int) -> list[ParamSpec]:
+    Q, K, H = attention.num_heads, attention.num_kv_heads, attention.head_dim
+    hf_names = names.qkv
+    heads: tuple[int, ...] = (Q, K, K)
+    sizes = [Q * H * (2 if attention.has_gate else 1), K * H, K * H]
+    unread: tuple[str, ...] = ()
+    if len(hf_names) == 1:
+        sizes, heads = [sum(sizes)], (Q,)
+    elif attention.kv_source is not None:
+        unread = tuple(f"{rows.prefix}{name}.weight" for name in (*hf_names[1:], names.k_norm))
+    count = 1 if attention.kv_source is not None else 2 if attention.k_eq_v else 3
+    hf_names, sizes, heads = hf_names[:count], sizes[:count], heads[:count]
+    specs = [
+        rows.matrix("qkv_proj", ("heads", "embed"), hf_names, sizes, D, heads=heads, unread=unread),
+        rows.matrix("o_proj", ("embed", "heads"), [names.out], [D], Q * H),
+    ]
+    if attention.qkv_bias:
+        biases = [f"{name}.bias" for name in hf_names]
+        specs.append(rows.vector("qkv_bias", "heads", biases, sizes, "zeros", heads=heads, unread=unread))
+    if attention.o_bias:
+        specs.append(rows.vector("o_bias", "embed", [f"{names.out}.bias"], [D], "zeros"))
+    if names.sinks is not None:
+        specs.append(rows.vector("sinks", "heads", [names.sinks], [Q], "zeros", heads=(Q,)))
+    if attention.qk_norm:
+        normed = {"q_norm": (names.q_norm, Q), "k_norm": (names.k_norm, K)}
+        for name, (hf_name, num_heads) in [*normed.items()][:count]:
+            specs.append(rows.head_norm(name, hf_name, num_heads, H, attention.qk_norm))
+    return specs
+
+
+def _mlp_specs(rows: Rows, mlp: MlpSpec, names: Names, D: int) -> list[ParamSpec]:
+    name, F, gate_up = "gate_up" if len(names.gate_up) > 1 else "up", mlp.ffn_size, names.gate_up
+    sizes, is_swiglu = [F] * len(gate_up), mlp.activation == "swiglu"
+    specs = [
+        rows.matrix(f"{name}_proj", ("ffn", "embed"), gate_up, sizes, D, gated=is_swiglu),
+        rows.matrix("down_proj", ("embed", "ffn"), [names.down], [D], F),
+    ]
+    if mlp.bias:
+        specs.append(rows.vector(f"{name}_bias", "ffn", [f"{part}.bias" for part in gate_up], sizes, "zeros"))
+        specs.append(rows.vector("down_bias", "embed", [f"{names.down}.bias"], [D], "zeros"))
+    return specs
+
+
+def _moe_specs(rows: Rows, experts: Experts, names: MoeNames, arch: ArchConfig) -> list[ParamSpec]:
+    D, E, F, S = arch.hidden_size, experts.num_experts, experts.ffn_size, experts.shared_ffn_size
+    specs = [rows.matrix("router", (None, "embed"), [names.router], [E], D, exact=True)]
+    parts = {"experts_gate_up": names.parts[:2], "experts_down": names.parts[2:]}
+    axes = {"experts_gate_up": ("expert_rows", "embed"), "experts_down": ("expert", "expert_ffn")}
+    sizes = {"experts_gate_up": [F, F], "experts_down": [D]}
+    for index, name in enumerate(parts):
+        each = [f"{names.experts}.{expert}.{part}.weight" for expert in range(experts.num_held) for part in parts[name]]
+        is_stacked = bool(names.stacked) and (not each or not _is_quantised(f"{rows.prefix}{each[0]}", arch))
+        counts = sizes[name] * experts.num_held
+        hf_names = [names.stacked[index]] * len(counts) if is_stacked else each
+        specs.append(
+            ParamSpec(
+                (*rows.path, name),
+                (sum(counts), D if name == "experts_gate_up" else F),
+                axes[name],
+                tuple(f"{rows.prefix}{hf_name}" for hf_name in hf_names),
+                tuple(counts),
+                gated=name == "experts_gate_up" and experts.activation is swiglu,
+                experts=experts,
+                stacked=is_stacked,
+            )
+        )
+    if S:
+        gate, up, down = names.shared
+        specs.append(rows.matrix("shared_gate_up", ("ffn", "embed"), [gate, up], [S, S], D, gated=True))
+        specs.append(rows.matrix("shared_down", ("embed", "ffn"), [down], [D], S))
+    if names.shared_gate is not None:
+        specs.append(rows.matrix("shared_gate", (None, "embed"), [names.shared_gate], [1], D, exact=True))
+    if names.router_bias is not None:
+        specs.append(rows.vector("router_bias", None, [names.router_bias], [E], "zeros", exact=True))
+    return specs
+
+
+def _is_quantised(hf_name: str, arch: ArchConfig) -> bool:
+    return arch.schemes is not None and arch.schemes.for_tensor(hf_name) is not None
