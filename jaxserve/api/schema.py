@@ -117,13 +117,14 @@ def number(low: int | float = -math.inf, high: int | float = math.inf, *, exclud
     """Return the type for finite numbers within bounds, including the upper one."""
 
     def holds(value: Any) -> bool:
-        is_real = type(value) is float or (isinstance(value, Real) and not isinstance(value, bool))
-        return (
-            is_real
-            and abs(value) <= sys.float_info.max
-            and low <= value <= high
-            and not (excludes_low and value == low)
-        )
+        if type(value) is not float:
+            if not isinstance(value, Real) or isinstance(value, bool):
+                return False
+            try:
+                value = float(value)  # NumPy's narrow floats do not compare with wide bounds
+            except OverflowError:
+                return False
+        return math.isfinite(value) and low <= value <= high and not (excludes_low and value == low)
 
     if high < math.inf:
         words = f"a number in {'(' if excludes_low else '['}{low}, {high}]"

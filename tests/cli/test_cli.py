@@ -227,7 +227,7 @@ def test_served_model_names(model: str, tmp_path: Path) -> None:
         (["generate", "x", "--model", "/no/such"], "the model must be a local directory or a .gguf file, got /no/such"),
         (["serve", "/no/such"], "the model must be a local directory or a .gguf file, got /no/such (absent)"),
         (["serve", "/no", "--model", "/such"], "--model must be MODEL, /no, or be left out, got /such"),
-        (["serve", "--root-path", "v"], "root_path must begin with a slash, got 'v'"),
+        (["serve", "--root-path", "v"], "root_path must be empty or begin with a slash, got 'v'"),
         (["serve", "--ssl-keyfile", "k"], "ssl_keyfile must be None or {} or [] or '' or False or 0, got 'k': a proxy"),
         (["generate", "x", "--enable-lora"], "enable_lora must be False, got True: there are no LoRA adapters"),
         (["generate", "x", "--cpu_offload_gb", "4"], "cpu_offload_gb must be 0, got 4: all weights stay on the device"),

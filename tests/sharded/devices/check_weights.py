@@ -16,7 +16,7 @@ import pytest
 import tensorstore
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.weights import orbax_store, stored_tensor
-from jaxserve.weights.load import open_tensors
+from jaxserve.weights.load import open_checkpoint
 from jaxserve.weights.rows import leaf_at
 
 from jaxserve import weights
@@ -248,7 +248,8 @@ def test_threads_read_what_a_device_holds(
 
 def stored(path: Path, specs: list[ParamSpec]) -> dict[str, tuple[np.dtype, tuple[int, ...], bytes]]:
     """Return dtype, shape and bits of every tensor of a checkpoint."""
-    return {name: (t.dtype, t.shape, np.asarray(t).tobytes()) for name, t in open_tensors(path, specs).items()}
+    tensors = open_checkpoint(path, specs).tensors
+    return {name: (t.dtype, t.shape, np.asarray(t).tobytes()) for name, t in tensors.items()}
 
 
 @pytest.mark.parametrize("n", mainly([4], 3))
