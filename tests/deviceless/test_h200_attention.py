@@ -14,7 +14,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     select_backend,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import MIN_TALL_TOKENS
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
+    MIN_TALL_TOKENS,
+)
 
 from tests.kernels.attention_cases import GPU_CASES, Case
 

@@ -19,7 +19,16 @@ OP = "jaxserve.pallas_kernels.ragged_paged_attention"
 MATMUL = "jaxserve.pallas_kernels.grouped_matmul"
 KERNELS = {
     "mosaic_gpu": [
-        f"{OP}.mosaic_gpu.{name}" for name in ("kernel", "memory", "warpgroup", "loading", "computing", "ring", "merge")
+        f"{OP}.mosaic_gpu.{name}"
+        for name in (
+            "kernel",
+            "memory",
+            "warpgroup",
+            "loading_warpgroup",
+            "computing_warpgroup",
+            "ring_reader",
+            "split_merge",
+        )
     ],
     "mosaic_tpu": [
         f"{OP}.mosaic_tpu.{name}"

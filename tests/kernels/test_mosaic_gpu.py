@@ -19,11 +19,13 @@ from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, Heads, mosaic_gpu, select_backend
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import plans
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
-    MIN_SPAN,
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
     MIN_TILE_TOKENS,
     SHARED_BYTES,
-    Call,
+    KernelConfig,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import (
+    MIN_SPAN,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
@@ -128,7 +130,7 @@ PLANTED = {  # bug: (case, old code, new code)
         "k_ready=barriers(pages, stages)",
         "k_ready=barriers(pages + 1, stages)",
     ),
-    "keys are never given back": ("half", "self.ring.give_back_keys(slot)", "pass"),
+    "keys are never given back": ("half", "self.ring.release_keys(slot)", "pass"),
     "a query sees the key after its own": ("half", "visible = key <= query\n", "visible = key <= query + 1\n"),
     "stale values are not cleared": ("half", "@pl.when(end < block_kv)", "@pl.when(end < 0)"),
     "the last part is not merged": ("half", "lax.div(item_end + span - 1, span)", "lax.div(item_end - 1, span)"),
@@ -172,17 +174,17 @@ PLANTED = {  # bug: (case, old code, new code)
     "none in latents": ("half_latents", "", ""),
     "latents are loaded over values still in use": (
         "half_latents",
-        "        if not self.call.values_in_keys:\n            self._give_back(self.shared.k_free",
-        "        if True:\n            self._give_back(self.shared.k_free",
+        "        if not self.config.values_in_keys:\n            self._release(self.shared.k_free",
+        "        if True:\n            self._release(self.shared.k_free",
     ),
     "values are other columns of the latents": (
         "half_latents",
-        "pl.ds(self.part.column * columns, columns)",
-        "pl.ds((1 - self.part.column) * columns, columns)",
+        "pl.ds(self.slice.column * columns, columns)",
+        "pl.ds((1 - self.slice.column) * columns, columns)",
     ),
     "a head sees the keys of later tokens": (
         "half_latents",
-        "lax.div(token, jnp.full_like(token, self.call.token_heads))",
+        "lax.div(token, jnp.full_like(token, self.config.token_heads))",
         "token",
     ),
 }
@@ -222,7 +224,7 @@ BF16 = jnp.dtype("bfloat16")
 OPTIONS = AttentionOptions(1.0)
 STEP_ROWS, STEP_TOKENS = 12, (500, 3600)
 CALLS = [  # each is compiled; windows and cores cycle through their values at different paces
-    Call(
+    KernelConfig(
         num_tokens=num_tokens,
         num_kv_heads=1 + i % 8,
         group=group,
@@ -263,25 +265,27 @@ def steps(draw):
     past = draw(st.lists(st.integers(0, 700), min_size=len(q_lens), max_size=len(q_lens)))
     missing = STEP_ROWS - len(q_lens)
     garbage = draw(st.lists(st.integers(-99, 99), min_size=missing, max_size=missing))
-    call = draw(st.sampled_from([call for call in CALLS if call.num_tokens // call.token_heads >= sum(q_lens)]))
-    return call, np.array(q_lens, int), np.array(past, int), garbage
+    config = draw(
+        st.sampled_from([config for config in CALLS if config.num_tokens // config.token_heads >= sum(q_lens)])
+    )
+    return config, np.array(q_lens, int), np.array(past, int), garbage
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
-def compiled_plans(call, rows):
-    return [plan for _, plan in plans(call, rows)]
+def compiled_plans(config, rows):
+    return [plan for _, plan in plans(config, rows)]
 
 
 @settings(max_examples=examples(20))
 @given(steps())
 def test_plan_does_all_work_once(step):
-    call, q_lens, past, garbage = step
+    config, q_lens, past, garbage = step
     cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(int)
     as_rows = [np.concatenate([x, garbage]) for x in (q_lens + past, cu_q_lens)]
     kv_lens, starts = (jnp.asarray(x, jnp.int32) for x in as_rows)
     rows = RaggedRows(kv_lens, jnp.zeros((len(kv_lens), 1), jnp.int32), starts, jnp.int32(len(q_lens)))
-    seen, n = np.zeros(call.num_tokens, int), call.token_heads
-    for tiles, plan in zip(call.kinds(), compiled_plans(call, rows), strict=True):
+    seen, n = np.zeros(config.num_tokens, int), config.token_heads
+    for tiling, plan in zip(config.tilings(), compiled_plans(config, rows), strict=True):
         columns = np.asarray(plan.tiles).T
         row, base_token, lead, num_tokens, position, key_end, first_head, *blocks, tree_start = columns
         first_block, num_blocks, first_unit = blocks
@@ -289,26 +293,26 @@ def test_plan_does_all_work_once(step):
         for i in np.flatnonzero(num_tokens):
             tokens = base_token[i] + lead[i] + np.arange(num_tokens[i])
             seen[tokens] += 1
-            assert lead[i] + num_tokens[i] <= tiles.tokens
+            assert lead[i] + num_tokens[i] <= tiling.tokens
             assert cu_q_lens[row[i]] * n <= tokens[0]
             assert tokens[-1] < cu_q_lens[row[i] + 1] * n
-            assert tree_start[i] == past[row[i]] + (max(q_lens[row[i]] - 32, 0) if call.has_tree else 0)
+            assert tree_start[i] == past[row[i]] + (max(q_lens[row[i]] - 32, 0) if config.has_tree else 0)
             positions = past[row[i]] + tokens // n - cu_q_lens[row[i]]
             assert (position[i], key_end[i], first_head[i]) == (positions[0], positions[-1] + 1, tokens[0] % n)
             # Siblings of later tokens may begin their windows where the first of the nodes does.
-            shallowest = min(position[i], tree_start[i]) if call.has_tree else position[i]
-            first_key = 0 if call.options.window is None else max(0, shallowest - call.options.window + 1)
-            assert first_block[i] == first_key // call.block_kv
-            assert first_block[i] + num_blocks[i] == -(-key_end[i] // call.block_kv)
+            shallowest = min(position[i], tree_start[i]) if config.has_tree else position[i]
+            first_key = 0 if config.options.window is None else max(0, shallowest - config.options.window + 1)
+            assert first_block[i] == first_key // config.block_kv
+            assert first_block[i] + num_blocks[i] == -(-key_end[i] // config.block_kv)
         assert not num_blocks[num_tokens == 0].any()
-        units = np.concatenate([[0], np.cumsum(num_blocks * call.num_kv_heads)])
+        units = np.concatenate([[0], np.cumsum(num_blocks * config.num_kv_heads)])
         np.testing.assert_array_equal(first_unit, units[:-1])
-        _check_spans(call, np.asarray(plan.workers).T, first_unit, num_blocks, units[-1])
+        _check_spans(config, np.asarray(plan.workers).T, first_unit, num_blocks, units[-1])
     assert (seen[: cu_q_lens[-1] * n] == 1).all()
     assert not seen[cu_q_lens[-1] * n :].any()
 
 
-def _check_spans(call, workers, first_unit, num_blocks, num_units):
+def _check_spans(config, workers, first_unit, num_blocks, num_units):
     """Check that spans follow each other, have equal lengths except for the last ones, and lie in their items."""
     first_item, end_item, start, end = workers
     np.testing.assert_array_equal(start[1:], end[:-1])
@@ -319,14 +323,14 @@ def _check_spans(call, workers, first_unit, num_blocks, num_units):
     assert (np.diff(lengths) <= 0).all()
 
     def begin_of(item):
-        tile, head = divmod(item, call.num_kv_heads)
+        tile, head = divmod(item, config.num_kv_heads)
         return first_unit[tile] + head * num_blocks[tile]
 
     for worker in np.flatnonzero(lengths):
         last = end_item[worker] - 1
         assert begin_of(first_item[worker]) <= start[worker]
-        assert start[worker] < begin_of(first_item[worker]) + num_blocks[first_item[worker] // call.num_kv_heads]
-        assert begin_of(last) < end[worker] <= begin_of(last) + num_blocks[last // call.num_kv_heads]
+        assert start[worker] < begin_of(first_item[worker]) + num_blocks[first_item[worker] // config.num_kv_heads]
+        assert begin_of(last) < end[worker] <= begin_of(last) + num_blocks[last // config.num_kv_heads]
     assert (first_item[lengths == 0] == end_item[lengths == 0]).all()
 
 
@@ -371,29 +375,29 @@ def heads_of(kv_dtype):
     """Return calls with heads of every size and group that the kernel takes."""
     for head_dim in mosaic_gpu.HEAD_DIMS if kv_dtype == BF16 else (32, 64, 96, 128):
         for group in range(1, 17 if head_dim <= 128 else 9):
-            yield Call(4096, 8, group, head_dim, head_dim, 16, BF16, kv_dtype, OPTIONS, False, False, 132, None)
+            yield KernelConfig(4096, 8, group, head_dim, head_dim, 16, BF16, kv_dtype, OPTIONS, False, False, 132, None)
 
 
 def latents():
     """Return calls with latents of every size that the kernel takes."""
     for rank, rope_dim, heads in itertools.product(mosaic_gpu.RANKS, (0, 32, 64), (8, 24, 128)):
         sizes = (4096 * heads, 1, 1, rank + rope_dim, rank, 16, BF16, BF16)
-        yield Call(*sizes, OPTIONS, False, False, 132, None, values_in_keys=True, token_heads=heads)
+        yield KernelConfig(*sizes, OPTIONS, False, False, 132, None, values_in_keys=True, token_heads=heads)
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "latents"])
 def test_every_stage_of_memory_fits(kind):
     """The shared memory of a multiprocessor holds at least two blocks of keys in flight."""
-    for call in latents() if kind == "latents" else heads_of(jnp.dtype(kind)):
-        for tiles in call.kinds():
-            assert tiles.stages >= 2
-            value_dim = 0 if call.values_in_keys else call.value_dim
-            ring = tiles.stages * call.block_kv * (call.key_dim + value_dim) * call.kv_dtype.itemsize
+    for config in latents() if kind == "latents" else heads_of(jnp.dtype(kind)):
+        for tiling in config.tilings():
+            assert tiling.stages >= 2
+            value_dim = 0 if config.values_in_keys else config.value_dim
+            ring = tiling.stages * config.block_kv * (config.key_dim + value_dim) * config.kv_dtype.itemsize
             dequantised = 0
-            if call.is_quantized:
-                dequantised = 4 * call.block_kv * call.key_dim + tiles.stages * call.block_kv * 16
-            out = tiles.warpgroups * (64 + call.out_shift) * call.out_columns * 2
-            assert tiles.workers * (ring + dequantised + tiles.rows * call.key_dim * 2 + out) <= SHARED_BYTES
-            assert call.part_columns % call.out_columns == 0
-            assert tiles.tokens * call.group <= tiles.rows
-            assert tiles.tokens % MIN_TILE_TOKENS == 0
+            if config.is_quantized:
+                dequantised = 4 * config.block_kv * config.key_dim + tiling.stages * config.block_kv * 16
+            out = tiling.warpgroups * (64 + config.out_shift) * config.out_columns * 2
+            assert tiling.workers * (ring + dequantised + tiling.rows * config.key_dim * 2 + out) <= SHARED_BYTES
+            assert config.warpgroup_columns % config.out_columns == 0
+            assert tiling.tokens * config.group <= tiling.rows
+            assert tiling.tokens % MIN_TILE_TOKENS == 0

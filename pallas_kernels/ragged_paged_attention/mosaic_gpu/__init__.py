@@ -4,28 +4,29 @@ New keys and values are scattered to their pages in place; then one persistent k
 (`kernel.py`).
 
 - The queries of a row are cut into tiles: some tokens times the query heads of one KV head, 64 matrix rows for each
-  warpgroup. A tile with one KV head is a work item, which consists of the blocks of keys that it sees (`plan.py`).
-- The blocks of all work items form one line that is cut evenly between the workers, so that any mix of lengths balances
-  (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024). The plan is computed on the device, from the
-  lengths, so consecutive steps need nothing from the host.
-- A work item inside one worker's span is written to the output at once. Of a work item that several workers share, each
-  writes its split to a scratch buffer of two splits per worker, and a second, small kernel merges them (`merge.py`).
-- In a worker one warpgroup feeds a ring of shared memory by TMA, page by page (`loading.py`), and one or two compute:
-  S = Q K^T, online softmax in base 2 (FlashAttention-3, Shah et al. 2024), O += P V, all in wgmma (`computing.py`).
-  Only blocks that cross the diagonal, the end of the row or the edge of a window are masked.
-- The sums of 256 and more columns of values are divided between two warpgroups, which both compute all scores. Heads of
-  512 have blocks of 32 tokens, as shared memory has no room for two of 64.
-- For a quantised pool the ring holds quantised blocks; the computing warpgroups multiply each with its scales on its
-  way to where wgmma reads it (`ring.py`).
+  warpgroup (`tiling.py`). A tile with one KV head is a work item, whose units are the blocks of keys that it sees.
+- The units of all work items are cut into spans of equal length, one per worker, so that any mix of lengths balances
+  (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024). The device computes this plan from the lengths
+  (`work_plan.py`), so consecutive steps need nothing from the host.
+- A worker writes work items that lie inside its span directly to the output. If several workers share a work item, each
+  writes its split to a scratch buffer of two splits per worker, and a second, small kernel merges them
+  (`split_merge.py`).
+- One warpgroup of a worker feeds a ring of shared memory by TMA, page by page (`loading_warpgroup.py`). One or two
+  others compute S = Q K^T, online softmax in base 2 (FlashAttention-3, Shah et al. 2024) and O += P V by wgmma
+  (`computing_warpgroup.py`). Only blocks that cross the diagonal, the row's end or a window's edge are masked.
+- If values have 256 or more columns, two warpgroups divide the weighted sums, and both compute all scores. Heads of 512
+  use blocks of 32 tokens, as two blocks of 64 do not fit into shared memory.
+- For a quantised pool the ring holds quantised blocks; computing warpgroups multiply them by their scales and write
+  them to the buffers that wgmma reads (`ring_reader.py`).
 
 Latents are the keys of one KV head and begin with the values: a latent is copied to shared memory once, and read there
 by two warpgroups as keys of all columns and as values of half of them each (FlashMLA, DeepSeek 2025). The query heads
 of a token become tokens that see the same keys, so that the heads of one or several tokens fill a tile of 64 rows.
 
-Where a work item is split depends on the whole step, and so do the last bits of its output, within rounding errors.
+Splits depend on the whole step, and so do the last bits of outputs, within rounding errors.
 
-Steps of many tokens launch two such kernels: one for rows of few tokens, bound by reading keys and values, and one with
-taller tiles for the other rows, bound by the products.
+Steps of many tokens launch two such kernels: one for rows of few tokens, limited by memory bandwidth, and one with
+taller tiles for the other rows, limited by matmuls.
 """
 
 from __future__ import annotations
@@ -44,16 +45,18 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import TokenMajor
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
     BLOCK_KV,
-    MAX_PART_COLUMNS,
+    MAX_WARPGROUP_COLUMNS,
     MIN_TILE_TOKENS,
     SCALES,
-    Call,
+    KernelConfig,
+    Tiling,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import (
     Queries,
-    Tiles,
     WorkPlan,
-    plan,
+    plan_work,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, encode, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
@@ -74,7 +77,7 @@ class PaddedScales(TokenMajor):
     scale_multiple = SCALES
 
 
-class MosaicGpu(PallasKernel[Problem, Call], Backend):
+class MosaicGpu(PallasKernel[Problem, KernelConfig], Backend):
     """Attention kernel for Hopper GPUs."""
 
     platform = "gpu"
@@ -94,17 +97,17 @@ class MosaicGpu(PallasKernel[Problem, Call], Backend):
             return f"page_size must be 8, 16, 32 or a multiple of {BLOCK_KV}, not {page_size}"
         return None
 
-    def launch(self, problem: Problem) -> Call:
+    def launch(self, problem: Problem) -> KernelConfig:
         """Return the static parameters of the kernel in a step of many tokens."""
         return self._launch(problem, problem.kv_dtype, num_tokens=MANY_TOKENS, options=AttentionOptions(1.0))
 
-    def _launch(self, problem: Problem, dtype: jnp.dtype, *, num_tokens: int, **facts: Any) -> Call:
+    def _launch(self, problem: Problem, dtype: jnp.dtype, *, num_tokens: int, **facts: Any) -> KernelConfig:
         """Return the static parameters of the kernel, whose matmuls take operands of this dtype."""
         kind, Q = problem.kind, problem.num_query_heads
         is_latent = isinstance(kind, Latents)
         # Shared memory is filled by groups of eight tokens, which are query heads here.
         token_heads = Q + -Q % MIN_TILE_TOKENS if is_latent else 1
-        return Call(
+        return KernelConfig(
             num_tokens=num_tokens * token_heads,
             num_kv_heads=kind.num_kv_heads,
             group=1 if is_latent else Q // kind.num_kv_heads,
@@ -159,9 +162,9 @@ def _unsupported_heads(problem: Problem) -> str | None:
     head_dim, num_kv_heads = problem.kind.key_dim, problem.kind.num_kv_heads
     if head_dim not in HEAD_DIMS:
         return f"head_dim must be one of {HEAD_DIMS}, not {head_dim}"
-    if problem.kv_dtype.name in QUANTIZED_MAX and head_dim > MAX_PART_COLUMNS:
+    if problem.kv_dtype.name in QUANTIZED_MAX and head_dim > MAX_WARPGROUP_COLUMNS:
         return f"heads of {head_dim} leave no registers to multiply elements of {problem.kv_dtype} with scales"
-    max_group = WARPGROUP_ROWS * (2 if head_dim <= MAX_PART_COLUMNS else 1) // MIN_TILE_TOKENS
+    max_group = WARPGROUP_ROWS * (2 if head_dim <= MAX_WARPGROUP_COLUMNS else 1) // MIN_TILE_TOKENS
     if problem.num_query_heads > max_group * num_kv_heads:
         return (
             f"a kv head of {head_dim} serves at most {max_group} query heads, "
@@ -170,16 +173,16 @@ def _unsupported_heads(problem: Problem) -> str | None:
     return None
 
 
-def plans(call: Call, rows: RaggedRows) -> list[tuple[Tiles, WorkPlan]]:
+def plans(config: KernelConfig, rows: RaggedRows) -> list[tuple[Tiling, WorkPlan]]:
     """Return the work of each kernel: rows that fit a short tile go to the first kernel, the others to the last."""
-    kinds, q_lens = call.kinds(), rows.live_q_lens()
+    kinds, q_lens = config.tilings(), rows.live_q_lens()
     if len(kinds) == 1:
-        return [(kinds[0], plan(call, kinds[0], rows, q_lens))]
+        return [(kinds[0], plan_work(config, kinds[0], rows, q_lens))]
     short, tall = kinds
-    is_short = rows.cu_q_lens[:-1] * call.token_heads % MIN_TILE_TOKENS + q_lens * call.token_heads <= short.tokens
+    is_short = rows.cu_q_lens[:-1] * config.token_heads % MIN_TILE_TOKENS + q_lens * config.token_heads <= short.tokens
     return [
-        (short, plan(call, short, rows, jnp.where(is_short, q_lens, 0))),
-        (tall, plan(call, tall, rows, jnp.where(is_short, 0, q_lens))),
+        (short, plan_work(config, short, rows, jnp.where(is_short, q_lens, 0))),
+        (tall, plan_work(config, tall, rows, jnp.where(is_short, 0, q_lens))),
     ]
 
 

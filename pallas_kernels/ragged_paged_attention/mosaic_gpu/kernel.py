@@ -10,17 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import merge
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.computing import ComputingWarpgroup
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import LOG2E, Unmerged
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.loading import LoadingWarpgroup
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import split_merge
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.computing_warpgroup import ComputingWarpgroup
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.loading_warpgroup import LoadingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared, shared_memory
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
-    BASE_TOKEN,
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
     SCALES,
-    Call,
+    KernelConfig,
+    Tiling,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import LOG2E, SplitBuffers
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import (
+    BASE_TOKEN,
     Queries,
-    Tiles,
     WorkPlan,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, Pages, QuantizedPages, values_of
@@ -28,43 +30,43 @@ from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
 from jaxserve.pallas_kernels.warpgroups import divide
 from jaxtyping import Array, Float, Int32
 
-# Registers of a loading thread, by the number of warpgroups; with two each has enough anyway.
+# Registers of a loading thread, by the number of warpgroups; two warpgroups always have enough.
 LOADING_REGISTERS = {3: 72, 4: 64}
-WIDE_LOADING_REGISTERS = {3: 40}  # registers where sums of many columns fill most of them
+WIDE_LOADING_REGISTERS = {3: 40}  # if sums of many columns fill most registers
 
 
 def attend(
-    call: Call,
-    plans: Sequence[tuple[Tiles, WorkPlan]],
+    config: KernelConfig,
+    plans: Sequence[tuple[Tiling, WorkPlan]],
     queries: Queries,
     kv_pages: Pages,
     layer: int | Int32[Array, ""],
 ) -> Float[Array, "padded Q value"]:
-    """Return the outputs of all tiles of all plans, zeros for padding tokens; queries are padded to eight tokens."""
+    """Return the outputs of all planned tiles, zeros for padding tokens; queries are padded to eight tokens."""
     q, rows = queries.q, queries.rows
-    out_ref = jax.empty_ref(jax.ShapeDtypeStruct((*q.shape[:2], call.value_dim), q.dtype))
+    out_ref = jax.empty_ref(jax.ShapeDtypeStruct((*q.shape[:2], config.value_dim), q.dtype))
     # An array, not a constant: otherwise each layer would compile its own program.
     layer = jnp.asarray(layer, jnp.int32)[None]
     mask = queries.tree_mask
-    nodes = None if mask is None else visible_nodes(mask, rows, call.options.window)
-    num_live_tokens = rows.cu_q_lens[rows.num_rows][None] * call.token_heads
-    for number, (tiles, plan) in enumerate(plans):
-        shape = (tiles.num_workers, 2, tiles.column_parts, tiles.rows)
-        shapes = ((*shape, call.part_columns), shape, shape)
-        unmerged = Unmerged(*(jax.empty_ref(jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes))
+    nodes = None if mask is None else visible_nodes(mask, rows, config.options.window)
+    num_live_tokens = rows.cu_q_lens[rows.num_rows][None] * config.token_heads
+    for number, (tiling, plan) in enumerate(plans):
+        shape = (tiling.num_workers, 2, tiling.column_warpgroups, tiling.rows)
+        shapes = ((*shape, config.warpgroup_columns), shape, shape)
+        unmerged = SplitBuffers(*(jax.empty_ref(jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes))
         _launch(
-            call,
-            functools.partial(_attend_kernel, call, tiles),
+            config,
+            functools.partial(_attend_kernel, config, tiling),
             "ragged_paged_attention",
-            num_blocks=tiles.num_cores,
-            num_threads=tiles.workers * (tiles.warpgroups + 1),
-            scratch=shared_memory(call, tiles),
+            num_blocks=tiling.num_cores,
+            num_threads=tiling.workers * (tiling.warpgroups + 1),
+            scratch=shared_memory(config, tiling),
         )(
             layer,
             *plan,
             rows.page_table,
-            _sink_rows(call, tiles, queries.sinks),
-            _tree_rows(call, tiles, plan, nodes),
+            _sink_rows(config, tiling, queries.sinks),
+            _tree_rows(config, tiling, plan, nodes),
             q,
             values_of(kv_pages),
             kv_pages.scales if isinstance(kv_pages, QuantizedPages) else jnp.zeros((1, 1, 1, SCALES), SCALE_DTYPE),
@@ -72,22 +74,22 @@ def attend(
             *unmerged,
         )
         _launch(
-            call,
-            functools.partial(merge.kernel, call, tiles, number == 0),
+            config,
+            functools.partial(split_merge.kernel, config, tiling, number == 0),
             "merge_attention_parts",
-            num_blocks=tiles.num_workers,
-            num_threads=merge.WARPGROUPS,
-            scratch=merge.scratch(call),
+            num_blocks=tiling.num_workers,
+            num_threads=split_merge.WARPGROUPS,
+            scratch=split_merge.scratch(config),
         )(num_live_tokens, *plan, *unmerged, out_ref)
     return jax.freeze(out_ref)
 
 
 def _launch(
-    call: Call, body: Callable[..., None], name: str, *, num_blocks: int, num_threads: int, scratch: Any
+    config: KernelConfig, body: Callable[..., None], name: str, *, num_blocks: int, num_threads: int, scratch: Any
 ) -> Callable[..., None]:
     mesh = plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=num_threads, thread_name="thread")
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    interpret = {} if call.interpret is None else {"interpret": call.interpret}
+    interpret = {} if config.interpret is None else {"interpret": config.interpret}
 
     def kernel(*refs: Any) -> None:
         pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="thread")
@@ -95,36 +97,36 @@ def _launch(
     return pl.kernel(kernel, out_type=(), mesh=mesh, compiler_params=params, name=name, **interpret)
 
 
-def _sink_rows(call: Call, tiles: Tiles, sinks: Float[Array, "Q"] | None) -> Float[Array, "K rows"]:
-    """Return the sink of every row of a tile, in base 2; zeros without sinks."""
+def _sink_rows(config: KernelConfig, tiling: Tiling, sinks: Float[Array, "Q"] | None) -> Float[Array, "K rows"]:
+    """Return the sink logit for every row of a tile, in base 2; zeros without sinks."""
     if sinks is None:
-        return jnp.zeros((call.num_kv_heads, tiles.rows), jnp.float32)
-    heads = sinks.astype(jnp.float32).reshape(call.num_kv_heads, call.group, 1) * LOG2E
-    by_token = jnp.broadcast_to(heads, (*heads.shape[:2], tiles.tokens)).reshape(call.num_kv_heads, -1)
-    return jnp.pad(by_token, ((0, 0), (0, tiles.rows - by_token.shape[1])))
+        return jnp.zeros((config.num_kv_heads, tiling.rows), jnp.float32)
+    heads = sinks.astype(jnp.float32).reshape(config.num_kv_heads, config.group, 1) * LOG2E
+    by_token = jnp.broadcast_to(heads, (*heads.shape[:2], tiling.tokens)).reshape(config.num_kv_heads, -1)
+    return jnp.pad(by_token, ((0, 0), (0, tiling.rows - by_token.shape[1])))
 
 
 def _tree_rows(
-    call: Call, tiles: Tiles, plan: WorkPlan, nodes: Int32[Array, "T columns"] | None
+    config: KernelConfig, tiling: Tiling, plan: WorkPlan, nodes: Int32[Array, "T columns"] | None
 ) -> Int32[Array, "tiles columns rows"]:
-    """Return the nodes that every row of every tile sees (`visible_nodes`)."""
+    """Return `visible_nodes` for every row of every tile."""
     if nodes is None:
         return jnp.zeros((1, 1, 1), jnp.int32)
-    token = jnp.arange(tiles.rows, dtype=jnp.int32) % tiles.tokens
-    token = (plan.tiles[:, BASE_TOKEN, None] + token[None]) // call.token_heads
+    token = jnp.arange(tiling.rows, dtype=jnp.int32) % tiling.tokens
+    token = (plan.tiles[:, BASE_TOKEN, None] + token[None]) // config.token_heads
     by_row = nodes.at[token].get(mode="clip")  # [tiles, rows, columns]
     return by_row.swapaxes(1, 2)
 
 
-def _attend_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
-    """Run one thread block: in each worker, one loading warpgroup and the computing ones."""
+def _attend_kernel(config: KernelConfig, tiling: Tiling, *refs: Any) -> None:
+    """Run the loading and computing warpgroups of one thread block."""
     inputs, shared = Inputs(*refs[: len(Inputs._fields)]), Shared(*refs[len(Inputs._fields) :])
-    num_computing = tiles.workers * tiles.warpgroups
-    by_warpgroups = WIDE_LOADING_REGISTERS if call.is_wide else LOADING_REGISTERS
+    num_computing = tiling.workers * tiling.warpgroups
+    by_warpgroups = WIDE_LOADING_REGISTERS if config.is_wide else LOADING_REGISTERS
     divide(
-        lambda worker: LoadingWarpgroup(call, tiles, inputs, shared, worker).run(),
-        lambda warpgroup: ComputingWarpgroup(call, tiles, inputs, shared, warpgroup).run(),
+        lambda worker: LoadingWarpgroup(config, tiling, inputs, shared, worker).run(),
+        lambda warpgroup: ComputingWarpgroup(config, tiling, inputs, shared, warpgroup).run(),
         num_computing=num_computing,
-        num_loading=tiles.workers,
-        loading_registers=by_warpgroups.get(num_computing + tiles.workers),
+        num_loading=tiling.workers,
+        loading_registers=by_warpgroups.get(num_computing + tiling.workers),
     )

@@ -1,4 +1,4 @@
-"""Code that the kernels share: work items, the softmax over a split, and copies of tokens to the output."""
+"""Work items, the softmax over a split, and copies of tokens to the output, for both kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import (
     BASE_TOKEN,
     FIRST_BLOCK,
     FIRST_HEAD,
@@ -28,14 +28,14 @@ from jaxtyping import Array
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite, so that a row that has seen no key yet does not turn into NaN
 
-# Layout of registers for eights of rows; a warp has eight of every 32 columns.
+# Register layout of eight rows; a warp has eight of every 32 columns.
 EIGHTS = plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (8, 8), (2,))), (-4,), (-3, -2), -1)
 
 _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
 
 
-class Item(NamedTuple):
-    """A tile with one KV head, and the split of it that one worker computes."""
+class WorkItem(NamedTuple):
+    """A tile with one KV head, of whose key blocks one worker computes a split."""
 
     tile: Any
     table_row: Any  # row of the page table
@@ -45,7 +45,7 @@ class Item(NamedTuple):
     num_tokens: Any
     position: Any
     key_end: Any  # end of the keys that the tile sees
-    first_head: Any  # head of the tile's first token, where heads are tokens of their own
+    first_head: Any  # head of the tile's first token if heads are tokens
     tree_start: Any  # position of the first node of the row's tree
     begin: Any  # first block of the split
     end: Any  # end of the split's blocks
@@ -53,8 +53,8 @@ class Item(NamedTuple):
     is_last: Any
 
 
-def read_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: Any) -> Item:
-    """Return the split of a work item that the worker of a span computes."""
+def read_work_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: Any) -> WorkItem:
+    """Return a work item with its split inside a worker's span of units."""
 
     def column(index: int) -> Any:
         return tiles_ref[tile, index]
@@ -63,7 +63,7 @@ def read_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: A
     first_unit = column(FIRST_UNIT) + head * num_blocks
     begin = jnp.maximum(span_start - first_unit, 0)
     end = jnp.minimum(span_end - first_unit, num_blocks)
-    return Item(
+    return WorkItem(
         tile=tile,
         table_row=column(TABLE_ROW),
         head=head,
@@ -94,38 +94,38 @@ class Softmax(NamedTuple):
         return (self.values / spread(denominator, self.values.shape, layout)).astype(dtype)
 
 
-class Unmerged(NamedTuple):
-    """Splits of each worker: index 0 for a work item that another worker began, 1 for one that it began itself."""
+class SplitBuffers(NamedTuple):
+    """Two unmerged splits per worker: of a work item that another worker began (0) and of one that it began (1)."""
 
-    values: Any  # f32[workers, 2, column_parts, rows, part_columns], weighted sums
-    max_score: Any  # f32[workers, 2, column_parts, rows]
-    denominator: Any  # f32[workers, 2, column_parts, rows]
+    values: Any  # f32[workers, 2, column_warpgroups, rows, columns], weighted sums
+    max_score: Any  # f32[workers, 2, column_warpgroups, rows]
+    denominator: Any  # f32[workers, 2, column_warpgroups, rows]
 
 
 def copy_tokens(
-    source: Any, row: Any, target: Any, token: Any, head: Any, part: Any, num_tokens: Any, size: int
+    source: Any, row: Any, target: Any, token: Any, head: Any, column: Any, num_tokens: Any, size: int
 ) -> None:
     """Copy up to `size` (a power of two) tokens of a head from shared memory to the output.
 
-    A copy has a static size: a ladder of powers of two makes any number of tokens.
+    Copies have static sizes: powers of two add up to any number of tokens.
 
     Args:
-        source: rows of one part of the columns.
+        source: rows of one group of columns.
         row: first row to copy.
         target: output.
         token: first token in the output.
         head: query head.
-        part: index of the part of the columns.
+        column: index of the group of columns.
         num_tokens: number of tokens to copy.
         size: upper bound of `num_tokens`.
     """
-    done, columns = i32(0), pl.ds(part * source.shape[1], source.shape[1])
+    done, columns = i32(0), pl.ds(column * source.shape[1], source.shape[1])
     while size:
 
         @pl.when((num_tokens & size) != 0)
         def copy(done: Any = done, size: int = size) -> None:
-            place = target.at[pl.ds(token + done, size), head, columns]
-            plgpu.copy_smem_to_gmem(source.at[pl.ds(row + done, size)], place)
+            tokens = target.at[pl.ds(token + done, size), head, columns]
+            plgpu.copy_smem_to_gmem(source.at[pl.ds(row + done, size)], tokens)
 
         done, size = done + (num_tokens & size), size // 2
 

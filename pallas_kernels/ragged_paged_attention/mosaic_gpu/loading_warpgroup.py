@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import Item, i32
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import first_scale
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import SCALES
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
+    SCALES,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import WorkItem, i32
 
 
 class LoadingWarpgroup(Warpgroup):
@@ -20,7 +22,7 @@ class LoadingWarpgroup(Warpgroup):
 
     def run(self) -> None:
         """Fill the ring, one block of keys and values after the other."""
-        shared, stages = self.shared, self.tiles.stages
+        shared, stages = self.shared, self.tiling.stages
 
         def load_item(index: Any, block_count: Any) -> Any:
             item = self._item(index)
@@ -39,20 +41,20 @@ class LoadingWarpgroup(Warpgroup):
                 def wait_for_keys() -> None:
                     plgpu.barrier_wait(shared.k_free.at[slot])
 
-                vector = self.call.vectors_per_head * item.head
+                vector = self.config.vectors_per_head * item.head
                 self._load_pages(page_ids, block, vector, 0, shared.k.at[slot], shared.k_ready.at[slot])
-                if self.call.values_in_keys:
+                if self.config.values_in_keys:
                     return block_count + 1
 
                 @pl.when(block_count >= stages)
                 def wait_for_values() -> None:
                     plgpu.barrier_wait(shared.v_free.at[slot])
 
-                for part in range(self.tiles.column_parts):
+                for column in range(self.tiling.column_warpgroups):
                     self._load_pages(
-                        page_ids, block, vector + 1, part, shared.v.at[slot, part], shared.v_ready.at[slot]
+                        page_ids, block, vector + 1, column, shared.v.at[slot, column], shared.v_ready.at[slot]
                     )
-                if self.call.is_quantized:
+                if self.config.is_quantized:
                     self._load_scales(page_ids, block, item, shared.scales.at[slot], shared.v_ready.at[slot])
                 return block_count + 1
 
@@ -68,24 +70,24 @@ class LoadingWarpgroup(Warpgroup):
         @pl.loop(jnp.maximum(block_count - stages, 0), block_count)
         def drain(count: Any) -> None:
             plgpu.barrier_wait(shared.k_free.at[self._slot(count)])
-            if not self.call.values_in_keys:
+            if not self.config.values_in_keys:
                 plgpu.barrier_wait(shared.v_free.at[self._slot(count)])
 
-    def _load_queries(self, item: Item) -> None:
+    def _load_queries(self, item: WorkItem) -> None:
         """Load a tile's queries, head after head: row `g * tokens + t` is token t of query head g."""
-        tokens = self.tiles.tokens
+        tokens = self.tiling.tokens
 
-        @pl.loop(0, self.call.group)
+        @pl.loop(0, self.config.group)
         def load_head(g: Any) -> None:
             plgpu.copy_gmem_to_smem(
-                self.inputs.q.at[pl.ds(item.base_token, tokens), item.head * self.call.group + g],
+                self.inputs.q.at[pl.ds(item.base_token, tokens), item.head * self.config.group + g],
                 self.shared.q.at[self.local_worker, pl.ds(g * tokens, tokens)],
                 self.shared.q_ready.at[self.local_worker],
             )
 
-    def _page_ids(self, item: Item, block: Any) -> list[Any]:
-        """Return the pages of one block; the first replaces pages past the row's end, which the table may lack."""
-        size, block_kv = self.call.page_size, self.call.block_kv
+    def _page_ids(self, item: WorkItem, block: Any) -> list[Any]:
+        """Return the pages of one block; the first one replaces pages past the row's end, which the table may lack."""
+        size, block_kv = self.config.page_size, self.config.block_kv
         if size > block_kv:
             return [self.inputs.page_table[item.table_row, lax.div(block, i32(size // block_kv))]]
         num_pages = lax.div(item.key_end + (size - 1), i32(size))
@@ -93,15 +95,15 @@ class LoadingWarpgroup(Warpgroup):
         columns = [jnp.where(first + i < num_pages, first + i, first) for i in range(block_kv // size)]
         return [self.inputs.page_table[item.table_row, column] for column in columns]
 
-    def _load_pages(self, page_ids: list[Any], block: Any, vector: Any, part: int, buffer: Any, ready: Any) -> None:
-        """Load the part-th group of columns, as many as the buffer has, of a block of one of the pool's vectors."""
-        pages, columns = self.inputs.kv_pages.at[self.inputs.layer[0]], pl.ds(part * buffer.shape[1], buffer.shape[1])
+    def _load_pages(self, page_ids: list[Any], block: Any, vector: Any, column: int, buffer: Any, ready: Any) -> None:
+        """Load a block of one head's keys or values: the columns of group `column`, as many as the buffer has."""
+        pages, columns = self.inputs.kv_pages.at[self.inputs.layer[0]], pl.ds(column * buffer.shape[1], buffer.shape[1])
         self._copy_block(
             page_ids, block, lambda page_id, tokens: pages.at[page_id, tokens, vector, columns], buffer, ready
         )
 
-    def _load_scales(self, page_ids: list[Any], block: Any, item: Item, buffer: Any, ready: Any) -> None:
-        """Load the scales of a head's keys and values, together with its neighbours'."""
+    def _load_scales(self, page_ids: list[Any], block: Any, item: WorkItem, buffer: Any, ready: Any) -> None:
+        """Load the scales of a head and its neighbours."""
         scales, heads = self.inputs.scales.at[self.inputs.layer[0]], pl.ds(first_scale(item.head), SCALES)
         self._copy_block(page_ids, block, lambda page_id, tokens: scales.at[page_id, tokens, heads], buffer, ready)
 
@@ -109,7 +111,7 @@ class LoadingWarpgroup(Warpgroup):
         self, page_ids: list[Any], block: Any, source: Callable[[Any, Any], Any], buffer: Any, ready: Any
     ) -> None:
         """Copy `source(page, tokens)` for all tokens of a block."""
-        size, block_kv = self.call.page_size, self.call.block_kv
+        size, block_kv = self.config.page_size, self.config.block_kv
         if size > block_kv:
             offset = lax.rem(block, i32(size // block_kv)) * block_kv
             plgpu.copy_gmem_to_smem(source(page_ids[0], pl.ds(offset, block_kv)), buffer, ready)

@@ -1,0 +1,179 @@
+"""Static parameters of the kernels, and the tile sizes that fit registers and shared memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.hopper import SHARED_BYTES, WARPGROUP_ROWS
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
+
+BLOCK_KV = 64  # maximum number of tokens per block of keys
+MAX_STAGES = 4
+MAX_WARPGROUP_COLUMNS = 128  # columns of values that fit into a warpgroup's registers with all else
+WIDE_WARPGROUP_COLUMNS = 256  # maximum, if all else is kept small
+WIDE_OUT_COLUMNS = 32  # output columns per copy in that case
+MIN_TILE_TOKENS = 8  # shared memory is filled eight tokens at a time
+SCALES = 8  # adjacent scales per copy: 16 bytes, the minimum of TMA
+MIN_TALL_TOKENS = 512  # smaller steps launch only the kernel with short tiles
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tile sizes and resources of one kernel launch.
+
+    Attributes:
+        tokens: tokens per tile, a power of two; times the query heads of a KV head they fill the tile's rows.
+        row_warpgroups: warpgroups that divide the rows of a tile, 64 rows each.
+        column_warpgroups: warpgroups that divide the columns of values and output; two if one has too few registers.
+        workers: workers per thread block, each with its own warpgroups, shared memory and span of work.
+        num_cores: number of thread blocks, one per multiprocessor.
+        stages: blocks of keys and values in flight.
+    """
+
+    tokens: int
+    row_warpgroups: int
+    column_warpgroups: int
+    workers: int
+    num_cores: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.row_warpgroups * WARPGROUP_ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        """Number of warpgroups that compute one tile."""
+        return self.row_warpgroups * self.column_warpgroups
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers in all thread blocks."""
+        return self.workers * self.num_cores
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Static parameters of the kernels in one call."""
+
+    num_tokens: int
+    """Tokens of the step, times `token_heads`."""
+    num_kv_heads: int
+    group: int
+    """Query heads per KV head."""
+    key_dim: int
+    value_dim: int
+    page_size: int
+    dtype: jnp.dtype
+    """Dtype of matmul operands."""
+    kv_dtype: jnp.dtype
+    """Dtype of the pool: `dtype`, or a quantised one."""
+    options: AttentionOptions
+    has_sinks: bool
+    has_tree: bool
+    num_cores: int
+    interpret: Any
+    """Parameters of the interpreter; None to run on a GPU."""
+    values_in_keys: bool = False
+    """True for latents: a key begins with its value, and the pool has one vector for both."""
+    token_heads: int = 1
+    """Query heads that the kernels process as consecutive tokens: a multiple of eight for latents, else one."""
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if keys and values must be multiplied by scales before matmuls."""
+        return self.kv_dtype != self.dtype
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes per line of shared memory, which divides keys, a warpgroup's values, and blocks."""
+        is_multiple = all(size % 64 == 0 for size in (self.key_dim, self.warpgroup_columns, self.block_kv))
+        return 128 if is_multiple else 64
+
+    @property
+    def tile_columns(self) -> int:
+        """Elements per line of shared memory."""
+        return self.swizzle // 2
+
+    @property
+    def is_wide(self) -> bool:
+        """True if the weighted sums of a tile fill most registers and shared memory."""
+        return self.value_dim > 2 * MAX_WARPGROUP_COLUMNS
+
+    @property
+    def column_warpgroups(self) -> int:
+        """Number of warpgroups whose registers together hold the columns of values."""
+        return -(-self.value_dim // (WIDE_WARPGROUP_COLUMNS if self.is_wide else MAX_WARPGROUP_COLUMNS))
+
+    @property
+    def warpgroup_columns(self) -> int:
+        """Columns of values per warpgroup."""
+        return self.value_dim // self.column_warpgroups
+
+    @property
+    def out_columns(self) -> int:
+        """Columns of a warpgroup that are written to the output together."""
+        return WIDE_OUT_COLUMNS if self.is_wide else self.warpgroup_columns
+
+    @property
+    def out_shift(self) -> int:
+        """Maximum number of rows by which output is shifted in its buffer, as tiles may begin among eight tokens."""
+        return MIN_TILE_TOKENS if self.token_heads == 1 else 0
+
+    @property
+    def vectors_per_head(self) -> int:
+        """Vectors in the pool per token and KV head."""
+        return 1 if self.values_in_keys else 2
+
+    @property
+    def block_kv(self) -> int:
+        """Tokens per block of keys: BLOCK_KV, or half of it for some wide heads.
+
+        Blocks are halved if two larger ones do not fit into shared memory, or if tree masks need the registers.
+        """
+        fits = self._q_and_out_bytes(1) + 2 * self._block_bytes(BLOCK_KV) <= SHARED_BYTES and not self.has_tree
+        return BLOCK_KV if fits or not self.is_wide else BLOCK_KV // 2
+
+    def tilings(self) -> list[Tiling]:
+        """Return the tiling for short rows and, in steps of many tokens, a second tiling for the other rows."""
+        short, tall = self._short_tiling(), self._tiling(row_warpgroups=2, workers=1)
+        only_short = self.num_tokens < MIN_TALL_TOKENS or self.column_warpgroups > 1
+        return [short] if only_short or tall.tokens == short.tokens else [short, tall]
+
+    def _short_tiling(self) -> Tiling:
+        """Return the shortest tiling for the group, with two workers per thread block if their memory fits."""
+        row_warpgroups = 1 if self.group * MIN_TILE_TOKENS <= WARPGROUP_ROWS else 2
+        return self._tiling(row_warpgroups, workers=2 if row_warpgroups == self.column_warpgroups == 1 else 1)
+
+    def _tiling(self, row_warpgroups: int, workers: int) -> Tiling:
+        rows = row_warpgroups * WARPGROUP_ROWS
+        q_and_out_bytes, block_bytes = self._q_and_out_bytes(row_warpgroups), self._block_bytes(self.block_kv)
+        fixed_bytes, stage_bytes = q_and_out_bytes, block_bytes
+        if self.is_quantized:  # one block of scaled keys and values is stored in addition to the ring
+            scale_bytes = self.block_kv * SCALES * SCALE_DTYPE.itemsize
+            fixed_bytes, stage_bytes = q_and_out_bytes + block_bytes, block_bytes // 2 + scale_bytes
+        stages = (SHARED_BYTES // workers - fixed_bytes) // stage_bytes
+        # Copies to the output begin at shared addresses that are multiples of 128: unless each output row does, all
+        # tokens of a head must be in the rows of one warpgroup.
+        max_tokens = rows if 2 * self.value_dim % 128 == 0 else WARPGROUP_ROWS
+        return Tiling(
+            tokens=min(1 << int(math.log2(rows // self.group)), max_tokens),
+            row_warpgroups=row_warpgroups,
+            column_warpgroups=self.column_warpgroups,
+            workers=workers,
+            num_cores=self.num_cores,
+            stages=min(stages, MAX_STAGES),
+        )
+
+    def _q_and_out_bytes(self, row_warpgroups: int) -> int:
+        out_rows = row_warpgroups * self.column_warpgroups * (WARPGROUP_ROWS + self.out_shift)
+        return 2 * (row_warpgroups * WARPGROUP_ROWS * self.key_dim + out_rows * self.out_columns)
+
+    def _block_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of unquantised keys and values."""
+        return 2 * num_tokens * (self.key_dim + (0 if self.values_in_keys else self.value_dim))

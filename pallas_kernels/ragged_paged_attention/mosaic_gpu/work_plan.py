@@ -1,0 +1,101 @@
+"""Division of a step's work: new tokens are cut into tiles, and the blocks of keys that tiles see into spans."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import MIN_TILE_TOKENS, KernelConfig, Tiling
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
+from jaxtyping import Array, Float, Int32
+
+MIN_SPAN = 4  # minimum number of units per worker: fewer are not worth the merge
+
+# Columns of the tables in `WorkPlan`.
+TABLE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, KEY_END, FIRST_HEAD = range(7)
+FIRST_BLOCK, NUM_BLOCKS, FIRST_UNIT, TREE_START = range(7, 11)
+FIRST_ITEM, END_ITEM, SPAN_START, SPAN_END = range(4)
+
+
+class Queries(NamedTuple):
+    """Queries of a step, rotated, and their rows."""
+
+    q: Float[Array, "padded Q key"]
+    """Queries of all tokens, padded to a multiple of eight tokens."""
+    rows: RaggedRows
+    sinks: Float[Array, "Q"] | None = None
+    tree_mask: Int32[Array, "T"] | None = None
+
+
+class WorkPlan(NamedTuple):
+    """Work of one kernel."""
+
+    tiles: Int32[Array, "tiles 11"]
+    """One row per tile, with columns TABLE_ROW ... TREE_START.
+
+    TABLE_ROW is the row of the page table. A tile begins at BASE_TOKEN of the step, a multiple of eight because shared
+    memory is filled eight tokens at a time: LEAD tokens of other rows precede its own NUM_TOKENS. The first of these is
+    at POSITION of its sequence, and the last one sees the keys before KEY_END. If query heads are tokens, the first is
+    head FIRST_HEAD. The tile sees NUM_BLOCKS blocks of keys from FIRST_BLOCK on, whose units begin at FIRST_UNIT. The
+    nodes of its row's draft tree begin at TREE_START.
+    """
+    workers: Int32[Array, "workers 4"]
+    """One row per worker: its work items FIRST_ITEM to END_ITEM, and its span of units SPAN_START to SPAN_END."""
+
+
+def plan_work(config: KernelConfig, tiling: Tiling, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> WorkPlan:
+    """Cut the new tokens of rows into tiles, and their key blocks into spans of equal length, one per worker.
+
+    A work item is a tile with one KV head. A unit of work is a work item with one block of keys. Units are ordered by
+    tile, then KV head, then block; a span is a range of units, and may begin and end inside a work item.
+
+    Args:
+        config: static parameters.
+        tiling: tile sizes.
+        rows: rows of the step.
+        q_lens: new tokens of each row to attend with, zero for rows of the other kernel.
+    """
+    R, n, block_kv = q_lens.shape[0], config.token_heads, config.block_kv
+    past_lens, starts, q_lens = rows.kv_lens - q_lens, rows.cu_q_lens[:-1] * n, q_lens * n
+    num_tiles = min(config.num_tokens, config.num_tokens // tiling.tokens + 2 * R)
+    leads = starts % MIN_TILE_TOKENS
+    row_tiles = jnp.where(q_lens > 0, _ceil_div(leads + q_lens, tiling.tokens), 0)
+    tile_ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
+    row = jnp.minimum(_count_up_to(tile_ends, tile), R - 1)
+    start = (tile - (tile_ends - row_tiles)[row]) * tiling.tokens - leads[row]  # index among the new tokens of the row
+    lead = jnp.maximum(-start, 0)
+    num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tiling.tokens) - lead, 0)
+    past_len, first = past_lens[row], start + lead
+    position, key_end = past_len + first // n, past_len + (first + num_tokens - 1) // n + 1
+    tree_start = tree_starts(rows)[row] if config.has_tree else past_len
+    first_block = jnp.zeros_like(tile)
+    if config.options.window is not None:
+        shallowest = jnp.minimum(position, tree_start) if config.has_tree else position
+        first_block = jnp.maximum(shallowest - config.options.window + 1, 0) // block_kv
+    num_blocks = jnp.where(num_tokens > 0, _ceil_div(key_end, block_kv) - first_block, 0)
+    ends = jnp.cumsum(num_blocks * config.num_kv_heads, dtype=jnp.int32)
+    first_unit = ends - num_blocks * config.num_kv_heads
+    tokens = (rows.table_rows(row), starts[row] + start, lead, num_tokens, position, key_end, first % n)
+    columns = (*tokens, first_block, num_blocks, first_unit, tree_start)
+
+    def work_item_at(unit: Int32[Array, "workers"]) -> Int32[Array, "workers"]:
+        tile = jnp.minimum(_count_up_to(ends, unit), num_tiles - 1)
+        return tile * config.num_kv_heads + (unit - first_unit[tile]) // jnp.maximum(num_blocks[tile], 1)
+
+    span = jnp.maximum(_ceil_div(ends[-1], tiling.num_workers), MIN_SPAN)
+    start = jnp.minimum(jnp.arange(tiling.num_workers, dtype=jnp.int32) * span, ends[-1])
+    end = jnp.minimum(start + span, ends[-1])
+    first_item = work_item_at(start)
+    end_item = jnp.where(end > start, work_item_at(end - 1) + 1, first_item)
+    return WorkPlan(jnp.stack(columns, axis=1), jnp.stack([first_item, end_item, start, end], axis=1))
+
+
+def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
+    return (x + (divisor - 1)) // divisor
+
+
+def _count_up_to(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "m"]:
+    """Return the number of ascending `ends` that are at most x."""
+    return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)
