@@ -1,7 +1,7 @@
 """Compile programs for accelerators that are not attached, so that any machine can check the result.
 
-A compiled program has its HLO, `memory_analysis()` and, for GPUs, the assembler's report. It cannot be run, and its
-matrix products are not those that a GPU would choose, since XLA measures candidates on the device.
+A compiled program has its HLO, `memory_analysis()` and, for GPUs, the assembler's report. It cannot be run, and on a
+GPU XLA may choose other matmul algorithms, since it measures candidates on the device.
 
 For TPUs, libtpu should be told beforehand to leave TPUs alone (`jaxserve.system.environment.leave_tpus_alone`).
 """
@@ -54,7 +54,7 @@ _CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
 class UnknownTopologyError(ValueError):
-    """Raised where the compiler knows no such arrangement of chips."""
+    """Raised if the compiler knows no such arrangement of chips."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,9 @@ class Chip:
     Attributes:
         device_kind: jax's `device_kind` of the chip.
         platform: "gpu" or "tpu".
-        num_cores: number of multiprocessors of a GPU, or of TensorCores of one TPU device.
-        topology_name: name of a topology of such chips, which a shape completes, such as "1x1x4" for GPUs or "2x4" for
-            TPUs.
-        options: options of such a topology, XLA's description of a GPU for example.
+        num_cores: number of GPU multiprocessors, or TensorCores per TPU device.
+        topology_name: topology name, which a shape completes, such as "1x1x4" for GPUs or "2x4" for TPUs.
+        options: topology options, such as XLA's description of a GPU.
     """
 
     device_kind: str
@@ -149,12 +148,12 @@ class Chip:
         return _devices(self, shape)
 
     def mesh(self) -> AbstractMesh:
-        """Return the mesh that kernels ask for facts of the chip while they are traced."""
-        facts: dict[str, Any] = {"device_kind": self.device_kind, "num_cores": self.num_cores}
+        """Return an abstract mesh with the chip's kind and core count, which kernels read at trace time."""
+        properties: dict[str, Any] = {"device_kind": self.device_kind, "num_cores": self.num_cores}
         try:
-            device = AbstractDevice(**facts, platform=self.platform)
+            device = AbstractDevice(**properties, platform=self.platform)
         except TypeError:  # jax 0.10 has no platform there
-            device = AbstractDevice(**facts)
+            device = AbstractDevice(**properties)
         return AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
 
 
@@ -191,8 +190,8 @@ def _devices(chip: Chip, shape: str) -> list[Any]:
 _READABLE = {"xla_tpu_sparse_core_maximum_preloaded_async_calls": "0"}
 
 
-# Of each compute capability: shared memory in KiB of a multiprocessor, its threads and its float32 units. A block can
-# have all shared memory but 1 KiB.
+# By compute capability: shared memory per multiprocessor in KiB, its threads and its float32 units. A thread block can
+# have all shared memory except 1 KiB.
 _CAPABILITIES = {(8, 0): (164, 2048, 64), (8, 9): (100, 1536, 128), (9, 0): (228, 2048, 128)}
 _CAPABILITIES |= {(10, 0): (228, 2048, 128), (12, 0): (100, 1536, 128)}
 
@@ -220,7 +219,7 @@ def _gpu(
     return Chip(name, "gpu", num_cores, name, (("target_config", _GPU % values),))
 
 
-# Memory as the devices report it: less than the data sheet's with error correction, more where that counts in GiB.
+# Memory as the devices report it: less than the data sheet's with error correction, more if it counts in GiB.
 A100_40GB = _gpu("NVIDIA A100-SXM4-40GB", (8, 0), 108, clock=1.41, gb_per_s=1555.0, cache_mib=40, gb=42.3)
 A100 = _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, clock=1.41, gb_per_s=2039.0, cache_mib=40, gb=84.9)
 L4 = _gpu("NVIDIA L4", (8, 9), 58, clock=2.04, gb_per_s=300.0, cache_mib=48, gb=23.6)

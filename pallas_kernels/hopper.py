@@ -7,10 +7,10 @@ from jaxserve.pallas_kernels.target import TargetChip
 
 NAMES = ("GH200", "H100", "H200", "H800", "H20")  # a name before the names that it contains
 NUM_CORES = 132
-SHARED_BYTES = 232448 - 2048  # shared memory of a multiprocessor, less the barriers
-WARPGROUP_ROWS = 64  # rows of a wgmma instruction
+SHARED_BYTES = 232448 - 2048  # shared memory per multiprocessor, less the barriers
+WARPGROUP_ROWS = 64  # rows per wgmma instruction
 WARPGROUP_THREADS = 128
-REGISTERS = 65536  # registers of a multiprocessor
+REGISTERS = 65536  # registers per multiprocessor
 MAX_REGISTERS = 256  # registers that a thread can request
 INTERPRETED = TargetChip("interpreter", num_cores=3, memory_bytes=SHARED_BYTES)  # few, so that every core has some work
 
@@ -41,9 +41,9 @@ def target_chip() -> TargetChip:
 
 
 def computing_registers(loading: int, *, num_loading: int, num_computing: int) -> int:
-    """Return the maximum number of registers for each thread of the computing warpgroups.
+    """Return the maximum number of registers per computing thread.
 
-    All threads of a thread block start with the same number of registers, a multiple of eight. Computing threads can
+    All threads start with the same number of registers, a multiple of eight. Computing threads can
     gain only the registers that loading threads release: a thread that requests more waits forever.
 
     Args:

@@ -1,7 +1,7 @@
-"""Arrays in floats of 16 or 8 bits on CPUs, which compute in wider ones.
+"""Arrays with 16- or 8-bit floats on CPUs, which compute in wider floats.
 
-XLA:CPU may read rows of such an array by a conversion of the whole, which it fuses with the gather or slice, unless it
-can move it in front of a loop.
+XLA:CPU fuses the conversion with the gather or slice that reads such an array's rows, unless it can move the conversion
+before a loop: it then converts the whole array.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["is_narrow", "kept_beside"]
 
 
 def is_narrow(dtype: DTypeLike) -> bool:
-    """Return whether a dtype is of floats below 32 bits, on a CPU."""
+    """Return whether a dtype has floats below 32 bits and the target is a CPU."""
     is_float = jnp.issubdtype(dtype, jnp.floating)
     return bool(is_float and jnp.dtype(dtype).itemsize < 4 and target_platform() == "cpu")
 
@@ -24,9 +24,10 @@ def is_narrow(dtype: DTypeLike) -> bool:
 def kept_beside(
     array: Shaped[Array, "*shape"], index: Int[Array, "*index"]
 ) -> tuple[Shaped[Array, "*shape"], Int[Array, "*index"]]:
-    """Return an array and the index of its rows that are read.
+    """Tie an array to the index that reads its rows, so that XLA converts it no earlier than the index is known.
 
-    What is computed of a narrow array then stays where the index is: for XLA, both change together.
+    Returns:
+        The array and the index.
     """
     if not is_narrow(array.dtype):
         return array, index

@@ -1,6 +1,6 @@
-"""Base of the operations: an op is a value with several backends, and each call selects one of them.
+"""Ops: an op is a value with several backends, and each call selects one backend.
 
-An op package declares a `Problem` (the static parameters of a call by which a backend decides if it can run it), one
+An op package declares a `Problem` (the static parameters by which a backend decides if it can run a call), one
 backend per way to compute it, and an `Op` that lists the backends, best first. A backend whose kernel is written in
 Pallas extends `pallas_kernel.PallasKernel`, which checks the platform and the chip and chooses block sizes.
 """
@@ -79,6 +79,6 @@ class Op(Generic[B]):
 
 @functools.cache  # cached so that the log shows a choice once, not on every trace
 def log_choice(op: str, name: str, skipped: tuple[str, ...], level: int) -> None:
-    """Log the backend of an op, and the reasons why better ones were skipped."""
+    """Log an op's backend, and the reasons why better backends were skipped."""
     reasons = f" (skipped {'; '.join(skipped)})" if skipped else ""
     logger.log(level, "%s: using backend %r%s", op, name, reasons)

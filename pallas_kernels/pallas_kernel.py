@@ -1,4 +1,4 @@
-"""Base of backends with a Pallas kernel: when one can run, and with which block sizes."""
+"""Base class for backends with a Pallas kernel: when one can run, and with which block sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ S = TypeVar("S")
 
 @runtime_checkable
 class KernelProblem(Protocol):
-    """Static parameters of a call of a Pallas kernel."""
+    """Static parameters for a Pallas kernel call."""
 
     @property
     def platform(self) -> str:
@@ -38,8 +38,8 @@ class PallasKernel(ABC, Generic[P, L]):
 
     Attributes:
         platform: "gpu" or "tpu".
-        module: module of the kernel, imported on first use as importing Pallas takes a third of a second.
-        settings: settings that the kernels of an op share.
+        module: kernel module, imported on first use as importing Pallas takes a third of a second.
+        settings: settings that an op's kernels share.
     """
 
     platform: ClassVar[str]
@@ -70,7 +70,7 @@ class PallasKernel(ABC, Generic[P, L]):
 
     @abstractmethod
     def launch(self, problem: P) -> L:
-        """Return the static parameters of the kernel call, with block sizes that fit the target chip.
+        """Return the kernel call's static parameters, with block sizes that fit the target chip.
 
         Raises:
             ValueError: no block sizes fit, requested or tuned ones are invalid, or jax does not know the chip.
@@ -83,7 +83,6 @@ class PallasKernel(ABC, Generic[P, L]):
         return chip
 
     def kernel(self) -> Any:
-        """Return the module of the kernel."""
         return importlib.import_module(self.module)
 
     def _import_failure(self) -> str | None:
@@ -101,15 +100,15 @@ def import_failure(module: str, description: str) -> str | None:
 
 
 class Settings:
-    """Settings of the Pallas kernels of an op, scoped by context managers at trace time.
+    """Settings for an op's Pallas kernels, scoped by context managers at trace time.
 
-    Block sizes are the requested ones, else those tuned for the chip and the class of shapes, else defaults. A JSON
-    file per chip holds the tuned sizes with their evidence:
+    Requested block sizes come first, then sizes tuned for the chip and the class of shapes, then defaults. A JSON file
+    per chip holds the tuned sizes with their evidence:
 
         {"entries": [{"shape": {"head_dim": 128, ...}, "sizes": {"tile_keys": 1024, ...}, "evidence": {...}}, ...]}
 
     Args:
-        folder: folder of the tuned sizes; None if nothing was tuned.
+        folder: folder with the tuned sizes; None if nothing was tuned.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -128,7 +127,7 @@ class Settings:
 
     @property
     def interpreter(self) -> Any:
-        """Parameters of the interpreter; None to run on a chip."""
+        """Parameters for the interpreter; None to run on a chip."""
         return self._interpreter.get()
 
     @contextlib.contextmanager
@@ -144,8 +143,8 @@ class Settings:
         """Return block sizes.
 
         Args:
-            kind: dataclass of the block sizes.
-            chip: name of the chip.
+            kind: dataclass for the block sizes.
+            chip: chip name.
             shape: properties that all problems with the same tuned sizes have in common.
             defaults: defaults for the chip that replace the dataclass's own.
 
@@ -169,9 +168,9 @@ class TunedSizes:
     """Block sizes that measured best for a class of shapes.
 
     Attributes:
-        shape: properties that all problems of the class have in common.
+        shape: properties that all problems in the class have in common.
         sizes: sizes that replace the defaults.
-        evidence: measurements of these sizes and of the previous ones, with units in their names.
+        evidence: measurements with these and the previous sizes, with units in their names.
     """
 
     shape: dict[str, int | str]
@@ -181,7 +180,7 @@ class TunedSizes:
 
 @functools.cache
 def read_entries(path: Path) -> Sequence[TunedSizes]:
-    """Return the entries of a chip's file; none if there is no file.
+    """Return the entries in a chip's file; none if there is no file.
 
     Raises:
         ValueError: the file is malformed.

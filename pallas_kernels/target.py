@@ -1,4 +1,4 @@
-"""Platform and chip to compile for: those of the current mesh if it names a chip, else jax's default device."""
+"""Platform and chip to compile for: the current mesh's chip if it names one, else jax's default device."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import jax
 
 @dataclass(frozen=True)
 class TargetChip:
-    """Chip properties on which the block sizes of a Pallas kernel depend.
+    """Chip properties that determine a Pallas kernel's block sizes.
 
     Attributes:
-        name: name of the chip in tables of tuned sizes, such as "h200" or "v6e".
-        num_cores: number of multiprocessors of a GPU, or of TensorCores of a TPU.
-        memory_bytes: shared memory of a multiprocessor, or a kernel's fraction of a TPU's vector memory (VMEM).
+        name: chip name in tables with tuned sizes, such as "h200" or "v6e".
+        num_cores: number of GPU multiprocessors or TPU TensorCores.
+        memory_bytes: shared memory per multiprocessor, or a kernel's fraction of a TPU's vector memory (VMEM).
     """
 
     name: str

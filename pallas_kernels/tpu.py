@@ -10,7 +10,7 @@ INTERPRETED = TargetChip("interpreter", num_cores=1, memory_bytes=16 * 2**20)
 
 
 def facts() -> Any:
-    """Return jax's description of one core of the target TPU; ValueError for a chip that jax does not know."""
+    """Return jax's description of one TPU core; ValueError for a chip that jax does not know."""
     from jax.experimental.pallas import tpu as pltpu  # noqa: PLC0415 (importing Pallas takes a third of a second)
 
     return pltpu.get_tpu_info()

@@ -1,4 +1,4 @@
-"""Division of a Hopper thread block: its last warpgroups load, the others compute, with most of the registers."""
+"""Warpgroup specialisation in a Hopper thread block: the last warpgroups load, the others compute."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def divide(
     num_loading: int = 1,
     loading_registers: int | None,
 ) -> None:
-    """Run `load` or `compute` in each warpgroup, the axis "thread" of the mesh, with its number among its like.
+    """Run `load` or `compute` in each warpgroup, the mesh axis "thread".
 
     Args:
-        load: function of the loading warpgroups.
-        compute: function of the computing warpgroups.
+        load: function for the loading warpgroups, called with the index among them.
+        compute: function for the computing warpgroups, called with the index among them.
         num_computing: number of computing warpgroups.
         num_loading: number of loading warpgroups.
-        loading_registers: registers that a loading thread keeps, so that computing ones get the others; None leaves
-            all threads those that they start with.
+        loading_registers: registers that a loading thread keeps; computing threads get the rest. None divides them
+            evenly.
     """
     thread = lax.axis_index("thread")
 
@@ -40,6 +40,6 @@ def divide(
     @pl.when(thread < num_computing)
     def run_compute() -> None:
         if loading_registers is not None:
-            most = computing_registers(loading_registers, num_loading=num_loading, num_computing=num_computing)
-            plgpu.set_max_registers(most, action="increase")
+            maximum = computing_registers(loading_registers, num_loading=num_loading, num_computing=num_computing)
+            plgpu.set_max_registers(maximum, action="increase")
         compute(thread)

@@ -6,18 +6,18 @@ Contract, the same for all backends:
   may be empty. Rows after the last group get zeros.
 - Shapes do not depend on the group sizes, which are data. No row is dropped, however uneven the groups are.
 - Sums are float32, whatever the dtypes. The result may be rounded to another dtype.
-- Kernels read the matrices of one layer in place in the stack of all layers: for them a slice would be a copy.
+- Kernels read one layer's matrices in place in the stack of all layers: a slice would be a copy.
 
 Matrices have one of four formats:
 
-- `[G, N, K]`: floats of one layer;
-- `[layers, G * N, K]`: floats of all layers;
+- `[G, N, K]`: one layer's floats;
+- `[layers, G * N, K]`: all layers' floats;
 - `PackedMatrix`, for the native kernels (`packed_linear.pack` with `num_matrices`), which apply SwiGLU if it is gated;
-- `QuantizedStack`: int8, int4, fp8 or fp4 elements of all layers, for one group.
+- `QuantizedStack`: all layers' int8, int4, fp8 or fp4 elements, for one group.
 
-A quantised matrix `[N, K]` has grids `[groups, N]` of scales and perhaps zero points or minima, for groups of
-consecutive columns. An element stands for `(q - zero) * scale` or `q * scale - minimum`. Kernels round scaled elements
-to the dtype of x, or multiply the float32 sum of a group by its scale, which rounds nothing; a single scale per row
+Each group of consecutive columns in a quantised matrix `[N, K]` has a scale per row, and perhaps a zero point or a
+minimum: arrays `[groups, N]`. An element stands for `(q - zero) * scale` or `q * scale - minimum`. Kernels round scaled
+elements to x's dtype, or multiply a group's float32 sum by its scale, which rounds nothing; a single scale per row
 always multiplies the sum. XLA's matmul, which the caller provides, may round differently.
 """
 
@@ -59,7 +59,7 @@ _default_backend: ContextVar[str] = ContextVar("default_backend", default=AUTO)
 
 @runtime_checkable
 class Backend(Protocol):
-    """Backend of a matmul with one format of matrices."""
+    """Backend for one or more matrix formats."""
 
     def unsupported_reason(self, problem: Any) -> str | None:
         """Return the reason why this backend cannot run the problem, or None if it can."""
@@ -74,7 +74,7 @@ class Backend(Protocol):
     ) -> Float[Array, "M out"]:
         """Return the result in float32 or the result dtype; rows after the last group may have any values.
 
-        Matrices of floats are `[layers, G * N, K]`; `group_sizes` are None if the matrices are quantised.
+        Float matrices are `[layers, G * N, K]`; `group_sizes` is None if the matrices are quantised.
         """
 
 
@@ -82,7 +82,7 @@ GROUPED_MATMUL: Op[Backend] = Op(
     "grouped_matmul",
     {"native": native, "mosaic_gpu": gpu_floats.KERNEL, "mosaic_tpu": tpu_floats.KERNEL, XLA: xla},
 )
-"""Matmuls with packed matrices or matrices of floats."""
+"""Matmuls with packed or float matrices."""
 
 QUANTIZED_MATMUL: Op[Backend] = Op(
     "quantized_matmul", {"mosaic_gpu": gpu_quantized.KERNEL, "mosaic_tpu": tpu_quantized.KERNEL, XLA: xla}
@@ -101,7 +101,7 @@ def using_matmul_backend(backend: str) -> Iterator[None]:
 
 
 def default_matmul_backend() -> str:
-    """Return the backend of the enclosing `using_matmul_backend`, "auto" outside of it."""
+    """Return the backend that the enclosing `using_matmul_backend` selects, "auto" by default."""
     return _default_backend.get()
 
 
@@ -121,13 +121,12 @@ def grouped_matmul(
 
     Args:
         x: rows, sorted by group.
-        matrices: matrices of the groups, in a format that the package describes.
-        group_sizes: number of rows in each group, with a sum of at most M; None for quantised matrices, whose only
-            group has all rows.
-        layer: index of the layer in a stack of all layers; None if `matrices` belong to one layer.
-        dtype: dtype of the result.
+        matrices: each group's matrix, in a format that the package describes.
+        group_sizes: rows in each group, at most M together; None for quantised matrices, whose only group has all rows.
+        layer: layer index in a stack of all layers; None if `matrices` belong to one layer.
+        dtype: result dtype.
         num_shards: number of expert-parallel shards whose rows x holds; see `Problem`.
-        row_factor: factor for each row of a quantised matrix, which kernels apply to the result; `xla_matmul` has it.
+        row_factor: factor for each row of a quantised matrix, applied to a kernel's result; `xla_matmul` includes it.
         xla_matmul: function that multiplies a quantised matrix by XLA: only its weight format knows all its layouts.
         backend: "auto" or a backend name in `GROUPED_MATMUL` or `QUANTIZED_MATMUL`.
 
@@ -147,7 +146,7 @@ def grouped_matmul(
     index = jnp.asarray(0 if layer is None else layer, jnp.int32)
     y = op.backends[chosen].multiply(problem, x, matrices, group_sizes, index)
     y = (y if row_factor is None else y * row_factor[None]).astype(dtype)
-    if group_sizes is None or chosen == "native":  # which writes zeros after the last group
+    if group_sizes is None or chosen == "native":  # the native kernels write zeros after the last group
         return y
     is_in_group = jnp.arange(x.shape[0]) < group_sizes.sum()
     return jnp.where(is_in_group[:, None], y, 0)
@@ -161,7 +160,7 @@ def _bind(
     result_dtype: jnp.dtype,
     num_shards: int,
 ) -> Problem:
-    """Check the shapes of a call; return its static parameters."""
+    """Check all shapes; return the static parameters."""
     if isinstance(matrices, QuantizedStack):
         (num_matrices, N, K), stored = (1, *matrices.shape), matrices.elements
     elif isinstance(matrices, PackedMatrix):

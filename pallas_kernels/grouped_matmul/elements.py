@@ -9,12 +9,12 @@ from jaxtyping import Array, Float32, Int32, Shaped, UInt8
 from numpy.typing import NDArray
 
 PACKED = ("int4", "e2m1")  # element types with two elements per byte
-INT4_ZERO = 8  # zero point of int4 without stored zero points
-FLOAT16_BITS = np.dtype(np.uint16)  # storage dtype of float16 scales: TPU kernels take no float16 arrays
+INT4_ZERO = 8  # default zero point for int4
+FLOAT16_BITS = np.dtype(np.uint16)  # storage dtype for float16 scales: TPU kernels take no float16 arrays
 
 
 def packed(codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Pack 4-bit codes into bytes: the first half of the columns in the low bits, the second half in the high bits."""
+    """Pack 4-bit codes into bytes: the first half of a row in the low bits, the second half in the high bits."""
     low, high = np.split(codes, 2, axis=-1)
     return (low | high << 4).astype(np.uint8, copy=False)
 
@@ -25,7 +25,7 @@ def unpacked(pairs: UInt8[Array, "*rows in_bytes"]) -> UInt8[Array, "*rows in"]:
 
 
 def e2m1_floats(codes: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Return the values of fp4 codes with sign, two exponent bits and one mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+    """Decode fp4 codes with sign, two exponent bits and one mantissa bit: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
     size = (codes & 7).astype(jnp.float32)
     size = jnp.maximum(size * 0.5, jnp.maximum(size - 2, size * 2 - 8))
     return size * (1 - (codes & 8).astype(jnp.float32) * 0.25)

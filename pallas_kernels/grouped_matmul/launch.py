@@ -1,4 +1,4 @@
-"""Block sizes and other static parameters of a Pallas matmul kernel, and the base of these kernels."""
+"""Base class for Pallas matmul kernels, with their block sizes and other static parameters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ SETTINGS = Settings(Path(__file__).parent / "tuned")
 
 @dataclass(frozen=True)
 class Tiles:
-    """Block sizes of a kernel.
+    """Block sizes.
 
     Attributes:
-        rows: rows of x per tile.
+        rows: x rows per tile.
         outputs: matrix rows per tile.
         columns: stored matrix columns per block.
-        warpgroups: computing warpgroups of a thread block; GPUs only.
-        stages: blocks in the ring of shared memory; GPUs only.
-        splits: number of column splits, each with work items of its own.
+        warpgroups: computing warpgroups per thread block; GPUs only.
+        stages: blocks in the shared-memory ring; GPUs only.
+        splits: number of column splits, each with separate work items (split-K).
     """
 
     rows: int
@@ -39,13 +39,13 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Launch(Generic[P]):
-    """Static parameters of a kernel launch.
+    """Static parameters for one kernel launch.
 
     Attributes:
         problem: shapes and dtypes.
         tiles: block sizes.
         chip: target chip.
-        interpret: parameters of Pallas' interpreter; None to run on the chip.
+        interpret: parameters for Pallas' interpreter; None to run on the chip.
     """
 
     problem: P
@@ -55,17 +55,16 @@ class Launch(Generic[P]):
 
     @property
     def num_row_tiles(self) -> int:
-        """Number of x tiles."""
         return -(-self.problem.num_rows // self.tiles.rows)
 
     @property
     def num_output_tiles(self) -> int:
-        """Number of tiles of the matrix rows."""
+        """Number of matrix row tiles."""
         return -(-self.problem.num_outputs // self.tiles.outputs)
 
     @property
     def num_blocks(self) -> int:
-        """Number of column blocks of a work item."""
+        """Number of column blocks per work item."""
         return self.problem.stored_columns // self.tiles.columns // self.tiles.splits
 
     @property
@@ -78,7 +77,7 @@ class MatmulKernel(PallasKernel[P, Launch[P]]):
     """Pallas matmul kernel.
 
     Attributes:
-        limits: dataclass of the block size limits that may be tuned.
+        limits: dataclass with the block size limits, which may be tuned.
     """
 
     limits: ClassVar[type[Any]]

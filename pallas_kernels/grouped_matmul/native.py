@@ -1,6 +1,6 @@
-"""CPU backend in C++: a matmul of `packed_linear` for each group, with the weights of empty groups not read.
+"""CPU backend in C++: a `packed_linear` matmul for each group, which does not read empty groups' weights.
 
-The groups of a call share the threads. A row's result is bit-identical whatever other rows there are.
+All groups share the threads. A row's result is bit-identical whatever other rows there are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def multiply(
     group_sizes: Int32[Array, " G"],
     layer: Int[Array, ""],  # zero: packed matrices belong to one layer
 ) -> Float[Array, "M out"]:
-    """Return the result in float32, SwiGLU of it if the matrices are gated."""
+    """Return the result in float32, after SwiGLU if the matrices are gated."""
     out = jax.ShapeDtypeStruct((x.shape[0], matrices.num_outputs), jnp.float32)
     y: Array = jax.ffi.ffi_call(native.GROUPED_LINEAR, out)(
         x.astype(jnp.float32), matrices.weights, matrices.scales, matrices.zeros.reshape(-1), group_sizes

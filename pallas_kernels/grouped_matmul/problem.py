@@ -1,4 +1,4 @@
-"""Operands of a grouped matmul, and the static parameters by which a backend decides if it can run one."""
+"""Operands and static parameters by which a backend decides if it can run a grouped matmul."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OUTPUT_ALIGNMENT = (
 
 
 class QuantizedStack(NamedTuple):
-    """Quantised matrices of all layers.
+    """All layers' quantised matrices.
 
     Attributes:
-        elements: elements, or bytes with two of them (see `elements.packed`).
-        scale: scale of each row and each group of columns; float16 scales as `FLOAT16_BITS`.
-        zero: zero points of the groups; None for the default of the element type.
+        elements: elements, or bytes with two elements each (see `elements.packed`).
+        scale: a scale for each row and each column group; float16 scales as `FLOAT16_BITS`.
+        zero: a zero point for each scale; None for the element type's default.
         kind: element type, "int8", "e4m3", "int4" or "e2m1".
-        minimum: minima of the groups, only without zero points.
+        minimum: a minimum for each scale, only without zero points.
     """
 
     elements: Shaped[Array, "layers out in_bytes"]
@@ -37,7 +37,7 @@ class QuantizedStack(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of a layer's matrix, [out, in]."""
+        """One layer's [out, in]."""
         _, num_outputs, row_bytes = self.elements.shape
         return num_outputs, row_bytes * (2 if self.kind in PACKED else 1)
 
@@ -52,20 +52,20 @@ Matrices = Float[Array, "G N K"] | Float[Array, "layers GN K"] | PackedMatrix | 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Static parameters of a grouped matmul.
+    """Static parameters for a grouped matmul.
 
     Attributes:
-        num_rows: rows of x, M.
+        num_rows: x rows, M.
         num_groups: number of groups, G.
-        num_outputs: rows of each matrix, N.
-        num_inputs: columns of each matrix, K.
-        dtype: dtype of x.
-        matrix_dtype: dtype of the stored matrix elements.
-        result_dtype: dtype of the result.
+        num_outputs: rows per matrix, N.
+        num_inputs: columns per matrix, K.
+        dtype: x dtype.
+        matrix_dtype: dtype that stores the matrix elements.
+        result_dtype: result dtype.
         platform: platform to compile for.
         is_packed: True if the matrices are packed for the native kernels.
-        num_shards: number of expert-parallel shards whose rows x holds; each has the same number of groups. Rows of
-            other shards come after the last local group.
+        num_shards: number of expert-parallel shards whose rows x holds; each has the same number of groups. The other
+            shards' rows come after the last local group.
     """
 
     num_rows: int
@@ -86,12 +86,12 @@ class Problem:
 
     @property
     def mean_rows(self) -> int:
-        """Mean number of rows per group, rounded up to a power of two."""
+        """Mean group size, rounded up to a power of two."""
         return _power_of_two(-(-self.num_rows // (self.num_groups * self.num_shards)))
 
     @property
     def stored_columns(self) -> int:
-        """Stored columns of a matrix row; a byte with two elements is one column."""
+        """Stored columns per matrix row; a byte with two elements is one column."""
         return self.num_inputs
 
     @property
@@ -108,9 +108,9 @@ class Problem:
         """Return the reason why a Pallas kernel cannot run this problem, or None if it can.
 
         Args:
-            dtypes: supported dtypes of x and the matrices.
-            outputs: divisor of supported numbers of matrix rows.
-            inputs: divisor of supported numbers of matrix columns.
+            dtypes: supported dtypes for x and the matrices.
+            outputs: number that must divide the matrix rows.
+            inputs: number that must divide the matrix columns.
         """
         if self.is_packed:
             return "packed matrices are for the native kernels"
@@ -125,14 +125,14 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizedProblem(Problem):
-    """Static parameters of a matmul with a quantised matrix and one group of rows.
+    """Static parameters for a matmul with a quantised matrix and one group.
 
     Attributes:
         elements: element type, such as "int4".
-        num_scale_groups: number of column groups with a scale each; 1 if each matrix row has one scale.
+        num_scale_groups: number of column groups that have a scale each; 1 if each matrix row has one scale.
         has_zero: True if the groups have zero points.
         has_minimum: True if the groups have minima.
-        scale_dtype: dtype of the scales.
+        scale_dtype: scale dtype.
     """
 
     elements: str
@@ -148,12 +148,12 @@ class QuantizedProblem(Problem):
 
     @property
     def per_byte(self) -> int:
-        """Elements per stored byte. With two, the low bits hold the first half of the columns."""
+        """Elements per stored byte. If there are two, the low bits hold the first half of a row."""
         return 2 if self.elements in PACKED else 1
 
     @property
     def stored_columns(self) -> int:
-        """Bytes of a stored matrix row."""
+        """Bytes per stored matrix row."""
         return self.num_inputs // self.per_byte
 
     @property
@@ -163,12 +163,12 @@ class QuantizedProblem(Problem):
 
     @property
     def offset_bytes(self) -> int:
-        """Bytes of a zero point or minimum; 0 if there are none."""
+        """Bytes per zero point or minimum; 0 if there are none."""
         return 1 if self.has_zero else 4 * self.has_minimum
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of a matrix with its scales, zero points and minima."""
+        """Matrix bytes, including scales, zero points and minima."""
         group_bytes = self.scale_dtype.itemsize + self.offset_bytes
         return self.num_outputs * (self.stored_columns + self.num_scale_groups * group_bytes)
 
@@ -185,11 +185,11 @@ class QuantizedProblem(Problem):
         }
 
     def block_groups(self, columns: int) -> int:
-        """Return the number of scale groups that a block of `columns` columns overlaps."""
+        """Return how many scale groups a block with `columns` columns overlaps."""
         return max(1, columns // self.group_size)
 
     def unsupported_elements(self, dtypes: Collection[str]) -> str | None:
-        """Return the reason why no Pallas kernel for these dtypes of x can run this problem, or None if one may."""
+        """Return the reason why no Pallas kernel that takes these x dtypes can run this problem, or None if one may."""
         if self.elements not in ELEMENTS:
             return f"elements must be one of {ELEMENTS}, not {self.elements}"
         if self.num_outputs % OUTPUT_ALIGNMENT:
@@ -201,5 +201,4 @@ class QuantizedProblem(Problem):
 
 
 def _power_of_two(x: int) -> int:
-    """Round up to a power of two."""
     return 1 << max(0, x - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Visits of row tiles by groups: the order in which grouped matmul kernels multiply tiles."""
+"""Visits: the order in which grouped matmul kernels multiply row tiles."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from jaxtyping import Array, Int, Int32
 
 
 class Visits(NamedTuple):
-    """Row tiles that are multiplied with the matrix of one group each, in the order of the groups.
+    """Row tiles that are multiplied by one group's matrix each, in group order.
 
-    Visits from index `num_visits` on have no rows. Results of a visit are valid only in rows of its group.
+    Visits from index `num_visits` on have no rows. A visit's results are valid only in its group's rows.
     """
 
     matrix: Int32[Array, "visits"]
-    """Index of the group's matrix."""
+    """Matrix index."""
     base: Int32[Array, "visits"]
-    """First row of the tile."""
+    """First tile row."""
     begin: Int32[Array, "visits"]
-    """First row of the group in the tile."""
+    """First group row in the tile."""
     end: Int32[Array, "visits"]
-    """End of the group's rows in the tile."""
+    """End of the group rows in the tile."""
     num_visits: Int32[Array, ""]
 
 
 def plan_visits(
     group_sizes: Int32[Array, "G"], first: Int[Array, ""], num_rows: int, tile_rows: int, alignment: int
 ) -> Visits:
-    """Return visits that multiply each row of each group once.
+    """Return visits that multiply each group row once.
 
     Args:
-        group_sizes: number of rows in each group.
-        first: index of the matrix of group 0.
-        num_rows: number of rows of x.
+        group_sizes: rows in each group.
+        first: matrix index for group 0.
+        num_rows: x rows.
         tile_rows: rows per tile.
-        alignment: divisor of each tile's first row. If it is `tile_rows`, groups share tiles; if it is smaller, each
-            group has its own tiles, which start less than `alignment` rows before the group.
+        alignment: divides each tile's first row. If it is `tile_rows`, groups share tiles. If it is smaller,
+            each group has its own tiles, which start less than `alignment` rows before the group.
     """
     G = group_sizes.shape[0]
     extra = 0 if alignment == tile_rows else G * (alignment - 1)

@@ -1,7 +1,7 @@
 """XLA backend for every platform: `ragged_dot`.
 
-XLA:CPU and XLA:GPU multiply all rows with the matrix of every group and mask the results, which takes `num_groups`
-times longer than necessary.
+XLA:CPU and XLA:GPU multiply all rows by every group's matrix and mask the results, which takes `num_groups` times
+longer than necessary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def multiply(
     group_sizes: Int32[Array, " G"],
     layer: Int[Array, ""],
 ) -> Float[Array, "M N"]:
-    """Return the result in float32; matmuls of float32 are exact float32, as in `FloatMatrix`."""
+    """Return the result in float32; float32 matmuls are exact float32, as in `FloatMatrix`."""
     local = matrices[0] if len(matrices) == 1 else lax.dynamic_index_in_dim(matrices, layer, keepdims=False)
     dtype = jnp.promote_types(x.dtype, matrices.dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT

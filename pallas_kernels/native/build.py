@@ -1,8 +1,8 @@
-"""Build the native kernels when the package is installed; without them, installation goes on and XLA's code serves.
+"""Build the native kernels when the package is installed; without them, installation continues and XLA's code serves.
 
-Instruction sets are compiled side by side. Objects are kept in the user's cache by the content of all that goes into
-them, so that a second installation, or one for another Python, compiles nothing. The library is not Python's: it has no
-symbol of CPython, so that one wheel serves every version.
+Instruction sets are compiled in parallel. The user's cache keeps objects by a digest of all inputs, so that a second
+installation, or one for another Python, compiles nothing. The library uses no CPython symbols, so that one wheel serves
+every version.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ if platform.machine() in ARM and sys.platform == "linux":  # compilers for macOS
 
 
 SOURCES = Path("pallas_kernels/native")
-MAX_KEPT = 60  # objects in the cache: those of some ten builds
+MAX_KEPT = 60  # objects in the cache, enough for about ten builds
 
 
 class Unit(NamedTuple):
-    """A source and its own flags, of which `includes` are folders of headers that others made."""
+    """A source file, its flags, and include folders with other projects' headers."""
 
     source: str
     flags: list[str]
@@ -70,11 +70,11 @@ class Unit(NamedTuple):
 class BuildKernels(build_ext):
     """Compile `isa.cc` once per instruction set and `ffi.cc` against the headers that come with jaxlib.
 
-    An instruction set that the compiler does not know is left out, with those that need it.
+    An instruction set that the compiler does not know is skipped, with all sets that need it.
     """
 
     def get_ext_filename(self, fullname: str) -> str:
-        """Return a name without the version of Python, on which the library does not depend."""
+        """Return a name without the Python version: the library does not depend on it."""
         return f"{os.path.join(*fullname.split('.'))}.so"
 
     def get_source_files(self) -> list[str]:
@@ -96,9 +96,9 @@ class BuildKernels(build_ext):
             failure.write_text(f"{error}\n")
 
     def copy_extensions_to_source(self) -> None:
-        """Copy the library, or the note, beside the sources, where an editable install looks for it."""
+        """Copy the library, or the note, to the source folder, which an editable install reads."""
         for ext in self.extensions:
-            target = Path(self.get_ext_fullpath(ext.name))  # beside the sources, since `inplace` is set
+            target = Path(self.get_ext_fullpath(ext.name))  # in the source folder, since `inplace` is set
             built = Path(self.build_lib, *ext.name.split(".")[:-1])
             for name in (target.name, FAILURE_NOTE):
                 (target.parent / name).unlink(missing_ok=True)
@@ -107,11 +107,11 @@ class BuildKernels(build_ext):
 
     def _compile_all(self) -> list[str]:
         units = {"generic": Unit("isa.cc", _defines("generic", *BASELINE))}
-        units |= {name: Unit("isa.cc", _defines(name, *of_set)) for name, of_set in INSTRUCTION_SETS.items()}
+        units |= {name: Unit("isa.cc", _defines(name, *options)) for name, options in INSTRUCTION_SETS.items()}
         with ThreadPoolExecutor(num_cores := os.cpu_count() or 1) as pool:
             started = time.monotonic()
-            _say(f"{len(units) + 1} native kernels, compiled on {num_cores} cores, some minutes on one")
-            # Those with the widest vectors take longest: they must not be the last to begin.
+            _report(f"{len(units) + 1} native kernels, compiled on {num_cores} cores, some minutes on one")
+            # Sets with the widest vectors take longest: they must not start last.
             compiled = {name: pool.submit(self._compile, name, unit) for name, unit in reversed(units.items())}
             handlers = pool.submit(self._compile, "ffi", _handlers(INSTRUCTION_SETS))
             objects = {"generic": compiled["generic"].result()}
@@ -120,15 +120,15 @@ class BuildKernels(build_ext):
                     objects[name] = path
             if len(objects) < len(units):
                 handlers = pool.submit(self._compile, "ffi", _handlers(list(objects)[1:]))
-            # The linker takes the first copy of an inline function that several objects have: that of every processor.
+            # The linker takes the first copy of an inline function: that copy must run on every processor.
             result = [handlers.result(), *objects.values()]
-        _say(f"native kernels are there after {time.monotonic() - started:.0f} s: {', '.join(objects)}")
+        _report(f"native kernels are built after {time.monotonic() - started:.0f} s: {', '.join(objects)}")
         _forget_oldest()
         return result
 
     def _built(self, name: str, compiled: Future[str], objects: Iterable[str]) -> str | None:
         if (plain := PLAIN.get(name, "generic")) not in objects:
-            self.warn(f"the native kernels are built without {name}, whose attention would be that of {plain}")
+            self.warn(f"the native kernels are built without {name}, whose attention needs {plain}")
             return None
         try:
             return compiled.result()
@@ -137,12 +137,12 @@ class BuildKernels(build_ext):
             return None
 
     def _compile(self, name: str, unit: Unit) -> str:
-        """Return the object of a unit, from the cache if it has been compiled before."""
+        """Return the unit's object, from the cache if it has been compiled before."""
         kept = _cache() / f"{self._key(unit)}.o"
         directory = Path(self.build_temp) / name
         directory.mkdir(parents=True, exist_ok=True)
         if kept.exists():
-            _say(f"  {name}: compiled before")
+            _report(f"  {name}: compiled before")
             with contextlib.suppress(OSError):
                 kept.touch()  # `_forget_oldest` goes by time
             return str(shutil.copy(kept, directory / f"{unit.source}.o"))
@@ -151,11 +151,11 @@ class BuildKernels(build_ext):
         (path,) = self.compiler.compile([str(SOURCES / unit.source)], output_dir=str(directory), extra_postargs=flags)
         with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=_cache()) as there:
             os.replace(shutil.copy(path, there), kept)
-        _say(f"  {name}: {time.monotonic() - started:.0f} s")
+        _report(f"  {name}: {time.monotonic() - started:.0f} s")
         return str(path)
 
     def _key(self, unit: Unit) -> str:
-        """Return a digest of the compiler, its flags, the source and every header of ours or of XLA's calls."""
+        """Return a digest over the compiler, its flags, the source and all headers, XLA's included."""
         command = getattr(self.compiler, "compiler_so_cxx", ["c++"])
         version = subprocess.run([command[0], "--version"], check=False, capture_output=True).stdout
         digest = hashlib.sha256(repr([command, FLAGS, unit.source, unit.flags, platform.machine(), version]).encode())
@@ -169,15 +169,13 @@ class TagWheel(bdist_wheel):
     """Tag the wheel for every Python: its library is loaded by ctypes and called by XLA."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """Return the tag of the platform alone."""
         return "py3", "none", super().get_tag()[2]
 
 
 class ArchiveSources(sdist):
-    """Leave the tests out of the source archive, of which setuptools adds some by their names."""
+    """Leave the tests out of the source archive: setuptools adds some test files by their names."""
 
     def make_distribution(self) -> None:
-        """Write the archive."""
         self.filelist.exclude_pattern(None, prefix="tests")
         super().make_distribution()
 
@@ -199,7 +197,7 @@ def _xla_headers() -> str:
 
 
 def _cache() -> Path:
-    """Return the folder of objects, beside that of compiled programs; builds run without jaxserve's `environment`."""
+    """Return the object folder in jaxserve's cache; builds run without jaxserve's `environment`."""
     path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "objects"
     with contextlib.suppress(OSError):
         path.mkdir(parents=True, exist_ok=True)
@@ -212,8 +210,8 @@ def _forget_oldest() -> None:
             path.unlink(missing_ok=True)
 
 
-def _say(text: str) -> None:
-    """Write to standard output, and to the terminal if pip, which takes the output for itself, runs in one."""
+def _report(text: str) -> None:
+    """Write to standard output, and to the terminal if pip hides the output."""
     print(text, flush=True)
     if sys.stdout.isatty():
         return

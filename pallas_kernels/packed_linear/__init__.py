@@ -1,14 +1,14 @@
-"""Products with matrices packed for the native CPU kernels: any number of tokens, weights of 32, 16, 8 or 4 bits.
+"""Linear layers with matrices packed for the native CPU kernels, with 32-, 16-, 8- or 4-bit weights.
 
-A packed matrix stores 16 rows side by side, `[ceil(N / 16), K, 1, 16]`, so that weights stream through the processor in
-order and are converted on the way. A gated matrix, the rows of a gate followed by as many rows that it gates, stores 8
-of each side by side, `[ceil(N / 2 / 8), K, 2, 8]`: its product is SwiGLU (Shazeer 2020), applied as soon as the sums
-are done. A token's result is bit-identical whatever other tokens there are. Several matrices of equal shape may be
-packed one after the other, each in panels of its own, for `grouped_matmul`.
+A packed matrix stores 16 rows side by side in a panel, `[ceil(N / 16), K, 1, 16]`, so that weights stream through the
+processor in order and are converted on the way. A gated matrix, with all gate rows before all up rows, stores 8 gate
+rows and 8 up rows side by side, `[ceil(N / 2 / 8), K, 2, 8]`: its matmul is followed by SwiGLU (Shazeer 2020), applied
+as soon as the sums are done. A token's result is bit-identical whatever other tokens there are. For `grouped_matmul`,
+matrices with equal shapes may be packed one after the other, each in its own panels.
 
 In int8 and int4 each group of consecutive columns has a scale per row. int4 may have zero points too: an element q
-stands for `(q - zero) * scale`. Consecutive elements of a row are a word, the first in its lowest bits: 4 of int8 in an
-int32, or 8 of int4, shifted to 0 to 15, in a uint32. Each group begins a word.
+stands for `(q - zero) * scale`. Consecutive elements in a row form a word, the first element in the lowest bits: four
+int8 elements in an int32, or eight int4 elements, shifted to 0 to 15, in a uint32. Each group starts a new word.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WORD_DTYPES: dict[str, np.dtype[Any]] = {
     "int4": np.dtype(np.uint32),
     "uint4": np.dtype(np.uint32),
 }
-_WORD_COLUMNS: dict[np.dtype[Any], int] = {np.dtype(np.int32): 4, np.dtype(np.uint32): 8}  # elements of a word
+_WORD_COLUMNS: dict[np.dtype[Any], int] = {np.dtype(np.int32): 4, np.dtype(np.uint32): 8}  # elements per word
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -50,29 +50,29 @@ class PackedMatrix:
 
     weights: Shaped[Array, "panels K parts rows"]  # two parts if it is gated, else one; integers have words for K
     scales: Float[Array, "panels groups parts rows"]  # no groups unless weights are int8 or int4
-    zeros: Float[Array, "panels zeros parts rows"]  # zero points of elements from 0 to 15, or none
-    num_outputs: int = field(metadata={"static": True})  # outputs of the product: N, or N / 2 if it is gated
+    zeros: Float[Array, "panels zeros parts rows"]  # zero points for elements from 0 to 15, or none
+    num_outputs: int = field(metadata={"static": True})  # outputs: N, or N / 2 if it is gated
     num_inputs: int = field(metadata={"static": True})  # K
     num_matrices: int = field(default=1, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape `[N, K]`, of all matrices together."""
+        """Shape `[N, K]` for all matrices together."""
         return (self.num_matrices * self.weights.shape[2] * self.num_outputs, self.num_inputs)
 
     @property
     def gated(self) -> bool:
-        """Return whether the product is `silu(x @ gate.T) * (x @ up.T)`; the rows are those of gate, then of up."""
+        """Return whether the matmul returns `silu(x @ gate.T) * (x @ up.T)`, with all gate rows before all up rows."""
         return bool(self.weights.shape[2] == 2)
 
     @property
     def word_columns(self) -> int | None:
-        """Elements in a word of the weights, 4 of int8 or 8 of int4; None if they are floats."""
+        """Elements per word, 4 for int8 or 8 for int4; None if the weights are floats."""
         return _WORD_COLUMNS.get(self.weights.dtype)
 
 
 def unsupported(dtype: DTypeLike, platform: str) -> str | None:
-    """Return the reason why matrices of a dtype cannot be packed and multiplied on a platform, or None if they can."""
+    """Return the reason why matrices with a dtype cannot be packed for a platform, or None if they can."""
     if platform != "cpu":
         return "packed matrices are for CPUs"
     if jnp.dtype(dtype).name not in WEIGHT_DTYPES:
@@ -88,9 +88,9 @@ def pack(
     gated: bool = False,
     num_matrices: int = 1,
 ) -> PackedMatrix:
-    """Pack a matrix stored [out, in], or `num_matrices` of them, one after the other.
+    """Pack a matrix stored [out, in], or `num_matrices` matrices one after the other.
 
-    With `scales` it stands for `(weight[n, k] - zeros[n, g]) * scales[n, g]`, where `g = k // (K / groups)`.
+    With `scales` it stands for `(weight[n, k] - zeros[n, g]) * scales[n, g]` with `g = k // (K / groups)`.
     """
     N, K = np.shape(weight)
     num_groups = 0 if scales is None else np.shape(scales)[1]
@@ -111,20 +111,20 @@ def abstract(
     gated: bool = False,
     has_zeros: bool = False,
 ) -> PackedMatrix:
-    """Return the shapes of a packed matrix `[N, K]`.
+    """Return the shapes for a packed matrix `[N, K]`.
 
     Args:
-      N: number of rows, the outputs of the product; those of all matrices.
+      N: number of rows in all matrices together.
       K: number of columns.
-      dtype: dtype of the weights.
+      dtype: weight dtype.
       num_groups: scales per row; none by default.
-      num_matrices: number of matrices that divide the rows among them.
-      gated: True if the product is to be SwiGLU, see `PackedMatrix.gated`.
-      has_zeros: True if groups of int4 or uint4 have zero points; without, they are 0.
+      num_matrices: number of matrices among which the rows are divided.
+      gated: True if SwiGLU follows the matmul, see `PackedMatrix.gated`.
+      has_zeros: True if int4 or uint4 groups have zero points; they are 0 by default.
     """
     name = jnp.dtype(dtype).name
     if (name in _GROUPED) != (num_groups > 0):
-        raise ValueError(f"{_GROUPED}, and they alone, must have scales, got {name} in {num_groups} groups")
+        raise ValueError(f"{_GROUPED}, and no other dtypes, must have scales, got {name} in {num_groups} groups")
     if num_groups and K % num_groups:
         raise ValueError(f"each row's {K} weights must divide into {num_groups} groups")
     if has_zeros and name not in _LOWEST:
@@ -138,7 +138,7 @@ def abstract(
     columns, stored = K, _WORD_DTYPES.get(name, jnp.dtype(dtype))
     if num_groups:
         columns = num_groups * -(-K // num_groups // _WORD_COLUMNS[stored])
-    num_zeros = num_groups if has_zeros or name == "uint4" else 0  # the kernel's own zero point is that of int4
+    num_zeros = num_groups if has_zeros or name == "uint4" else 0  # by default the kernel subtracts int4's zero point
     arrays: Any = (
         jax.ShapeDtypeStruct((num_matrices * -(-num_outputs // num_rows), size, num_parts, num_rows), dtype)
         for size, dtype in ((columns, stored), (num_groups, jnp.float32), (num_zeros, jnp.float32))
@@ -148,11 +148,11 @@ def abstract(
 
 
 class Packer:
-    """Packer of a matrix `[N, K]` some rows at a time, so that memory never holds it in another form.
+    """Packer that takes a matrix `[N, K]` some rows at a time, so that memory never holds a second copy.
 
     Args:
-      shapes: shapes of the packed matrix.
-      dtype: dtype of the weights.
+      shapes: packed shapes.
+      dtype: weight dtype.
     """
 
     def __init__(self, shapes: PackedMatrix, dtype: DTypeLike) -> None:
@@ -171,7 +171,7 @@ class Packer:
             self._write(self._zeros, start, np.asarray(zeros, np.float32) - self._lowest)
 
     def _words(self, elements: NDArray[Any]) -> NDArray[Any]:
-        """Return rows of elements as words, each group padded to whole ones."""
+        """Return elements as words, with each group padded to whole words."""
         dtype = self._weights.dtype
         shifted = (elements.astype(np.int8) - np.int8(self._lowest or 0)).view(np.uint8)
         groups = shifted.reshape(len(elements), self._shapes.scales.shape[1], -1)
@@ -182,12 +182,12 @@ class Packer:
 
     def _write(self, panels: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
         num_parts, num_outputs, end = panels.shape[2], self._shapes.num_outputs, start + len(rows)
-        of_matrices = panels.reshape(self._shapes.num_matrices, -1, *panels.shape[1:])
+        matrices = panels.reshape(self._shapes.num_matrices, -1, *panels.shape[1:])
         for block in range(start // num_outputs, -(-end // num_outputs)):
             matrix, part = divmod(block, num_parts)
-            offset = block * num_outputs - start  # index in `rows` of the part's first row
+            offset = block * num_outputs - start  # index in `rows` at which the part starts
             low, high = max(0, offset), min(len(rows), offset + num_outputs)
-            _write_panels(of_matrices[matrix, :, :, part], low - offset, rows[low:high])
+            _write_panels(matrices[matrix, :, :, part], low - offset, rows[low:high])
 
     def matrix(self, sharding: Sharding | None = None) -> PackedMatrix:
         """Return the packed matrix, which takes over the memory, on the default or another sharding."""
@@ -197,9 +197,9 @@ class Packer:
 
 
 class Unpacked(NamedTuple):
-    """Rows of a matrix, as `pack` takes them; scales and zeros have no groups where there are none.
+    """Matrix rows, as `pack` takes them; scales and zeros have 0 groups if the matrix has none.
 
-    Elements of int4 are uint8, from 0 to 15. Zero points are theirs, 8 where the matrix has none of its own.
+    Int4 elements are uint8, from 0 to 15. Their zero points are 8 if the matrix stores none.
     """
 
     weight: Shaped[Array, "N K"]
@@ -208,7 +208,7 @@ class Unpacked(NamedTuple):
 
 
 def unpack(matrix: PackedMatrix) -> Unpacked:
-    """Invert `pack` of one matrix."""
+    """Invert `pack` for one matrix."""
     assert matrix.num_matrices == 1, "groups of matrices are only multiplied"
     weight, scales, zeros = (
         _from_panels(panels, matrix.num_outputs) for panels in (matrix.weights, matrix.scales, matrix.zeros)
@@ -228,14 +228,14 @@ def multiply(
     bias: Float[Array, " N"] | None = None,
     residual: Float[Array, "T out"] | None = None,
 ) -> Float[Array, "T out"]:
-    """Return `x @ matrix.T + bias`, SwiGLU of it if the matrix is gated, `+ residual`: in float32, by one call.
+    """Return `x @ matrix.T + bias`, after SwiGLU if the matrix is gated, `+ residual`: in float32, by one call.
 
     Args:
       matrix: packed matrix `[N, K]`.
       x: inputs.
       rms_norm: weight and epsilon: x is replaced by x / sqrt(mean(x^2) + epsilon) * weight.
-      bias: bias of the outputs before SwiGLU; none by default.
-      residual: summand of the result; none by default.
+      bias: bias before SwiGLU; none by default.
+      residual: residual that is added last; none by default.
 
     Raises:
       ValueError: shapes do not fit.
@@ -264,7 +264,7 @@ def multiply(
 
 
 def _operand(name: str, array: Float[Array, "..."] | None, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """Return an operand of the native call, an empty array for None."""
+    """Return an operand for the native call, an empty array for None."""
     if array is None:
         return jnp.zeros(0, jnp.float32)
     if array.shape != shape:
@@ -273,7 +273,7 @@ def _operand(name: str, array: Float[Array, "..."] | None, shape: tuple[int, ...
 
 
 def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]:
-    """Return rows of a matrix that is not gated, scales applied; row ids are clipped to the range."""
+    """Look up dequantised rows in a matrix that is not gated; row ids are clipped to the range."""
     assert not matrix.gated, "a table of rows has no gate"
     assert matrix.num_matrices == 1, "a table of rows is one matrix"
     weights, row_ids = kept_beside(matrix.weights, jnp.clip(row_ids, 0, matrix.num_outputs - 1))
@@ -296,7 +296,7 @@ def _scaled(
 
 
 def _from_words(words: Shaped[Array, "T words"], num_groups: int, matrix: PackedMatrix) -> Shaped[Array, "T K"]:
-    """Return the elements of words without the padding of groups."""
+    """Return the elements in words, without group padding."""
     K = matrix.num_inputs
     if matrix.word_columns == 4:
         elements = jax.lax.bitcast_convert_type(words, jnp.int8)
@@ -313,7 +313,7 @@ def _empty(array: Any) -> NDArray[Any]:
 
 
 def _write_panels(panels: Shaped[np.ndarray, "panels K rows"], start: int, rows: Shaped[np.ndarray, "N K"]) -> None:
-    """Write rows from `start` on: those that complete a panel, whole panels, and those that begin one."""
+    """Write rows from `start` on: the rest of a started panel, whole panels, and the start of a last panel."""
     panel_rows = panels.shape[2]
     panel, lane = divmod(start, panel_rows)
     if lane:

@@ -1,12 +1,12 @@
 """Grouped matmul kernel for Hopper GPUs.
 
-The rows of each group are cut into tiles that start with the group, or up to seven rows before it: TMA copies rows in
-eights to the layout that wgmma reads (`visits.py`). A work item is a row tile with a tile of the group's matrix
-`[N, K]`. Items of one row tile run side by side and fetch its rows from main memory once.
+Each group's rows are cut into tiles that start with the group, or up to seven rows before it: TMA copies rows in eights
+to the layout that wgmma reads (`visits.py`). A work item is a row tile with a tile of the group's matrix `[N, K]`. All
+items with the same row tile run side by side and fetch its rows from main memory once.
 
-TMA copies blocks of x and of the matrix as they are stored, and one or two warpgroups multiply 64 rows each by wgmma
-with float32 sums. A row tile may overlap other groups. Their rows are multiplied too, but only the rows of the tile's
-own group are stored. Empty groups cost no work, and their matrices are not read.
+TMA copies x and matrix blocks as they are stored, and one or two warpgroups multiply 64 rows each by wgmma with float32
+sums. A row tile may overlap other groups. Their rows are multiplied too, but only the tile's own group is stored. Empty
+groups cost no work, and their matrices are not read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxtyping import Array, Float, Int, Int32
 
 MATRIX, BASE, BEGIN, END = range(4)  # columns of the visits
-LOADING_REGISTERS = 72  # registers of a loading thread with three warpgroups; two warpgroups have enough anyway
+LOADING_REGISTERS = 72  # registers per loading thread if there are three warpgroups; two have enough anyway
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers of a thread block."""
+    """A thread block's shared memory and barriers."""
 
     x: Any  # [stages, rows, columns]
     weight: Any  # [stages, outputs, columns]
@@ -72,7 +72,7 @@ def multiply(
 
 
 class GroupedThreadBlock(ThreadBlock[Problem]):
-    """Thread block whose work items are the output tiles of each visit."""
+    """Thread block with each visit's output tiles as work items."""
 
     def __init__(
         self, launch: Launch[Problem], num_visits: Any, visits: Any, x: Any, matrices: Any, out: Any, shared: Shared
@@ -100,7 +100,7 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
         self._store(y, visit, first_output, warpgroup)
 
     def _visit(self, number: Any) -> tuple[Any, Any]:
-        """Return the visit of an item, and the first matrix row of its output tile."""
+        """Return an item's visit and the first matrix row in its output tile."""
         item, num_tiles = self.item(number), i32(self.launch.num_output_tiles)
         return lax.div(item, num_tiles), lax.rem(item, num_tiles) * self.launch.tiles.outputs
 
@@ -125,9 +125,9 @@ class GroupedThreadBlock(ThreadBlock[Problem]):
         return y
 
     def _store(self, y: Any, visit: Any, first_output: Any, warpgroup: Any) -> None:
-        """Copy the rows of the group to the output through shared memory.
+        """Copy the group's rows to the output through shared memory.
 
-        Copies have static sizes: one copy per power of two adds up to any number of rows.
+        Copies have static sizes: one copy per power of two adds up to any row count.
         """
         out = self.shared.out.at[warpgroup]
         out[...] = y.astype(out.dtype)

@@ -1,4 +1,4 @@
-"""Grouped matmul of floats on Hopper GPUs: supported problems and tile sizes."""
+"""Grouped float matmul on Hopper GPUs: supported problems and tile sizes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from jaxserve.pallas_kernels.target import TargetChip
 from jaxtyping import Array, Float, Int, Int32
 
 DTYPES = ("bfloat16", "float16")
-MIN_INPUTS = 32  # columns in a line of shared memory
-MIN_OUTPUTS = 64  # matrix rows of the smallest tile
-ROW_ALIGNMENT = 8  # TMA copies rows of x to shared memory in eights
-MAX_WARPGROUPS = 2  # computing warpgroups of a thread block
+MIN_INPUTS = 32  # columns per shared-memory line
+MIN_OUTPUTS = 64  # matrix rows in the smallest tile
+ROW_ALIGNMENT = 8  # TMA copies x rows to shared memory in eights
+MAX_WARPGROUPS = 2  # computing warpgroups per thread block
 
 
 @dataclass(frozen=True)
 class TileLimits:
-    """Limits of tile sizes; tuned values override the defaults.
+    """Tile size limits; tuned values override the defaults.
 
     Attributes:
-        warpgroups: maximum number of computing warpgroups, with 64 rows of x each.
-        outputs: maximum number of matrix rows per tile.
-        stages: maximum number of blocks in flight.
+        warpgroups: maximum number of computing warpgroups, with 64 x rows each.
+        outputs: maximum matrix rows per tile.
+        stages: maximum blocks in flight.
     """
 
     warpgroups: int = MAX_WARPGROUPS
@@ -33,12 +33,12 @@ class TileLimits:
     stages: int = 8
 
     def __post_init__(self) -> None:
-        if self.stages < 2:  # a block is freed when the matmul of the next block has started
+        if self.stages < 2:  # a block is freed when the next wgmma has started
             raise ValueError(f"stages must be at least 2, got {self.stages}")
 
 
 class FloatMatmul(MatmulKernel[Problem]):
-    """Grouped matmul of floats on Hopper GPUs."""
+    """Grouped float matmul on Hopper GPUs."""
 
     platform = "gpu"
     module = f"{__package__}.float_kernel"
@@ -66,7 +66,7 @@ class FloatMatmul(MatmulKernel[Problem]):
         group_sizes: Int32[Array, " G"],
         layer: Int[Array, ""],
     ) -> Float[Array, "M N"]:
-        """Pad x to whole eights of rows and at least one tile, and run the kernel."""
+        """Pad x to a multiple of eight rows and at least one tile, and run the kernel."""
         launch, M = self.launch(problem), problem.num_rows
         x = jnp.pad(x, ((0, max(-M % ROW_ALIGNMENT, launch.tiles.rows - M)), (0, 0)))
         y: Array = self.kernel().multiply(launch, x, matrices, group_sizes, layer)

@@ -1,8 +1,8 @@
-"""Elements of a matrix as 16-bit floats in the registers that wgmma multiplies.
+"""Conversion from stored matrix elements to 16-bit floats in registers, in the layout that wgmma reads.
 
-A thread loads four bytes of neighbouring columns at once, where wgmma wants two there and two eight columns further,
-so neighbouring threads exchange a half. Conversions are exact and work on the bits of two elements at a time. The
-interpreter, which knows no registers, has plain conversions instead.
+A thread loads four bytes from adjacent columns, but wgmma wants two bytes there and two bytes eight columns further:
+two adjacent threads exchange halves. Conversions are exact and convert two elements at a time by bit operations. The
+interpreter, which has no registers, uses plain conversions instead.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from jaxserve.pallas_kernels.grouped_matmul.elements import PACKED, e2m1_floats
 from jaxserve.pallas_kernels.grouped_matmul.mosaic_gpu.quantized_matmul import WGMMA_COLUMNS
 from jaxtyping import Array, Shaped
 
-BIAS = {"bfloat16": 128, "float16": 1024}  # what codes of int4 are more by: their bits are the last of this number's
+BIAS = {"bfloat16": 128, "float16": 1024}  # added to int4 codes: a float whose last bits are the code
 LOADED, WANTED = plgpu.Layout.WGMMA_UPCAST_2X, plgpu.Layout.WGMMA
-_COLUMNS = 16  # columns of one instruction
+_COLUMNS = 16  # columns per instruction
 
 
 def exchanged(stored: Shaped[Array, "out columns"], kind: str, interpret: Any) -> Shaped[Array, "out columns"]:
-    """Return bytes, loaded in the layout `LOADED`, in the order in which `floats` takes them from its registers."""
+    """Reorder bytes, which were loaded in the layout `LOADED`, to the register order that `floats` reads."""
     if interpret is not None:
         return stored
-    # Bytes of columns 0, 1, 8 and 9 of a thread with an even number; and of packed ones those of 0 and 1 apart.
+    # An even thread gets columns 0, 1, 8 and 9; packed columns 0 and 1 are kept apart.
     even, odd = (0x5140, 0x3726) if kind in PACKED else (0x5410, 0x3276)
 
     @plgpu.inline_mgpu(arg_types=(LOADED,), return_type=plgpu.ShapeDtypeStruct(stored.shape, jnp.uint8, layout=LOADED))
@@ -51,15 +51,15 @@ def exchanged(stored: Shaped[Array, "out columns"], kind: str, interpret: Any) -
 def floats(
     elements: Shaped[Array, "out columns"], kind: str, dtype: jnp.dtype, part: int, unit: int, interpret: Any
 ) -> Shaped[Array, "out 64"]:
-    """Return the elements of one unit of columns, those of int4 with `BIAS` added.
+    """Convert one 64-column unit to floats; int4 elements have `BIAS` added.
 
     Args:
-        elements: result of `exchanged`.
-        kind: kind of the elements.
-        dtype: dtype of the result, bfloat16 or float16.
-        part: number of the element in each byte.
-        unit: number of the unit.
-        interpret: parameters of the interpreter; None on a GPU.
+        elements: bytes that `exchanged` returned.
+        kind: element type.
+        dtype: result dtype, bfloat16 or float16.
+        part: index of the element in each byte.
+        unit: unit index.
+        interpret: parameters for the interpreter; None on a GPU.
     """
     if interpret is not None:
         return _interpreted(elements[:, unit * WGMMA_COLUMNS : (unit + 1) * WGMMA_COLUMNS], kind, dtype, part)
@@ -82,7 +82,7 @@ def floats(
 
 
 def joined(groups: Sequence[Shaped[Array, "out 64"]], interpret: Any) -> Shaped[Array, "out 64"]:
-    """Return an array whose columns are in equal parts those of each of some arrays, in the layout `WANTED`."""
+    """Return the first columns from each array side by side, 64 in all, in the layout `WANTED`."""
     size = WGMMA_COLUMNS // len(groups)
     if len(groups) == 1:
         return groups[0]
@@ -95,7 +95,7 @@ def joined(groups: Sequence[Shaped[Array, "out 64"]], interpret: Any) -> Shaped[
     )
     def join(_: Any, *arrays: Any) -> Any:
         registers = np.empty_like(arrays[0].registers)
-        for column in range(registers.shape[1]):  # of eight columns each
+        for column in range(registers.shape[1]):  # a register column is eight columns
             registers[:, column] = arrays[column * 8 // size].registers[:, column]
         return mgpu.FragmentedArray(_registers=registers, _layout=arrays[0].layout, _is_signed=None)
 
@@ -112,21 +112,21 @@ def _interpreted(stored: Shaped[Array, "out 64"], kind: str, dtype: jnp.dtype, p
 
 
 def _code(kind: str, dtype: str, part: int, half: int) -> str:
-    """Return PTX that makes a pair of floats, $0, of the four bytes in $1."""
-    shift = 8 * half + 4 * part  # of the pair's codes from the last bits of either half of the register
-    is_wide, floats = dtype == "bfloat16", "bf16x2" if dtype == "bfloat16" else "f16x2"  # as wide as float32
+    """Return PTX that converts one pair of elements among the four bytes in $1 to a pair of floats in $0."""
+    shift = 8 * half + 4 * part  # from the pair's codes to the last bits in both register halves
+    is_wide, floats = dtype == "bfloat16", "bf16x2" if dtype == "bfloat16" else "f16x2"
     match kind:
         case "int4":
             bias = 0x43004300 if is_wide else 0x64006400
             return f"shr.u32 a, $1, {shift}; lop3.b32 $0, a, 0x000F000F, {bias:#x}, 0xEA;"
         case "e2m1":
-            # Exponent and mantissa at their place are the value but for a factor; 0.5 is a subnormal number.
+            # Exponent and mantissa bits, shifted into place, are the value except for a factor; 0.5 is subnormal.
             last, mask, factor = (6, 0x01C001C0, 0x7E807E80) if is_wide else (9, 0x0E000E00, 0x74007400)
             move = f"shl.b32 a, $1, {last - shift};" if last >= shift else f"shr.u32 a, $1, {shift - last};"
             sign = f"shl.b32 b, $1, {12 - shift}; and.b32 a, a, {mask:#x}; lop3.b32 a, b, 0x80008000, a, 0xEA;"
             return f"{move} {sign} mov.b32 b, {factor:#x}; mul.{floats} $0, a, b;"
         case "int8" if is_wide:
-            # 128 and the last seven bits, less 128, or less 256 where the sign makes the exponent one more.
+            # 128 plus the last seven bits, minus 128, or minus 256 if the sign increments the exponent.
             spread = f"prmt.b32 a, $1, 0x43, {0x4342 if half else 0x4140:#x};"
             return f"{spread} and.b32 b, a, 0xFF7FFF7F; and.b32 a, a, 0xFF80FF80; sub.bf16x2 $0, b, a;"
         case "int8":

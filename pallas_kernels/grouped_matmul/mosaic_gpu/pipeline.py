@@ -1,7 +1,7 @@
-"""Persistent thread blocks: one warpgroup loads blocks into a ring of shared memory, the others multiply them.
+"""Persistent thread blocks: one warpgroup loads blocks into a shared-memory ring, the others multiply them.
 
-A work item is one output tile, or one split of its columns. The thread blocks of all multiprocessors take the items in
-turn: block b works on items b, b + num_cores and so on.
+A work item is one output tile, or one split of its columns. Each multiprocessor has one thread block; thread block b
+works on items b, b + num_cores and so on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ThreadBlock(ABC, Generic[P]):
 
     Args:
         launch: static parameters.
-        num_items: number of work items of all thread blocks.
+        num_items: number of work items for all thread blocks together.
         shared: shared memory, with barriers `ready` (a block is loaded) and `free` (it has been multiplied).
     """
 
@@ -39,14 +39,14 @@ class ThreadBlock(ABC, Generic[P]):
 
     @abstractmethod
     def copier(self, number: Any) -> Callable[[Any, Any], None]:
-        """Return a function that starts the copies of a column block of an item to a slot of the ring."""
+        """Return a function that starts copying one of the item's column blocks to a ring slot."""
 
     @abstractmethod
     def compute_item(self, number: Any, warpgroup: Any) -> None:
-        """Multiply all column blocks of an item and store this warpgroup's results."""
+        """Multiply all column blocks and store this warpgroup's results."""
 
     def load(self) -> None:
-        """Fill the ring with the blocks of all items, in order."""
+        """Fill the ring with all items' blocks, in order."""
         num_blocks, num_slots = self.launch.num_blocks, self.launch.tiles.stages
 
         @pl.loop(0, self.num_items)
@@ -72,18 +72,17 @@ class ThreadBlock(ABC, Generic[P]):
             plgpu.barrier_wait(self.shared.free.at[lax.rem(count, i32(num_slots))])
 
     def compute(self, warpgroup: Any) -> None:
-        """Compute all items."""
 
         @pl.loop(0, self.num_items)
         def compute_item(number: Any) -> None:
             self.compute_item(number, warpgroup)
 
     def item(self, number: Any) -> Any:
-        """Return the index of this thread block's next item among all items."""
+        """Return the index, among all items, of this thread block's item `number`."""
         return self.index + number * self.launch.chip.num_cores
 
     def slot(self, number: Any, block: Any) -> Any:
-        """Return the ring slot of a column block."""
+        """Return the ring slot for a column block."""
         return lax.rem(number * self.launch.num_blocks + block, i32(self.launch.tiles.stages))
 
 
@@ -100,10 +99,10 @@ def persistent_kernel(
 
     Args:
         launch: static parameters.
-        thread_block: function that makes a thread block of `launch`, references to operands and output, and `shared`.
-        shared: named tuple of shared memory to allocate.
-        out: shape and dtype of the output.
-        name: name of the kernel.
+        thread_block: `ThreadBlock` subclass, called with `launch`, operand and output references, and `shared`.
+        shared: named tuple with the shared memory to allocate.
+        out: output shape and dtype.
+        name: kernel name.
         loading_registers: registers that a loading thread keeps; see `divide`.
     """
     num_computing = launch.tiles.warpgroups

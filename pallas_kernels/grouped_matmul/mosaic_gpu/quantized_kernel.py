@@ -1,13 +1,13 @@
 """Matmul kernel with quantised matrices for Hopper GPUs.
 
-A work item is a tile of x with a tile of the matrix, and with a split of the columns if there would be too few items.
-TMA copies blocks of x, and of the elements and scales as they are stored, from the arrays of all layers. Each computing
-warpgroup multiplies 64 matrix rows: it converts their elements to 16-bit floats in registers, and wgmma multiplies them
-with the block of x while the next elements are converted. So few rows of x cost few instructions. Scales multiply the
-float32 sums of their groups if that takes fewer instructions than scaling the elements.
+A work item is an x tile with a matrix tile, or one split of their columns if there would be too few items. TMA copies
+x blocks, and elements and scales as they are stored, from the arrays with all layers. Each computing warpgroup has 64
+matrix rows: it converts their elements to 16-bit floats in registers, and wgmma multiplies them by the x block while
+the next elements are converted. So few x rows cost few instructions. Scales multiply their groups' float32 sums if that
+takes fewer instructions than scaling the elements.
 
-The sums of the splits are added after the kernel. If tiles do not divide the matrix rows, TMA fills the last tile with
-zeros, and its sums are cut off.
+Splits are added up after the kernel. If tiles do not divide the matrix rows, TMA fills the last tile with zeros, and
+its sums are cut off.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from jaxserve.pallas_kernels.grouped_matmul.problem import QuantizedProblem, Qua
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxtyping import Array, Float, Float32, Int
 
-LOADING_REGISTERS = {2: 40, 3: 56, 4: 32}  # registers of a loading thread, by the number of computing warpgroups
+LOADING_REGISTERS = {2: 40, 3: 56, 4: 32}  # registers per loading thread, by computing warpgroups
 _LOAD_PARAMETERS = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
 _LAYOUT = plgpu.Layout.WGMMA
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers of a thread block."""
+    """A thread block's shared memory and barriers."""
 
-    x: Any  # [stages, halves, rows, columns]: bytes with two elements need x of both halves of the columns
+    x: Any  # [stages, halves, rows, columns]: bytes with two elements meet x from both halves of a row
     elements: Any  # [stages, outputs, columns]
     scale: Any  # [stages, halves, groups, outputs]
     offset: Any  # [stages, halves, groups, outputs], zero points or minima
@@ -50,7 +50,7 @@ class Shared(NamedTuple):
 def multiply(
     launch: Launch[QuantizedProblem], x: Float[Array, "padded K"], matrix: QuantizedStack, layer: Int[Array, ""]
 ) -> Float32[Array, "splits padded outputs"]:
-    """Run the kernel; return the sums of each split of the columns."""
+    """Run the kernel; return the sums for each column split."""
     run = persistent_kernel(
         launch,
         QuantizedThreadBlock,
@@ -64,7 +64,6 @@ def multiply(
 
 
 def shared_memory(launch: Launch[QuantizedProblem]) -> Shared:
-    """Return the shared memory of a thread block."""
     tiles, problem = launch.tiles, launch.problem
     stages, halves, dtype = tiles.stages, problem.per_byte, problem.dtype
     unused = plgpu.SMEM((8,), jnp.float32)
@@ -84,7 +83,7 @@ def shared_memory(launch: Launch[QuantizedProblem]) -> Shared:
 
 
 class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
-    """Thread block whose work items are output tiles, or splits of their columns."""
+    """Thread block with output tiles, or their column splits, as work items."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         self._store(multiply(warpgroup, number), number, warpgroup)
 
     def _tile(self, number: Any) -> tuple[Any, Any, Any]:
-        """Return the first row of x, the first matrix row and the split of an item."""
+        """Return an item's first x row, first matrix row and split."""
         tiles, num_output_tiles, item = self.launch.tiles, i32(self.launch.num_output_tiles), self.item(number)
         split, tile = lax.rem(item, i32(tiles.splits)), lax.div(item, i32(tiles.splits))
         row_tile, output_tile = lax.div(tile, num_output_tiles), lax.rem(tile, num_output_tiles)
@@ -157,7 +156,7 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, tiles.rows), jnp.float32))
 
     def _multiply_groups(self, warpgroup: Any, number: Any) -> Any:
-        """Return the sums over an item's columns, with the sum of each group scaled."""
+        """Return the sums over an item's columns, with each group's sum scaled."""
         problem, tiles = self.launch.problem, self.launch.tiles
         shape, num_units = (WARPGROUP_ROWS, tiles.rows), tiles.columns // WGMMA_COLUMNS
         units = [(half, unit) for half in range(problem.per_byte) for unit in range(num_units)]
@@ -187,7 +186,7 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         return totals
 
     def _next_block(self, number: Any, block: Any, warpgroup: Any) -> tuple[Any, Any]:
-        """Wait for a block; return its slot, and the stored elements of this warpgroup's matrix rows."""
+        """Wait for a block; return its slot, and the stored elements for this warpgroup's matrix rows."""
         slot = self.slot(number, block)
         plgpu.barrier_wait(self.shared.ready.at[slot])
         outputs = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
@@ -200,7 +199,7 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         plgpu.barrier_arrive(self.shared.free.at[slot])
 
     def _start_wgmma(self, acc: Any, weight: Any, slot: Any, half: int, unit: int, warpgroup: Any) -> None:
-        """Start to multiply a unit of 64 columns and add the result to `acc`."""
+        """Start to multiply one 64-column unit and add the result to `acc`."""
         x = self.shared.x.at[slot, half, :, pl.ds(unit * WGMMA_COLUMNS, WGMMA_COLUMNS)].transpose((1, 0))
         if self.launch.interpret is not None:  # it has no wgmma with registers
             self.shared.weight[warpgroup] = weight
@@ -209,12 +208,12 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         plgpu.wgmma(acc, weight, x)
 
     def _weight(self, slot: Any, elements: Any, half: int, unit: int, warpgroup: Any) -> Any:
-        """Return the elements of a unit of 64 columns as 16-bit floats, scaled unless their sums are."""
+        """Return a 64-column unit's elements as 16-bit floats, scaled unless their sums are."""
         launch, problem, shared, dtype = self.launch, self.launch.problem, self.shared, self.launch.problem.dtype
         values = fragments.floats(elements, problem.elements, dtype, half, unit, launch.interpret)
 
         def spread_groups(grid: Any, convert: Any) -> Any:
-            """Return a converted grid value for each element."""
+            """Return the converted scale or offset for each element."""
             count = problem.block_groups(WGMMA_COLUMNS)
             first = unit * WGMMA_COLUMNS // problem.group_size if launch.tiles.columns > problem.group_size else 0
             rows = [convert(self._grid_row(grid.at[slot, half, first + group], warpgroup)) for group in range(count)]
@@ -244,7 +243,7 @@ class QuantizedThreadBlock(ThreadBlock[QuantizedProblem]):
         return (values.astype(jnp.int32) if values.dtype == jnp.uint8 else values).astype(jnp.float32)
 
     def _store(self, sums: Any, number: Any, warpgroup: Any) -> None:
-        """Write sums to the output, transposed, in pieces of 32 bytes per row."""
+        """Write sums to the output, transposed, in 32-byte pieces per row."""
         first_row, first_output, split = self._tile(number)
         outputs = pl.ds(first_output + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         out = self.out.at[split, pl.ds(first_row, self.launch.tiles.rows), outputs]
@@ -258,5 +257,5 @@ def _load(ref: Any, layout: Any) -> Any:
 
 
 def _spread(values: Any, shape: tuple[int, int]) -> Any:
-    """Broadcast one value per matrix row over the columns of a shape."""
+    """Broadcast one value per matrix row over all columns."""
     return plgpu.layout_cast(lax.broadcast_in_dim(values, shape, [0]), _LAYOUT)

@@ -14,26 +14,26 @@ from jaxtyping import Array, Float, Int
 
 DTYPES = ("bfloat16", "float16")
 MIN_GROUP_SIZE = 8  # columns that are adjacent in wgmma's registers
-COPY_BYTES = 128  # TMA copies grids to shared memory in multiples
-WGMMA_COLUMNS = 64  # columns of one wgmma with registers: a line of 128 bytes of x
-MIN_COLUMNS = 64  # bytes of a matrix row in a block, or twice as many
-ROW_MULTIPLE = 8  # rows of x in a tile are a multiple
-MAX_ROWS = 256  # rows of x that one instruction multiplies
-SCALED_SUM_ROWS = 64  # rows of x up to which scaling the sums of 64-column groups is cheaper than scaling elements
-MAX_ROWS_BY_WARPGROUPS = {4: 32, 3: 64, 2: MAX_ROWS}  # computing warpgroups: rows of x whose sums fit their registers
+COPY_BYTES = 128  # TMA copies scales to shared memory in multiples
+WGMMA_COLUMNS = 64  # columns per wgmma with registers: a 128-byte line of x
+MIN_COLUMNS = 64  # bytes per matrix row in a block, or twice as many
+ROW_MULTIPLE = 8  # x rows per tile are a multiple
+MAX_ROWS = 256  # x rows that one instruction multiplies
+SCALED_SUM_ROWS = 64  # x rows up to which scaling sums costs less than scaling elements, for 64-column groups
+MAX_ROWS_BY_WARPGROUPS = {4: 32, 3: 64, 2: MAX_ROWS}  # computing warpgroups: x rows whose sums fit their registers
 RING_BYTES = SHARED_BYTES - 2048  # shared memory less everything else that a thread block keeps there
-LATENCY_BYTES = 24 * 1024  # bytes that a multiprocessor loads while it starts and stores a work item
+LATENCY_BYTES = 24 * 1024  # bytes that a multiprocessor can load in the time to start and store a work item
 
 
 @dataclass(frozen=True)
 class TileLimits:
-    """Limits of tile sizes; tuned values override the defaults.
+    """Tile size limits; tuned values override the defaults.
 
     Attributes:
-        rows: maximum rows of x per work item. Each row tile reads and dequantises the matrix again.
-        columns: maximum bytes of a matrix row per block.
-        warpgroups: maximum number of computing warpgroups, with 64 matrix rows each.
-        stages: maximum number of blocks in flight.
+        rows: maximum x rows per work item. Each row tile reads and dequantises the matrix again.
+        columns: maximum bytes per matrix row in a block.
+        warpgroups: maximum computing warpgroups, with 64 matrix rows each.
+        stages: maximum blocks in flight.
     """
 
     rows: int = MAX_ROWS
@@ -73,9 +73,9 @@ class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
         return None
 
     def choose_tiles(self, problem: QuantizedProblem, limits: TileLimits, chip: TargetChip) -> Tiles:
-        """Return the tiles with the lowest estimated time among those that fit."""
+        """Return the tiles with the lowest estimated time."""
         num_tiles = -(-problem.num_rows // limits.rows)
-        rows = -(-problem.num_rows // (num_tiles * ROW_MULTIPLE)) * ROW_MULTIPLE  # tiles of about equal size
+        rows = -(-problem.num_rows // (num_tiles * ROW_MULTIPLE)) * ROW_MULTIPLE  # about equal tiles
         min_warpgroups = min(MAX_ROWS_BY_WARPGROUPS)
         possible = [
             (stages, columns, warpgroups)
@@ -106,7 +106,7 @@ class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
         group_sizes: None,
         layer: Int[Array, ""],
     ) -> Float[Array, "T N"]:
-        """Run the kernel, add the sums of the splits, and apply a single scale per matrix row."""
+        """Run the kernel, add up the splits, and apply a single scale per matrix row."""
         launch = self.launch(problem)
         _, padded_rows, _ = sums_shape(launch)
         x = jnp.pad(x, ((0, padded_rows - problem.num_rows), (0, 0)))
@@ -119,27 +119,27 @@ KERNEL = QuantizedMatmul()
 
 
 def scales_sums(problem: QuantizedProblem, rows: int) -> bool:
-    """Return whether the kernel scales the sums of groups: exact, and cheap for few rows of x and large groups."""
+    """Return whether the kernel scales group sums: exact, and cheap for few x rows and large groups."""
     size = problem.group_size
     max_rows = 0 if size % WGMMA_COLUMNS else SCALED_SUM_ROWS if size == WGMMA_COLUMNS else 2 * SCALED_SUM_ROWS
     return problem.scales_elements and not problem.has_minimum and rows <= max_rows
 
 
 def sums_shape(launch: Launch[QuantizedProblem]) -> tuple[int, int, int]:
-    """Return the shape of the kernel's output: splits, rows of x and matrix rows, both padded to whole tiles."""
+    """Return the kernel's output shape: splits, x rows and matrix rows, both padded to whole tiles."""
     tiles = launch.tiles
     return tiles.splits, launch.num_row_tiles * tiles.rows, launch.num_output_tiles * tiles.outputs
 
 
 def _grid_bytes(problem: QuantizedProblem, columns: int, warpgroups: int) -> tuple[int, ...]:
-    """Return the bytes of a block's scales, and of its zero points or minima."""
+    """Return the bytes that a block's scales take, and its zero points or minima."""
     count = problem.block_groups(columns) * warpgroups * WARPGROUP_ROWS
     sizes = (problem.scale_dtype.itemsize if problem.scales_elements else 0, problem.offset_bytes)
     return tuple(count * size for size in sizes if size)
 
 
 def _stage_bytes(problem: QuantizedProblem, rows: int, columns: int, warpgroups: int) -> int:
-    """Return the bytes of a block in shared memory."""
+    """Return the shared-memory bytes per block."""
     x_bytes, element_bytes = rows * columns * problem.dtype.itemsize, warpgroups * WARPGROUP_ROWS * columns
     return problem.per_byte * (x_bytes + sum(_grid_bytes(problem, columns, warpgroups))) + element_bytes
 

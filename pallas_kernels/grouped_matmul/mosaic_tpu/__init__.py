@@ -1,4 +1,4 @@
 """Matmul kernels for TPUs, in Pallas (Mosaic).
 
-`float_kernel.py` multiplies groups of rows with float matrices, `quantized_kernel.py` all rows with a quantised matrix.
+`float_kernel.py` multiplies each group by a float matrix, `quantized_kernel.py` all rows by a quantised matrix.
 """

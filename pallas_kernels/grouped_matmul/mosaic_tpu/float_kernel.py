@@ -1,12 +1,12 @@
 """Grouped matmul kernel for TPUs, designed like megablox (Gale et al. 2022, in jax).
 
 The rows are cut into tiles, and each group visits the tiles that contain some of its rows (`visits.py`). The visits are
-computed on the device from the group sizes and reach the kernel as prefetched scalars, by which the pipeline selects
-the blocks to copy: a row tile, and a block of the group's matrix `[N, K]` as it is stored. A visit stores only the rows
-of its group; later visits to the same tile, which is still in VMEM, fill in the rows of other groups. The grid has as
-many steps as there are visits: empty groups cost no work, and their matrices are not read.
+computed on the device from the group sizes and reach the kernel as prefetched scalars. The pipeline reads from them
+which blocks to copy: a row tile, and a block of the group's matrix `[N, K]` as it is stored. A visit stores only its
+group's rows; later visits to the same tile, which is still in VMEM, fill in other rows. There is a grid step per visit:
+empty groups cost no work, and their matrices are not read.
 
-Consecutive visits of a group read its matrix once, unless its columns are cut.
+A group's consecutive visits read its matrix once, unless the matrix columns are cut.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def multiply(
 
 
 def _bytes_accessed(launch: Launch[Problem]) -> int:
-    """Return the bytes that are accessed if the maximum number of groups has rows."""
+    """Return the bytes accessed if as few groups as possible are empty."""
     problem = launch.problem
     M, N, K = problem.num_rows, problem.num_outputs, problem.num_inputs
     elements = min(problem.num_groups, M) * N * K + launch.num_output_tiles * M * K

@@ -1,4 +1,4 @@
-"""Grouped matmul of floats on TPUs: supported problems and tile sizes."""
+"""Grouped float matmul on TPUs: supported problems and tile sizes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jaxserve.pallas_kernels.target import TargetChip
 from jaxtyping import Array, Float, Int, Int32
 
 DTYPES = ("bfloat16", "float32")
-LANES = 128  # elements in a row of a memory tile
+LANES = 128  # elements per memory tile row
 
 
 @dataclass(frozen=True)
 class TileLimits:
-    """Limits of tile sizes; tuned values override the defaults.
+    """Tile size limits; tuned values override the defaults.
 
     Attributes:
-        weight_bytes: maximum bytes of a matrix block, whose copy should take longer than the overhead of a grid step.
-        min_rows: minimum rows of a tile, for small groups: loading MXU weights costs as much as multiplying 128 rows.
-        max_rows: maximum rows of a tile.
+        weight_bytes: maximum matrix block bytes; copying a block should take longer than a grid step's overhead.
+        min_rows: minimum rows per tile, for small groups: loading MXU weights costs as much as multiplying 128 rows.
+        max_rows: maximum rows per tile.
     """
 
     weight_bytes: int = 2 * 2**20
@@ -30,14 +30,14 @@ class TileLimits:
 
 
 class FloatMatmul(MatmulKernel[Problem]):
-    """Grouped matmul of floats on TPUs; matmuls of float32 are exact float32."""
+    """Grouped float matmul on TPUs; float32 matmuls are exact float32."""
 
     platform = "tpu"
     module = f"{__package__}.float_kernel"
     limits = TileLimits
 
     def unsupported_problem(self, problem: Problem) -> str | None:
-        # XLA stores matrices with other numbers of columns transposed, and would copy the matrices of all layers.
+        # XLA stores matrices with other column counts transposed, and would copy all layers' matrices.
         return problem.unsupported_reason(DTYPES, outputs=sublanes(problem.matrix_dtype), inputs=LANES)
 
     def choose_tiles(self, problem: Problem, limits: TileLimits, chip: TargetChip) -> Tiles:
@@ -53,7 +53,7 @@ class FloatMatmul(MatmulKernel[Problem]):
             if max_outputs < N:
                 max_outputs = max_outputs // LANES * LANES
             while max_outputs > 0:
-                num_tiles = -(-N // max_outputs)  # tiles of about equal size
+                num_tiles = -(-N // max_outputs)  # about equal tiles
                 outputs = N if num_tiles == 1 else round_up(-(-N // num_tiles), LANES)
                 tiles = Tiles(rows, outputs, columns)
                 if block_bytes(tiles, itemsize) <= chip.memory_bytes:
@@ -81,11 +81,11 @@ KERNEL = FloatMatmul()
 
 
 def sublanes(dtype: jnp.dtype) -> int:
-    """Return the number of rows in a memory tile."""
+    """Return the rows per memory tile."""
     return 32 // dtype.itemsize
 
 
 def block_bytes(tiles: Tiles, itemsize: int) -> int:
-    """Return the bytes of VMEM: two buffers for each copied block, and the sums."""
+    """Return the VMEM bytes: two buffers for each copied block, and the sums."""
     copied = (tiles.rows + tiles.outputs) * tiles.columns * itemsize
     return 2 * copied + 3 * tiles.rows * round_up(tiles.outputs, LANES) * 4

@@ -1,4 +1,4 @@
-"""The call of a matmul kernel on TPUs: Pallas copies the blocks of the next grid step while one is computed."""
+"""Matmul kernel call on TPUs: Pallas copies the next grid step's blocks while one step computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pipelined_kernel(
     bytes_accessed: int,
     name: str,
 ) -> Callable[..., Array]:
-    """Return a function that runs the kernel for each grid step; only steps of the first dimension may be reordered."""
+    """Return a function that runs the kernel for each grid step; only the first grid dimension may be reordered."""
     problem = launch.problem
     flops = 2 * problem.num_rows * problem.num_outputs * problem.num_inputs
     semantics: Any = ("parallel", *["arbitrary"] * (len(grid_spec.grid) - 1))

@@ -1,13 +1,13 @@
 """Matmul kernel with quantised matrices for TPUs.
 
-The Pallas grid has a step for each pair of a row tile and a block of matrix rows. The pipeline copies the next blocks
-ahead, of the matrix as it is stored in the array of all layers, with the layer index as a prefetched scalar. A row tile
-is copied once, with all columns, and stays in VMEM while the matrix passes. If blocks do not divide the matrix rows,
-the last block is padded with undefined rows, whose results are not stored.
+The Pallas grid has a step for each pair of a row tile and a matrix block. The pipeline copies the next matrix block
+ahead, as it is stored in the array with all layers; the layer index is a prefetched scalar. A row tile is copied once,
+with all columns, and stays in VMEM while the matrix passes. If blocks do not divide the matrix rows, the last block is
+padded with undefined rows, whose results are not stored.
 
-In VMEM a loop dequantises some columns of a block at a time and multiplies them in the dtype of x with float32 sums.
-The scales of a group lie along the lanes, `[groups, N]`, as XLA would lay out other shapes too. They are repeated for
-each column of the group and transposed, so that each element meets its scale.
+In VMEM a loop dequantises some columns at a time and multiplies them in x's dtype with float32 sums. A group's scales
+lie along the lanes, `[groups, N]`, as XLA would lay out other shapes too. They are repeated for each column in the
+group and transposed, so that each element meets its scale.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def multiply(
         arrays.append(matrix.offset)
     scratch = [pltpu.VMEM((tiles.rows, tiles.outputs), jnp.float32)]
     scratch += [pltpu.VMEM(groups[1:], jnp.float32) for _ in range(num_narrow_grids(problem))]
-    if launch.interpret is None:  # XLA would copy small stacks of all layers to VMEM
+    if launch.interpret is None:  # XLA would copy small stacks to VMEM, all layers included
         arrays = [pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in arrays]
     row_bytes = problem.num_inputs * problem.dtype.itemsize + problem.num_outputs * problem.result_dtype.itemsize
     run = pipelined_kernel(
@@ -78,7 +78,7 @@ def _kernel(launch: Launch[QuantizedProblem], layer: Any, x: Any, elements: Any,
     sums[...] = jnp.zeros_like(sums)
 
     def widened(grid: Any) -> Any:
-        """Return scales or offsets as float32: only aligned rows of narrower dtypes can be read."""
+        """Return scales or offsets as float32: narrower dtypes can only be read in aligned rows."""
         if grid is None or grid.dtype == jnp.float32:
             return grid
         values, copy = grid[...], scratch.pop()
@@ -115,12 +115,12 @@ def _kernel(launch: Launch[QuantizedProblem], layer: Any, x: Any, elements: Any,
 
 
 def _span_columns(launch: Launch[QuantizedProblem]) -> int:
-    """Return the stored columns of one iteration of the loop over a block."""
+    """Return the stored columns per iteration in the loop over a block."""
     return launch.tiles.columns if launch.problem.num_scale_groups == 1 else loop_columns(launch.problem)
 
 
 def _floats(problem: QuantizedProblem, stored: Any, half: int) -> Any:
-    """Return the values of elements before zero points and scales."""
+    """Return element values before zero points and scales are applied."""
     if problem.per_byte == 1:
         return stored.astype(jnp.float32)
     codes = stored.astype(jnp.int32)
@@ -131,12 +131,12 @@ def _floats(problem: QuantizedProblem, stored: Any, half: int) -> Any:
 
 
 def _spread(launch: Launch[QuantizedProblem], grid: Any, half: int, index: Any, start: int, outputs: Any) -> Any:
-    """Return the scale or offset of each element, [outputs, columns], for the columns from `start` on in a span."""
+    """Return each element's scale or offset, [outputs, columns], for the span's columns from `start` on."""
     problem, columns, size = launch.problem, launch.tiles.columns, launch.problem.group_size
-    if _span_columns(launch) == SCALE_SUBLANES * size:  # the groups of one span: a tile of the grid
+    if _span_columns(launch) == SCALE_SUBLANES * size:  # a span's groups fill one memory tile
         first = start // size
         rows = grid[pl.ds(_at(index, SCALE_SUBLANES, half * problem.stored_columns // size), SCALE_SUBLANES), outputs]
-    else:  # all columns are one span
+    else:  # all columns are in one span
         first = (half * problem.stored_columns + start) // size
         rows = grid[:, outputs]
     if columns <= size:  # the same for all columns: repeat one tile of lanes

@@ -11,19 +11,19 @@ from jaxserve.pallas_kernels.target import TargetChip
 from jaxtyping import Array, Float, Int
 
 DTYPES = ("bfloat16",)
-LANES = 128  # elements in a row of a memory tile
-SUBLANES = 16  # rows of x in a memory tile
-SCALE_SUBLANES = 8  # groups in a memory tile of float32 scales
+LANES = 128  # elements per memory tile row
+SUBLANES = 16  # x rows per memory tile
+SCALE_SUBLANES = 8  # groups per memory tile, for float32 scales
 
 
 @dataclass(frozen=True)
 class TileLimits:
-    """Limits of tile sizes; tuned values override the defaults.
+    """Tile size limits; tuned values override the defaults.
 
     Attributes:
-        weight_bytes: maximum bytes of a matrix block, whose copy should take longer than the overhead of a grid step.
-        max_rows: maximum rows of x per tile. Each row tile reads and dequantises the matrix again.
-        columns: maximum number of columns that one iteration dequantises.
+        weight_bytes: maximum matrix block bytes; copying a block should take longer than a grid step's overhead.
+        max_rows: maximum x rows per tile. Each row tile reads and dequantises the matrix again.
+        columns: maximum columns that one iteration dequantises.
     """
 
     weight_bytes: int = 2 * 2**20
@@ -41,7 +41,7 @@ class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
     def unsupported_problem(self, problem: QuantizedProblem) -> str | None:
         if (reason := problem.unsupported_elements(DTYPES)) is not None:
             return reason
-        if problem.stored_columns % LANES:  # XLA stores such matrices transposed, and would copy those of all layers
+        if problem.stored_columns % LANES:  # XLA stores such matrices transposed, and would copy all layers'
             return f"rows of the matrix must have a multiple of {LANES} bytes, not {problem.stored_columns}"
         if problem.num_outputs < LANES:
             return f"rows of the matrix must be {LANES} or more, not {problem.num_outputs}"
@@ -50,13 +50,13 @@ class QuantizedMatmul(MatmulKernel[QuantizedProblem]):
         return None
 
     def choose_tiles(self, problem: QuantizedProblem, limits: TileLimits, chip: TargetChip) -> Tiles:
-        """Maximise the rows of x per tile, then the matrix rows."""
+        """Maximise the x rows per tile, then the matrix rows."""
         columns = _dequantized_columns(problem, limits.columns)
         if columns is None:
             raise ValueError(f"no block of at most {limits.columns} columns divides groups of {problem.group_size}")
         all_rows = round_up(problem.num_rows, SUBLANES)
         num_tiles = -(-all_rows // limits.max_rows)
-        rows = round_up(-(-all_rows // num_tiles), SUBLANES)  # tiles of about equal size
+        rows = round_up(-(-all_rows // num_tiles), SUBLANES)  # about equal tiles
         max_outputs = min(limits.weight_bytes // problem.stored_columns, problem.num_outputs)
         while rows:
             for outputs in range(max(LANES, max_outputs // LANES * LANES), 0, -LANES):
@@ -84,21 +84,21 @@ KERNEL = QuantizedMatmul()
 
 
 def loop_columns(problem: QuantizedProblem) -> int:
-    """Return the stored columns of an iteration of the kernel's loop over scale groups.
+    """Return the stored columns per iteration in the kernel's loop over scale groups.
 
-    A dynamic slice of the scales must start at a multiple of eight groups: an iteration has eight groups, or all.
+    A dynamic slice must start at a multiple of eight groups: an iteration has eight groups, or all.
     """
     span = SCALE_SUBLANES * problem.group_size
     return span if problem.stored_columns % span == 0 else problem.stored_columns
 
 
 def num_narrow_grids(problem: QuantizedProblem) -> int:
-    """Return the number of grids that the kernel converts to float32 in VMEM."""
+    """Return how many scale and offset arrays the kernel converts to float32 in VMEM."""
     return (problem.scale_dtype.itemsize < 4) + problem.has_zero
 
 
 def block_bytes(problem: QuantizedProblem, tiles: Tiles) -> int:
-    """Return the bytes of VMEM: two buffers for each copied block, the sums, and converted grids."""
+    """Return the VMEM bytes: two buffers for each copied block, the sums, and converted scales and offsets."""
     groups = round_up(problem.num_scale_groups, 32) * tiles.outputs
     grids = groups * (problem.scale_dtype.itemsize + problem.offset_bytes)
     x, elements = tiles.rows * problem.num_inputs * problem.dtype.itemsize, tiles.outputs * problem.stored_columns
@@ -109,7 +109,7 @@ def block_bytes(problem: QuantizedProblem, tiles: Tiles) -> int:
 def _dequantized_columns(problem: QuantizedProblem, maximum: int) -> int | None:
     """Return how many columns to dequantise together, or None if no number suits the groups.
 
-    They lie in one group or are whole groups, and divide the columns of a loop iteration.
+    They lie in one group or are whole groups, and divide a loop iteration's columns.
     """
     size, span = problem.group_size, loop_columns(problem)
     for columns in range(maximum // LANES * LANES, 0, -LANES):
