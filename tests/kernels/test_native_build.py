@@ -60,11 +60,13 @@ def test_a_build_without_a_compiler_leaves_a_note(is_editable, tmp_path, monkeyp
     package.mkdir(parents=True)
     (package / native._LIBRARY.name).write_text("built before")
     extension = setuptools.Extension("jaxserve.pallas_kernels.native._kernels", ["pallas_kernels/native/ffi.cc"])
-    command = BuildKernels(setuptools.Distribution({"name": "x", "ext_modules": [extension]}))
+    mapping = {"jaxserve.pallas_kernels": "pallas_kernels"}
+    distribution = setuptools.Distribution({"name": "x", "ext_modules": [extension], "package_dir": mapping})
+    command = BuildKernels(distribution)
     command.build_lib, command.build_temp, command.inplace = str(tmp_path / "lib"), str(tmp_path / "temp"), is_editable
     command.ensure_finalized()
     command.run()
-    directory = tmp_path / ("" if is_editable else "lib") / package
+    directory = tmp_path / package if is_editable else tmp_path / "lib" / "jaxserve" / package
     (note,) = directory.iterdir()  # no library of an earlier build
     assert "/nonexistent/c" in note.read_text()
 
