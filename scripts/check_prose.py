@@ -43,7 +43,6 @@ NOT_YET = {
     "jaxserve/openai",
     "jaxserve/server",
     "jaxserve/server/batches",
-    "pallas_kernels",
     "pallas_kernels/ragged_paged_attention",
     "pallas_kernels/ragged_paged_attention/mosaic_gpu",
     "pallas_kernels/ragged_paged_attention/mosaic_tpu",
