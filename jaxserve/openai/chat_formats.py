@@ -127,7 +127,7 @@ class ChatFormat:
     Attributes:
         reasoning: delimiters around reasoning; None if there are none.
         calls: syntaxes of tool calls; grammars ask for the first.
-        messages: syntax of messages with headers, which also covers reasoning and tool calls.
+        messages: syntax with headers, which also covers reasoning and tool calls.
         text_arguments: True if the template reads a call's arguments as text, not as an object.
         short_ids: True for call ids with nine letters and digits, which Mistral's templates require.
     """

@@ -1,4 +1,4 @@
-"""Chats: from the messages of a body to the prompt, and to the form of the message that follows."""
+"""Chats: from a body's messages to the prompt, and to the form of the next message."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 NO_TOOLS = Tools()
 RESERVED = {"messages", "chat_template", "tokenize", "tools", "documents"}  # names not allowed in chat_template_kwargs
-PROMPT_FIELDS: ObjectFields = {  # fields of all bodies that may have a chat as their prompt
+PROMPT_FIELDS: ObjectFields = {  # of all bodies that may have a chat as their prompt
     "messages": ANY,
     "chat_template": TEXT,
     "chat_template_kwargs": OBJECT,
@@ -36,14 +36,14 @@ PROMPT_FIELDS: ObjectFields = {  # fields of all bodies that may have a chat as 
 
 
 class ChatPrompt(NamedTuple):
-    """Prompt of a chat.
+    """Rendered and encoded chat.
 
     Attributes:
         rendered: its text.
         token_ids: its tokens.
         last: role and text of its last message.
-        adds_header: True if it ends with the header of an answer, so that the model does not continue a message.
-        honoured: fields that have had an effect, though not with every template.
+        adds_header: True if it ends with an answer's header; False if the model continues a message.
+        honoured: fields with an effect that depends on the template.
     """
 
     rendered: RenderedChat
@@ -54,16 +54,16 @@ class ChatPrompt(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """Chat as the engine takes it.
+    """Chat for the engine.
 
     Attributes:
         text: its messages as text.
-        prompt: the same as tokens.
+        prompt: its messages as tokens.
         params: sampling parameters.
-        form: form of the message that follows.
-        role: role of the message that follows.
-        echoed: text of the last message, with which the reply is to begin.
-        honoured: fields that have had an effect, though not with every template.
+        form: form of the next message.
+        role: role of the next message.
+        echoed: last message's text if the reply begins with it; otherwise empty.
+        honoured: fields with an effect that depends on the template.
     """
 
     text: str
@@ -76,12 +76,12 @@ class Chat(NamedTuple):
 
 
 def read_chat(given: Json, context: BodyContext, params: SamplingParams) -> Chat:
-    """Render and encode the messages of a body, and bind the message that follows to the tools.
+    """Render and encode a body's messages, and bind the next message to the tools.
 
     Args:
         given: fields of the body.
-        context: the model and the options of chats.
-        params: sampling parameters of the body.
+        context: the model and the chat options.
+        params: sampling parameters.
 
     Raises:
         BadRequestError: the chat template cannot render them, or a field does not go with the template.
@@ -102,12 +102,12 @@ def read_chat(given: Json, context: BodyContext, params: SamplingParams) -> Chat
 
 
 def read_prompt(given: Json, context: BodyContext, tools: Tools = NO_TOOLS, *, adds_header: bool = True) -> ChatPrompt:
-    """Render and encode the messages of a body.
+    """Render and encode a body's messages.
 
     Args:
         given: fields of the body.
-        context: the model and the options of chats.
-        tools: tools that the body offers.
+        context: the model and the chat options.
+        tools: the body's tools.
         adds_header: default of `add_generation_prompt` if no message is continued.
 
     Raises:
@@ -164,7 +164,7 @@ def _check_read(variables: Json, known: frozenset[str]) -> None:
 
 
 def _constrained(params: SamplingParams, form: MessageForm, tools: Tools, tokenizer: Tokenizer) -> SamplingParams:
-    """Return the parameters of a message whose calls are bound by their schemas, or whose answer has a form."""
+    """Return parameters with the grammar for bound tool calls and for the answer's form."""
     if form.chat_format is None:
         return params
     token_id = functools.partial(token_id_of, tokenizer=tokenizer)
@@ -178,7 +178,7 @@ def _constrained(params: SamplingParams, form: MessageForm, tools: Tools, tokeni
 
 
 def check_messages(messages: Any) -> list[Json]:
-    """Return the messages of a chat; BadRequestError unless all have a role, and a content or tool calls."""
+    """Return the messages; BadRequestError unless all have a role, and content or tool calls."""
     if not isinstance(messages, list):
         raise BadRequestError(f"messages must be a list of messages, got {brief(messages)}", "messages")
     for message in messages:
@@ -187,7 +187,7 @@ def check_messages(messages: Any) -> list[Json]:
         if message.get("content") is None and not message.get("tool_calls") and not message.get("refusal"):
             raise BadRequestError(f"every message must have a content or tool_calls, got {brief(message)}", "messages")
     return [
-        message | {"content": message["refusal"]}  # the field of a reply that clients send back
+        message | {"content": message["refusal"]}  # a reply's field that clients send back
         if message.get("content") is None and isinstance(message.get("refusal"), str)
         else message
         for message in messages

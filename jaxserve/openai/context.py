@@ -13,7 +13,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 
 def allow_any(text: str) -> None:
-    """Check nothing of a prompt."""
+    """Accept every text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +21,18 @@ class BodyContext:
     """Served model and options with which bodies are read.
 
     Attributes:
-        own_name: name of the model if a request gives none.
+        own_name: model name for requests without one.
         model_names: accepted values of `model`; if empty, any name is accepted.
         tokenizer: tokenizer of texts and chats; None if prompts are token ids.
-        defaults: recommended parameters of the checkpoint, for all fields not given except the length.
-        may_stream: False if there is no one to stream to, as in a batch file.
-        chat_format: format of the model's messages; None takes the one that its chat templates show.
+        defaults: the checkpoint's recommended parameters, for all missing fields except the length.
+        may_stream: False if nobody receives a stream, as in a batch file.
+        chat_format: the model's chat format; None to detect it in the chat templates.
         check_prompt: function that raises RequestError for a text that is too long, before it is encoded.
-        response_role: role of a chat's message that is not the continuation of another.
+        response_role: role of new messages in chats.
         takes_templates: False to refuse chat templates in bodies.
-        max_model_len: maximum of `max_tokens`, see `check_output_len`; None for any number.
+        max_model_len: maximum for `max_tokens`, see `check_output_len`; None for no limit.
         pooler: pooling of the model; None if it generates text.
-        max_prompts: maximum number of scored pairs, which are counted before any is encoded.
+        max_prompts: maximum number of scored pairs; they are counted before any is encoded.
     """
 
     own_name: str
@@ -50,12 +50,12 @@ class BodyContext:
     max_prompts: int = 1024
 
     def needed_tokenizer(self, name: str) -> Tokenizer:
-        """Return the tokenizer; BadRequestError that names a field if there is none."""
+        """Return the tokenizer; BadRequestError for a field if there is none."""
         if self.tokenizer is None:
             message = f"{name} needs a tokenizer, and the engine runs with skip_tokenizer_init"
             raise BadRequestError(message, name)
         return self.tokenizer
 
     def text_check(self, given: Json) -> Callable[[str], None]:
-        """Return the check of the body's texts; prompts that are truncated may be of any length."""
+        """Return the check for the body's texts; truncated prompts may have any length."""
         return self.check_prompt if given.get("truncate_prompt_tokens") is None else allow_any

@@ -1,4 +1,4 @@
-"""Errors of OpenAI's interfaces: what is wrong with which field of a body."""
+"""Errors in OpenAI's form, which name the wrong field of a body."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,10 +11,10 @@ MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 4096, 256
 
 @dataclass(eq=False)
 class BadRequestError(RequestError):
-    """Error of a body that cannot be served, with the fields of OpenAI's error object.
+    """Error for a body that cannot be served, with the fields in OpenAI's error object.
 
     Attributes:
-        too_long: tokens of a prompt that is too long, and the most that it may have; None for any other error.
+        too_long: number of prompt tokens and their maximum if the prompt is too long; None otherwise.
     """
 
     message: str
@@ -34,7 +34,7 @@ def check_output_len(given: Json, max_model_len: int | None) -> None:
 
     Args:
         given: fields of the body.
-        max_model_len: maximum of tokens of a prompt and its output; None to refuse nothing.
+        max_model_len: maximum number of tokens in prompt and output; None to refuse nothing.
     """
     for name in ("max_completion_tokens", "max_tokens"):
         if max_model_len is not None and given.get(name, 0) > max_model_len:
@@ -43,7 +43,7 @@ def check_output_len(given: Json, max_model_len: int | None) -> None:
 
 
 def as_bad_request(error: RequestError) -> BadRequestError:
-    """Return an error with the fields of OpenAI's error object."""
+    """Return an error with the fields in OpenAI's error object."""
     if isinstance(error, BadRequestError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -64,10 +64,10 @@ def error_body(error: RequestError) -> Json:
 
 
 def shown_message(error: BadRequestError) -> str:
-    """Return the message of an error as a reply has it: bounded, as it may quote the request."""
+    """Return an error's message for a reply: bounded, as it may quote the request."""
     return error.message if len(error.message) <= MAX_MESSAGE_CHARS else f"{error.message[:MAX_MESSAGE_CHARS]}..."
 
 
 def shown_param(error: BadRequestError) -> str | None:
-    """Return the field of an error as a reply has it; the client may have chosen its name."""
+    """Return an error's field for a reply: bounded, as the client may have chosen its name."""
     return None if error.param is None else error.param[:MAX_PARAM_CHARS]

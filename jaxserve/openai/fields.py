@@ -1,4 +1,4 @@
-"""Fields of JSON objects in bodies: types, defaults and treatment as data, with one reader for all interfaces."""
+"""Fields of JSON objects in bodies, declared as data, with one reader for all interfaces."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxserve.api.schema import FieldType
 from jaxserve.errors import brief, did_you_mean
 from jaxserve.openai.errors import BadRequestError, Json
 
-_MAX_NAMED = 64  # unknown fields that an error looks at
-_SUCCESSORS = {  # names here of fields of earlier or other interfaces
+_MAX_NAMED = 64  # unknown fields per error
+_SUCCESSORS = {  # names here for fields in earlier or other interfaces
     "functions": "tools",
     "function_call": "tool_choice",
     **{f"guided_{form}": "structured_outputs" for form in ("json", "regex", "choice", "grammar")},
@@ -27,10 +27,10 @@ class BodyField:
 
     Attributes:
         type: type of its values.
-        code: code of the error for any other value.
+        code: error code for any other value.
         is_needed: True if the object must have it.
         is_kept: True if its value is read; error messages advise only such fields.
-        is_ignored: True if replies name it among the ignored fields.
+        is_ignored: True if replies list it as ignored.
     """
 
     type: FieldType = schema.ANY
@@ -53,34 +53,34 @@ IGNORED = BodyField(is_kept=False, is_ignored=True)
 
 
 def needed(field: BodyField) -> BodyField:
-    """Return the field as one that the object must have."""
+    """Return the field as a required one."""
     return replace(field, is_needed=True)
 
 
 def ignored(field: BodyField) -> BodyField:
-    """Return the field as one without effect, which replies name."""
+    """Return the field as one without effect that replies list as ignored."""
     return replace(field, is_kept=False, is_ignored=True)
 
 
 def only(*values: Any, why: str = "it is not supported") -> BodyField:
-    """Return a field of an unsupported feature, whose values switch it off; without any it must be left out."""
+    """Return the field for an unsupported feature; `values` switch it off. Without values it must be left out."""
     words = " or ".join(map(json.dumps, values)) or "left out"
     accepted = FieldType(words, lambda value: schema.is_one_of(value, values), advice=f": {why}")
     return BodyField(accepted, "unsupported_value", is_kept=False)
 
 
 def choice(*values: Any) -> BodyField:
-    """Return a field whose value is one of these."""
+    """Return a field with one of these values."""
     return BodyField(schema.one_of(values, words=" or ".join(map(json.dumps, values))), "unsupported_value")
 
 
 def each(field: BodyField, *names: str) -> ObjectFields:
-    """Return fields of one type by their names."""
+    """Return the same field under several names."""
     return dict.fromkeys(names, field)
 
 
 class BodyReader:
-    """Reader of the objects in a body.
+    """Reader for the objects in a body.
 
     Attributes:
         ignored: ignored fields so far.
@@ -98,11 +98,11 @@ class BodyReader:
             content: the object.
             fields: its fields by name.
             where: name of the object in messages, such as "tool_choice".
-            param: field of the body that errors name; None if it is the object's field itself.
-            prefix: beginning of the names of ignored fields.
+            param: body field that errors name; None to name the object's field.
+            prefix: prefix of ignored field names.
 
         Raises:
-            BadRequestError: a field is unknown, missing or has a value of another type.
+            BadRequestError: a field is unknown, missing or has a wrong type.
         """
         if not isinstance(content, dict):
             raise BadRequestError(
@@ -138,7 +138,7 @@ class BodyReader:
             variants: the other fields, by type.
             where: the same as in `read`.
             param: the same as in `read`.
-            default: type of objects without one.
+            default: type for objects without one.
             prefix: the same as in `read`.
         """
         if not isinstance(content, dict):
@@ -154,7 +154,7 @@ class BodyReader:
 def _unknown_fields(
     where: str, unknown: Sequence[str], supported: Collection[str], param: str | None
 ) -> BadRequestError:
-    """Return the error for unknown fields in an object, with the fields that they may stand for."""
+    """Return the error for unknown fields, with likely alternatives."""
     advice = "".join(f"; {name} is now {_SUCCESSORS[name]}" for name in unknown if name in _SUCCESSORS)
     hint = did_you_mean((name for name in unknown if name not in _SUCCESSORS), supported)
     others = f"supported are {sorted(supported)}" if supported else "no field of it has an effect here"

@@ -53,21 +53,21 @@ _REQUEST_ID = FieldType(
     "up to 128 letters, digits, dots and dashes",
     lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]{1,128}", value, re.ASCII) is not None,
 )
-_COMMON: ObjectFields = {  # fields of all bodies
+_COMMON: ObjectFields = {  # of all bodies
     "model": TEXT,
     "user": ignored(TEXT),
     "priority": INTEGER,
     "cache_salt": BodyField(replace(schema.FILLED_TEXT, advice="; leave it out to share cached pages")),
     "request_id": BodyField(_REQUEST_ID, "unsupported_value"),
-    "timeout": ANY,  # of clients that wait; the server reads it
+    "timeout": ANY,  # the server reads it
 }
-_IN_BATCHES: ObjectFields = {  # fields that have no effect in a line of a batch file
+_IN_BATCHES: ObjectFields = {  # fields without effect in batch files
     "stream": only(False, why="a line of a batch file has a whole reply"),
     "stream_options": only(why="a line of a batch file has a whole reply"),
     "priority": only(0, why="all lines of a batch file are of one batch"),
     "request_id": only(why="a line of a batch file has custom_id"),
 }
-_GENERATION: ObjectFields = {  # fields of completions and chats
+_GENERATION: ObjectFields = {  # of completions and chats
     **_COMMON,
     **each(ANY, *SAMPLING, "max_tokens"),
     **each(OBJECT, "response_format", "structured_outputs", "stream_options"),
@@ -102,7 +102,7 @@ _ENCODED: ObjectFields = {
     "embed_dtype": only("float32"),
     "endianness": only("native", "little"),
 }
-POOLING_PARAMETERS = {  # fields of requests for vectors that are parameters of their own
+POOLING_PARAMETERS = {  # fields that PoolingParams checks
     EMBEDDINGS: ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens", "truncation_side"),
     POOLING: ("dimensions", "normalize", "use_activation", "truncate_prompt_tokens", "truncation_side", "task"),
     CLASSIFICATION: ("use_activation", "truncate_prompt_tokens", "truncation_side"),
@@ -145,28 +145,28 @@ class ParsedRequest:
 
     Attributes:
         prompts: prompts as text or token ids; a chat has one, rendered and encoded.
-        top_logprobs: requested alternatives per token of a chat, -1 for all; None without log probabilities.
-        echo: True if the text of a completion begins with its prompt.
+        top_logprobs: requested alternatives per chat token, -1 for all; None without log probabilities.
+        echo: True if a completion's text begins with its prompt.
         has_output: False if only the prompt is wanted, with its log probabilities.
-        return_token_ids: True if token ids are wanted beside the text.
-        shows_prompt_logprobs: True if log probabilities of the prompt are wanted apart from those of an echo.
-        shows_metrics: True if the times of a completion are wanted.
+        return_token_ids: True to return token ids alongside the text.
+        shows_prompt_logprobs: True to return prompt log probabilities in a field of their own.
+        shows_metrics: True to return a completion's times.
         tokens_as_ids: True if log probabilities name tokens by their ids.
-        request_id: name that the reply is to have; empty if the body does not say.
-        stream: True if increments are wanted as they come.
-        include_usage: True if the counts of tokens are wanted at the end of a stream.
-        continuous_usage: True if they are wanted with every increment too.
-        tenant: name of whoever has sent it; empty if nobody says.
-        priority: class, of which lower numbers go first; None if the body does not say.
+        request_id: requested name of the reply; empty for any name.
+        stream: True to stream the reply.
+        include_usage: True to end a stream with token counts.
+        continuous_usage: True to send token counts with every chunk.
+        tenant: name of the sender; empty if unknown.
+        priority: class, lower numbers first; None if not given.
         form: form of a chat's message.
         role: role of a chat's message.
-        echoed: text with which a chat's message begins, before what is generated.
-        prompt_text: text of a chat's prompt, with which the reply is to come; None to leave it out.
-        form_field: field that says which form the output must have.
-        pooling: parameters of a request for vectors; None of one for text.
+        echoed: text before the generated text in a chat's message.
+        prompt_text: text of a chat's prompt to return; None to leave it out.
+        form_field: field that specifies the output's form.
+        pooling: parameters for vectors; None for text.
         is_base64: True if vectors are wanted as bytes in base64.
-        labels: names of the labels that a model gives probabilities of.
-        ignored: fields that were accepted and changed nothing.
+        labels: names of the classification head's labels.
+        ignored: accepted fields without effect.
     """
 
     url: str
@@ -204,7 +204,7 @@ class ParsedRequest:
 
 
 def parse_body(url: str, body: object, context: BodyContext) -> ParsedRequest:
-    """Check the body of a completion or of a chat and convert it to prompts and sampling parameters.
+    """Convert the body of a completion or a chat to prompts and sampling parameters.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -244,10 +244,10 @@ def parse_body(url: str, body: object, context: BodyContext) -> ParsedRequest:
 
 
 def read_fields(url: str, body: Any, context: BodyContext) -> tuple[Json, Json]:
-    """Return the given fields of a body, and those of a `ParsedRequest` that are the same for all paths.
+    """Return a body's given fields, and the fields of `ParsedRequest` that all paths share.
 
     Raises:
-        BadRequestError: a field is unknown or has a value of another type.
+        BadRequestError: a field is unknown or has a wrong type.
     """
     fields = _FIELDS[url]
     if not context.may_stream:
@@ -263,20 +263,20 @@ def read_fields(url: str, body: Any, context: BodyContext) -> tuple[Json, Json]:
 
 
 def check_model(model: object, model_names: Sequence[str]) -> None:
-    """Raise BadRequestError unless a model is one of the names; if there are none, any name is accepted."""
+    """Raise BadRequestError unless a model has one of the names; without names, any is accepted."""
     if model_names and model not in model_names:
         message = f"model must be one of {list(model_names)}, got {brief(model)}"
         raise BadRequestError(message, "model", "model_not_found", 404)
 
 
 def prompt_field(url: str) -> str:
-    """Return the field of a body that has the prompts."""
+    """Return the body's field that has the prompts."""
     return _PROMPT_FIELDS.get(url, "input")
 
 
 @contextlib.contextmanager
 def naming_fields(url: str, form_field: str | None = None) -> Iterator[None]:
-    """Add the field to errors of values: the first that the message names, or `form_field` to those of forms."""
+    """Add the field to errors: the first field in the message, or `form_field` if it is about the output's form."""
     try:
         yield
     except BadRequestError:
@@ -295,7 +295,7 @@ def naming_fields(url: str, form_field: str | None = None) -> Iterator[None]:
 
 
 def _form_field(given: Json) -> str:
-    """Return the field that says which form the output must have, if one does."""
+    """Return the field that specifies the output's form."""
     if (given.get("response_format") or {}).get("type") in ("json_object", "json_schema"):
         return "response_format"
     return "tools" if given.get("tools") and "structured_outputs" not in given else "structured_outputs"
@@ -324,7 +324,7 @@ def _sampling_fields(given: Json) -> Json:
 
 
 def _output_form(given: Json) -> Json:
-    """Return the form that the output must have, from OpenAI's field or vLLM's."""
+    """Return the output's form, from OpenAI's field or vLLM's."""
     wanted = given.get("response_format", {"type": "text"})
     kind, form = wanted.get("type"), given.get("structured_outputs")
     if kind not in ("text", "json_object", "json_schema"):

@@ -1,4 +1,4 @@
-"""Interfaces: for each path that generates, how its requests are read, and the form of its replies and errors."""
+"""Interfaces: how each path reads requests, and the form of its replies and errors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-INVOCATIONS = "/invocations"  # path of all requests to SageMaker's endpoints
-ANTHROPIC_OVERLOADED = 529  # status of Anthropic's service under load, by which its clients know it
+INVOCATIONS = "/invocations"  # path of all SageMaker requests
+ANTHROPIC_OVERLOADED = 529  # Anthropic's status under load, known to its clients
 
 
 @runtime_checkable
@@ -51,31 +51,31 @@ class AnyReply(Protocol):
         """Return the whole reply."""
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply, in which an iterator may stand for a list."""
+        """Return the whole reply, with iterators for long lists."""
 
     def first_events(self) -> Iterator[bytes]:
-        """Yield the events of a stream before there is any output."""
+        """Yield the events before any output."""
 
     def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
-        """Yield the events of what is new."""
+        """Yield the events for new increments."""
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         """Yield the events that end a stream."""
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the events that end a stream in which the request has failed."""
+        """Yield the events that end a failed stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Form of the requests and replies of one path.
+    """Form of one path's requests and replies.
 
     Attributes:
         url: endpoint as which `parse_body` reads requests, COMPLETIONS or CHAT.
-        prefix: beginning of the names of the engine's requests.
-        translate: function from the body of a request to the chat that it asks for; None if the body says so itself.
-        names: name of a field in requests by its name in chats, where the two differ.
-        reply: function from the reply in OpenAI's form and the body of its request to the reply.
+        prefix: prefix of the engine's request ids.
+        translate: function from a body to its chat; None if bodies need no translation.
+        names: field names in requests by their names in chats, if they differ.
+        reply: function from the reply in OpenAI's form and the request's body to the path's reply.
     """
 
     url: str
@@ -92,8 +92,8 @@ class Interface:
         Args:
             body: the body, of this interface.
             parse: `parse_body` with all arguments but the endpoint and the body.
-            max_model_len: the most tokens of a prompt and its output, for requests that let old turns be left out;
-                None to leave none out.
+            max_model_len: maximum number of tokens in prompt and output, for requests that allow leaving out old
+                turns; None to leave none out.
 
         Raises:
             RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -114,7 +114,7 @@ class Interface:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Add the field to errors of values, under its name in requests."""
+        """Add the field to errors, under its name in requests."""
         with naming(self.names), naming_fields(self.url):
             yield
 
@@ -128,13 +128,13 @@ class Interface:
         created_s: int,
         fingerprint: str | None = None,
     ) -> AnyReply:
-        """Return the reply to a request, to which nothing has been said yet."""
+        """Return a new reply to a request."""
         reply = Reply(request, tokenizer, response_id=response_id, created_s=created_s, fingerprint=fingerprint)
         return self.reply(reply, body)
 
 
 def _in_order(chat: Json, parse: Callable[[Json], ParsedRequest]) -> ParsedRequest:
-    """Return the request of a chat, with all instructions at the beginning if its template wants them there.
+    """Return a chat's request, with all instructions at the beginning if its template wants them there.
 
     Agents send instructions between turns, which some templates refuse.
     """
@@ -151,7 +151,7 @@ def _in_order(chat: Json, parse: Callable[[Json], ParsedRequest]) -> ParsedReque
 
 
 def _fitting(chat: Json, parse: Callable[[Json], ParsedRequest], max_model_len: int) -> ParsedRequest:
-    """Return the request of a chat, without as many of its oldest turns as it takes to leave room for the output.
+    """Return a chat's request, without its oldest turns if the output would not fit otherwise.
 
     Instructions at the beginning stay, and so does the last turn, however long it is.
     """
@@ -180,7 +180,7 @@ def _fitting(chat: Json, parse: Callable[[Json], ParsedRequest], max_model_len: 
 
 
 def parse(url: str, body: object, context: BodyContext) -> ParsedRequest:
-    """Return the request in a body of a path in OpenAI's or vLLM's form.
+    """Return the request in a body that has OpenAI's or vLLM's form.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -205,10 +205,10 @@ INTERFACES = {
 
 
 def invoked_path(path: str, body: Json, pooler: Pooler | None) -> str:
-    """Return the path whose request a body is: the path it came to, or at /invocations the path that fits its fields.
+    """Return the path of a request; at /invocations the path that fits its fields.
 
     Args:
-        path: path that it came to.
+        path: path of the HTTP request.
         body: the body.
         pooler: pooling of the model; None if it generates text.
     """
@@ -222,12 +222,12 @@ def invoked_path(path: str, body: Json, pooler: Pooler | None) -> str:
 
 
 def error_status_at(path: str, error: BadRequestError) -> int:
-    """Return the status of the reply with an error at a path."""
+    """Return the HTTP status for an error at a path."""
     is_overload = path.startswith(MESSAGES) and error.status_code == 503
     return ANTHROPIC_OVERLOADED if is_overload else error.status_code
 
 
 def error_body_at(path: str, error: RequestError) -> Json:
-    """Return the body of the reply with an error at a path, whether or not there is anything at the path."""
+    """Return the reply body for an error at a path, whether or not the path exists."""
     form = message_error_body if path.startswith(MESSAGES) else error_body
     return form(error)

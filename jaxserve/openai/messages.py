@@ -28,7 +28,7 @@ from jaxserve.openai.translation import CALLED_DIRECTLY, FUNCTION, SHARED_FIELDS
 from jaxserve.text.messages import content_text
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
-NAMES = {  # names of a chat's fields in a request for a message
+NAMES = {  # field names by their names in chats
     "stop": "stop_sequences",
     "response_format": "output_config",
     "reasoning_effort": "output_config",
@@ -85,7 +85,7 @@ _MESSAGE: ObjectFields = {"role": needed(choice(*_BLOCKS)), "content": ANY}
 
 
 def chat_of_message(body: Json, *, has_output: bool = True) -> Translation:
-    """Return the chat that a request to /v1/messages asks for.
+    """Return the chat for a request to /v1/messages.
 
     Args:
         body: body of the request.
@@ -157,13 +157,13 @@ def _as_parts(content: str | list[Json]) -> list[Json]:
 
 
 class _Turns:
-    """Messages of a chat, from messages of content blocks.
+    """Chat messages, from messages with content blocks.
 
     Args:
         reader: reader of the blocks.
 
     Attributes:
-        messages: the messages.
+        messages: the messages so far.
     """
 
     def __init__(self, reader: BodyReader) -> None:
@@ -171,7 +171,7 @@ class _Turns:
         self._reader = reader
 
     def content(self, content: Any, param: str) -> str | list[Json]:
-        """Return a chat's form of a content, which is text or a list of text blocks."""
+        """Return content, which is text or a list of text blocks, in a chat's form."""
         if isinstance(content, str):
             return content
         return [
@@ -188,7 +188,7 @@ class _Turns:
         return (self._reader.read_variant(block, variants, where, param) for block in content)
 
     def add(self, role: str, content: Any) -> None:
-        """Add the content of a message; messages of one role are one turn."""
+        """Add a message's content; adjacent messages with one role are one turn."""
         if role == "assistant" and (not self.messages or self.messages[-1]["role"] != "assistant"):
             self.messages.append({"role": role, "content": ""})
         if isinstance(content, str):
@@ -206,7 +206,7 @@ class _Turns:
                 self._append(role, {"type": "text", "text": block["text"]})
             case "tool_result":
                 text = content_text(self.content(block.get("content", ""), "messages"))  # few templates read parts
-                if block.get("is_error"):  # results of chats have no such field
+                if block.get("is_error"):  # chats have no such field
                     text = f"Error: {text}"
                 self.messages.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": text})
             case "tool_use":
@@ -217,7 +217,7 @@ class _Turns:
                 turn["reasoning"] = turn.get("reasoning", "") + block["thinking"]
 
     def _append(self, role: str, new: str | Json) -> None:
-        """Add text, or a part, to the last message if it is of the same role."""
+        """Add text, or a part, to the last message if it has the same role."""
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": ""})
         message = self.messages[-1]

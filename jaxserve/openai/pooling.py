@@ -1,4 +1,4 @@
-"""Requests and replies of models that pool: OpenAI's embeddings, and vLLM's other paths."""
+"""Requests and replies for pooling models: OpenAI's embeddings, and vLLM's other paths."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TASKS = {EMBEDDINGS: EMBED, POOLING: None, CLASSIFICATION: CLASSIFY}  # tasks by
 
 
 def parse_pooling(url: str, body: object, context: BodyContext) -> ParsedRequest:
-    """Check the body of a request for vectors and convert it to prompts and parameters.
+    """Convert the body of a request for vectors to prompts and parameters.
 
     Raises:
         BadRequestError: the body cannot be served.
@@ -57,7 +57,7 @@ def parse_pooling(url: str, body: object, context: BodyContext) -> ParsedRequest
 
 
 def _prompts(given: Json, context: BodyContext) -> list[Prompt]:
-    """Return the prompts of a body: its input, or a chat."""
+    """Return a body's prompts: its input, or a chat."""
     if "messages" not in given:
         if unread := sorted(given.keys() & PROMPT_FIELDS.keys() - {"add_special_tokens"}):
             raise BadRequestError(f"{unread[0]} needs messages, and the body has input", unread[0])
@@ -68,22 +68,18 @@ def _prompts(given: Json, context: BodyContext) -> list[Prompt]:
 
 
 class WholeReply:
-    """Reply that is whole: there is nothing to stream."""
+    """Reply without a stream."""
 
     def first_events(self) -> Iterator[bytes]:
-        """Yield nothing."""
         return iter(())
 
     def events(self, _number: int, _output: RequestOutput, _increments: Iterable[Increment]) -> Iterator[bytes]:
-        """Yield nothing."""
         return iter(())
 
     def last_events(self, _outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
-        """Yield nothing."""
         return iter(())
 
     def error_events(self, _error: RequestError) -> Iterator[bytes]:
-        """Yield nothing."""
         return iter(())
 
 
@@ -106,7 +102,7 @@ class PoolingReply(WholeReply):
         return body | {"data": list(body["data"])}
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the same with an iterator in place of the list of vectors."""
+        """Return the whole reply with an iterator for the list of vectors."""
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         data = (self._entry(index, vector_of(output)) for index, output in enumerate(outputs))
         usage: Json = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -124,6 +120,6 @@ class PoolingReply(WholeReply):
 
 
 def vector_of(output: RequestOutput) -> NDArray[np.float32]:
-    """Return the vector of a request that has ended."""
+    """Return an ended request's vector."""
     assert output.pooled is not None, "a request of an engine that pools ends with its vector"
     return output.pooled

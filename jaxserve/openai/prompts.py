@@ -27,7 +27,7 @@ def completion_prompts(prompt: Any, name: str) -> list[Prompt]:
 
 
 def read_prompts(given: Json, name: str, context: BodyContext) -> list[Prompt]:
-    """Return the prompts in a field; their texts are encoded here if the body wants no special tokens around them."""
+    """Return the prompts in a field, encoded if the body wants no special tokens around them."""
     prompts = completion_prompts(given.get(name), name)
     if given.get("add_special_tokens", True) or not any(isinstance(prompt, str) for prompt in prompts):
         return prompts
@@ -39,7 +39,7 @@ def read_prompts(given: Json, name: str, context: BodyContext) -> list[Prompt]:
 
 
 def _are_token_ids(items: list[Any]) -> bool:
-    # Faster than looking at each, in parts between which other threads run.
+    # Faster than looking at each; other threads run between the parts.
     parts = (items[start : start + _PART_LEN] for start in range(0, len(items), _PART_LEN))
     return bool(items) and all(
         set(map(type, part)) == {int} and min(part) >= -(2**31) and max(part) < 2**31 for part in parts

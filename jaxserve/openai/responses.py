@@ -30,7 +30,7 @@ from jaxserve.openai.translation import CALLED_DIRECTLY, FUNCTION, SHARED_FIELDS
 from jaxserve.text.messages import content_text
 
 RESPONSES, INPUT_TOKENS = "/v1/responses", "/v1/responses/input_tokens"
-NAMES = {  # names of a chat's fields in a response's request
+NAMES = {  # field names by their names in chats
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "response_format": "text",
@@ -39,7 +39,7 @@ NAMES = {  # names of a chat's fields in a response's request
 }
 
 _SAME = ("parallel_tool_calls", "stop", "include_reasoning")
-_LEFT_OUT = {  # tools that a model here cannot call, which coding agents send with every request
+_LEFT_OUT = {  # tools that no model here can call; coding agents send them with every request
     *("web_search", "web_search_preview", "image_generation", "code_interpreter", "file_search", "mcp", "tool_search"),
     *("computer", "computer_use_preview", "local_shell", "shell", "apply_patch", "custom", "namespace"),
 }
@@ -50,7 +50,7 @@ _FIELDS: ObjectFields = {
     **{name: CHAT_FIELDS[name] for name in _SAME},
     **each(IGNORED, "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     **each(IGNORED, "prompt_cache_options", "client_metadata"),
-    "max_tool_calls": IGNORED,  # a limit of tools that the server runs, and there are none
+    "max_tool_calls": IGNORED,  # the server runs no tools
     "service_tier": ignored(only("auto", "default")),
     "store": ignored(only(False, why=_NOT_STORED)),
     "background": only(False, why=_NOT_STORED),
@@ -81,7 +81,9 @@ _FORMATS: Mapping[str, ObjectFields] = {
     "json_object": {},
     "json_schema": {"name": needed(TEXT), "schema": needed(OBJECT), "strict": SWITCH, "description": TEXT},
 }
-_TOOL = {"function": {**FUNCTION, "parameters": OBJECT, "output_schema": DROPPED}}  # what the function returns
+_TOOL = {
+    "function": {**FUNCTION, "parameters": OBJECT, "output_schema": DROPPED}
+}  # the caller's function makes the output
 _NAMED = {"function": {"name": needed(TEXT)}}
 _CHOICES = {**_NAMED, "allowed_tools": {"tools": needed(LIST), "mode": needed(TEXT)}}
 _ITEM = each(DROPPED, "id", "status")
@@ -112,10 +114,10 @@ _PARTS: Mapping[str, ObjectFields] = {
 
 
 def chat_of_response(body: Json) -> Translation:
-    """Return the chat that a request to /v1/responses asks for.
+    """Return the chat for a request to /v1/responses.
 
     Raises:
-        BadRequestError: the request asks for something that there is not here; it names the field.
+        BadRequestError: the request asks for an unsupported feature; it names the field.
     """
     reader = BodyReader()
     given = reader.read(body, _FIELDS)
@@ -158,7 +160,7 @@ def _read_logprobs(chat: Json, include: Sequence[Any], num_top: int | None, igno
 
 
 def _called_tools(tools: Sequence[Any], reader: BodyReader, prefix: str) -> list[Any]:
-    """Return the tools that the model is told of."""
+    """Return the tools that the model sees."""
     names = [tool.get("type") if isinstance(tool, dict) else None for tool in tools]
     left_out = [isinstance(name, str) and name in _LEFT_OUT for name in names]
     reader.ignored |= {f"{prefix}.{name}" for name, is_left_out in zip(names, left_out, strict=True) if is_left_out}
@@ -172,7 +174,7 @@ def _tool_choice(given: Any, reader: BodyReader) -> Any:
     if name == "function":
         return {"type": "function", "function": choice}
     allowed = _called_tools(choice["tools"], reader, "tool_choice")
-    if choice["tools"] and not allowed and choice["mode"] == "auto":  # the model may call no tool that it is told of
+    if choice["tools"] and not allowed and choice["mode"] == "auto":  # no tool is left
         return "none"
     read = (reader.read_variant(tool, _NAMED, "a tool of tool_choice", "tool_choice")[1] for tool in allowed)
     tools = [{"type": "function", "function": function} for function in read]
@@ -196,13 +198,13 @@ def _messages(reader: BodyReader, instructions: str | None, given: Any) -> list[
 
 
 class _Turns:
-    """Messages of a chat, from items; reasoning, text and tool calls of one turn of the model are one message.
+    """Chat messages, from items; reasoning, text and tool calls in one turn are one message.
 
     Args:
-        reader: reader of the items' parts.
+        reader: reader of content parts.
 
     Attributes:
-        messages: the messages.
+        messages: the messages so far.
     """
 
     def __init__(self, reader: BodyReader) -> None:
@@ -218,7 +220,6 @@ class _Turns:
             self.messages.append({"role": role, "content": content})
 
     def add_item(self, name: str, item: Json) -> None:
-        """Add an item of a type."""
         match name:
             case "message" if item["role"] == "assistant":
                 self._turn("content", "tool_calls")["content"] = self._content(item.get("content"))
@@ -239,7 +240,7 @@ class _Turns:
                 self.messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
 
     def _turn(self, *later: str) -> Json:
-        """Return the open message of the model; a new one if there is none or if it has a part that comes `later`."""
+        """Return the model's open message; a new one if there is none or if it has a part that comes `later`."""
         if (
             not self.messages
             or self.messages[-1]["role"] != "assistant"
@@ -249,7 +250,7 @@ class _Turns:
         return self.messages[-1]
 
     def _content(self, content: Any) -> str | list[Json]:
-        """Return a chat's form of a content, which is text or a list of parts."""
+        """Return content, which is text or a list of parts, in a chat's form."""
         if isinstance(content, str):
             return content
         if not isinstance(content, list):

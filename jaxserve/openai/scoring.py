@@ -1,4 +1,4 @@
-"""Scores of pairs of texts, and documents in the order of their scores: vLLM's, Jina's and Cohere's interfaces."""
+"""Scores for text pairs, and documents ordered by score: vLLM's, Jina's and Cohere's interfaces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Texts:
     Attributes:
         first: one text for all of `second`, or one for each.
         second: the other texts.
-        names: fields that they came in.
+        names: their fields.
     """
 
     first: list[str]
@@ -44,13 +44,13 @@ class _Texts:
     names: tuple[str, str]
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield the indices of the two texts of each pair."""
+        """Yield the two text indices of each pair."""
         for index in range(len(self.second)):
             yield (0 if len(self.first) == 1 else index), index
 
 
 def parse_scoring(url: str, body: object, context: BodyContext) -> ParsedRequest:
-    """Check the body of a request for scores and convert it to prompts: both texts of each pair, or pairs for a head.
+    """Convert the body of a request for scores to prompts: single texts, or pairs if a head reads them.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -88,7 +88,7 @@ def parse_scoring(url: str, body: object, context: BodyContext) -> ParsedRequest
 
 
 def _pair(tokenizer: Tokenizer, first: str, second: str, most: int | None) -> list[int]:
-    """Return two texts as one prompt, of which the second is shortened to fit."""
+    """Return two texts as one prompt; the second is shortened to fit."""
     token_ids = tokenizer.encode_pair(first, second)
     while most is not None and len(token_ids) > most and second:
         num_left = len(tokenizer.encode(second, add_special_tokens=False)) - (len(token_ids) - most)
@@ -98,7 +98,7 @@ def _pair(tokenizer: Tokenizer, first: str, second: str, most: int | None) -> li
 
 
 def shortened(tokenizer: Tokenizer, text: str, num_tokens: int) -> str:
-    """Return the beginning of a text."""
+    """Return a text's first tokens as text."""
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return text if len(token_ids) <= num_tokens else tokenizer.decode(token_ids[:num_tokens])
 
@@ -125,7 +125,7 @@ def _texts(content: Any, name: str) -> list[str]:
 
 
 def _text(item: Any, name: str) -> str:
-    """Return a text: a string, Jina's object with `text`, or vLLM's with parts of text as its `content`."""
+    """Return a text: a string, Jina's object with `text`, or vLLM's with text parts as `content`."""
     if isinstance(item, dict) and isinstance(item.get("content"), list):
         parts = item["content"]
         if all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
@@ -151,7 +151,7 @@ class ScoringReply(WholeReply):
         self._texts = _read_texts(self._request.url, {name: value for name, value in body.items() if value is not None})
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply, which is short."""
+        """Return the whole reply, as it is short."""
         return self.body(outputs)
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:

@@ -124,7 +124,7 @@ def _function(tool: Any) -> Function:
 
 @dataclass(frozen=True, slots=True)
 class MessageForm:
-    """Form of a chat's message, with which its text is read.
+    """Form in which a chat's message is read.
 
     Attributes:
         chat_format: format of the model's messages; None if the text is the message.
@@ -141,7 +141,7 @@ class MessageForm:
     shows_reasoning: bool = True
 
     def reader(self, name: str) -> DeltaReader:
-        """Return the reader of a sample.
+        """Return the reader for a sample.
 
         Args:
             name: name of the sample; the ids of its tool calls follow from it.
@@ -163,7 +163,7 @@ class MessageForm:
 def message_form(
     chat_format: ChatFormat, tools: Tools, prompt: str, tokenizer: Tokenizer, *, shows_reasoning: bool
 ) -> MessageForm:
-    """Return the form of the message that follows a prompt.
+    """Return the next message's form.
 
     Raises:
         RequestError: tools may be called, but the model's tool call syntax is unknown.

@@ -1,4 +1,4 @@
-"""Translation of other interfaces' requests to chats: the common parts of their request sides."""
+"""Translation of requests to chats: the parts that the other interfaces share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.openai.errors import Json, as_bad_request
 from jaxserve.openai.fields import SWITCH, TEXT, ObjectFields, needed, only
 from jaxserve.openai.format import CHAT_FIELDS
 
-_SHARED = (  # fields of chats that the other interfaces have too, most of them vLLM's
+_SHARED = (  # chat fields that the other interfaces also have, most of them vLLM's
     *("model", "stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "chat_template_kwargs", "timeout"),
     *("seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty", "min_tokens"),
     *("ignore_eos", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids"),
@@ -20,7 +20,7 @@ _SHARED = (  # fields of chats that the other interfaces have too, most of them 
     *("vllm_xargs", "media_io_kwargs", "mm_processor_kwargs", "kv_transfer_params"),
 )
 SHARED_FIELDS: ObjectFields = {name: CHAT_FIELDS[name] for name in _SHARED}
-FUNCTION: ObjectFields = {  # fields of a function that the model may call
+FUNCTION: ObjectFields = {  # fields of a callable function
     "name": needed(TEXT),
     "description": TEXT,
     "strict": SWITCH,
@@ -31,13 +31,13 @@ CALLED_DIRECTLY: ObjectFields = {"caller": only({"type": "direct"})}
 
 
 class Translation(NamedTuple):
-    """Chat that a request asks for.
+    """Chat for a request.
 
     Attributes:
         chat: body of the chat, for `parse_body`.
-        ignored: fields of the request that were accepted and change nothing.
-        names: names in the request of fields of the chat, where they are others than the interface's.
-        drops_turns: True to leave out the oldest turns of a chat that is too long.
+        ignored: the request's accepted fields without effect.
+        names: field names by their names in the chat, if they differ from the interface's.
+        drops_turns: True to leave out the oldest turns if the chat is too long.
     """
 
     chat: Json
@@ -47,16 +47,16 @@ class Translation(NamedTuple):
 
 
 def shared_values(given: Json) -> Json:
-    """Return the values of the fields that have the same name in a chat."""
+    """Return the fields with the same name in a chat."""
     return {name: given[name] for name in _SHARED if name in given}
 
 
 @contextlib.contextmanager
 def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Say the request's own names of fields in errors of its chat.
+    """Replace the chat's field names in errors by the request's.
 
     Args:
-        names: name of a field in the request by its name in the chat.
+        names: field names in the request by their names in the chat.
     """
     try:
         yield

@@ -153,23 +153,15 @@ class Observer(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        names, values = list(self._labels), list(self._labels.values())
+        own, by_model = self._labels, {"model_name": self._labels["model_name"]}
         for metric in vllm_metrics(self._engine.stats, self._engine.occupancy):
-            family: Metric
             match metric:
                 case Gauge(name, value):
-                    family = GaugeMetricFamily(name, _described(name), labels=names)
-                    family.add_metric(values, value)
+                    yield _family(GaugeMetricFamily, name, own, value)
                 case Counter(name, value):
-                    family = CounterMetricFamily(name, _described(name), labels=names)
-                    family.add_metric(values, value)
+                    yield _family(CounterMetricFamily, name, own, value)
                 case Vector(name, by_position):
-                    family = CounterMetricFamily(name, _described(name), labels=[*names, "position"])
-                    for position, value in enumerate(by_position):
-                        family.add_metric([*values, str(position)], value)
-                case _:
-                    continue
-            yield family
+                    yield _counters(name, own, "position", {str(i): value for i, value in enumerate(by_position)})
         yield from self._gauges()
         stats = self._engine.stats
         sources = {
@@ -177,21 +169,19 @@ class Observer(Collector):
             "local_cache_hit": stats.num_cached_tokens,
             "external_kv_transfer": 0,  # there is no cache but the pools
         }
-        own, by_model = self._labels, {"model_name": self._labels["model_name"]}
-        yield _counter("vllm:prompt_tokens_by_source", own, "source", sources)
+        yield _counters("vllm:prompt_tokens_by_source", own, "source", sources)
         places = dict.fromkeys(("device", "host", "p2p", "disk", "external_unspecified"), 0)
         places["device"] = stats.num_cached_tokens
-        yield _counter("vllm:prompt_tokens_cached_by_source", own, "source", places)
-        yield _counter("vllm:request_success", own, "finished_reason", self._finished)
-        yield _counter("vllm:admission_rejections", by_model, "reason", self.rejections)
-        yield _counter("jaxserve:degradations", by_model, "rung", self.degradations)
+        yield _counters("vllm:prompt_tokens_cached_by_source", own, "source", places)
+        yield _counters("vllm:request_success", own, "finished_reason", self._finished)
+        yield _counters("vllm:admission_rejections", by_model, "reason", self.rejections)
+        yield _counters("jaxserve:degradations", by_model, "rung", self.degradations)
         for name in _NEVER_COUNTED:
-            family = CounterMetricFamily(name, _described(name), labels=names)
-            family.add_metric(values, 0)
-            yield family
+            yield _family(CounterMetricFamily, name, own, 0)
         if expert_tokens := stats.expert_tokens.total().values:
             by_expert = {str(expert): count for expert, count in enumerate(expert_tokens)}
-            yield _counter("jaxserve:expert_tokens", own, "expert", by_expert)
+            yield _counters("jaxserve:expert_tokens", own, "expert", by_expert)
+        names, values = list(own), list(own.values())
         steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=names)
         counts = zip_longest((*ITERATION_TOKENS, math.inf), stats.iterations_by_tokens.values, fillvalue=0)
         ends, totals = zip(*counts, strict=True)
@@ -202,19 +192,13 @@ class Observer(Collector):
     def _gauges(self) -> Iterator[Metric]:
         """Yield the gauges that are no numbers of `vllm_metrics`."""
         labels, occupancy, schedule = self._labels, self._engine.occupancy, self._engine.schedule
-        names, values = list(labels), list(labels.values())
-        wait = GaugeMetricFamily(
-            "jaxserve:estimated_wait_seconds", "Time until a new request would start.", labels=names
-        )
-        wait.add_metric(values, self.estimated_wait_s())
-        yield wait
+        yield _family(GaugeMetricFamily, "jaxserve:estimated_wait_seconds", labels, self.estimated_wait_s())
         num_deferred = min(occupancy.num_deferred, occupancy.num_waiting)
         waiting = {"capacity": occupancy.num_waiting - num_deferred, "deferred": num_deferred}
-        yield _gauge("vllm:num_requests_waiting_by_reason", labels, "reason", waiting)
+        yield _gauges("vllm:num_requests_waiting_by_reason", labels, "reason", waiting)
         state = self._engine.host.memory.sleep_state
-        yield _gauge(
-            "vllm:engine_sleep_state", labels, "sleep_state", {name: int(name == state) for name in _SLEEP_STATES}
-        )
+        states = {name: int(name == state) for name in _SLEEP_STATES}
+        yield _gauges("vllm:engine_sleep_state", labels, "sleep_state", states)
         config, longest = self._engine.config, schedule.max_model_len
         concurrency = schedule.num_pages / max(schedule.kv_groups.num_pages(longest), 1)
         info = {
@@ -228,30 +212,31 @@ class Observer(Collector):
             "kv_cache_size_tokens": str(int(concurrency * longest)),  # vLLM's: tokens of requests of full length
             "kv_cache_max_concurrency": str(concurrency),
         }
-        cache = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV pool.", labels=[*names, *info])
-        cache.add_metric([*values, *info.values()], 1)
-        yield cache
+        yield _family(GaugeMetricFamily, "vllm:cache_config_info", {**labels, **info}, 1)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
-def _described(name: str) -> str:
-    return name.partition(":")[2].replace("_", " ").capitalize() + "."
+def _family(
+    family: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    labels: Mapping[str, str],
+    values: float | int | Mapping[str, float | int],
+    label: str = "",
+) -> Metric:
+    """Return a metric with one value, or with one for each value of a further label."""
+    text = name.partition(":")[2].replace("_", " ").capitalize() + "."
+    made = family(name, text, labels=[*labels, label] if label else [*labels])
+    for value, number in values.items() if isinstance(values, Mapping) else (("", values),):
+        made.add_metric([*labels.values(), value] if label else [*labels.values()], number)
+    return made
 
 
-def _gauge(name: str, labels: Mapping[str, str], label: str, by_value: Mapping[str, int]) -> Metric:
-    """Return a gauge with a number for each value of a further label."""
-    family = GaugeMetricFamily(name, _described(name), labels=[*labels, label])
-    for value, number in by_value.items():
-        family.add_metric([*labels.values(), value], number)
-    return family
+def _gauges(name: str, labels: Mapping[str, str], label: str, by_value: Mapping[str, float | int]) -> Metric:
+    return _family(GaugeMetricFamily, name, labels, by_value, label)
 
 
-def _counter(name: str, labels: Mapping[str, str], label: str, by_value: Mapping[str, int]) -> Metric:
-    """Return a counter with a number for each value of a further label."""
-    family = CounterMetricFamily(name, _described(name), labels=[*labels, label])
-    for value, number in by_value.items():
-        family.add_metric([*labels.values(), value], number)
-    return family
+def _counters(name: str, labels: Mapping[str, str], label: str, by_value: Mapping[str, float | int]) -> Metric:
+    return _family(CounterMetricFamily, name, labels, by_value, label)
