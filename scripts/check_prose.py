@@ -40,7 +40,6 @@ NOT_YET = {
     "jaxserve/layers",
     "jaxserve/layers/weight_formats",
     "jaxserve/models",
-    "jaxserve/openai",
     "jaxserve/server",
     "jaxserve/server/batches",
     "pallas_kernels/ragged_paged_attention",

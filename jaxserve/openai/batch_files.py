@@ -1,10 +1,10 @@
 """Batch files: OpenAI's batch format, JSON lines in, JSON lines out, restartable at any moment.
 
-Each input line is a request and each output line the record of one, in order of completion; a record's `id` contains
+Each input line is a request and each output line its record, in order of completion; a record's `id` contains
 the line number. The output file is the only state (`batch_output.py`): however a run ends, the next one resumes it.
 
-Restarts are reproducible: a request without a seed gets one from (run seed, line, prompt), so its samples equal those
-of an uninterrupted run. A record's `request_id` is a fingerprint of its input line and the run seed; an output file of
+Restarts are reproducible: a request without a seed gets one from (run seed, line, prompt), so its samples equal an
+uninterrupted run's. A record's `request_id` is a fingerprint for its input line and the run seed; an output file for
 another input or seed is refused before it is modified.
 
 Memory besides the requests in flight, for a million lines: 8 MB at start to compare fingerprints, then a bit per line
@@ -54,19 +54,19 @@ _LINE_FIELDS = {
     **each(ANY, "custom_id", "url", "body"),
     "method": needed(BodyField(one_of(("POST",), words='"POST"'))),
 }
-_DUPLICATE = "duplicate_custom_id"  # code of the error
+_DUPLICATE = "duplicate_custom_id"  # error code
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """Summary of the output file and this run.
+    """Summary of output file and run.
 
     Attributes:
         num_records: records in the output file.
         num_errors: records of failed requests.
-        num_resumed: records of earlier runs.
-        prompt_tokens: prompt tokens of the requests of this run.
-        completion_tokens: generated tokens of this run.
+        num_resumed: records from earlier runs.
+        prompt_tokens: prompt tokens in this run.
+        completion_tokens: generated tokens in this run.
         elapsed_s: duration of this run in seconds.
     """
 
@@ -86,13 +86,13 @@ class _Line:
     custom_id: str
     fingerprint: str
     request: ParsedRequest
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # finished outputs by index of the prompt
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # finished outputs by prompt index
     failed: bool = False
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """Prompt of a line, to be served or in the engine."""
+    """A line's prompt, waiting or in the engine."""
 
     line: _Line
     index: int
@@ -118,18 +118,18 @@ def run_batch(
 
     Args:
         engine: an `LLM`, or a fleet of engines.
-        in_path: a regular file of OpenAI batch requests for /v1/completions, /v1/chat/completions and /v1/embeddings.
+        in_path: a regular file with OpenAI batch requests to /v1/completions, /v1/chat/completions and /v1/embeddings.
         out_path: output file; created, or resumed if it exists.
-        seed: seed of the run, for requests without a seed; None takes the engine's.
-        model_names: accepted values of `model` in a request, the first being the default. If empty, any name is
+        seed: seed for requests without one; None takes the engine's.
+        model_names: accepted values for a request's `model`, the first being the default. If empty, any name is
             accepted for the loaded model, so that a file written for another service runs.
-        max_in_flight: limit of sequences in the engine; None is three times `max_num_seqs` over all replicas, enough to
-            keep them full while some requests wait for the prefix of another. A request with more sequences runs
-            alone.
+        max_in_flight: maximum number of sequences in the engine; None is three times `max_num_seqs` over all replicas,
+            enough to keep them full while some requests wait for another's prefix. A request with more sequences runs
+            when there are no others.
         urls: values that `url` may have in a line.
-        on_record: function that is called after each record with the number of all records and of those with errors.
-        context: context of bodies, in place of `model_names` and the engine's own.
-        adapt: function from the request of a line to the one that is served; a RequestError fails the line.
+        on_record: function called after each record with the numbers of records and of errors.
+        context: context for bodies, in place of `model_names` and the engine's.
+        adapt: function from a line's request to the served one; a RequestError fails the line.
         use_tqdm: True to show progress on stderr: a bar on a terminal, elsewhere a line every 30 s.
 
     Raises:
@@ -158,9 +158,9 @@ def run_batch(
 
 
 def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> BatchSummary | None:
-    """Return the summary of a batch that has a record for every line; None if lines are left to serve.
+    """Return a batch's summary if every line has a record; None if lines are left to serve.
 
-    This needs no engine: a finished batch does not start one, and unusable files fail at once.
+    This needs no engine: a finished batch does not start one, and unusable files fail immediately.
 
     Raises:
         ConfigError: as `run_batch`.
@@ -176,7 +176,7 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
 
 
 def _context(engine: BatchEngine, model_names: Sequence[str]) -> BodyContext:
-    """Return the context of bodies for an engine without a server."""
+    """Return the context for an engine without a server."""
     tokenizer, config = engine.tokenizer, engine.config
 
     def check_prompt(text: str) -> None:
@@ -209,7 +209,7 @@ def _key(seed: int) -> bytes:
 
 @dataclass(slots=True)
 class _BatchRun:
-    """Main loop: admit requests while the window has room, wait, write records of finished requests."""
+    """Main loop: admit requests up to the window's size, wait, write records."""
 
     engine: BatchEngine
     out: BatchOutput
@@ -255,7 +255,7 @@ class _BatchRun:
         self.in_flight.clear()
 
     def _prompts(self, lines: IO[bytes]) -> Iterator[_InFlight]:
-        """Yield the prompts to serve, in order of input; write error records of invalid lines."""
+        """Yield the prompts to serve, in input order; write error records for invalid lines."""
         seen: set[int] = set()
         for number, raw in numbered_lines(lines):
             custom_id: Any = None
@@ -296,7 +296,7 @@ class _BatchRun:
         try:
             wanted = request.pooling or params
             self.engine.add_request(request_id, request.prompts[index], wanted, cache_salt=request.cache_salt)
-        except PeerLostError:  # not an error of the line: the run ends
+        except PeerLostError:  # the run ends, not only the line
             raise
         except Exception as error:
             self.engine.abort(request_id)
@@ -404,7 +404,7 @@ def _line_error(number: int, error: Exception) -> RequestError:
 
 
 def _claim(custom_id: str, seen: set[int]) -> None:
-    """Add the hash of a custom_id to `seen`; BadRequestError if an earlier line has it."""
+    """Add a custom_id's hash to `seen`; BadRequestError if an earlier line has it."""
     if hash(custom_id) in seen:
         raise BadRequestError(
             f"custom_id must be unique in the file, got {brief(custom_id)} again; this record has none, so that the id "

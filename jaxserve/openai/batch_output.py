@@ -1,6 +1,6 @@
-"""Output file of a batch: records are appended, and read again when a run resumes.
+"""Batch output file: records are appended, and read again when a run resumes.
 
-It is the only state of a batch. Each record is appended whole, so after `kill -9` the file holds whole records and at
+It is the batch's only state. Each record is appended whole, so after `kill -9` the file holds whole records and at
 most one truncated one. Written records survive the end of the process, and after the next fsync, at most about a
 second later, also a crash of the machine.
 """
@@ -24,7 +24,7 @@ from jaxserve.openai.errors import Json
 MAX_LINE_BYTES = 2**24  # twice the body that the server takes
 FSYNC_INTERVAL_S = 1.0
 _RECORD_START = b'{"id": "batch_req_'
-_RECORD = re.compile(  # start of a record, with the fields in the order of `make_record`; the rest is not needed
+_RECORD = re.compile(  # a record's beginning, with the fields in the order of `make_record`
     _RECORD_START + rb'([1-9][0-9]*)", "custom_id": (?:"(?:[^"\\]|\\.)*"|-?[0-9]+|null), '
     rb'"response": \{"status_code": ([0-9]+), "request_id": "([0-9a-f]{16})"'
 )
@@ -32,7 +32,7 @@ _RECORD = re.compile(  # start of a record, with the fields in the order of `mak
 
 @dataclass(slots=True)
 class DoneLines:
-    """Set of the lines that have a record, one bit each, and the number of lines."""
+    """Lines with a record, one bit each, and the number of lines."""
 
     num_lines: int = 0  # blank lines are not counted
     num_records: int = 0
@@ -104,7 +104,7 @@ class BatchOutput:
             self._synced_s = time.monotonic()
 
     def _scan(self, max_number: int) -> tuple["array[int]", int]:
-        """Return fingerprints by line number (0 if there is no record), and the size in bytes of all whole records."""
+        """Return fingerprints by line number (0 without a record), and the total size of whole records in bytes."""
         fingerprints: array[int] = array("Q")
         size = 0
         with open(self._fd, "rb", closefd=False) as file:
@@ -132,7 +132,7 @@ class BatchOutput:
 
 
 def numbered_lines(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield (line number from 1, content) of every line that is not blank; only the beginning of one that is too long.
+    """Yield (line number from 1, content) for every line that is not blank; long lines are cut.
 
     A line is too long if its content has more than `MAX_LINE_BYTES`.
     """
@@ -148,7 +148,7 @@ def numbered_lines(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def fingerprint_of(raw: bytes, key: bytes) -> str:
-    """Return the fingerprint of an input line under the seed of the run: 16 hexadecimal digits."""
+    """Return an input line's fingerprint under the run's seed: 16 hexadecimal digits."""
     return hashlib.blake2b(raw, digest_size=8, key=key, person=b"batch line").hexdigest()
 
 

@@ -12,8 +12,8 @@ from jaxserve.system.ticker import Ticker
 class BatchProgress:
     """Context that shows how far a batch is.
 
-    The time that is left is estimated from the records after the first one of this run, for which an engine may have
-    had to load programs.
+    The remaining time is estimated from the records after this run's first one, as that may have waited for programs
+    to load.
 
     Args:
         done: lines that had a record when the run began.
@@ -58,7 +58,7 @@ class BatchProgress:
         self._note = text
         if self._bar is not None:
             self._bar.set_postfix_str(self._details(), refresh=False)
-            self._bar.update(0)  # which draws it if the last time was long enough ago
+            self._bar.update(0)  # draws it if the last time was long ago
 
     def left_s(self) -> float | None:
         """Return the estimated time to the last record; None before two records of this run."""
@@ -83,7 +83,7 @@ def _bar(done: DoneLines) -> Any:
 
     bar_format = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
     sizes = {"total": done.num_lines, "initial": done.num_records}
-    return tqdm(**sizes, unit="req", desc="batch", bar_format=bar_format, miniters=0)  # drawn by time alone
+    return tqdm(**sizes, unit="req", desc="batch", bar_format=bar_format, miniters=0)  # drawn by time only
 
 
 def _duration(seconds: float) -> str:

@@ -16,7 +16,7 @@ AUTO, NONE = "auto", "none"
 
 @dataclass(frozen=True)
 class Delimiters:
-    """Texts that a scanner looks for; none of them is a prefix of another.
+    """Texts that a scanner looks for; none is a prefix of another.
 
     Attributes:
         texts: the delimiters; may be empty.
@@ -31,7 +31,7 @@ class Delimiters:
 
     @cached_property
     def partial_suffix(self) -> re.Pattern[str]:
-        """Regular expression for the beginning of a delimiter at the end of a text."""
+        """Regular expression for a cut-off delimiter at a text's end."""
         return re.compile("|".join(map(_begun, self.texts)) or r"(?!)")
 
 
@@ -57,7 +57,7 @@ class ReasoningDelimiters:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """Syntax of a run of tool calls. White space may be anywhere between the parts.
+    """Syntax for a run of tool calls. White space may be anywhere between the parts.
 
     Attributes:
         begin: delimiter before a run; empty if an object at the start of a message is a call.
@@ -204,7 +204,7 @@ _HARMONY = MessageSyntax(
     functions="functions.",
 )
 
-TOOL_CALL_FORMATS: dict[str, ChatFormat] = {  # by vLLM's parser names
+TOOL_CALL_FORMATS: dict[str, ChatFormat] = {  # keys are vLLM's parser names
     "hermes": ChatFormat(calls=(_HERMES,)),
     "llama3_json": ChatFormat(calls=_LLAMA),
     "mistral": ChatFormat(calls=_MISTRAL, short_ids=True),

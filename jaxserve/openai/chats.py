@@ -27,7 +27,7 @@ from jaxserve.text.tokenizer import Tokenizer
 
 NO_TOOLS = Tools()
 RESERVED = {"messages", "chat_template", "tokenize", "tools", "documents"}  # names not allowed in chat_template_kwargs
-PROMPT_FIELDS: ObjectFields = {  # of all bodies that may have a chat as their prompt
+PROMPT_FIELDS: ObjectFields = {  # fields that make a chat the prompt
     "messages": ANY,
     "chat_template": TEXT,
     "chat_template_kwargs": OBJECT,

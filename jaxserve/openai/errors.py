@@ -30,7 +30,7 @@ class BadRequestError(RequestError):
 def check_output_len(given: Json, max_model_len: int | None) -> None:
     """Refuse an output longer than the model allows with any prompt, in vLLM's words.
 
-    An output that only has no room beside its prompt is cut, as in vLLM, and so is one of the default length.
+    An output that only does not fit after its prompt is cut, as in vLLM, and so is one of the default length.
 
     Args:
         given: fields of the body.

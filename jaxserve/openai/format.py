@@ -53,7 +53,7 @@ _REQUEST_ID = FieldType(
     "up to 128 letters, digits, dots and dashes",
     lambda value: isinstance(value, str) and re.fullmatch(r"[\w.-]{1,128}", value, re.ASCII) is not None,
 )
-_COMMON: ObjectFields = {  # of all bodies
+_COMMON: ObjectFields = {  # fields that all bodies share
     "model": TEXT,
     "user": ignored(TEXT),
     "priority": INTEGER,
@@ -67,7 +67,7 @@ _IN_BATCHES: ObjectFields = {  # fields without effect in batch files
     "priority": only(0, why="all lines of a batch file are of one batch"),
     "request_id": only(why="a line of a batch file has custom_id"),
 }
-_GENERATION: ObjectFields = {  # of completions and chats
+_GENERATION: ObjectFields = {  # fields that completions and chats share
     **_COMMON,
     **each(ANY, *SAMPLING, "max_tokens"),
     **each(OBJECT, "response_format", "structured_outputs", "stream_options"),

@@ -1,4 +1,4 @@
-"""Message deltas, from which every interface makes its whole and streamed replies."""
+"""Message deltas: every interface makes its whole and streamed replies from them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Reasoning(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """Start of a tool call.
+    """Beginning tool call.
 
     Attributes:
         number: index of the call in its message.
         call_id: name of the call; the message with its result refers to it.
-        name: name of the function.
+        name: the function's name.
     """
 
     number: int
@@ -54,7 +54,7 @@ MessageDelta = Content | Reasoning | ToolCall | ToolArguments
 
 
 class DeltaReader:
-    """Reader of one sample of a chat. However its text is cut, the deltas add up to the same message.
+    """Reader for one sample. However its text is cut, the deltas add up to the same message.
 
     Args:
         scanner: scanner for its text; None if the text is the message.
@@ -76,7 +76,7 @@ class DeltaReader:
 
     @property
     def has_calls(self) -> bool:
-        """True if there are tool calls, all of them complete."""
+        """True if there are tool calls, all complete."""
         return self._scanner is not None and self._scanner.num_calls > 0 and not self._scanner.has_cut_call
 
     def finish_reason(self, increment: Increment) -> str | None:

@@ -1,6 +1,6 @@
-"""Replies of Anthropic's /v1/messages, whole or streamed, from the deltas of a chat's message; and its errors.
+"""Replies and errors for Anthropic's /v1/messages, whole or streamed, from message deltas.
 
-Both come from the same events: a whole reply has the blocks that a stream of one increment builds.
+A whole reply has the blocks that a stream with one increment builds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MessageReply:
     """Reply to one request for a message.
 
     Args:
-        chat: reply of the chat that the request asks for, which has its deltas and counts.
+        chat: the chat's reply, which has message deltas and token counts.
     """
 
     def __init__(self, chat: Reply, _body: Json) -> None:
@@ -65,18 +65,18 @@ class MessageReply:
         return self._message | {"content": self._blocks.blocks} | self._end | {"usage": self._usage(outputs)}
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply, which is one message."""
+        """Return the whole reply, as it is one message."""
         return self.body(outputs)
 
     def first_events(self) -> Iterator[bytes]:
-        """Yield the events before there is any output: none, as counts of cached tokens are not known yet."""
+        """Yield the events before any output: none, as the number of cached tokens is not known yet."""
         yield from ()
 
     def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
-        """Yield the server-sent events of what is new.
+        """Yield the server-sent events for new increments.
 
         Args:
-            number: index of the prompt, of which there is one.
+            number: index of the only prompt.
             output: its output.
             increments: its increments.
         """
@@ -94,7 +94,7 @@ class MessageReply:
         yield _event({"type": "message_stop"})
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the events that end a stream in which the request has failed."""
+        """Yield the events that end a failed stream."""
         yield _event(message_error_body(error))
 
     def _changes(self, increment: Increment) -> Iterator[Json]:
@@ -109,13 +109,13 @@ class MessageReply:
         self._end = {"stop_reason": "end_turn", "stop_sequence": None}
         if reason == "length":
             self._end["stop_reason"] = "max_tokens"
-        elif self._blocks.has_calls and (reason == "tool_calls" or reader.has_calls):  # the latter of a named function
+        elif self._blocks.has_calls and (reason == "tool_calls" or reader.has_calls):  # the latter for a named function
             self._end["stop_reason"] = "tool_use"
         elif isinstance(stop, str):
             self._end = {"stop_reason": "stop_sequence", "stop_sequence": stop}
 
     def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return counts of tokens under the names of messages, where cached ones are no input tokens."""
+        """Return token counts under Anthropic's names; cached tokens are no input tokens there."""
         usage = self._chat.usage(outputs)
         cached, details = usage["prompt_tokens_details"]["cached_tokens"], usage.get("completion_tokens_details", {})
         counts = {
@@ -130,7 +130,7 @@ class MessageReply:
 
 
 class _Blocks:
-    """Content blocks of a message, which deltas build.
+    """Builder for a message's content blocks.
 
     Attributes:
         blocks: the blocks so far.
@@ -138,17 +138,17 @@ class _Blocks:
 
     def __init__(self) -> None:
         self.blocks: list[Json] = []
-        self._kind = ""  # type of the open block, empty if there is none
-        self._texts: list[str] = []  # parts of its text or its input
+        self._kind = ""  # the open block's type, empty if there is none
+        self._texts: list[str] = []  # its text or input in parts
         self._has_invalid_input = False
 
     @property
     def has_calls(self) -> bool:
-        """True if there are calls, and the arguments of all are objects in JSON: no others can be an input."""
+        """True if there are tool calls, all with JSON objects as arguments: nothing else can be an input."""
         return any(block["type"] == "tool_use" for block in self.blocks) and not self._has_invalid_input
 
     def add(self, delta: MessageDelta) -> Iterator[Json]:
-        """Yield the events of a delta."""
+        """Yield a delta's events."""
         match delta:
             case ToolCall(_, call_id, name):
                 yield from self.close()
@@ -178,7 +178,7 @@ class _Blocks:
             block["input"], is_valid = _input(text)
             self._has_invalid_input |= not is_valid
         else:
-            block[self._kind] = text  # the field of a text or reasoning is named like its type
+            block[self._kind] = text  # the field has the type's name
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
         self._kind, self._texts = "", []
 
@@ -196,7 +196,7 @@ class _Blocks:
 
 
 def _input(text: str) -> tuple[Json, bool]:
-    """Return the input of a call, which may have been cut off, and whether it is all that the arguments say."""
+    """Return a tool call's input, and whether it is complete: the arguments may have been cut off."""
     with suppress(ValueError):
         if isinstance(value := json.loads(text), dict):
             return value, True

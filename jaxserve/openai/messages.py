@@ -69,7 +69,7 @@ _OUTPUT_CONFIG: ObjectFields = {"effort": TEXT, "format": OBJECT}
 _FORMATS = {"json_schema": {"schema": needed(OBJECT)}}
 _THINKING = dict.fromkeys(("enabled", "adaptive", "disabled"), dict.fromkeys(("budget_tokens", "display"), IGNORED))
 _TEXT_BLOCK: ObjectFields = {"text": needed(TEXT), "citations": IGNORED, **_CACHED}
-_BLOCKS: Mapping[str, Mapping[str, ObjectFields]] = {  # by the message's role
+_BLOCKS: Mapping[str, Mapping[str, ObjectFields]] = {  # keys are roles
     "user": {
         "text": _TEXT_BLOCK,
         "tool_result": {"content": ANY, "is_error": SWITCH, "tool_use_id": needed(TEXT), **_CACHED},

@@ -28,7 +28,7 @@ def _beginnings(text: str) -> tuple[str, str]:
     """Return the text and its longest complete beginning, both with their missing brackets."""
     closing: list[str] = []  # brackets that are still to come, the last first
     end, brackets = 0, ""
-    is_key = False  # True where a string is the key of an object
+    is_key = False  # True if a string would be an object's key
     for match in _TOKEN.finditer(text):
         token = match.group()
         if token[0] == '"':

@@ -1,7 +1,7 @@
 """Replies in OpenAI's form, whole or streamed.
 
-Both are made of the same increments of the outputs: a whole reply is the one whose only increment is everything. So
-however a stream is cut, its parts add up to the whole reply.
+Both are made from increments: a whole reply has one increment, which is everything. So however a stream is cut, its
+parts add up to the whole reply.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Reply:
 
     Args:
         request: the request.
-        tokenizer: tokenizer of the model; None if requests have token ids.
+        tokenizer: the model's tokenizer; None if requests have token ids.
         response_id: name of the reply.
-        created_s: time of the request, in seconds since 1970.
-        fingerprint: name of the model's configuration, from `system_fingerprint`.
+        created_s: arrival time, in seconds since 1970.
+        fingerprint: name of the engine's configuration, from `system_fingerprint`.
 
     Attributes:
         request: the request.
         response_id: name of the reply.
-        created_s: time of the request, in seconds since 1970.
+        created_s: arrival time, in seconds since 1970.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Reply:
             "model": request.model,
             "system_fingerprint": fingerprint,
         }
-        self._readers: dict[int, DeltaReader] = {}  # readers by choice of a chat
-        self._reasoning_counters: dict[int, ReasoningTokens] = {}  # counters of reasoning by choice of a chat
-        self._num_chars: dict[int, int] = {}  # characters of each choice so far, where log probabilities count them
-        self._listed: Callable[[Iterator[Any]], Any] = list  # makes lists of log probabilities
-        self._num_sent: dict[int, int] = {}  # tokens of each choice so far
-        self._begun: set[int] = set()  # choices whose first part has been sent
+        self._readers: dict[int, DeltaReader] = {}  # keys are choices
+        self._reasoning_counters: dict[int, ReasoningTokens] = {}  # keys are choices
+        self._num_chars: dict[int, int] = {}  # text length by choice, for offsets of log probabilities
+        self._listed: Callable[[Iterator[Any]], Any] = list  # makes log probability lists
+        self._num_sent: dict[int, int] = {}  # sent tokens by choice
+        self._begun: set[int] = set()  # choices with a first part sent
         suffix = ".chunk" if request.is_chat else ""
         head = json.dumps(self._head | {"object": self._head["object"] + suffix})[:-1] + ', "choices": [{"index": '
         self._chunk_head = head
@@ -89,10 +89,10 @@ class Reply:
         return self._head | {"choices": choices, "usage": self.usage(outputs)} | self._extensions(outputs)
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the same with iterators in place of its long lists, so that it never exists as a whole."""
+        """Return the whole reply with iterators for its long lists, so that they never exist as a whole."""
         self._listed = iter
         choices: Iterable[Json] = self._choices(outputs)
-        if self.request.is_chat:  # the usage counts what they have of reasoning
+        if self.request.is_chat:  # the usage counts their reasoning
             choices = list(choices)
         return self._head | {"choices": choices, "usage": self.usage(outputs)} | self._extensions(outputs)
 
@@ -121,7 +121,7 @@ class Reply:
         return fields
 
     def usage(self, outputs: Iterable[RequestOutput]) -> Json:
-        """Return the counts of tokens so far."""
+        """Return the token counts so far."""
         prompt_tokens = completion_tokens = cached_tokens = 0
         for output in outputs:
             prompt_tokens += len(output.prompt_token_ids)
@@ -145,11 +145,11 @@ class Reply:
         return counts
 
     def first_events(self) -> Iterator[bytes]:
-        """Yield the events of a stream before there is any output: none."""
+        """Yield the events before any output: none."""
         yield from ()
 
     def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
-        """Yield the server-sent events of what is new.
+        """Yield the server-sent events for new increments.
 
         Args:
             number: index of the prompt.
@@ -186,7 +186,7 @@ class Reply:
             yield self._event(index, choice, output)
 
     def read(self, index: int, increment: Increment) -> list[MessageDelta]:
-        """Return the deltas of what is new in a choice of a chat."""
+        """Return an increment's message deltas."""
         deltas, tokenizer, form = self.reader(index).read(increment), self._tokenizer, self.request.form
         if form.chat_format is not None and tokenizer is not None:
             if index not in self._reasoning_counters:
@@ -198,7 +198,7 @@ class Reply:
         return deltas
 
     def reader(self, index: int) -> DeltaReader:
-        """Return the reader of a choice of a chat."""
+        """Return a choice's message reader."""
         if index not in self._readers:
             self._readers[index] = self.request.form.reader(f"{self.response_id}-{index}")
         return self._readers[index]
@@ -215,7 +215,7 @@ class Reply:
         yield DONE
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the events that end a stream in which the request has failed."""
+        """Yield the events that end a failed stream."""
         yield f"data: {json.dumps(error_body(error))}\n\n".encode()
         yield DONE
 
@@ -227,7 +227,7 @@ class Reply:
         return f"data: {self._chunk_head}{index}, {json.dumps(fields)[1:]}]{more}{usage}}}\n\n".encode()
 
     def _usage_so_far(self, index: int, output: RequestOutput) -> Json:
-        """Return the counts of one choice, as far as it has been sent."""
+        """Return one choice's token counts, as far as it has been sent."""
         num_sent = self._num_sent.get(index, 0) if self.request.has_output else 0
         num_reasoning_tokens = self._reasoning_counters[index].count if index in self._reasoning_counters else 0
         return self._counts(len(output.prompt_token_ids), num_sent, output.num_cached_tokens, num_reasoning_tokens)
@@ -236,7 +236,7 @@ class Reply:
         return number * self.request.params.n + increment.completion.index
 
     def _choice(self, number: int, output: RequestOutput, increment: Increment) -> Json:
-        """Return a choice of a chunk or of a whole reply; that of a chat still lacks its delta or message."""
+        """Return a choice in a chunk or a whole reply; a chat's choice still lacks its delta or message."""
         request, index, completion = self.request, self._index(number, increment), increment.completion
         if request.is_chat:
             choice: Json = {"index": index, "logprobs": self.chat_logprobs(increment)}
@@ -254,7 +254,7 @@ class Reply:
         return choice
 
     def _text_fields(self, index: int, output: RequestOutput, increment: Increment) -> Json:
-        """Return the text of a part of a completion and its log probabilities, those of an echoed prompt first."""
+        """Return a completion part's text and log probabilities, both with an echoed prompt first."""
         request, tokenizer = self.request, self._tokenizer
         text, token_ids = increment.text, increment.token_ids
         tables: Iterable[dict[int, Logprob] | None] | None = increment.logprobs
@@ -284,10 +284,10 @@ class Reply:
         tables: Iterable[dict[int, Logprob] | None] | None,
         prompt_offsets: Sequence[int],
     ) -> Json | None:
-        """Return the log probabilities of a completion's tokens; null for the first one of a prompt.
+        """Return a completion's log probabilities; null for the first token of a prompt.
 
-        Offsets are indices in the text of the reply, in which special tokens may be hidden. Tokens of a stop string
-        have the indices that they would have if it was kept: it may be cut off only after parts of it were sent.
+        Offsets are indices in the reply's text, in which special tokens may be hidden. A stop string's tokens have
+        offsets as if it was kept: it may be cut off only after parts were sent.
         """
         if tables is None:
             return None
@@ -316,7 +316,7 @@ class Reply:
     def _by_text(self, table: Mapping[int, Logprob]) -> dict[str, float]:
         """Return log probabilities by text in vLLM's order: the token itself, then the most likely ones.
 
-        Of tokens with equal text, such as parts of a character, the first counts.
+        If tokens have equal text, such as parts of a character, the first counts.
         """
         found: dict[str, float] = {}
         for token_id, entry in table.items():
@@ -338,7 +338,7 @@ class Reply:
         )
 
     def chat_logprobs(self, increment: Increment) -> Json | None:
-        """Return the log probabilities of a chat's new tokens; None unless requested."""
+        """Return the log probabilities for a chat's new tokens; None unless requested."""
         if increment.logprobs is None:
             return None
         num_top = self.request.top_logprobs or 0
@@ -371,13 +371,13 @@ def _token_text(token_id: int, entry: Logprob | None, tokenizer: Tokenizer | Non
 
 
 def _prompt_fields(request: ParsedRequest, output: RequestOutput) -> Json:
-    """Return the fields of a chat's prompt, which the first chunk of a stream has too."""
+    """Return the prompt fields of a whole chat or of its first chunk."""
     token_ids = output.prompt_token_ids if request.return_token_ids else None
     return {"prompt_token_ids": token_ids, "prompt_text": request.prompt_text}
 
 
 def _metrics(request: ParsedRequest, outputs: Sequence[RequestOutput]) -> Json | None:
-    """Return the times of the completion in ms, by vLLM's names, if they are wanted and there is only one completion.
+    """Return the completion's times in ms under vLLM's names, if requested and if there is only one completion.
 
     The time to the first token begins with the first step, and not with the arrival.
     """
@@ -401,6 +401,6 @@ def _ranked(table: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
 
 
 def system_fingerprint(config: EngineConfig) -> str:
-    """Return the name of a configuration: equal for engines of equal versions and options, wherever the core runs."""
+    """Return a configuration's name: equal for equal versions and options, wherever the core runs."""
     digest = hashlib.blake2b(f"{__version__} {replace(config, engine_process=False)!r}".encode(), digest_size=5)
     return f"fp_{digest.hexdigest()}"

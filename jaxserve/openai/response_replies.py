@@ -1,6 +1,6 @@
-"""Replies of /v1/responses, whole or streamed, from the deltas of a chat's message.
+"""Replies for /v1/responses, whole or streamed, from message deltas.
 
-Both come from the same events: a whole reply is what the last event of a stream of one increment says.
+A whole reply is in the last event of a stream with one increment.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ResponseReply:
     """Reply to one request for a response.
 
     Args:
-        chat: reply of the chat that the request asks for, which has its deltas and counts.
-        body: body of the request.
+        chat: the chat's reply, which has message deltas and token counts.
+        body: the request's body.
     """
 
     def __init__(self, chat: Reply, body: Json) -> None:
@@ -54,19 +54,19 @@ class ResponseReply:
         return self._final(outputs)[1]["response"]
 
     def lazy_body(self, outputs: Sequence[RequestOutput]) -> Json:
-        """Return the whole reply, which is one message."""
+        """Return the whole reply, as it is one message."""
         return self.body(outputs)
 
     def first_events(self) -> Iterator[bytes]:
-        """Yield the events before there is any output."""
+        """Yield the events before any output."""
         for kind in ("created", "in_progress"):
             yield self._sent((kind, {"response": self._response | {"status": "in_progress"}}))
 
     def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
-        """Yield the server-sent events of what is new.
+        """Yield the server-sent events for new increments.
 
         Args:
-            number: index of the prompt, of which there is one.
+            number: index of the only prompt.
             output: its output.
             increments: its increments.
         """
@@ -83,7 +83,7 @@ class ResponseReply:
         yield DONE
 
     def error_events(self, error: RequestError) -> Iterator[bytes]:
-        """Yield the events that end a stream in which the request has failed."""
+        """Yield the events that end a failed stream."""
         problem = {"code": "server_error", "message": shown_message(as_bad_request(error))}
         failed = self._response | {"status": "failed", "output": self._items.items, "error": problem}
         yield self._sent(("failed", {"response": failed}))
@@ -118,7 +118,7 @@ class ResponseReply:
         }
 
     def _sent_text(self, text: str) -> bytes:
-        """Return what `_sent` does for text alone, in less time."""
+        """Return the event for a text delta, faster than `_sent`."""
         name, number = f"response.{_TEXT_DELTA}", self._num_events
         self._num_events += 1
         return (
@@ -134,15 +134,15 @@ class ResponseReply:
 
 
 class _Items:
-    """Output items of a response, which deltas build.
+    """Builder for a response's output items.
 
     Args:
         response_id: name of the reply.
 
     Attributes:
         items: the items so far.
-        logprobs: log probabilities of tokens that no text has taken yet.
-        text_place: fields of a delta of the open text but the text, as JSON without brackets.
+        logprobs: log probabilities not sent yet.
+        text_place: fields for a delta of the open text except the text, as JSON without brackets.
     """
 
     def __init__(self, response_id: str) -> None:
@@ -150,9 +150,9 @@ class _Items:
         self.logprobs: list[Json] = []
         self.text_place = ""
         self._response_id = response_id
-        self._kind = ""  # type of the open item, empty if there is none
-        self._texts: list[str] = []  # parts of its text or its arguments
-        self._taken: list[Json] = []  # log probabilities of its text
+        self._kind = ""  # the open item's type, empty if there is none
+        self._texts: list[str] = []  # its text or arguments in parts
+        self._taken: list[Json] = []  # its log probabilities
 
     @property
     def is_call_open(self) -> bool:
@@ -160,7 +160,7 @@ class _Items:
         return self._kind == "function_call"
 
     def add(self, delta: MessageDelta) -> Iterator[Event]:
-        """Yield the events of a delta."""
+        """Yield a delta's events."""
         match delta:
             case ToolCall(_, call_id, name):
                 yield from self.close("completed")
@@ -185,11 +185,11 @@ class _Items:
         """Yield the events that end the open item, if there is one.
 
         Args:
-            status: status of the item, "completed" or "incomplete".
+            status: "completed" or "incomplete".
         """
         if not self._kind:
             return
-        if self._kind == "message" and self.logprobs:  # tokens after the last that made text
+        if self._kind == "message" and self.logprobs:  # tokens after the last text
             yield self._text_delta("")
         item, text = self.items[-1], "".join(self._texts)
         item["status"] = status
@@ -231,7 +231,7 @@ class _Items:
 
 
 def _raw_messages(prompt: str, output: RequestOutput) -> Json:
-    """Return vLLM's fields of what the model has read and written: its text and its tokens."""
+    """Return vLLM's fields with the model's input and output, as text and tokens."""
     (completion,) = output.outputs
     given, made = (prompt, output.prompt_token_ids), (completion.text, completion.token_ids)
     return {
@@ -241,7 +241,7 @@ def _raw_messages(prompt: str, output: RequestOutput) -> Json:
 
 
 def _usage(usage: Json) -> Json:
-    """Return counts of tokens under the names of responses."""
+    """Return token counts under this interface's names."""
     cached, details = usage["prompt_tokens_details"]["cached_tokens"], usage.get("completion_tokens_details", {})
     return {
         "input_tokens": usage["prompt_tokens"],
@@ -257,7 +257,7 @@ def _without_nulls(content: Json | None) -> Json:
 
 
 def _response(request: ParsedRequest, body: Json) -> Json:
-    """Return the fields of a response that repeat its request, and those that have not come yet."""
+    """Return the fields that repeat the request, and empty ones for the output."""
     params = request.params
 
     given = {name: value for name, value in body.items() if value is not None}

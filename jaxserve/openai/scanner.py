@@ -19,7 +19,7 @@ from jaxserve.openai.json_scanner import MAX_HEAD_CHARS, CutError, JsonScanner, 
 from jaxserve.openai.message_deltas import Content, MessageDelta, Reasoning, ToolArguments, ToolCall
 
 _BRACE_OR_QUOTE = re.compile(r'[{"]')
-_MIN_DELIMITER_CHARS = 4  # of a delimiter that was cut off, from which on it is not text
+_MIN_DELIMITER_CHARS = 4  # a cut-off delimiter is text if it is shorter
 
 
 @dataclass
@@ -256,7 +256,7 @@ class Scanner(JsonScanner):
             call.name = yield from self._string()
             if not call.name or (call.is_bare and self._names is not None and call.name not in self._names):
                 raise NotACallError
-        elif not call.name and key == "function" and first == "{":  # as in OpenAI's interface
+        elif not call.name and key == "function" and first == "{":  # OpenAI's form
             yield from self._members(call)
         elif key in ("arguments", "parameters") and not call.arguments and not call.has_begun:
             if call.is_bare and first not in ("{", '"', "n"):
