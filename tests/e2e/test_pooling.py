@@ -305,7 +305,10 @@ def test_each_kind_of_engine_refuses_the_other_requests(start: Start, embedder: 
     ("options", "message"),
     [
         ({"pooler_config": {"pooling_type": "STEP"}}, "pooling_type must be one of .*'MEAN'.*, got 'STEP'"),
-        ({"pooler_config": '{"step_tag_id": 1}'}, r"unsupported options of pooler_config \['step_tag_id'\]; supported are .*'pooling_type'"),
+        (
+            {"pooler_config": '{"step_tag_id": 1}'},
+            r"unsupported options of pooler_config \['step_tag_id'\]; supported are .*'pooling_type'",
+        ),
         ({"runner": "generate", "convert": "embed"}, "needs runner='pooling'"),
         ({"runner": "draft"}, "runner must be one of"),
     ],

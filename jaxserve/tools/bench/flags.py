@@ -52,7 +52,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    text = "measure a server with OpenAI's interface at this address instead of an engine in this process (extra: bench)"
+    text = "measure a server with OpenAI's interface at this address instead of a local engine (extra: bench)"
     parser.add_argument("--url", metavar="URL", help=text)
     text = "key for --url (default: environment variable OPENAI_API_KEY)"
     parser.add_argument("--api-key", metavar="KEY", help=text)
