@@ -26,7 +26,7 @@ from jaxserve.tools.planner.targets import parse_target
 
 def modelled(model: str, target: str, **options: Any) -> tuple[Any, ModelledExecutor]:
     """The model on chips, in the sizes that the engine would choose with these options."""
-    sizes = Sizes.of(EngineConfig(model=model, **options), parse_target(target))
+    sizes = Sizes.resolve(EngineConfig(model=model, **options), parse_target(target))
     if sizes.target.sheet is None:
         raise ConfigError(f"the target must be chips with a data sheet, got {target!r}; name GPUs or TPUs")
     if sizes.memory.missing:

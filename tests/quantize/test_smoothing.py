@@ -56,7 +56,7 @@ def test_folded_layers_compute_the_logits_of_transformers(tmp_path, family):
     for layer, (original, matrices) in enumerate(layers_of(arch, checkpoint)):
         p, plain = original, layer_outputs(original, arch, layer, x)
         for fold in kind.folds:
-            channels = Channels.of(fold, matrices)
+            channels = Channels.from_fold(fold, matrices)
             factors = np.exp(rng.normal(size=channels.heads * channels.size)).astype(np.float32)
             before = np.asarray(p[fold.target])
             if fold not in folding:  # layers are alike
@@ -119,7 +119,7 @@ def test_awq_factors_lower_the_error_of_outputs(layer):
     arch, p, matrices, _, stats = layer
     grid = Grid(4, False, 1, 32, np.dtype(np.float32))
     for fold in registry.family(arch).folds[:2]:
-        channels, weight = Channels.of(fold, matrices), p[fold.target]
+        channels, weight = Channels.from_fold(fold, matrices), p[fold.target]
         factors = search_factors(weight, stats[fold.target], channels, grid)
 
         @jax.jit
@@ -143,7 +143,7 @@ def test_smoothquant_makes_peaks_of_inputs_and_weights_equal(layer):
     arch, p, matrices, _, stats = layer
     fold = registry.family(arch).folds[0]
     weight = p[fold.target]
-    factors = balance_factors(weight, stats[fold.target], Channels.of(fold, matrices), 0.5)
+    factors = balance_factors(weight, stats[fold.target], Channels.from_fold(fold, matrices), 0.5)
     peaks = np.asarray(jax.jit(InputStats.divided)(stats[fold.target], factors).peak)
     scaled = np.asarray(weight) * np.asarray(factors)[None, :]
     np.testing.assert_allclose(peaks, np.abs(scaled).max(0), rtol=1e-4)

@@ -130,7 +130,7 @@ def make_plan(
     Raises:
         ConfigError: the engine does not support the model or a size on this target, or the steps cannot be compiled.
     """
-    sizes = Sizes.of(config, target)
+    sizes = Sizes.resolve(config, target)
     arch, sheet, schedule, memory = sizes.arch, target.sheet, sizes.schedule, sizes.memory
     prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)
     context_tokens = _predicted("context_len", context_tokens, "max_model_len", schedule.max_model_len)

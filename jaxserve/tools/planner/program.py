@@ -172,12 +172,12 @@ def abstract_params(
     whole, is_multiplied = {spec.path: spec for spec in specs}, multiplied(specs)
 
     def tensor(spec: ParamSpec) -> Any:
-        own = form.at(whole[spec.path]) or plain.FORMAT
-        own_dtype = spec.dtype(dtype, matrix_dtype) if own is plain.FORMAT else dtype
-        if native and is_multiplied(spec) and own.native_dtype(own_dtype) is not None:
-            return packed.abstract(own, whole[spec.path].on_device(num_devices), spec.shape, own_dtype)
-        leaves = own.leaves(whole[spec.path], spec.shape, own_dtype)
-        return own.weight(*(_tensor(leaf.shape, leaf.dtype, leaf.axes, mesh) for leaf in leaves))
+        row_format = form.at(whole[spec.path]) or plain.FORMAT
+        stored_dtype = spec.dtype(dtype, matrix_dtype) if row_format is plain.FORMAT else dtype
+        if native and is_multiplied(spec) and row_format.native_dtype(stored_dtype) is not None:
+            return packed.abstract(row_format, whole[spec.path].on_device(num_devices), spec.shape, stored_dtype)
+        leaves = row_format.leaves(whole[spec.path], spec.shape, stored_dtype)
+        return row_format.weight(*(_tensor(leaf.shape, leaf.dtype, leaf.axes, mesh) for leaf in leaves))
 
     params: Params = build_tree(registry.param_specs(arch.local(num_devices)), tensor)
     return stack_layers(params, arch.period, _stacked, num_first=arch.num_first_layers) if is_stacked else params

@@ -51,7 +51,7 @@ def find_fitting_len(config: EngineConfig, target: Target, memory: Memory, sched
         return None
 
     def sized(length: int) -> Memory:
-        sizes = Sizes.of(dataclasses.replace(config, max_model_len=length), target)
+        sizes = Sizes.resolve(dataclasses.replace(config, max_model_len=length), target)
         return dataclasses.replace(sizes.memory, temp=memory.temp)
 
     def bound(memory: Memory) -> int:
@@ -109,7 +109,7 @@ def _tried(config: EngineConfig, candidates: Iterable[tuple[Mapping[str, Any], T
     for options, target in candidates:
         tried = dataclasses.replace(config, **options, tensor_parallel_size=target.num_devices)
         try:
-            sizes = Sizes.of(tried, target)
+            sizes = Sizes.resolve(tried, target)
             memory = dataclasses.replace(sizes.memory, temp=temp)
             fitting_len = find_fitting_len(tried, target, memory, sizes.schedule)
         except ConfigError:

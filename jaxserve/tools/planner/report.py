@@ -159,8 +159,8 @@ def _memory(plan: Plan) -> list[Row]:
         rows.append(("reserve of steps", f"{_gb(memory.reserve)} that the engine keeps for their temporaries"))
     if plan.largest is not None and plan.decode is not None:
         largest, decode = (_gb(_temp_bytes(plan, program)) for program in (plan.largest, plan.decode))
-        of_reserve = f"of it {largest}" if sheet is not None else largest
-        rows.append(("", f"{of_reserve} in a step of {plan.largest.num_tokens} tokens, as compiled"))
+        largest_temp = f"of it {largest}" if sheet is not None else largest
+        rows.append(("", f"{largest_temp} in a step of {plan.largest.num_tokens} tokens, as compiled"))
         rows.append(("", f"{decode} with {plan.schedule.max_num_seqs} decoding rows"))
         if memory.beyond_reserve:
             rows.append(("beyond the reserve", _gb(memory.beyond_reserve)))

@@ -137,7 +137,7 @@ class Sizes:
     memory: Memory
 
     @classmethod
-    def of(cls, config: EngineConfig, target: Target) -> "Sizes":
+    def resolve(cls, config: EngineConfig, target: Target) -> "Sizes":
         """Resolve the sizes; see `plan.make_plan`."""
         name, arch = read_model(config.model)
         config = resolve_quantization(config, arch)

@@ -299,7 +299,7 @@ class _Run:
         for fold in family.folds if scheme.smoothing else ():
             if scheme.smoothing == "smoothquant" and fold.part is not None:
                 continue  # the paper does not change these inputs
-            channels, weight = Channels.of(fold, matrices), p[fold.target]
+            channels, weight = Channels.from_fold(fold, matrices), p[fold.target]
             if scheme.smoothing == "awq":
                 factors = search_factors(weight, stats[fold.target], channels, self._grid)
             else:

@@ -65,7 +65,7 @@ class Channels(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, fold: Fold, specs: Mapping[str, ParamSpec]) -> "Channels":
+    def from_fold(cls, fold: Fold, specs: Mapping[str, ParamSpec]) -> "Channels":
         num_inputs = specs[fold.target].shape[1]
         if fold.part is None:
             return cls(1, 1, num_inputs)
@@ -162,7 +162,7 @@ def fold_factors(
         p = {**p, fold.source: source.at[part].divide(factors[:, None])}
         if (name := fold.source.removesuffix("_proj") + "_bias") in p:
             p[name] = _stored(p[name].at[part].divide(factors), dtype)
-    inputs = Channels.of(fold, specs).inputs(factors)
+    inputs = Channels.from_fold(fold, specs).inputs(factors)
     return {**p, fold.target: p[fold.target] * inputs[None, :]}, inputs
 
 
