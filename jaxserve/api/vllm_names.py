@@ -186,7 +186,7 @@ UNSUPPORTED: Sequence[tuple[str, Sequence[Any], Sequence[str]]] = (
     ("the KV cache is not transferred", UNSET, ("ec_transfer_config", "ec_manager_config")),
     ("sleep(2) drops all weights", UNSET, ("sleep_preserve_parameter_names",)),
     (
-        "requests of a failed step fail, and others go on",
+        "requests in a failed step fail, and others continue",
         (*OFF, {}),
         ("fault_tolerance_config", "enable_fault_tolerance"),
     ),
