@@ -32,52 +32,53 @@ class ServerConfig:
         port: port to listen at; 0 takes a free one.
         served_model_name: model names accepted in requests; replies use the first; by default the name of the model's
             directory.
-        api_key: keys of which a request must have one; none leaves the server open.
-        api_key_file: file with a key per line, which may have a tenant's name and a colon in front.
-        objectives: names of objectives and their classes, as NAME=PRIORITY: the `priority` of requests whose header
-            x-llm-d-inference-objective names one; they need scheduling_policy "priority".
-        max_queued_requests: requests that may wait; later ones are refused with 503, or with 429 where their tenant has
-            more than its share.
-        max_queued_tokens: prompt tokens of requests that wait; a request that would exceed them is refused with 503.
-        admission_ttft_ms: time to the first token beyond which a request is refused, as estimated when it comes: MS for
-            all, or PRIORITY=MS for one class.
+        api_key: accepted API keys; without any, requests need none.
+        api_key_file: file with one API key per line, optionally as TENANT:KEY.
+        objectives: priority classes by objective, as NAME=PRIORITY: requests that name it in the header
+            x-llm-d-inference-objective get this `priority`. They need scheduling_policy "priority".
+        max_queued_requests: maximum number of waiting requests; later ones are refused with 503, or with 429 if their
+            tenant exceeds its quota.
+        max_queued_tokens: maximum prompt tokens of waiting requests; a request that would exceed it is refused with
+            503.
+        admission_ttft_ms: maximum estimated time to first token; a request with a longer estimate is refused. MS for
+            all requests, or PRIORITY=MS for one class.
         degradation: features that requests may lose under load: "speculation", "coalesce", "extras", "batch", "shed";
             "none" for nothing.
-        requests_per_minute_per_key: requests of a key in a minute; 0 for any number.
-        tokens_per_minute_per_key: tokens of prompts and outputs of a key in a minute; 0 for any number.
-        max_open_requests_per_key: unfinished requests of a key; later ones are refused with 429.
-        max_body_bytes: largest body of a request.
-        max_json_depth: nesting of a body's JSON.
-        max_prompts: most prompts of a completion, or of a request for vectors; OpenAI takes 2048 of the latter, for
-            which max_queued_requests must have room too.
-        body_timeout_s: time that a body may take to arrive.
-        send_timeout_s: time after which a client that takes nothing is cut off.
+        requests_per_minute_per_key: maximum requests per minute and key; 0 for no limit.
+        tokens_per_minute_per_key: maximum prompt and output tokens per minute and key; 0 for no limit.
+        max_open_requests_per_key: maximum unfinished requests per key; later ones are refused with 429.
+        max_body_bytes: maximum size of a request body.
+        max_json_depth: maximum nesting depth in a JSON body.
+        max_prompts: maximum prompts per completion or embedding request; OpenAI accepts 2048 for embeddings. A
+            larger limit needs a larger max_queued_requests.
+        body_timeout_s: maximum time for a body to arrive.
+        send_timeout_s: time after which a client that reads nothing is disconnected.
         stuck_after_s: time without progress after which /health fails.
-        shutdown_timeout_s: time that unfinished requests have after a first signal.
-        tool_call_parser: format in which the model writes calls of tools: hermes, llama3_json, mistral, deepseek_v3,
-            deepseek_v31, openai or none; "auto" reads it from the chat template.
-        reasoning_parser: format in which the model writes thoughts: deepseek_r1, qwen3, mistral, openai_gptoss or none;
-            "auto" reads it from the chat template.
-        enable_auto_tool_choice: True to start only if the format of calls is known. Tools may be called in any case.
-        response_role: role of the messages in replies to chats.
-        trust_request_chat_template: True to take the chat template of a request that brings one. Templates run in a
-            sandbox, but may take up to five seconds and much memory.
+        shutdown_timeout_s: time that unfinished requests have after the first signal.
+        tool_call_parser: format in which the model writes tool calls: hermes, llama3_json, mistral, deepseek_v3,
+            deepseek_v31, openai or none; "auto" infers it from the chat template.
+        reasoning_parser: format in which the model writes reasoning: deepseek_r1, qwen3, mistral, openai_gptoss or
+            none; "auto" infers it from the chat template.
+        enable_auto_tool_choice: True to start only if the tool call format is known. Tools may be called in any case.
+        response_role: role in chat replies.
+        trust_request_chat_template: True to accept chat templates in requests. They run in a sandbox, but may take up
+            to five seconds and much memory.
         allowed_origins: origins whose pages may call from a browser (CORS), such as `https://chat.example.org`; `*` for
             all.
-        otlp_traces_endpoint: URL of a collector of OpenTelemetry, to which a span of each request is sent by OTLP over
-            HTTP, such as `http://localhost:4318/v1/traces`.
+        otlp_traces_endpoint: OpenTelemetry collector's URL, such as `http://localhost:4318/v1/traces`, to which each
+            request's span is sent by OTLP over HTTP.
         public_metrics: True to serve /metrics without a key.
-        root_path: path under which a proxy serves all others; they are served with it and without.
-        uds: path of a Unix domain socket to listen at, in place of host and port.
-        access_log: True to log every request: client, path, status and time.
-        uvicorn_log_level: level from which on uvicorn logs: critical, error, warning, info, debug or trace.
-        enable_force_include_usage: True to send the counts of tokens in all streams of completions and chats.
-        enable_per_request_metrics: True to send the times of a completion with its reply, as `metrics`: with whole
-            replies, and with the counts of tokens at the end of a stream.
+        root_path: path prefix that a proxy adds; requests are served with and without it.
+        uds: path of a Unix domain socket to listen at instead of host and port.
+        access_log: True to log each request's client, path, status and time.
+        uvicorn_log_level: minimum level of uvicorn's log: critical, error, warning, info, debug or trace.
+        enable_force_include_usage: True to send token counts in all streamed completions and chats.
+        enable_per_request_metrics: True to send a request's times as `metrics`, with whole replies and with the token
+            counts at the end of a stream.
         batch_dir: directory in which /v1/files and /v1/batches keep files and batches, from which a restarted server
             resumes; without it there are neither.
-        max_batch_file_bytes: largest file of requests.
-        max_batch_storage_bytes: bytes that all files of a key may have.
+        max_batch_file_bytes: maximum size of an uploaded file.
+        max_batch_storage_bytes: maximum total file size per key.
         batch_retention_days: days after which files, and batches that have ended, are deleted; at most 1,000,000.
         return_tokens_as_token_ids: True to name tokens by their ids, as token_id:7, in all log probabilities.
     """
