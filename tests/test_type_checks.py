@@ -12,7 +12,7 @@ import pytest
 from jaxtyping import Float, Int
 
 from jaxserve.api.token_tree import TokenTree
-from jaxserve.layers.norm import RmsNorm, rms_norm
+from jaxserve.layers.norm import Norm, rms_norm
 from tests import type_checks
 
 check = jaxtyping.jaxtyped(typechecker=beartype.beartype)
@@ -27,7 +27,7 @@ def test_the_package_is_checked() -> None:
     assert jaxtyping.jaxtyped is type_checks.jaxtyped
     assert rms_norm(jnp.ones((2, 3)), jnp.ones(3), 1e-6).shape == (2, 3)
     refused(lambda: rms_norm(jnp.ones((2, 3)), jnp.ones(4), 1e-6))
-    refused(lambda: RmsNorm(jnp.ones(3), "much"))
+    refused(lambda: Norm(jnp.ones(3), "much"))
     refused(lambda: TokenTree.from_paths(3))
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.norm import RmsNorm
+from jaxserve.layers.norm import Norm
 from jaxserve.layers.stored_rows import StoredRows, multiply_by_slabs
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
@@ -43,7 +43,7 @@ class LinearContext(NamedTuple):
     """
 
     tokens: TokenContext | None = None
-    norm: RmsNorm | None = None
+    norm: Norm | None = None
     bias: Float[Array, "*groups out"] | None = None
     activation: Callable[[Array], Array] | None = None
     residual: Float[Array, "T outputs"] | None = None
@@ -271,7 +271,7 @@ def linear(
     weight: Weight,
     tokens: TokenContext | None = None,
     *,
-    norm: RmsNorm | None = None,
+    norm: Norm | None = None,
     bias: Float[Array, " out"] | None = None,
     activation: Callable[[Array], Array] | None = None,
     residual: Float[Array, "T outputs"] | None = None,

@@ -52,3 +52,9 @@ ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "gelu_pytorch_tanh": _tanh_gelu,
     "relu2": _relu_squared,
 }
+_GATED: Mapping[str, Callable[[Array], Array]] = {"swiglu": swiglu, "geglu": geglu}
+
+
+def activation_function(name: str) -> Callable[[Array], Array]:
+    """Return the activation that `MlpSpec.activation` names."""
+    return _GATED[name] if name in _GATED else ACTIVATIONS[name]

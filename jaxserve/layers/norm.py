@@ -1,11 +1,15 @@
 """Normalisation layers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
+
+NormWeight = Float[Array, "*heads D"] | Mapping[str, Float[Array, "*heads D"]]
+NormFunction = Callable[[Array, Any, float], Array]  # arguments: x, weight and epsilon
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
@@ -23,11 +27,12 @@ def offset_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float)
     return (x32 * factor.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
 
 
-def layer_norm(x: Float[Array, "*B D"], p: Mapping[str, Float[Array, "*own D"]], eps: float) -> Float[Array, "*B D"]:
-    """Return the layer norm over the last axis with `weight` and, if any, `bias` of `p`, in float32 (Ba et al. 2016).
+def layer_norm(x: Float[Array, "*B D"], weight: NormWeight, eps: float) -> Float[Array, "*B D"]:
+    """Return the layer norm over the last axis in float32 (Ba et al. 2016), with a dict of weight and bias or a weight.
 
-    Weights of several dimensions are those of heads, one vector for each.
+    Weights of several dimensions have one vector for each head.
     """
+    p = weight if isinstance(weight, Mapping) else {"weight": weight}
     x32 = x.astype(jnp.float32)
     x32 -= jnp.mean(x32, axis=-1, keepdims=True)
     x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
@@ -37,12 +42,13 @@ def layer_norm(x: Float[Array, "*B D"], p: Mapping[str, Float[Array, "*own D"]],
 
 
 @dataclass(frozen=True)
-class RmsNorm:
-    """Norm before a matrix product, which may fuse it (see `linear`)."""
+class Norm:
+    """Norm before a linear layer, which may fuse an RMS norm (see `linear`)."""
 
-    weight: Float[Array, " D"]
+    weight: NormWeight
     eps: float
+    function: NormFunction = rms_norm
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Return the normalised `x`."""
-        return rms_norm(x, self.weight, self.eps)
+        return self.function(x, self.weight, self.eps)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxserve.layers.norm import NormFunction
 from jaxserve.layers.rope import Rotation
 from jaxserve.pallas_kernels.ragged_paged_attention import HeadMatrices
 
@@ -26,12 +27,14 @@ class LayerContext:
 
     Attributes:
         options: static options of its attention or of its state.
+        norm: function of its norms.
         index: index of the layer in its KV group, or among the recurrent layers.
         rotation: rotation of queries and keys; None in NoPE layers.
         inputs: inputs of the layer besides the residual stream, if it has any; see `ModelFamily.layer_inputs`.
     """
 
     options: LayerOptions = struct.field(pytree_node=False)
+    norm: NormFunction = struct.field(pytree_node=False)
     index: Int[Array, ""]
     rotation: Rotation | None = None
     inputs: Float[Array, "T size"] | None = None

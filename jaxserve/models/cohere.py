@@ -5,21 +5,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
-
-from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import layer_norm
-from jaxserve.layers.rope import pair_halves
-from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import FOLDS, ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, read_fields
 from jaxserve.models.layer_kinds import full_every, read_windows
 from jaxserve.models.layer_tensors import Names, decoder_specs
-from jaxserve.models.params import Params
 
 _DEFAULTS = {
     "max_position_embeddings": 8192,
@@ -60,26 +53,7 @@ def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
     return arch.with_attention(rope=[rope and dataclasses.replace(rope, interleaved=True) for rope in arch.ropes])
 
 
-def block(
-    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
-) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply one decoder layer: x + attention + SwiGLU, which read the same norm. See `llama.block`."""
-    attention = layer.attention
-    T, Q, K, H = x.shape[0], attention.num_heads, attention.num_kv_heads, attention.head_dim
-    normed = layer_norm(x, p["input_norm"], arch.norm_eps)
-    with jax.named_scope("attention"):
-        qkv = linear(normed, p["qkv_proj"], tokens, bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
-        q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
-        if attention.qk_norm:
-            q, k = (layer_norm(x, {"weight": p[f"{name}_norm"]}, arch.norm_eps) for name, x in (("q", q), ("k", k)))
-        q, k = pair_halves(q, attention.rope), pair_halves(k, attention.rope)
-        out, tokens = tokens.attend(q, k, v, layer)
-        x = llama.project_out(p, out, tokens, arch, x)
-    with jax.named_scope("mlp"):
-        return llama.swiglu_mlp(p, normed, tokens, arch, residual=x), tokens
-
-
-_FOLDS = tuple(fold for fold in llama.FOLDS if fold.part is not None)  # two matrices read the norm
+_FOLDS = tuple(fold for fold in FOLDS if fold.part is not None)  # two matrices read the norm
 _specs = partial(decoder_specs, names=Names(mlp_norm=None, norm_parts=("weight",)))
 COHERE = ModelFamily(cohere_arch, _specs, block, layer_norm, _FOLDS)
 COHERE2 = ModelFamily(cohere2_arch, _specs, block, layer_norm, _FOLDS)

@@ -87,7 +87,7 @@ def forward_with_features(
         options = arch.layer_options(kind)
         mixer = None if options.spec.state else options.spec.attention
         rotated = None if mixer is None else rotations[mixer.rope, mixer.head_dim]
-        layer = LayerContext(options, index, rotated, inputs)
+        layer = LayerContext(options, family.norm, index, rotated, inputs)
         return block(p, x, tokens, layer, arch=arch)
 
     num_features = len(feature_layers)
@@ -132,7 +132,7 @@ def forward_with_features(
     x, features, tokens = run_unrolled(state, layers.rest, end)
     features = keep(features, arch.num_layers, x)
     side_by_side = jnp.moveaxis(features, 0, 1).reshape(x.shape[0], -1)
-    return family.final_norm(x, params["final_norm"], arch.norm_eps), side_by_side, tokens
+    return family.norm(x, params["final_norm"], arch.norm_eps), side_by_side, tokens
 
 
 def _stacks_in_place(p: Params) -> Params:

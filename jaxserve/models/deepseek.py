@@ -5,16 +5,13 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-import jax
-from jaxtyping import Array, Float
-
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.kv_forms import Latents
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import latent, llama, mixtures
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.block import block
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import (
     COUNT,
@@ -30,7 +27,6 @@ from jaxserve.models.hf_config import (
 from jaxserve.models.layer_kinds import read_kinds
 from jaxserve.models.layer_spec import MlaSizes
 from jaxserve.models.layer_tensors import MoeNames, decoder_specs
-from jaxserve.models.params import Params
 
 _V2_DEFAULTS = {
     "kv_lora_rank": 512,
@@ -192,19 +188,10 @@ def _experts(config: Mapping[str, Any], values: Mapping[str, Any], routing: Mapp
     return experts
 
 
-def block(
-    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
-) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply one pre-norm decoder layer: x + attention over latents, then + its MLP or mixture of experts."""
-    with jax.named_scope("attention"):
-        x, tokens = latent.attention(p, x, tokens, layer, arch=arch)
-    with jax.named_scope("mlp"):
-        return mixtures.feed_forward(p, x, tokens, arch)
-
-
+_block = partial(block, attention=latent.attention)
 _v3_specs = partial(
     decoder_specs, moe=MoeNames(router_bias="mlp.gate.e_score_correction_bias"), mixer_specs=latent.attention_specs
 )
-DEEPSEEK_V2 = ModelFamily(v2_arch, partial(decoder_specs, mixer_specs=latent.attention_specs), block, rms_norm)
-DEEPSEEK_V3 = ModelFamily(v3_arch, _v3_specs, block, rms_norm)
-GLM4_MOE_LITE = ModelFamily(glm_arch, _v3_specs, block, rms_norm)
+DEEPSEEK_V2 = ModelFamily(v2_arch, partial(decoder_specs, mixer_specs=latent.attention_specs), _block, rms_norm)
+DEEPSEEK_V3 = ModelFamily(v3_arch, _v3_specs, _block, rms_norm)
+GLM4_MOE_LITE = ModelFamily(glm_arch, _v3_specs, _block, rms_norm)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.delta_net import DeltaInputs, GatedDelta
 from jaxserve.layers.linear import linear
-from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.norm import Norm, rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.layer_spec import LayerSpec
@@ -62,25 +62,16 @@ def delta_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig, *, is_grouped: b
 def delta(
     p: Params,
     x: Float[Array, "T D"],
-    normed: Float[Array, "T D"],
     tokens: TokenContext,
     layer: LayerContext,
     arch: ArchConfig,
+    norm: Norm,
+    residual: Float[Array, "T D"] | None,
     *,
     is_grouped: bool,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Return x + a gated delta net.
-
-    Args:
-        p: parameters of the layer.
-        x: residual stream.
-        normed: its norm.
-        tokens: tokens of the step.
-        layer: the layer.
-        arch: sizes of the model, or of one device's part of it.
-        is_grouped: see `delta_specs`.
-    """
-    sizes, T = arch.state, x.shape[0]
+    """Apply Gated DeltaNet: a sublayer of `models.block`; for `is_grouped` see `delta_specs`."""
+    sizes, T, normed = layer.state, x.shape[0], norm(x)
     assert isinstance(sizes, GatedDelta), "layers with a state are delta nets here"
     K, keys, values = sizes.num_key_heads, sizes.key_size, sizes.value_size
     projected = linear(normed, p["in_proj"], tokens)
@@ -98,4 +89,4 @@ def delta(
     out, tokens = tokens.advance(inputs, layer)
     out = rms_norm(out, p["delta_norm"].astype(jnp.float32), arch.norm_eps).reshape(T, -1)
     out = (out * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
-    return linear(out, p["delta_out"], tokens, residual=x, axis=arch.tensor_axis), tokens
+    return linear(out, p["delta_out"], tokens, residual=residual, axis=arch.tensor_axis), tokens

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear
+from jaxserve.layers.norm import Norm
 from jaxserve.layers.rope import rotation
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama, registry
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.block import mlp, project_qkv
 from jaxserve.models.hf_config import TABLE, read_fields
 from jaxserve.models.layer_tensors import decoder_specs
 from jaxserve.models.params import Params, ParamSpec
@@ -118,12 +120,16 @@ def block(
         arch: sizes of the layer.
         residual: residual stream before attention; None if it is `x`.
     """
+    family = registry.family(arch)
     layer = LayerContext(
-        arch.layer_options(0), jnp.int32(0), rotation(tokens.position, arch.ropes[0], arch.attention.head_dim)
+        arch.layer_options(0),
+        family.norm,
+        jnp.int32(0),
+        rotation(tokens.position, arch.ropes[0], arch.attention.head_dim),
     )
     if residual is None:
-        return registry.family(arch).block(p, x, tokens, layer, arch=arch)
-    q, k, v = llama.project_qkv(p, x, tokens, layer, arch, None)
+        return family.block(p, x, tokens, layer, arch=arch)
+    q, k, v = project_qkv(p, x, tokens, layer, arch, None)
     out, tokens = tokens.attend(q, k, v, layer)
     y = linear(out.reshape(out.shape[0], -1), p["o_proj"], tokens, bias=p.get("o_bias"), residual=residual)
-    return llama.mlp(p, y, tokens, arch), tokens
+    return mlp(p, y, tokens, layer, arch, Norm(p["mlp_norm"], arch.norm_eps, family.norm), y)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from jax import Array
 
+from jaxserve.layers.norm import NormFunction, offset_norm
 from jaxserve.layers.token_context import TokenContext
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import LAYER_PROJECTION, ParamSpec
@@ -29,6 +30,15 @@ class Fold(NamedTuple):
     part: int | None = None
 
 
+FOLDS = (
+    Fold("input_norm", "qkv_proj"),
+    Fold("qkv_proj", "o_proj", part=2),
+    Fold("mlp_norm", "gate_up_proj"),
+    Fold("gate_up_proj", "down_proj", part=1),
+)
+UNGATED_FOLDS = (*FOLDS[:2], Fold("mlp_norm", "up_proj"))
+
+
 @dataclass(frozen=True)
 class ModelFamily:
     """A structure that checkpoints of some architectures share.
@@ -38,10 +48,8 @@ class ModelFamily:
         param_specs: function that returns one row per tensor of a model. The decoder reads `embed`, `final_norm` and,
             unless tied, `lm_head`; the block reads what is under `("layers", layer)`, by names of its own.
         block: one decoder layer, a pure function. Attention rotates dimension i of a head with i + H / 2.
-        final_norm: last norm, a function of x[T, D], the parameters under `final_norm` (a vector, or a dict of weight
-            and bias) and epsilon.
+        norm: function of the norms of layers and of the last one, see `layers.norm`.
         folds: places in each layer, for calibrated quantisation.
-        norm_offset: constant that norms add to their weights.
         layer_inputs: function of the parameters, the sizes, token ids [T] and their embeddings [T, D] that returns what
             each layer reads of the tokens besides, [L, T, size], or None; a block has its own as `LayerContext.inputs`.
     """
@@ -49,10 +57,14 @@ class ModelFamily:
     read_arch: Callable[[Mapping[str, Any]], ArchConfig]
     param_specs: Callable[[ArchConfig], list[ParamSpec]]
     block: Block
-    final_norm: Callable[[Array, Any, float], Array]
+    norm: NormFunction
     folds: tuple[Fold, ...] = ()
-    norm_offset: float = 0.0
     layer_inputs: Callable[[Any, ArchConfig, Array, Array], Array | None] = lambda *_: None
+
+    @property
+    def norm_offset(self) -> float:
+        """Constant that norms add to their weights."""
+        return 1.0 if self.norm is offset_norm else 0.0
 
 
 def widest_output(specs: list[ParamSpec]) -> int:

@@ -6,21 +6,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
-
-from jaxserve.layers.linear import linear
-from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import offset_norm
-from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import FOLDS, ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, Kind, one_of, read_fields, read_rope
 from jaxserve.models.layer_kinds import by_kind, full_every, read_windows
 from jaxserve.models.layer_tensors import Names, decoder_specs
-from jaxserve.models.params import Params
 
 _DEFAULTS = {
     "head_dim": 256,
@@ -80,25 +73,6 @@ def _arch(config: Mapping[str, Any], period: int, **overrides: Any) -> ArchConfi
     return dataclasses.replace(arch, embed_scale=math.sqrt(arch.hidden_size))
 
 
-def block(
-    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
-) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Run one decoder layer: norm, attention, norm, residual; then the same around GeGLU. See `llama.block`."""
-    T, Q, K, H = x.shape[0], layer.attention.num_heads, layer.attention.num_kv_heads, layer.attention.head_dim
-    with jax.named_scope("attention"):
-        qkv = linear(offset_norm(x, p["input_norm"], arch.norm_eps), p["qkv_proj"], tokens, bias=p.get("qkv_bias"))
-        q, k, v = jnp.split(qkv.reshape(T, Q + 2 * K, H), [Q, Q + K], axis=1)
-        if layer.attention.qk_norm:
-            q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k, p["k_norm"], arch.norm_eps)
-        out, tokens = tokens.attend(q, k, v, layer)
-        x += offset_norm(llama.project_out(p, out, tokens, arch), p["attention_post_norm"], arch.norm_eps)
-    with jax.named_scope("mlp"):
-        inner = geglu(linear(offset_norm(x, p["mlp_norm"], arch.norm_eps), p["gate_up_proj"], tokens))
-        out = linear(inner, p["down_proj"], tokens, axis=arch.tensor_axis)
-        x += offset_norm(out, p["mlp_post_norm"], arch.norm_eps)
-    return x, tokens
-
-
 GEMMA_NAMES = Names(
     attention_post_norm="post_attention_layernorm",
     mlp_norm="pre_feedforward_layernorm",
@@ -106,5 +80,5 @@ GEMMA_NAMES = Names(
     norm_init="zeros",
 )
 _specs = partial(decoder_specs, names=GEMMA_NAMES)
-GEMMA2 = ModelFamily(gemma2_arch, _specs, block, offset_norm, llama.FOLDS, norm_offset=1.0)
-GEMMA3 = ModelFamily(gemma3_arch, _specs, block, offset_norm, llama.FOLDS, norm_offset=1.0)
+GEMMA2 = ModelFamily(gemma2_arch, _specs, block, offset_norm, FOLDS)
+GEMMA3 = ModelFamily(gemma3_arch, _specs, block, offset_norm, FOLDS)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,10 +14,12 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.kv_forms import HeadVectors
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import geglu
-from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.norm import Norm, rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
+from jaxserve.models import block as blocks
 from jaxserve.models import llama, mixtures, per_layer_embeddings
 from jaxserve.models.arch import ArchConfig, PerLayerEmbeddings
+from jaxserve.models.block import Heads, attention, mlp, moe
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.gemma import GEMMA_NAMES
 from jaxserve.models.hf_config import (
@@ -177,32 +180,39 @@ def param_specs(arch: ArchConfig) -> list[ParamSpec]:
 def block(
     p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Run one decoder layer: attention, MLP and the layer's input, each between norms. See `llama.block`."""
-    eps = arch.norm_eps
-    with jax.named_scope("attention"):
-        q, k, v = _project(p, rms_norm(x, p["input_norm"], eps), tokens, arch, layer)
-        out, tokens = tokens.attend(q, k, v, layer)
-        x += rms_norm(llama.project_out(p, out, tokens, arch), p["attention_post_norm"], eps)
-    with jax.named_scope("mlp"):
-        inner = geglu(linear(rms_norm(x, p["mlp_norm"], eps), p["gate_up_proj"], tokens))
-        out = linear(inner, p["down_proj"], tokens, axis=arch.tensor_axis)
-        if "router" in p:
-            routing = rms_norm(x, p["router_norm"], eps) * jnp.asarray(arch.hidden_size**-0.5, x.dtype)
-            mixed, tokens = mixtures.mix(p, rms_norm(x, p["experts_norm"], eps), tokens, arch, routing)
-            out = rms_norm(out, p["dense_post_norm"], eps) + rms_norm(mixed, p["experts_post_norm"], eps)
-        x += rms_norm(out, p["mlp_post_norm"], eps)
+    """Apply one decoder layer and the layer's input, and scale the result."""
+    x, tokens = _block(p, x, tokens, layer, arch=arch)
     if layer.inputs is not None:
         with jax.named_scope("layer_input"):
-            x = per_layer_embeddings.add(p, x, tokens, layer.inputs, eps)
+            x = per_layer_embeddings.add(p, x, tokens, layer.inputs, arch.norm_eps)
     return x * p["scalar"][None].astype(x.dtype), tokens
 
 
+def _feed_forward(
+    p: Params,
+    x: Float[Array, "T D"],
+    tokens: TokenContext,
+    layer: LayerContext,
+    arch: ArchConfig,
+    norm: Norm,
+    residual: None,
+) -> tuple[Float[Array, "T D"], TokenContext]:
+    """Apply the MLP and, alongside it, the experts of a layer that has some."""
+    eps = arch.norm_eps
+    out, tokens = mlp(p, x, tokens, layer, arch, norm, residual)
+    if "router" in p:
+        routing = rms_norm(x, p["router_norm"], eps) * jnp.asarray(arch.hidden_size**-0.5, x.dtype)
+        mixed, tokens = moe(p, x, tokens, layer, arch, Norm(p["experts_norm"], eps), None, routing)
+        out = rms_norm(out, p["dense_post_norm"], eps) + rms_norm(mixed, p["experts_post_norm"], eps)
+    return out, tokens
+
+
 def _project(
-    p: Params, x: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig, layer: LayerContext
-) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"] | None, Float[Array, "T K H"] | None]:
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, arch: ArchConfig, norm: Norm
+) -> Heads:
     """Return queries, keys and values, normed by head; None for those of another layer."""
     H, Q = layer.attention.head_dim, layer.attention.num_heads
-    heads = linear(x, p["qkv_proj"], tokens, bias=p.get("qkv_bias")).reshape(x.shape[0], -1, H)
+    heads = linear(x, p["qkv_proj"], tokens, norm=norm, bias=p.get("qkv_bias")).reshape(x.shape[0], -1, H)
     q, others = rms_norm(heads[:, :Q], p["q_norm"], arch.norm_eps), heads[:, Q:]
     if "k_norm" not in p:
         return q, None, None
@@ -211,6 +221,7 @@ def _project(
     return q, rms_norm(k, p["k_norm"], arch.norm_eps), rms_norm(v, jnp.ones(H, x.dtype), arch.norm_eps)
 
 
+_block = partial(blocks.block, attention=partial(attention, project=_project), feed_forward=_feed_forward)
 _NAMES = dataclasses.replace(GEMMA_NAMES, norm_init="ones")
 _MOE = MoeNames(router="router.proj", experts="experts", stacked=("experts.gate_up_proj", "experts.down_proj"))
 GEMMA4 = ModelFamily(arch, param_specs, block, rms_norm, layer_inputs=per_layer_embeddings.read)

@@ -8,9 +8,9 @@ from typing import Any
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import FOLDS, ModelFamily
 from jaxserve.models.layer_tensors import Names, decoder_specs
-from jaxserve.models.post_normed import block
 
 _DEFAULTS = {
     "num_key_value_heads": 2,
@@ -32,5 +32,5 @@ _GLM_NAMES = Names(gate_up=("mlp.gate_up_proj",) * 2)
 _GLM4_NAMES = dataclasses.replace(
     _GLM_NAMES, attention_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm"
 )
-GLM = ModelFamily(arch, partial(decoder_specs, names=_GLM_NAMES), llama.block, rms_norm, llama.FOLDS)
-GLM4 = ModelFamily(arch, partial(decoder_specs, names=_GLM4_NAMES), block, rms_norm, llama.FOLDS)
+GLM = ModelFamily(arch, partial(decoder_specs, names=_GLM_NAMES), block, rms_norm, FOLDS)
+GLM4 = ModelFamily(arch, partial(decoder_specs, names=_GLM4_NAMES), block, rms_norm, FOLDS)

@@ -11,9 +11,9 @@ from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.norm import layer_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import UNGATED_FOLDS, ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
-from jaxserve.models.layer_normed import FOLDS, block
 from jaxserve.models.layer_tensors import Names, decoder_specs
 
 _DEFAULTS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
@@ -133,5 +133,5 @@ _NEO_NAMES = dataclasses.replace(
     out=f"{_NEO}.out_proj",
     transposed=False,
 )
-GPT2 = ModelFamily(gpt2_arch, partial(decoder_specs, names=_GPT2_NAMES), block, layer_norm, FOLDS)
-GPT_NEO = ModelFamily(gpt_neo_arch, partial(decoder_specs, names=_NEO_NAMES), block, layer_norm, FOLDS)
+GPT2 = ModelFamily(gpt2_arch, partial(decoder_specs, names=_GPT2_NAMES), block, layer_norm, UNGATED_FOLDS)
+GPT_NEO = ModelFamily(gpt_neo_arch, partial(decoder_specs, names=_NEO_NAMES), block, layer_norm, UNGATED_FOLDS)

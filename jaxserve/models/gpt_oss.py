@@ -8,6 +8,7 @@ from jaxserve.layers.mlp import ClampedSwiglu
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama, mixtures
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.block import block
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, read_fields
 from jaxserve.models.layer_kinds import full_every, read_windows
@@ -93,4 +94,4 @@ def _moe_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec
 
 
 _specs = partial(decoder_specs, names=Names(sinks="self_attn.sinks"), moe=_moe_specs)
-GPT_OSS = ModelFamily(arch, _specs, mixtures.block, rms_norm)
+GPT_OSS = ModelFamily(arch, _specs, block, rms_norm)

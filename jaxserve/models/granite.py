@@ -8,14 +8,11 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import jax
-from jaxtyping import Array, Float
-
-from jaxserve.layers.norm import RmsNorm, rms_norm
-from jaxserve.layers.token_context import LayerContext, TokenContext
+from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama, mixtures
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import FOLDS, ModelFamily
 from jaxserve.models.hf_config import (
     COUNT,
     POSITIVE,
@@ -27,7 +24,6 @@ from jaxserve.models.hf_config import (
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_kinds, read_windows
 from jaxserve.models.layer_tensors import MoeNames, Names, decoder_specs
 from jaxserve.models.mamba import mamba, mamba_specs, read_mamba
-from jaxserve.models.params import Params
 
 _FACTORS = {
     "embedding_multiplier": POSITIVE,
@@ -132,34 +128,11 @@ def hybrid_arch(config: Mapping[str, Any]) -> ArchConfig:
     return arch.with_states({layer: read_mamba(config) for layer, kind in enumerate(kinds) if kind in _MAMBA})
 
 
-def block(
-    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
-) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply one decoder layer: x + factor * attention or Mamba-2, then + factor * MLP or mixture. See `llama.block`."""
-    with jax.named_scope("attention"):
-        norm = RmsNorm(p["input_norm"], arch.norm_eps)
-        if layer.state is None:
-            q, k, v = llama.project_qkv(p, x, tokens, layer, arch, norm)
-            out, tokens = tokens.attend(q, k, v, layer, p.get("sinks"))
-            out = llama.project_out(p, out, tokens, arch)
-        else:
-            out, tokens = mamba(p, norm(x), tokens, layer, arch)
-        x += arch.residual_scale * out
-    with jax.named_scope("mlp"):
-        if "router" in p:
-            out, tokens = mixtures.mix(p, rms_norm(x, p["mlp_norm"], arch.norm_eps), tokens, arch)
-        else:
-            out = llama.swiglu_mlp(p, x, tokens, arch, RmsNorm(p["mlp_norm"], arch.norm_eps))
-        return x + arch.residual_scale * out, tokens
-
-
 _swa_specs = partial(decoder_specs, names=Names(sinks="self_attn.sinks"))
 _moe_specs = partial(decoder_specs, names=_MLP_NAMES, moe=_MOE_NAMES, mixer_specs=mamba_specs)
-GRANITE = ModelFamily(granite_arch, decoder_specs, block, rms_norm, llama.FOLDS)
-_FOLDS = llama.FOLDS[:2]  # the norm before experts, where there are any, feeds the router too
+GRANITE = ModelFamily(granite_arch, decoder_specs, block, rms_norm, FOLDS)
+_FOLDS = FOLDS[:2]  # the norm before experts, where there are any, feeds the router too
 GRANITE_MOE = ModelFamily(moe_arch, _moe_specs, block, rms_norm, _FOLDS)
 GRANITE_MOE_SHARED = ModelFamily(shared_moe_arch, _moe_specs, block, rms_norm, _FOLDS)
-GRANITE_MOE_HYBRID = ModelFamily(hybrid_arch, _moe_specs, block, rms_norm, _FOLDS)
-GRANITE_SWA = ModelFamily(
-    granite_swa_arch, partial(decoder_specs, names=Names(sinks="self_attn.sinks")), block, rms_norm, llama.FOLDS
-)
+GRANITE_MOE_HYBRID = ModelFamily(hybrid_arch, _moe_specs, partial(block, recurrent=mamba), rms_norm, _FOLDS)
+GRANITE_SWA = ModelFamily(granite_swa_arch, _swa_specs, block, rms_norm, FOLDS)

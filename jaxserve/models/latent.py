@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import as_matrix, linear
-from jaxserve.layers.norm import RmsNorm, rms_norm
+from jaxserve.layers.norm import Norm, rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
-from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.block import project_out
 from jaxserve.models.layer_spec import LayerSpec, MlaSizes
 from jaxserve.models.layer_tensors import Rows
 from jaxserve.models.params import Params, ParamSpec
@@ -58,20 +58,26 @@ def attention_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[Para
 
 
 def attention(
-    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, *, arch: ArchConfig
+    p: Params,
+    x: Float[Array, "T D"],
+    tokens: TokenContext,
+    layer: LayerContext,
+    arch: ArchConfig,
+    norm: Norm,
+    residual: Float[Array, "T D"] | None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Return x + attention over the latents of its norm. See `llama.block`."""
+    """Apply MLA: a sublayer of `models.block`."""
     (latent, rank, _), Q = layer.attention.mla_sizes, layer.attention.num_heads
     by_head = as_matrix(p["kv_b_proj"]).dense().reshape(Q, -1, rank)
     to_keys, to_values = jnp.split(by_head, [latent.nope_dim], axis=1)
-    normed = rms_norm(x, p["input_norm"], arch.norm_eps)
+    normed = norm(x)
     own, shared = jnp.split(_queries(p, normed, tokens, Q), [latent.nope_dim], axis=-1)
     q = jnp.concatenate([own, _halves(shared, latent)], axis=-1)
     value, key = jnp.split(linear(normed, p["kv_a_proj"], tokens, bias=p.get("kv_a_bias")), [rank], axis=-1)
     value = rms_norm(value, p["kv_a_norm"], _INNER_EPS)
     latents = jnp.concatenate([value, _halves(key, latent)], axis=-1)[:, None]
     out, tokens = tokens.attend(q, latents, HeadMatrices(to_keys, to_values), layer)
-    return llama.project_out(p, out, tokens, arch, x), tokens
+    return project_out(p, out, tokens, arch, residual), tokens
 
 
 def _queries(p: Params, normed: Float[Array, "T D"], tokens: TokenContext, num_heads: int) -> Float[Array, "T Q H"]:
@@ -79,7 +85,7 @@ def _queries(p: Params, normed: Float[Array, "T D"], tokens: TokenContext, num_h
         q = linear(normed, p["q_proj"], tokens)
     else:
         small = linear(normed, p["q_a_proj"], tokens, bias=p.get("q_a_bias"))
-        q = linear(small, p["q_proj"], tokens, norm=RmsNorm(p["q_a_norm"], _INNER_EPS))
+        q = linear(small, p["q_proj"], tokens, norm=Norm(p["q_a_norm"], _INNER_EPS))
     return q.reshape(q.shape[0], num_heads, -1)
 
 

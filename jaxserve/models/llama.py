@@ -1,25 +1,16 @@
 """Llama 2, 3 and 3.x, and the decoder block, which Mistral and Qwen share."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.kv_forms import HeadVectors
-from jaxserve.layers.linear import linear
-from jaxserve.layers.mlp import swiglu
-from jaxserve.layers.norm import RmsNorm, rms_norm
-from jaxserve.layers.rope import pair_halves
-from jaxserve.layers.token_context import LayerContext, TokenContext
+from jaxserve.layers.norm import rms_norm
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import Fold, ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import FOLDS, ModelFamily
 from jaxserve.models.hf_config import (
     POSITIVE,
     SIZE,
@@ -33,7 +24,6 @@ from jaxserve.models.hf_config import (
 )
 from jaxserve.models.layer_spec import AttentionSpec, LayerSpec, MlpSpec
 from jaxserve.models.layer_tensors import decoder_specs
-from jaxserve.models.params import Params
 
 _FIELDS = {
     "vocab_size": SIZE,
@@ -128,94 +118,4 @@ def arch(
     return ArchConfig(**{**fields, **overrides})
 
 
-def project_qkv(
-    p: Params,
-    x: Float[Array, "T inner"],
-    tokens: TokenContext,
-    layer: LayerContext,
-    arch: ArchConfig,
-    norm: RmsNorm | None,
-) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-    """Norm the input and return queries, keys and values of every token, with norms of their own if these exist."""
-    attention = layer.attention
-    T, Q, K, H = x.shape[0], attention.num_heads, attention.num_kv_heads, attention.head_dim
-    qkv = linear(x, p["qkv_proj"], tokens, norm=norm, bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
-    q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
-    if attention.qk_norm is not None:
-        head_norm = rms_norm if attention.qk_norm == "shared" else partial(_whole_norm, axis=arch.tensor_axis)
-        q, k = head_norm(q, p["q_norm"], arch.norm_eps), head_norm(k, p["k_norm"], arch.norm_eps)
-    return pair_halves(q, attention.rope), pair_halves(k, attention.rope), v
-
-
-def _whole_norm(
-    x: Float[Array, "T heads H"], weight: Float[Array, " inner"], eps: float, *, axis: tuple[str, ...] | None
-) -> Float[Array, "T heads H"]:
-    """Return the norm over all heads, which other devices may have."""
-    x32 = x.astype(jnp.float32)
-    mean = jnp.mean(jnp.square(x32), axis=(1, 2), keepdims=True)
-    # Every head is on the same number of devices, so that the mean over devices is the mean over heads.
-    mean = mean if axis is None else lax.pmean(mean, axis)
-    return (x32 * lax.rsqrt(mean + eps)).astype(x.dtype) * weight.reshape(1, *x.shape[1:])
-
-
-def project_out(
-    p: Params,
-    out: Float[Array, "T Q H"],
-    tokens: TokenContext,
-    arch: ArchConfig,
-    residual: Float[Array, "T D"] | None = None,
-) -> Float[Array, "T D"]:
-    """Return the projection of the outputs of all heads, added to `residual` if it is given."""
-    x, bias = out.reshape(out.shape[0], -1), p.get("o_bias")
-    return linear(x, p["o_proj"], tokens, bias=bias, residual=residual, axis=arch.tensor_axis)
-
-
-def block(
-    p: Params,
-    x: Float[Array, "T D"],
-    tokens: TokenContext,
-    layer: LayerContext,
-    *,
-    arch: ArchConfig,
-    feed_forward: Callable[[Params, Array, TokenContext, LayerContext, ArchConfig], Array] | None = None,
-) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply one pre-norm decoder layer: x + attention, then + SwiGLU, or what `feed_forward` adds.
-
-    If the model is split, each device has a part of the heads and of the feed-forward size, and all of x.
-    """
-    with jax.named_scope("attention"):
-        q, k, v = project_qkv(p, x, tokens, layer, arch, RmsNorm(p["input_norm"], arch.norm_eps))
-        out, tokens = tokens.attend(q, k, v, layer)
-        x = project_out(p, out, tokens, arch, x)
-    with jax.named_scope("mlp"):
-        if feed_forward is None:
-            return mlp(p, x, tokens, arch), tokens
-        return feed_forward(p, x, tokens, layer, arch), tokens
-
-
-def mlp(p: Params, x: Float[Array, "T D"], tokens: TokenContext, arch: ArchConfig) -> Float[Array, "T D"]:
-    """Return x + SwiGLU of its norm."""
-    return swiglu_mlp(p, x, tokens, arch, RmsNorm(p["mlp_norm"], arch.norm_eps), x)
-
-
-def swiglu_mlp(
-    p: Params,
-    x: Float[Array, "T D"],
-    tokens: TokenContext,
-    arch: ArchConfig,
-    norm: RmsNorm | None = None,
-    residual: Float[Array, "T D"] | None = None,
-) -> Float[Array, "T D"]:
-    """Return SwiGLU of x, normed if there is a norm, added to `residual` if it is given."""
-    inner = linear(x, p["gate_up_proj"], tokens, norm=norm, bias=p.get("gate_up_bias"), activation=swiglu)
-    bias = p.get("down_bias")
-    return linear(inner, p["down_proj"], tokens, bias=bias, residual=residual, axis=arch.tensor_axis)
-
-
-FOLDS = (
-    Fold("input_norm", "qkv_proj"),
-    Fold("qkv_proj", "o_proj", part=2),
-    Fold("mlp_norm", "gate_up_proj"),
-    Fold("gate_up_proj", "down_proj", part=1),
-)
 LLAMA = ModelFamily(arch, decoder_specs, block, rms_norm, FOLDS)

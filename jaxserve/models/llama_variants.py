@@ -4,16 +4,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from jaxtyping import Array, Float
-
 from jaxserve.errors import ConfigError
-from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import ACTIVATIONS
-from jaxserve.layers.norm import RmsNorm, rms_norm
-from jaxserve.layers.token_context import LayerContext, TokenContext
+from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import Block, Fold, ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import FOLDS, UNGATED_FOLDS, ModelFamily
 from jaxserve.models.hf_config import (
     COUNT,
     SIZE,
@@ -25,7 +22,6 @@ from jaxserve.models.hf_config import (
 )
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows
 from jaxserve.models.layer_tensors import Names, decoder_specs
-from jaxserve.models.params import Params
 
 _SMOLLM3_DEFAULTS = {
     "num_key_value_heads": 4,
@@ -85,19 +81,8 @@ def arcee_arch(config: Mapping[str, Any]) -> ArchConfig:
     return llama.arch({**config, "hidden_act": "silu"}, activation=activation)
 
 
-def _ungated_mlp(
-    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, arch: ArchConfig
-) -> Float[Array, "T D"]:
-    norm, activation = RmsNorm(p["mlp_norm"], arch.norm_eps), ACTIVATIONS[layer.mlp.activation]
-    inner = linear(x, p["up_proj"], tokens, norm=norm, bias=p.get("up_bias"), activation=activation)
-    return linear(inner, p["down_proj"], tokens, bias=p.get("down_bias"), residual=x, axis=arch.tensor_axis)
-
-
-_arcee_specs = partial(decoder_specs, names=Names(gate_up=("mlp.up_proj",)))
-_arcee_block: Block = partial(llama.block, feed_forward=_ungated_mlp)
-_ARCEE_FOLDS = (*llama.FOLDS[:2], Fold("mlp_norm", "up_proj"))
-SMOLLM3 = ModelFamily(smollm3_arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)
-SEED_OSS = ModelFamily(seed_oss_arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)
+SMOLLM3 = ModelFamily(smollm3_arch, decoder_specs, block, rms_norm, FOLDS)
+SEED_OSS = ModelFamily(seed_oss_arch, decoder_specs, block, rms_norm, FOLDS)
 ARCEE = ModelFamily(
-    arcee_arch, partial(decoder_specs, names=Names(gate_up=("mlp.up_proj",))), _arcee_block, rms_norm, _ARCEE_FOLDS
+    arcee_arch, partial(decoder_specs, names=Names(gate_up=("mlp.up_proj",))), block, rms_norm, UNGATED_FOLDS
 )

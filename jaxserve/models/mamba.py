@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32
 from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mamba import Mamba, MambaInputs
+from jaxserve.layers.norm import Norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
@@ -120,20 +121,18 @@ def mamba_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpe
 
 
 def mamba(
-    p: Params, normed: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, arch: ArchConfig
+    p: Params,
+    x: Float[Array, "T D"],
+    tokens: TokenContext,
+    layer: LayerContext,
+    arch: ArchConfig,
+    norm: Norm,
+    residual: Float[Array, "T D"] | None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Return the outputs of Mamba-2, without the residual stream.
-
-    Args:
-        p: parameters of the layer.
-        normed: norm of the residual stream.
-        tokens: tokens of the step.
-        layer: the layer.
-        arch: sizes of the model, or of one device's part of it.
-    """
-    sizes = arch.state
+    """Apply Mamba-2: a sublayer of `models.block`."""
+    sizes = layer.state
     assert isinstance(sizes, Mamba), "layers with a state are Mamba's here"
-    projected = linear(normed, p["in_proj"], tokens, bias=p.get("in_bias"))
+    projected = linear(norm(x), p["in_proj"], tokens, bias=p.get("in_bias"))
     z, mixed, step = jnp.split(projected, [sizes.inner_size, projected.shape[1] - sizes.num_heads], axis=1)
     step = jax.nn.softplus(step.astype(jnp.float32) + p["time_bias"][None, :])
     step = jnp.clip(step, *sizes.time_step_limit)
@@ -141,8 +140,9 @@ def mamba(
     inputs = MambaInputs(mixed, p["taps"], p.get("conv_bias"), step, decay, p["skip"])
     out, tokens = tokens.advance(inputs, layer)
     gated = out.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
-    out = (_group_norm(gated, sizes, arch) * p["mamba_norm"].astype(jnp.float32)[None, :]).astype(normed.dtype)
-    return linear(out, p["mamba_out"], tokens, bias=p.get("mamba_out_bias"), axis=arch.tensor_axis), tokens
+    out = (_group_norm(gated, sizes, arch) * p["mamba_norm"].astype(jnp.float32)[None, :]).astype(x.dtype)
+    bias = p.get("mamba_out_bias")
+    return linear(out, p["mamba_out"], tokens, bias=bias, residual=residual, axis=arch.tensor_axis), tokens
 
 
 def _group_norm(x: Float32[Array, "T inner"], sizes: Mamba, arch: ArchConfig) -> Float32[Array, "T inner"]:

@@ -7,7 +7,8 @@ from typing import Any
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import FOLDS, ModelFamily
 from jaxserve.models.hf_config import NUMBER, POSITIVE, SIZE, read_fields, read_num_layers
 from jaxserve.models.layer_kinds import SLIDING, read_windows, same_windows
 from jaxserve.models.layer_tensors import decoder_specs
@@ -62,5 +63,5 @@ def ministral3_arch(config: Mapping[str, Any]) -> ArchConfig:
     return parsed.with_attention(rope=[rope and dataclasses.replace(rope, query_growth=pair) for rope in parsed.ropes])
 
 
-MINISTRAL3 = ModelFamily(ministral3_arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)
-MISTRAL = ModelFamily(arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)
+MINISTRAL3 = ModelFamily(ministral3_arch, decoder_specs, block, rms_norm, FOLDS)
+MISTRAL = ModelFamily(arch, decoder_specs, block, rms_norm, FOLDS)

@@ -7,11 +7,12 @@ from typing import Any
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import FOLDS, ModelFamily
 from jaxserve.models.hf_config import COUNT, SIZE, SWITCH, Kind, read_fields, read_num_layers
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows, same_windows
 from jaxserve.models.layer_tensors import GATED_SHARED, MoeNames, decoder_specs
-from jaxserve.models.mixtures import block, read_experts
+from jaxserve.models.mixtures import read_experts
 
 _MIXTRAL_DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -155,7 +156,7 @@ def olmoe_arch(config: Mapping[str, Any]) -> ArchConfig:
     )
 
 
-_FOLDS = llama.FOLDS[:2]  # the norm before the experts feeds the router too
+_FOLDS = FOLDS[:2]  # the norm before the experts feeds the router too
 _MIXTRAL = MoeNames(router="block_sparse_moe.gate", experts="block_sparse_moe.experts", parts=("w1", "w3", "w2"))
 _QWEN3_VL = MoeNames(stacked=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 MIXTRAL = ModelFamily(mixtral_arch, partial(decoder_specs, moe=_MIXTRAL), block, rms_norm, _FOLDS)

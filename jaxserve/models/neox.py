@@ -9,15 +9,15 @@ from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import ACTIVATIONS
-from jaxserve.layers.norm import layer_norm
+from jaxserve.layers.norm import Norm, layer_norm
 from jaxserve.layers.rope import pair_halves
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import Block, Fold, ModelFamily
+from jaxserve.models.block import Heads, attention, block
+from jaxserve.models.family import UNGATED_FOLDS, Fold, ModelFamily
 from jaxserve.models.hf_config import FRACTION, POSITIVE, SWITCH, Kind, one_of, read_fields
 from jaxserve.models.layer_kinds import same_windows
-from jaxserve.models.layer_normed import FOLDS, block
 from jaxserve.models.layer_tensors import Names, decoder_specs
 from jaxserve.models.params import Params
 
@@ -95,17 +95,17 @@ def _arch(config: Mapping[str, Any], epsilon: str, *, fraction: float | None = N
 
 
 def _project_fused(
-    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, arch: ArchConfig, norm: None
-) -> tuple[Float[Array, "T Q H"], Float[Array, "T Q H"], Float[Array, "T Q H"]]:
+    p: Params, x: Float[Array, "T D"], tokens: TokenContext, layer: LayerContext, arch: ArchConfig, norm: Norm | None
+) -> Heads:
     """Return queries, keys and values, of which the matrix has those of each head next to each other."""
     attention = layer.attention
-    fused = linear(x, p["qkv_proj"], tokens, bias=p.get("qkv_bias"))
+    fused = linear(x, p["qkv_proj"], tokens, norm=norm, bias=p.get("qkv_bias"))
     by_head = fused.reshape(len(x), attention.num_heads, 3, attention.head_dim)
     q, k, v = (part[:, :, 0] for part in jnp.split(by_head, 3, axis=2))
     return pair_halves(q, attention.rope), pair_halves(k, attention.rope), v
 
 
-_neox_block: Block = partial(block, project=_project_fused)
+_neox_block = partial(block, attention=partial(attention, project=_project_fused))
 _NEOX_NAMES = Names(
     embed="gpt_neox.embed_in",
     final_norm="gpt_neox.final_layer_norm",
@@ -128,7 +128,9 @@ _PHI_NAMES = Names(
 )
 _STARCODER2_NAMES = Names(gate_up=("mlp.c_fc",), down="mlp.c_proj", norm_parts=("weight", "bias"))
 # Factors of a norm that two matrices read, or of values that lie between queries and keys, cannot move.
-_NEOX_FOLDS, _PHI_FOLDS = (FOLDS[0], FOLDS[2]), (Fold("qkv_proj", "o_proj", part=2),)
+_NEOX_FOLDS, _PHI_FOLDS = (UNGATED_FOLDS[0], UNGATED_FOLDS[2]), (Fold("qkv_proj", "o_proj", part=2),)
 NEOX = ModelFamily(neox_arch, partial(decoder_specs, names=_NEOX_NAMES), _neox_block, layer_norm, _NEOX_FOLDS)
 PHI = ModelFamily(phi_arch, partial(decoder_specs, names=_PHI_NAMES), block, layer_norm, _PHI_FOLDS)
-STARCODER2 = ModelFamily(starcoder2_arch, partial(decoder_specs, names=_STARCODER2_NAMES), block, layer_norm, FOLDS)
+STARCODER2 = ModelFamily(
+    starcoder2_arch, partial(decoder_specs, names=_STARCODER2_NAMES), block, layer_norm, UNGATED_FOLDS
+)

@@ -7,11 +7,11 @@ from typing import Any
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import FOLDS, ModelFamily
 from jaxserve.models.hf_config import read_rope
 from jaxserve.models.layer_kinds import SLIDING, by_kind, full_every, read_kinds, read_windows
 from jaxserve.models.layer_tensors import Names, decoder_specs
-from jaxserve.models.post_normed import block
 
 _DEFAULTS = {"rms_norm_eps": 1e-5, "head_dim": None}
 _OLMO3_THETA = 5e5
@@ -42,6 +42,6 @@ _NAMES = Names(
     mlp_post_norm="post_feedforward_layernorm",
 )
 _specs = partial(decoder_specs, names=_NAMES)
-_FOLDS = tuple(fold for fold in llama.FOLDS if fold.part is not None)
+_FOLDS = tuple(fold for fold in FOLDS if fold.part is not None)
 OLMO2 = ModelFamily(olmo2_arch, _specs, block, rms_norm, _FOLDS)
 OLMO3 = ModelFamily(olmo3_arch, _specs, block, rms_norm, _FOLDS)

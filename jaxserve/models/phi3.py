@@ -7,7 +7,8 @@ from typing import Any
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import FOLDS, ModelFamily
 from jaxserve.models.hf_config import TABLE, read_fields
 from jaxserve.models.layer_kinds import same_windows
 from jaxserve.models.layer_tensors import Names, decoder_specs
@@ -35,4 +36,4 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
     )
 
 
-PHI3 = ModelFamily(arch, partial(decoder_specs, names=_NAMES), llama.block, rms_norm, llama.FOLDS)
+PHI3 = ModelFamily(arch, partial(decoder_specs, names=_NAMES), block, rms_norm, FOLDS)

@@ -6,7 +6,8 @@ from typing import Any
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.block import block
+from jaxserve.models.family import FOLDS, ModelFamily
 from jaxserve.models.hf_config import COUNT, SIZE, read_fields, read_num_layers
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows
 from jaxserve.models.layer_tensors import decoder_specs
@@ -41,5 +42,5 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     )
 
 
-QWEN2 = ModelFamily(qwen2_arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)
-QWEN3 = ModelFamily(qwen3_arch, decoder_specs, llama.block, rms_norm, llama.FOLDS)
+QWEN2 = ModelFamily(qwen2_arch, decoder_specs, block, rms_norm, FOLDS)
+QWEN3 = ModelFamily(qwen3_arch, decoder_specs, block, rms_norm, FOLDS)

@@ -12,11 +12,12 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.delta_net import GatedDelta
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.linear import linear
-from jaxserve.layers.norm import offset_norm
+from jaxserve.layers.norm import Norm, offset_norm
 from jaxserve.layers.rope import pair_halves
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import delta, llama, mixtures, moe
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.block import block, project_out
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
 from jaxserve.models.layer_kinds import FULL, read_kinds
@@ -116,49 +117,31 @@ def _arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
     return arch.with_states({layer: sizes for layer, kind in enumerate(kinds) if kind == _LINEAR})
 
 
-def block(
+def _gated_attention(
     p: Params,
     x: Float[Array, "T D"],
     tokens: TokenContext,
     layer: LayerContext,
-    *,
     arch: ArchConfig,
-    is_grouped: bool,
+    norm: Norm,
+    residual: Float[Array, "T D"] | None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply one pre-norm decoder layer: x + gated attention or a delta net, then + its MLP or mixture of experts."""
-    with jax.named_scope("attention"):
-        normed = offset_norm(x, p["input_norm"], arch.norm_eps)
-        if layer.state is None:
-            x, tokens = _attention(p, x, normed, tokens, layer, arch)
-        else:
-            x, tokens = delta.delta(p, x, normed, tokens, layer, arch, is_grouped=is_grouped)
-    with jax.named_scope("mlp"):
-        if "router" in p:
-            return mixtures.feed_forward(p, x, tokens, arch, offset_norm)
-        return llama.swiglu_mlp(p, offset_norm(x, p["mlp_norm"], arch.norm_eps), tokens, arch, residual=x), tokens
-
-
-def _attention(
-    p: Params,
-    x: Float[Array, "T D"],
-    normed: Float[Array, "T D"],
-    tokens: TokenContext,
-    layer: LayerContext,
-    arch: ArchConfig,
-) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Return x + attention whose heads have gates of their own."""
+    """Apply attention whose heads have gates of their own: a sublayer of `models.block`."""
     attention = layer.attention
     T, Q, K, H = x.shape[0], attention.num_heads, attention.num_kv_heads, attention.head_dim
-    qkv = linear(normed, p["qkv_proj"], tokens, bias=p.get("qkv_bias"))
+    qkv = linear(x, p["qkv_proj"], tokens, norm=norm, bias=p.get("qkv_bias"))
     gated, k, v = jnp.split(qkv, [2 * Q * H, (2 * Q + K) * H], axis=1)
     q, gate = jnp.split(gated.reshape(T, Q, 2 * H), 2, axis=2)
     q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k.reshape(T, K, H), p["k_norm"], arch.norm_eps)
     q, k = pair_halves(q, attention.rope), pair_halves(k, attention.rope)
     out, tokens = tokens.attend(q, k, v.reshape(T, K, H), layer)
-    return llama.project_out(p, out * jax.nn.sigmoid(gate), tokens, arch, x), tokens
+    return project_out(p, out * jax.nn.sigmoid(gate), tokens, arch, residual), tokens
 
 
-_next_block, _block = (partial(block, is_grouped=is_grouped) for is_grouped in (True, False))
+_next_block, _block = (
+    partial(block, attention=_gated_attention, recurrent=partial(delta.delta, is_grouped=is_grouped))
+    for is_grouped in (True, False)
+)
 _next_specs, _specs = (
     partial(
         decoder_specs,
@@ -168,6 +151,6 @@ _next_specs, _specs = (
     )
     for is_grouped in (True, False)
 )
-QWEN3_NEXT = ModelFamily(next_arch, _next_specs, _next_block, offset_norm, norm_offset=1.0)
-QWEN3_5 = ModelFamily(dense_arch, _specs, _block, offset_norm, norm_offset=1.0)
-QWEN3_5_MOE = ModelFamily(moe_arch, _specs, _block, offset_norm, norm_offset=1.0)
+QWEN3_NEXT = ModelFamily(next_arch, _next_specs, _next_block, offset_norm)
+QWEN3_5 = ModelFamily(dense_arch, _specs, _block, offset_norm)
+QWEN3_5_MOE = ModelFamily(moe_arch, _specs, _block, offset_norm)

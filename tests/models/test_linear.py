@@ -9,7 +9,7 @@ import pytest
 from jaxserve.pallas_kernels import narrow_floats, packed_linear
 
 from jaxserve.layers.linear import embed, linear
-from jaxserve.layers.norm import RmsNorm
+from jaxserve.layers.norm import Norm
 from jaxserve.layers.weight_formats.packed import NativeMatrix
 from tests.own_programs import UNOPTIMIZED
 
@@ -34,7 +34,7 @@ def test_packed_matrices_take_activations_that_their_kernel_does_not_have():
 
     @partial(jax.jit, compiler_options=UNOPTIMIZED)
     def multiply(matrix, x, norm, arrays):
-        return linear(x, matrix, activation=jax.nn.gelu, norm=RmsNorm(norm, 1e-6), **arrays)
+        return linear(x, matrix, activation=jax.nn.gelu, norm=Norm(norm, 1e-6), **arrays)
 
     y, expected = (multiply(matrix, x, norm, arrays) for matrix in (packed, weight))
     np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5)

@@ -1,5 +1,6 @@
 """Matrices of any format that the native CPU kernels multiply, packed for them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import no_type_check
 
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxserve.layers.linear import LinearContext, Matrix
 from jaxserve.layers.mlp import swiglu
+from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.weight_formats.weight_format import FormatChoice, Row, WeightFormat
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
@@ -43,8 +45,13 @@ class NativeMatrix(Matrix):
         """Compute everything in one call, unless devices sum first or the kernel has another activation."""
         if context.axis is not None or context.activation is not (swiglu if self.packed.gated else None):
             return super().linear(x, context)
-        norm = None if context.norm is None else (context.norm.weight, context.norm.eps)
-        y = packed_linear.multiply(self.packed, x, rms_norm=norm, bias=context.bias, residual=context.residual)
+        norm, fused = context.norm, None
+        if norm is not None and norm.function is rms_norm:
+            assert not isinstance(norm.weight, Mapping), "RMS norms have no bias"
+            fused = norm.weight, norm.eps
+        elif norm is not None:
+            x = norm(x)
+        y = packed_linear.multiply(self.packed, x, rms_norm=fused, bias=context.bias, residual=context.residual)
         return y.astype(context.dtype)
 
     def multiply_groups(

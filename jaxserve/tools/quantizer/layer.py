@@ -62,8 +62,9 @@ def _apply(p: Params, x: Array, stats: Stats, arch: ArchConfig, kind: int) -> tu
         stats[name] = stats[name].add(inputs)
 
     observed = {name: ObservedMatrix(as_matrix(p[name]), partial(observe, name)) for name in stats}
-    context = LayerContext(arch.layer_options(kind), jnp.int32(0), rotated)
-    outputs, _ = registry.family(arch).block({**p, **observed}, x.reshape(B * S, D), tokens, context, arch=arch)
+    family = registry.family(arch)
+    context = LayerContext(arch.layer_options(kind), family.norm, jnp.int32(0), rotated)
+    outputs, _ = family.block({**p, **observed}, x.reshape(B * S, D), tokens, context, arch=arch)
     return outputs.reshape(B, S, D), stats
 
 
