@@ -168,7 +168,7 @@ class ExpertWeights(NamedTuple):
     weight_factors: Float[Array, " E"] | None = None
 
 
-def mixture(
+def apply_experts(
     x: Float[Array, "T D"],
     tokens: TokenContext,
     matrices: ExpertWeights,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxserve.layers.experts import ExpertWeights, mixture
+from jaxserve.layers.experts import ExpertWeights, apply_experts
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import activation_function
 from jaxserve.layers.norm import Norm
@@ -124,7 +124,7 @@ def moe(
     )
     assert arch.experts is not None, "a layer with a router has experts"
     x = x if norm is None else norm(x)
-    y, tokens = mixture(x, tokens, matrices, arch.experts, arch.tensor_axis, routing, arch.token_axis)
+    y, tokens = apply_experts(x, tokens, matrices, arch.experts, arch.tensor_axis, routing, arch.token_axis)
     return y if residual is None else residual + y, tokens
 
 

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash: attention over latents, and mixtures with experts of every token."""
+"""DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash: MLA, and MoE with shared experts."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -9,7 +9,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.kv_forms import Latents
 from jaxserve.layers.norm import rms_norm
-from jaxserve.models import latent, llama, mixtures
+from jaxserve.models import latent, llama, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
 from jaxserve.models.family import ModelFamily
@@ -166,7 +166,7 @@ def _arch(config: Mapping[str, Any], dense_layers: Collection[int] | None = None
 def _experts(config: Mapping[str, Any], values: Mapping[str, Any], routing: Mapping[str, Any]) -> Experts:
     num_experts, num_groups = values["n_routed_experts"], values["n_group"] or 1
     top_groups = values["topk_group"] or 1
-    experts = mixtures.read_experts(
+    experts = moe.read_experts(
         {**config, "num_local_experts": num_experts},
         size="moe_intermediate_size",
         normalized=values["norm_topk_prob"],

@@ -17,7 +17,7 @@ from jaxserve.layers.mlp import geglu
 from jaxserve.layers.norm import Norm, rms_norm
 from jaxserve.layers.token_context import LayerContext, TokenContext
 from jaxserve.models import block as blocks
-from jaxserve.models import llama, mixtures, per_layer_embeddings
+from jaxserve.models import llama, per_layer_embeddings
 from jaxserve.models.arch import ArchConfig, PerLayerEmbeddings
 from jaxserve.models.block import Heads, attention, mlp, moe
 from jaxserve.models.family import ModelFamily
@@ -36,6 +36,7 @@ from jaxserve.models.hf_config import (
 from jaxserve.models.layer_kinds import FULL, SLIDING, full_every, layer_windows, read_kinds
 from jaxserve.models.layer_spec import LayerSpec
 from jaxserve.models.layer_tensors import MoeNames, Rows, decoder_specs
+from jaxserve.models.moe import read_experts
 from jaxserve.models.params import Params, ParamSpec
 
 _SIZES = ("num_hidden_layers", "num_key_value_heads", "head_dim", "global_head_dim", "sliding_window")
@@ -96,9 +97,7 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
     sources = {kind: layer for layer, kind in enumerate(kinds[:num_own])}
     experts = None
     if values["enable_moe_block"]:
-        experts = mixtures.read_experts(
-            config, size="moe_intermediate_size", per_token="top_k_experts", activation=geglu
-        )
+        experts = read_experts(config, size="moe_intermediate_size", per_token="top_k_experts", activation=geglu)
     heads = {SLIDING: HeadVectors(values["num_key_value_heads"], values["head_dim"])}
     heads[FULL] = _read_global_heads(values, kinds)
     arch = llama.arch(

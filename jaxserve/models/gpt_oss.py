@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxserve.layers.mlp import ClampedSwiglu
 from jaxserve.layers.norm import rms_norm
-from jaxserve.models import llama, mixtures
+from jaxserve.models import llama, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
 from jaxserve.models.family import ModelFamily
@@ -53,7 +53,7 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
     num_layers = values["num_hidden_layers"]
     return llama.arch(
         config,
-        experts=mixtures.read_experts(
+        experts=moe.read_experts(
             config,
             softmax_of_chosen=True,
             activation=ClampedSwiglu(float(values["swiglu_limit"]), float(values["swiglu_alpha"])),

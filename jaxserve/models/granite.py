@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from jaxserve.layers.norm import rms_norm
-from jaxserve.models import llama, mixtures
+from jaxserve.models import llama, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
 from jaxserve.models.family import FOLDS, ModelFamily
@@ -104,7 +104,7 @@ def granite_swa_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 def moe_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse the config.json of a Granite model with experts alone."""
-    return granite_arch(config, experts=mixtures.read_experts({**_SHARED_DEFAULTS, **config}), mlp_bias=False)
+    return granite_arch(config, experts=moe.read_experts({**_SHARED_DEFAULTS, **config}), mlp_bias=False)
 
 
 def shared_moe_arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
@@ -115,7 +115,7 @@ def shared_moe_arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
     if not values["num_local_experts"]:
         read_fields(config, {"shared_intermediate_size": SIZE})
         return granite_arch({**config, "intermediate_size": shared_size}, mlp_bias=False, **overrides)
-    experts = mixtures.read_experts(config, shared_ffn_size=shared_size)
+    experts = moe.read_experts(config, shared_ffn_size=shared_size)
     return granite_arch(config, experts=experts, mlp_bias=False, **overrides)
 
 

@@ -1,9 +1,11 @@
-"""Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE: Llama's attention, and mixtures of experts in place of its MLP."""
+"""Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE: Llama's attention, and MoE in place of its MLP."""
 
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from jaxserve.errors import ConfigError
+from jaxserve.layers.experts import Experts
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
@@ -12,7 +14,6 @@ from jaxserve.models.family import FOLDS, ModelFamily
 from jaxserve.models.hf_config import COUNT, SIZE, SWITCH, Kind, read_fields, read_num_layers
 from jaxserve.models.layer_kinds import FULL, SLIDING, read_windows, same_windows
 from jaxserve.models.layer_tensors import GATED_SHARED, MoeNames, decoder_specs
-from jaxserve.models.mixtures import read_experts
 
 _MIXTRAL_DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -86,6 +87,30 @@ _OLMOE_FIELDS = {
     "norm_topk_prob": SWITCH,
     "clip_qkv": Kind("null: bounds of q, k and v are not supported", lambda value: value is None),
 }
+
+
+def read_experts(
+    config: Mapping[str, Any],
+    *,
+    size: str = "intermediate_size",
+    per_token: str = "num_experts_per_tok",
+    **facts: Any,
+) -> Experts:
+    """Read the number of experts, which transformers writes under either of two names, and their size.
+
+    Args:
+        config: content of config.json.
+        size: name of the feed-forward size of an expert.
+        per_token: name of the number of experts of a token.
+        facts: other fields of `Experts`.
+    """
+    count = config.get("num_local_experts")
+    count = config.get("num_experts") if count is None else count
+    fields = read_fields({**config, "num_experts": count}, {"num_experts": SIZE, per_token: SIZE, size: SIZE})
+    experts = Experts(fields["num_experts"], fields[per_token], fields[size], **facts)
+    if experts.per_token > experts.num_experts:
+        raise ConfigError(f"{per_token} must be at most num_experts, got {experts.per_token} and {experts.num_experts}")
+    return experts
 
 
 def mixtral_arch(config: Mapping[str, Any]) -> ArchConfig:

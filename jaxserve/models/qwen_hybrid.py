@@ -15,7 +15,7 @@ from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import Norm, offset_norm
 from jaxserve.layers.rope import pair_halves
 from jaxserve.layers.token_context import LayerContext, TokenContext
-from jaxserve.models import delta, llama, mixtures, moe
+from jaxserve.models import delta, llama, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block, project_out
 from jaxserve.models.family import ModelFamily
@@ -83,7 +83,7 @@ def moe_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 def _experts(config: Mapping[str, Any]) -> Experts:
     values = read_fields(config, _MOE_FIELDS)
-    return mixtures.read_experts(
+    return moe.read_experts(
         config,
         size="moe_intermediate_size",
         normalized=values["norm_topk_prob"],

@@ -10,7 +10,7 @@ from jaxserve.pallas_kernels.grouped_matmul import GROUPED_MATMUL
 
 from jaxserve import weights
 from jaxserve.errors import ConfigError
-from jaxserve.layers.experts import Experts, ExpertWeights, SortedPairs, mixture, route
+from jaxserve.layers.experts import Experts, ExpertWeights, SortedPairs, apply_experts, route
 from jaxserve.layers.weight_formats import weight_format
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform
@@ -61,8 +61,13 @@ def test_padding_has_no_experts_and_is_not_counted():
     def computed(x, arrays, live, counts):
         matrices = ExpertWeights(*arrays)
         tokens = whole_sequence(live).replace(live=live, expert_tokens=counts)
-        y, after = mixture(x, tokens, matrices, experts)
-        return y, after, mixture(x, whole_sequence(live), matrices, experts)[0], route(x @ arrays[0].T, experts)[1]
+        y, after = apply_experts(x, tokens, matrices, experts)
+        return (
+            y,
+            after,
+            apply_experts(x, whole_sequence(live), matrices, experts)[0],
+            route(x @ arrays[0].T, experts)[1],
+        )
 
     y, after, wanted, ids = computed(x, arrays, live, np.ones((3, E), np.int32))
     np.testing.assert_array_equal(y, np.where(live[:, None], wanted, 0))
@@ -81,7 +86,7 @@ def test_divided_experts_are_multiplied_in_the_same_tiles(monkeypatch):
         experts = Experts(E, k, F, num_shards=num_shards, shard_axis="expert" if num_shards > 1 else None)
         held = experts.num_held
         matrices = ExpertWeights(jnp.ones((E, D)), jnp.ones((held * 2 * F, D)), jnp.ones((held * D, F)))
-        jax.eval_shape(partial(mixture, experts=experts), jnp.ones((T, D)), whole_sequence(jnp.ones(T)), matrices)
+        jax.eval_shape(partial(apply_experts, experts=experts), jnp.ones((T, D)), whole_sequence(jnp.ones(T)), matrices)
     assert [problem.num_groups for problem in seen] == [8, 8, 2, 2]
     assert {problem.mean_rows for problem in seen} == {T * k // E}
 
@@ -89,7 +94,7 @@ def test_divided_experts_are_multiplied_in_the_same_tiles(monkeypatch):
 def test_nothing_is_as_large_as_tokens_times_experts_times_sizes():
     T, E, k, D, F = 64, 32, 2, 48, 40
     matrices = ExpertWeights(jnp.ones((E, D)), jnp.ones((E * 2 * F, D)), jnp.ones((E * D, F)))
-    traced = jax.make_jaxpr(partial(mixture, experts=Experts(E, k, F)))(
+    traced = jax.make_jaxpr(partial(apply_experts, experts=Experts(E, k, F)))(
         jnp.ones((T, D)), whole_sequence(jnp.ones(T)), matrices
     )
     sizes = [v.aval.size for equation in traced.eqns for v in equation.outvars]

@@ -71,7 +71,7 @@ def test_folded_layers_compute_the_logits_of_transformers(tmp_path, family):
 
     @partial(jax.jit, compiler_options=UNOPTIMIZED)
     def logits_of(others, x):
-        hidden = kind.final_norm(x.reshape(40, -1), others["final_norm"], arch.norm_eps)
+        hidden = kind.norm(x.reshape(40, -1), others["final_norm"], arch.norm_eps)
         return decoder.compute_logits(others, arch, hidden)
 
     logits = np.asarray(logits_of(others, x)).reshape(2, 20, -1)
