@@ -170,7 +170,10 @@ Shard = dict[str, jax.ShapeDtypeStruct]  # tensor name -> shape and dtype
 
 
 def _shards(tensors: Shard, max_bytes: int) -> dict[str, Shard]:
-    """Return tensors by file name, in order; each file is as full as `max_bytes` allows."""
+    """Return tensors by file name; each file is as full as `max_bytes` allows.
+
+    The order stays, in which `derive` computes tensors; huggingface_hub would move those larger than `max_bytes`.
+    """
     shards: list[Shard] = [{}]
     size = 0
     for name, tensor in tensors.items():
