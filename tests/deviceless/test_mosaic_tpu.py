@@ -136,8 +136,8 @@ def compile_step(config, target, num_tokens, pool_tokens, max_model_len, kv_dtyp
     """Return one chip's share of the pool, with pages of default size, and the step of one bucket."""
     arch, target = registry.from_hf_config(config), parse_target(target)
     local = arch.local(target.num_devices)
-    sizes = {"kind": Heads(local.num_kv_heads, local.head_dim), "kv_dtype": kv_dtype}
-    backend = select_backend(num_query_heads=local.num_heads, page_size=None, **sizes, platform="tpu")
+    sizes = {"kind": Heads(local.attention.num_kv_heads, local.attention.head_dim), "kv_dtype": kv_dtype}
+    backend = select_backend(num_query_heads=local.attention.num_heads, page_size=None, **sizes, platform="tpu")
     assert backend == "mosaic_tpu"
     page_size = default_page_size(backend, **sizes)
     schedule = ScheduleConfig(256, 2048, max_model_len, page_size, num_pages=pool_tokens // page_size)

@@ -119,16 +119,19 @@ def test_a_step_makes_no_floats_of_a_matrix(targets, name, num_layers, megabytes
     arch = dataclasses.replace(arch, schemes=read_schemes({"quantization_config": checkpoint}))
     quantization = None if checkpoint else "int4"
     local, backend = arch.local(target.num_devices), BACKENDS[target.sheet.chip.platform]
-    page_size = default_page_size(backend, Heads(local.num_kv_heads, 128), BFLOAT16)
+    page_size = default_page_size(backend, Heads(local.attention.num_kv_heads, 128), BFLOAT16)
     schedule = ScheduleConfig(num_rows, 2048, 8192, page_size, 20_000 // page_size)
     (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend, quantization).compile(arch, (num_rows,))
     assert temp_bytes(program) <= num_rows * arch.vocab_size * 4 + megabytes * 1e6
     planned = tree_bytes(abstract_params(arch, BFLOAT16, quantization, target.num_devices))
     assert planned <= program.memory_analysis().argument_size_in_bytes <= planned + 3e9, "weights and a pool of 2.6 GB"
-    text = program.as_text()
-    sizes_of_matrices = {local.hidden_size, local.ffn_size, 2 * local.ffn_size}
+    text, ffn_size = program.as_text(), local.layers[0].mlp.ffn_size
+    sizes_of_matrices = {local.hidden_size, ffn_size, 2 * ffn_size}
     sizes_of_matrices |= set() if checkpoint else {local.vocab_size}
-    sizes_of_matrices |= {num * local.head_dim for num in (local.num_heads, local.num_heads + 2 * local.num_kv_heads)}
+    sizes_of_matrices |= {
+        num * local.attention.head_dim
+        for num in (local.attention.num_heads, local.attention.num_heads + 2 * local.attention.num_kv_heads)
+    }
     wide = {
         (dtype, shape)
         for dtype, shape in re.findall(r"= (bf16|f16|f32)\[([\d,]+)\]", text)

@@ -74,7 +74,7 @@ def check_makers(pool, text, dtype="bf16"):
 def test_steps_work_in_place(targets, name, target, num_layers, decode_megabytes, largest_megabytes):
     target, arch = targets(target), first_layers(read_model(name)[1], num_layers)
     platform, local = target.sheet.chip.platform, arch.local(target.num_devices)
-    sizes = {"num_query_heads": local.num_heads, "page_size": None, "kv_dtype": BFLOAT16}
+    sizes = {"num_query_heads": local.attention.num_heads, "page_size": None, "kv_dtype": BFLOAT16}
     backend = local.kv_layout.pool.select_backend(AUTO, **sizes, platform=platform)
     assert backend == BACKENDS[platform]
     page_size = local.kv_layout.pool.default_page_size(backend, BFLOAT16)

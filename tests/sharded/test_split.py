@@ -16,6 +16,7 @@ from jaxserve.assembly.memory import build_schedule
 from jaxserve.errors import ConfigError
 from jaxserve.layers.sharding import held_heads, tensor_mesh
 from jaxserve.models import registry
+from jaxserve.models.layer_spec import MlpSpec
 from jaxserve.scheduling.schedule_config import resolve_schedule
 from tests.checkpoints import hf_dict
 
@@ -47,7 +48,7 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         arch.local(3)
     with pytest.raises(ConfigError, match="must divide intermediate_size, got 8 and 100; set it to a divisor of 4"):
         arch.local(8)
-    assert arch.local(4).ffn_size == 25
+    assert arch.local(4).layers[0].mlp == MlpSpec(25)
     assert arch.local(1) is arch
 
 
@@ -112,7 +113,7 @@ def test_rows_that_cannot_be_divided() -> None:
     with pytest.raises(ConfigError, match=r"_size / expert_parallel_size must divide num_attention_heads, got 3 and 8"):
         arch.divided(6, 2, 2).local(6)
     local = arch.divided(2, 2, 2).local(2)
-    assert (local.num_heads, local.num_kv_heads, local.vocab_size) == (8, 2, 66)
+    assert (local.attention.num_heads, local.attention.num_kv_heads, local.vocab_size) == (8, 2, 66)
     assert local.experts is not None
     assert (local.experts.num_held, local.experts.ffn_size) == (3, 6)
     whole, halves = (registry.flop_counts(each) for each in (arch, local))
