@@ -1,4 +1,4 @@
-"""Write jaxserve/API.md, the reference of the Python interface, from docstrings: `python scripts/api_reference.py`."""
+"""Write jaxserve/API.md, the Python API reference, from docstrings: `python scripts/api_reference.py`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def build() -> str:
 
 
 def split_docstring(documented: Any) -> tuple[str, Sections]:
-    """Return the text of a docstring and, by the names of its sections, their entries.
+    """Return a docstring's text, and its sections' entries by section name.
 
     Raises:
         ValueError: there is no docstring.
@@ -110,7 +110,7 @@ def _describe_function(function: types.FunctionType) -> Iterator[str]:
 
 
 def _import_of(documented: Any) -> Iterator[str]:
-    """Yield the line that imports what the package itself does not offer."""
+    """Yield an import line for names that the package itself does not export."""
     if documented.__name__ not in jaxserve.__all__:
         yield from (f"`from {documented.__module__} import {documented.__name__}`", "")
 

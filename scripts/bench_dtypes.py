@@ -1,12 +1,12 @@
-"""Decode steps of the same random checkpoint in bfloat16, float16 and float32, each served as it is by default.
+"""Decode steps of one random checkpoint in bfloat16, float16 and float32, each served with default options.
 
     python scripts/bench_dtypes.py [--shape qwen2.5-0.5b] [--rows 1 8] [--rounds 5] [--json FILE]
     python scripts/bench_dtypes.py --before OTHER_CHECKOUT   # in turns with another version of jaxserve
     python scripts/bench_dtypes.py --vllm ~/vllm/bin/python  # in turns with vLLM, installed for that interpreter
 
-Each dtype and version has a process of its own, which is stopped while another is measured, so that whatever else the
-machine does meets all. A figure is the median over rounds of the time from one token of a row to its next; beside it
-stand the quickest round and the bytes of temporaries of the multi-step program. The file of `--json` has all of them.
+Each dtype and version runs in a separate process, which is stopped while another is measured, so that other load
+affects all equally. A figure is the median over rounds of a row's time between two tokens; next to it are the fastest
+round and the multi-step program's temporary bytes. `--json` writes all of them.
 """
 
 import argparse
@@ -54,7 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 NUM_PROMPT_TOKENS = 8
-MULTI_STEP = 8  # steps of a dispatch
+MULTI_STEP = 8  # steps per dispatch
 SERVES_VLLM = "BENCH_DTYPES_SERVES_VLLM"
 
 
@@ -70,7 +70,7 @@ def write_checkpoint(directory: Path, shape: str, dtype: str) -> None:
 
 
 def serve(model: Path, rows: int, num_steps: int) -> None:
-    """Measure a round for each line of standard input, and print the seconds of a step."""
+    """Measure a round for each line on standard input, and print the seconds per step."""
     from jaxserve import LLM, SamplingParams  # noqa: PLC0415 - of the version that is measured
 
     sizes = {"max_num_seqs": rows, "max_num_batched_tokens": rows, "max_model_len": 1024, "num_pages": 600}
@@ -85,7 +85,7 @@ def serve(model: Path, rows: int, num_steps: int) -> None:
 
 
 def serve_by_vllm(model: Path, rows: int, num_steps: int) -> None:
-    """Measure the same by vLLM, in whose environment this runs."""
+    """Measure the same with vLLM, in whose environment this runs."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process, which can be stopped
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -104,7 +104,7 @@ def serve_by_vllm(model: Path, rows: int, num_steps: int) -> None:
 
 
 def measure_rounds(llm: Any, params_of: Callable[..., Any], rows: int, num_steps: int) -> None:
-    """Print the seconds of a step for each line of standard input."""
+    """Print the seconds per step for each line on standard input."""
 
     def seconds(num_tokens: int) -> float:
         params = params_of(temperature=0, max_tokens=num_tokens, ignore_eos=True)
@@ -120,14 +120,14 @@ def measure_rounds(llm: Any, params_of: Callable[..., Any], rows: int, num_steps
 
 
 class Contestant:
-    """A process that serves one dtype by one version.
+    """Process that serves one dtype with one version.
 
     Args:
         root: checkout of the version; None for vLLM.
         python: its interpreter.
-        model: directory of the checkpoint.
+        model: checkpoint directory.
         rows: number of rows in the batch.
-        num_steps: steps of a round.
+        num_steps: steps per round.
     """
 
     def __init__(self, root: Path | None, python: str, model: Path, rows: int, num_steps: int) -> None:
@@ -148,7 +148,6 @@ class Contestant:
         self._process.send_signal(signal.SIGSTOP)
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.wait()
 

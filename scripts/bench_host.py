@@ -1,13 +1,12 @@
-"""Host microseconds per engine step against a null device, by part, over steady steps.
+"""Host microseconds per engine step on a null device, by component, over steady steps.
 
     python scripts/bench_host.py                                  # the grid of rows and queue lengths
     python scripts/bench_host.py --rows 64 --waiting 0 --prefill 256
 
-Every row decodes in every measured step; with --prefill, one more row prefills that many tokens of a long prompt beside
-them. `step` is a whole step of the engine, and `step_cpu` its CPU time: what it would take if nothing else ran on the
-machine. `planning` is schedule + pack + update; `outputs` is what is left of a step beside planning and statistics:
-dispatch and output assembly (no tokenizer is loaded). `collections` counts what the garbage collector did meanwhile, by
-generation. Prints one JSON line per case.
+Every row decodes in every measured step; with --prefill, another row also prefills that many tokens of a long prompt.
+`step` is a whole engine step, and `step_cpu` its CPU time, without other load on the machine. `planning` is schedule +
+pack + update; `outputs` is the rest of a step except statistics: dispatch and output assembly (no tokenizer is loaded).
+`collections` counts garbage collections meanwhile, by generation. Prints one JSON line per case.
 """
 
 import argparse
@@ -40,7 +39,7 @@ PARTS = {
 
 
 class Stopwatch:
-    """Wraps methods of one engine and sums the time spent in each until it is read."""
+    """Wraps methods of one engine and sums their times until read."""
 
     def __init__(self, engine: DrivenEngine) -> None:
         self.spent_ns = dict.fromkeys(PARTS, 0)
@@ -59,13 +58,13 @@ class Stopwatch:
         return timed
 
     def read(self) -> dict[str, int]:
-        """Nanoseconds by part since the last read."""
+        """Return the nanoseconds per component since the last read."""
         spent, self.spent_ns = self.spent_ns, dict.fromkeys(PARTS, 0)
         return spent
 
 
 def start_engine(num_rows: int, num_steps: int, prefill: int, max_model_len: int, prefix_caching: bool) -> DrivenEngine:
-    """An engine with a slot and pages for every row, and one more for the prefill."""
+    """Return an engine with a slot and pages for every row, and one more for the prefill."""
     num_slots = num_rows + (prefill > 0)
     pages_per_row = -(-(PROMPT_LEN + output_len(num_rows, num_steps)) // 16) + 1
     return null_engine(
@@ -79,19 +78,19 @@ def start_engine(num_rows: int, num_steps: int, prefill: int, max_model_len: int
 
 
 def output_len(num_rows: int, num_steps: int) -> int:
-    """Enough that no row ends before the last measured step: at worst every step admits one row."""
+    """Return a length with which no row ends before the last measured step: at worst every step admits one row."""
     return num_rows + WARM_UP_STEPS + num_steps + 3
 
 
 def num_collections() -> list[int]:
-    """Runs of the garbage collector so far, by generation."""
+    """Return the number of garbage collections so far, by generation."""
     return [generation["collections"] for generation in gc.get_stats()]
 
 
 def measure(
     engine: DrivenEngine, num_rows: int, num_waiting: int, prefill: int, num_steps: int
 ) -> tuple[dict[str, NDArray[np.float64]], list[int]]:
-    """Microseconds of each measured step, by part, and the collections of garbage meanwhile."""
+    """Return the microseconds of each measured step, by component, and the garbage collections meanwhile."""
     decoding = SamplingParams(max_tokens=output_len(num_rows, num_steps), ignore_eos=True)
     for index, prompt in zip(range(num_rows), prompts(PROMPT_LEN, seed=0), strict=False):
         engine.add_request(f"row {index}", prompt, decoding)
@@ -121,7 +120,7 @@ def measure(
 
 
 def summary(microseconds: NDArray[np.float64]) -> dict[str, float]:
-    """Mean, median, 99th percentile and least."""
+    """Return mean, median, 99th percentile and minimum."""
     values = {"mean": np.mean(microseconds), "median": np.median(microseconds), "p99": np.percentile(microseconds, 99)}
     values["min"] = np.min(microseconds)
     return {name: round(float(value), 1) for name, value in values.items()}
@@ -139,7 +138,7 @@ def main() -> None:
     grid = itertools.product(args.rows, args.prefix_caching, args.prefill, args.waiting)
     for num_rows, prefix_caching, prefill, num_waiting in grid:
         if prefill and num_waiting:
-            continue  # the long prompts would have to wait behind the others
+            continue  # the long prompts would have to wait for the others
         engine = start_engine(num_rows, args.steps, prefill, args.max_model_len, bool(prefix_caching))
         parts, collections = measure(engine, num_rows, num_waiting, prefill, args.steps)
         case = {"rows": num_rows, "waiting": num_waiting, "prefill_tokens": prefill, "prefix_caching": prefix_caching}

@@ -2,8 +2,8 @@
 
     python scripts/bench_int8.py [--model DIRECTORY] [--rounds 7]
 
-Both engines take turns, so that whatever else the machine does meets both. A step is timed from one token to the next,
-with all rows decoding; each engine's figure is the median of all its steps, and of each round's quickest.
+Both engines take turns, so that other load affects both equally. A step is timed from one token to the next, with all
+rows decoding; each engine's figure is the median over its steps, and over the fastest of each round.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def start(model: Path, rows: int, quantization: str | None) -> DrivenEngine:
 
 
 def decode_times(engine: DrivenEngine, rows: int, num_steps: int) -> list[float]:
-    """Seconds of each step in which all rows decode."""
+    """Return the seconds of each step in which all rows decode."""
     params = SamplingParams(temperature=0, max_tokens=num_steps + 2 * NUM_PROMPT_TOKENS * rows, ignore_eos=True)
     for row in range(rows):
         engine.add_request(str(row), [row + 3] * NUM_PROMPT_TOKENS, params)

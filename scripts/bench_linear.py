@@ -1,14 +1,14 @@
-"""Matrix products of the native CPU kernels beside numpy's, by shape, tokens, dtype of the weights and instruction set.
+"""Matmuls of the native CPU kernels compared with numpy's, by shape, tokens, weight dtype and instruction set.
 
     python scripts/bench_linear.py [--shapes 4096x4096 1376x256] [--tokens 1 48] [--dtypes float32 int4] [--json FILE]
 
-All sides of a row of the table take turns, so that whatever else the machine does meets each. A side runs one program
-of several products, one after the other, and the figure is the median over the rounds. The products of a program have
-matrices of their own, more bytes than caches hold for one token, so that weights stream from memory. With `--threads 1`
-all sides have one core, and their CPU time is measured: what else the machine does takes none of it.
+All sides of a table row take turns, so that other load affects each equally. A side runs one program with several
+matmuls in sequence, and the figure is the median over rounds. The matmuls in a program have separate matrices, together
+larger than caches for one token, so that weights stream from memory. With `--threads 1` all sides have one core, and
+their CPU time is measured, without other load.
 
-numpy's BLAS runs the kernels of the same instruction set, in a process of its own for each. Columns are GB/s of weights
-and GFLOP/s, the bytes per second over those of float32, and the rate over that of numpy's `x @ w.T`.
+numpy's BLAS runs the kernels of the same instruction set, in a separate process for each. Columns are GB/s of weights
+and GFLOP/s, the bytes per second relative to float32, and the rate relative to numpy's `x @ w.T`.
 """
 
 import argparse
@@ -34,10 +34,10 @@ SHAPES = ("4096x4096", "8192x256", "1376x256")
 TOKENS = (1, 8, 48, 256)
 DTYPES = ("float32", "bfloat16", "float16", "int8", "int4")
 GROUP_SIZE = 64
-STREAM_BYTES = 160 << 20  # bytes of weights per program, above what caches hold
+STREAM_BYTES = 160 << 20  # weight bytes per program, larger than caches
 MAX_PRODUCTS = 64
-MIN_SECONDS = 0.02  # least time of one measurement
-PAUSE_SECONDS = 0.1  # threads of OpenBLAS keep their cores busy for about 30 ms after a product
+MIN_SECONDS = 0.02  # minimum time of one measurement
+PAUSE_SECONDS = 0.1  # OpenBLAS threads keep their cores busy for about 30 ms after a matmul
 WARM_UP_SECONDS = 0.1
 BLAS_CORES = {
     "avx512vnni": "SKYLAKEX",
@@ -77,11 +77,11 @@ def main() -> None:
 
 
 def measured_apart(instruction_set: str, num_threads: int) -> list[str]:
-    """Run this script for one instruction set, with the BLAS kernels of the same, and print the table as it comes."""
+    """Run this script for one instruction set, with BLAS kernels of the same, and print the table as it arrives."""
     hidden = ("OPENBLAS_L2_SIZE",)
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"OPENBLAS_CORETYPE": BLAS_CORES.get(instruction_set, ""), "OPENBLAS_NUM_THREADS": str(num_threads)}
-    # Outputs get the same pages again, as those of an engine's steps do: faults would take longer than some products.
+    # Outputs reuse the same memory pages, like an engine's steps: page faults would take longer than some matmuls.
     env |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
     command = [sys.executable, __file__, *sys.argv[1:], "--measure", "--isa", instruction_set]
     lines = []
@@ -116,11 +116,11 @@ def compare(
     rounds: int,
     clock: Callable[[], float],
 ) -> list[dict[str, Any]]:
-    """Return one row of the table per dtype, and one for numpy."""
+    """Return one table row per dtype, and one for numpy."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((rows, columns), np.float32) / np.float32(columns**0.5)
     x = rng.standard_normal((num_tokens, columns), np.float32)
-    sides: dict[str, tuple[Callable[[], Any], int, int]] = {}  # function, its products, bytes of a matrix
+    sides: dict[str, tuple[Callable[[], Any], int, int]] = {}  # function, its number of matmuls, bytes of a matrix
     floats = [weight.copy() for _ in range(num_products(weight.nbytes, num_tokens))]
     out = np.empty((num_tokens, rows), np.float32)
     sides["numpy"] = (lambda: [np.matmul(x, w.T, out=out) for w in floats], len(floats), weight.nbytes)
@@ -131,7 +131,7 @@ def compare(
         sides[dtype] = (partial(run_products, copies, x), len(copies), num_bytes)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     with native.using(instruction_set):
-        repeats = {name: repeats_of(run, clock) for name, (run, _, _) in sides.items()}
+        repeats = {name: num_repeats(run, clock) for name, (run, _, _) in sides.items()}
         for _ in range(rounds):
             for name, (run, products_per_run, _) in sides.items():
                 warm_up(run)
@@ -159,7 +159,7 @@ def compare(
 
 
 def num_products(num_bytes: int, num_tokens: int) -> int:
-    """Return the products of a program: weights from memory for few tokens; for many, enough to hide the dispatch."""
+    """Return the matmuls per program: weights from memory for few tokens; for many, enough to hide the dispatch."""
     return max(2, min(MAX_PRODUCTS, (STREAM_BYTES if num_tokens < 48 else 2 << 20) // num_bytes))
 
 
@@ -179,7 +179,7 @@ def run_products(matrices: list[PackedMatrix], x: np.ndarray) -> None:
 
 @jax.jit
 def products(matrices: list[PackedMatrix], x: jax.Array) -> jax.Array:
-    """Return the sum of all products; each adds to the one before, so that they run one after the other."""
+    """Return the sum of all matmuls; each depends on the previous one, so that they run in sequence."""
     y = jnp.zeros((len(x), matrices[0].num_outputs), jnp.float32)
     for matrix in matrices:
         y = packed_linear.multiply(matrix, x, residual=y)
@@ -187,14 +187,14 @@ def products(matrices: list[PackedMatrix], x: jax.Array) -> jax.Array:
 
 
 def warm_up(run: Callable[[], Any]) -> None:
-    """Let the threads of the side before sleep, then run this one until its buffers have their pages."""
+    """Let the previous side's threads sleep, then run this one until its buffers have their memory pages."""
     time.sleep(PAUSE_SECONDS)
     began = time.perf_counter()
     while time.perf_counter() - began < WARM_UP_SECONDS:
         run()
 
 
-def repeats_of(run: Callable[[], Any], clock: Callable[[], float]) -> int:
+def num_repeats(run: Callable[[], Any], clock: Callable[[], float]) -> int:
     run()
     began = clock()
     run()
@@ -202,7 +202,7 @@ def repeats_of(run: Callable[[], Any], clock: Callable[[], float]) -> int:
 
 
 def blas_core() -> str:
-    """Return the kernels that numpy's OpenBLAS chose, or "unknown"."""
+    """Return the kernels chosen by numpy's OpenBLAS, or "unknown"."""
     for library in Path(np.__file__).parent.with_name("numpy.libs").glob("*openblas*"):
         for name in ("scipy_openblas_get_corename64_", "openblas_get_corename64_", "openblas_get_corename"):
             if (corename := getattr(ctypes.CDLL(str(library)), name, None)) is not None:

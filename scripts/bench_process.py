@@ -1,11 +1,11 @@
-"""An engine whose core is a process of its own against one in this process, with a Python that is idle or busy.
+"""An engine with a separate core process compared with one in this process, while Python is idle or busy.
 
     python scripts/bench_process.py --rows 32 --rounds 5
 
-Both engines serve the same requests in turns, after one round of each that does not count. "idle": one call of
-`generate`. "streams": a thread for each request, which reads its stream with log probabilities. "spinning": `generate`
-while another thread computes in Python. Prints one JSON line: medians of output tokens per second, of the milliseconds
-of a step, and of the time to the first token, and the processor time of packing, pickling and reading a step's message.
+Both engines serve the same requests in turns, after one warm-up round each. "idle": one call of `generate`. "streams":
+a thread per request, which reads its stream with log probabilities. "spinning": `generate` while another thread
+computes in Python. Prints one JSON line: median output tokens per second, milliseconds per step and time to first
+token, and the processor time for packing, pickling and reading a step's message.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from jaxserve.core.status import CoreStatus, MemoryState
 from jaxserve.offline.llm import LLM
 from jaxserve.scheduling.executor import StepResult
 
-Round = tuple[float, float, float]  # tokens per second, milliseconds of a step, milliseconds to the first token
+Round = tuple[float, float, float]  # tokens per second, milliseconds per step, milliseconds to the first token
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
@@ -69,7 +69,7 @@ WAYS: dict[str, Callable[..., list[RequestOutput]]] = {"idle": generate, "stream
 
 
 def measure(llm: LLM, way: str, prompts: list[list[int]], params: SamplingParams) -> Round:
-    """Return what a round has taken."""
+    """Return the figures of one round."""
     before, began_s = llm.engine.stats.num_steps, time.perf_counter()
     outputs = WAYS[way](llm, prompts, params)
     seconds = time.perf_counter() - began_s
@@ -79,7 +79,7 @@ def measure(llm: LLM, way: str, prompts: list[list[int]], params: SamplingParams
 
 
 def transport_us(num_rows: int) -> dict[str, float]:
-    """Return the processor time that a step's message takes on either side."""
+    """Return the processor time of a step's message on either side."""
     result = StepResult(np.zeros((num_rows, 1), np.int32), np.ones(num_rows, np.int32), 1.0)
     delta = Delta(1.0, step=StepDelta([*range(num_rows)], [[index] for index in range(num_rows)], {}, [], result))
     status = CoreStatus(10, True, Occupancy(num_rows, 0, 100, 1000), 0, None, MemoryState(), True)

@@ -1,17 +1,17 @@
-"""Host microseconds that the queue before the replicas spends on a request, over replicas and the rows of each.
+"""Host microseconds per request in the queue before the replicas, by number of replicas and rows.
 
     python scripts/bench_router.py
     python scripts/bench_router.py --replicas 64 --rows 256 --prompt-tokens 512
 
-Every replica is a scheduler without a device that has so many rows in decode. Between two rounds of requests all make
-and update a plan, so that all loads have changed, and the requests of the round end. A request is one call of
-`Balancer.add` and one of `place`. Its prompt is hashed before: whoever computes it needs the hashes too.
+Every replica is a scheduler without a device, with that many decoding rows. Between two rounds of requests all replicas
+make and update a plan, so that all loads have changed, and the round's requests end. A request takes one call of
+`Balancer.add` and one of `dispatch`. Its prompt is hashed before, because computing it needs the hashes too.
 
-`place_us` is the median of all requests, and `lone_us` that before one replica alone, which puts each request into its
-scheduler's queue and chooses nothing; `route_us` is the difference. `first_us` is the median of the first request of
-each round: the steps have filled the processor's caches, the more so the more rows there are. `note_us` is the median
-of the time per replica in which a call without a request, after the steps of all replicas, notes their changes. Prints
-one JSON line per case.
+`dispatch_us` is the median over all requests, and `single_us` the median for a single replica, which puts each request
+into its scheduler's queue without a choice; `route_us` is the difference. `first_us` is the median for the first
+request of each round: steps have filled the processor's caches, especially with many rows. `note_us` is the median time
+per replica in which a call without a request, after a step on all replicas, notes their changes. Prints one JSON line
+per case.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from jaxserve.scheduling.scheduler import Scheduler
 
 PAGE_SIZE = 16
 MAX_MODEL_LEN = 4096
-ROUND = 8  # requests between two steps of all replicas
+ROUND = 8  # requests between two steps on all replicas
 
 
 class SchedulerReplica:
@@ -66,13 +66,13 @@ class SchedulerReplica:
 
 
 def new_request(name: str, num_tokens: int, rng: random.Random) -> Request:
-    """A request that shares nothing with another, and does not end of itself."""
+    """Return a request that has no prefix in common with others, and does not end by itself."""
     prompt = [rng.randrange(32_000) for _ in range(num_tokens)]
     return Request(name, prompt, SamplingParams(max_tokens=None), seed=0, max_total_tokens=MAX_MODEL_LEN)
 
 
 class Balanced:
-    """Replicas with rows in decode, and the queue before them."""
+    """Replicas with decoding rows, and the queue in front of them."""
 
     def __init__(self, num_replicas: int, num_rows: int, rng: random.Random) -> None:
         self.replicas = [SchedulerReplica(num_rows) for _ in range(num_replicas)]
@@ -84,7 +84,7 @@ class Balanced:
             self.step()
 
     def step(self) -> None:
-        """Make and update a plan of each replica."""
+        """Make and update a plan on each replica."""
         for replica in self.replicas:
             replica.step()
 
@@ -92,7 +92,7 @@ class Balanced:
         """Step all replicas, then route requests one by one and end them.
 
         Returns:
-            Nanoseconds in which the changes of the steps are noted, and those of each request.
+            Nanoseconds for noting the steps' changes, and for each request.
         """
         self.step()
         for request in requests:
@@ -112,24 +112,24 @@ class Balanced:
 
 
 def measure(num_replicas: int, num_rows: int, prompt_tokens: int, num_requests: int) -> dict[str, float]:
-    """Medians over the routed requests, in microseconds."""
+    """Return medians over the routed requests, in microseconds."""
     rng = random.Random(0)
     many, lone = Balanced(num_replicas, num_rows, rng), Balanced(1, num_rows, rng)
     note_ns: list[float] = []
-    place_ns: list[list[int]] = []
-    lone_ns: list[list[int]] = []
+    dispatch_ns: list[list[int]] = []
+    single_ns: list[list[int]] = []
     for index in range(num_requests // ROUND):
-        of_many, of_lone = ([new_request(f"{i}.{index}", prompt_tokens, rng) for i in range(ROUND)] for _ in range(2))
-        noted_ns, times = many.time_round(of_many)
+        many, single = ([new_request(f"{i}.{index}", prompt_tokens, rng) for i in range(ROUND)] for _ in range(2))
+        noted_ns, times = many.time_round(many)
         note_ns.append(noted_ns / num_replicas)
-        place_ns.append(times)
-        lone_ns.append(lone.time_round(of_lone)[1])
-    place, alone = (statistics.median(itertools.chain(*times)) for times in (place_ns, lone_ns))
+        dispatch_ns.append(times)
+        single_ns.append(lone.time_round(single)[1])
+    place, alone = (statistics.median(itertools.chain(*times)) for times in (dispatch_ns, single_ns))
     medians = {
         "route_us": place - alone,
-        "place_us": place,
-        "lone_us": alone,
-        "first_us": statistics.median(times[0] for times in place_ns),
+        "dispatch_us": place,
+        "single_us": alone,
+        "first_us": statistics.median(times[0] for times in dispatch_ns),
         "note_us": statistics.median(note_ns),
     }
     return {name: round(ns / 1e3, 1) for name, ns in medians.items()}

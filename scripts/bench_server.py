@@ -1,13 +1,12 @@
-"""Requests over HTTP, whole and streamed, against the same requests in one call of `generate`.
+"""Requests over HTTP, whole and streamed, compared with the same requests in one call of `generate`.
 
     python scripts/bench_server.py --concurrency 64 --rounds 5
 
-The three ways take turns, after one round of each that does not count; every round has prompts of its own. The client
-is a process of its own that opens a connection for each request before a round and only counts bytes, so that it costs
-little. Prints one JSON line: output tokens per second of each way, the ratio to `generate` of each round, the steps of
-the engine, and the processor time of the server for each streamed token: what the server's process takes beyond what
-`generate` takes for as many tokens, and what the thread of its event loop takes, which other work on the machine
-disturbs less.
+The three ways take turns, after one warm-up round each; every round has different prompts. The client is a separate
+process that opens a connection per request before a round and only counts bytes, so that it costs little. Prints one
+JSON line: output tokens per second by way, each round's ratio to `generate`, engine steps, and the server's processor
+time per streamed token: the process's time beyond that of `generate` for the same number of tokens, and the event loop
+thread's time, which other load disturbs less.
 """
 
 import argparse
@@ -38,13 +37,13 @@ WAYS = ("generate", "whole", "streamed")
 
 
 def prompts(vocab_size: int, count: int, length: int, seed: int) -> list[list[int]]:
-    """Return random prompts, no two of which share a page."""
+    """Return random prompts without common pages."""
     ids: list[list[int]] = np.random.default_rng(seed).integers(3, vocab_size, (count, length)).tolist()
     return ids
 
 
 async def fetch(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes) -> int:
-    """Send a request over an open connection and count the bytes of the reply, up to its end."""
+    """Send a request over an open connection and count the reply's bytes, up to its end."""
     writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200"), head
@@ -60,7 +59,7 @@ async def fetch(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body
 
 
 def client(pipe: Connection) -> None:
-    """Run rounds of requests as they come through the pipe, each over a connection that is open before its round."""
+    """Run rounds of requests received through the pipe, each over a connection opened before its round."""
 
     async def run(port: int, bodies: list[bytes]) -> None:
         connections = [await asyncio.open_connection("127.0.0.1", port) for _ in bodies]
@@ -76,16 +75,16 @@ def client(pipe: Connection) -> None:
 
 
 def cpu_s() -> float:
-    """Return the processor time of this process."""
+    """Return this process's processor time."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 class Meter:
-    """Costs of rounds by way.
+    """Costs of rounds, by way.
 
     Attributes:
-        rounds: seconds, processor seconds of the process and of the loop's thread, and steps of the engine.
+        rounds: seconds, processor seconds of the process and of the loop's thread, and engine steps.
     """
 
     def __init__(self, loop_thread: threading.Thread) -> None:
@@ -94,18 +93,18 @@ class Meter:
         self.rounds: dict[str, list[NDArray[np.float64]]] = {way: [] for way in WAYS}
 
     def read(self, engine: Engine) -> NDArray[np.float64]:
-        """Return the counters as they are."""
+        """Return the current counters."""
         steps = engine.stats.num_steps
         return np.array([time.perf_counter(), cpu_s(), time.clock_gettime(self._loop_clock), steps])
 
     def median(self, way: str) -> list[float]:
-        """Return the medians of what a way has cost."""
+        """Return a way's median costs."""
         values: list[float] = np.median(self.rounds[way], axis=0).tolist()
         return values
 
 
 def run_rounds(args: argparse.Namespace, llm: LLM, engine: Engine, meter: Meter, port: int, pipe: Connection) -> None:
-    """Run all rounds, of which the first does not count."""
+    """Run all rounds; the first does not count."""
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": args.output_tokens, "ignore_eos": True}
     for index in range(args.rounds + 1):
         for number, way in enumerate(WAYS):

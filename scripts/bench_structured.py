@@ -1,11 +1,11 @@
-"""Rows whose outputs must follow JSON schemas, beside as many rows without: what a token of each costs.
+"""Rows with JSON schemas compared with the same number of free rows: cost per token.
 
     python scripts/bench_structured.py --rows 16 --rounds 5
 
-All ways take turns, after one round of each that does not count: rows that are free, one step per dispatch and as the
-engine chooses; rows that follow schemas, each one of its own; such rows that may take forced tokens at once. All
-outputs have as many tokens, as the schemas ask for longer ones. Prints one JSON line: microseconds per token of each
-way, and the medians over rounds of their ratios to free rows.
+All ways take turns, after one warm-up round each: free rows, with one step per dispatch and as the engine chooses; rows
+with different schemas; such rows with forced tokens appended immediately. All outputs have the same number of tokens,
+since the schemas require longer ones. Prints one JSON line: microseconds per token by way, and the medians over rounds
+of their ratios to free rows.
 """
 
 import argparse
@@ -22,7 +22,7 @@ NAMES = ["name", "kind", "unit price", "amount", "is_open", "created at", "owner
 
 
 def schema(number: int) -> dict[str, Any]:
-    """Return a schema of an array of records that no output finishes."""
+    """Return a schema for an array of records that no output finishes."""
     rng = np.random.default_rng(number)
     kinds: list[dict[str, Any]] = [
         {"type": "string", "minLength": 2, "maxLength": 12},

@@ -1,9 +1,9 @@
-"""Threads that each submit one request at once and stream it, against one `generate` of the same requests.
+"""Threads that each submit one request simultaneously and stream it, compared with one `generate` of the same requests.
 
     python scripts/bench_threads.py --threads 200 --rounds 5
 
-The two ways take turns, after one round of each that does not count; every round has prompts of its own. Prints one
-JSON line: output tokens per second of each way, medians and all rounds, and the ratio of each pair.
+The two ways take turns, after one warm-up round each; every round has different prompts. Prints one JSON line: output
+tokens per second by way, medians and all rounds, and each pair's ratio.
 """
 
 import argparse
@@ -19,19 +19,21 @@ from jaxserve import LLM, SamplingParams
 
 
 def prompts(llm: LLM, count: int, length: int, seed: int) -> list[list[int]]:
-    """Random prompts, no two of which share a page."""
+    """Return random prompts without common pages."""
     return np.random.default_rng(seed).integers(3, llm.engine.arch.vocab_size, (count, length)).tolist()
 
 
 def generate(llm: LLM, requests: list[list[int]], params: SamplingParams) -> float:
-    """Output tokens per second of one call."""
+    """Return the output tokens per second of one call."""
     started = time.perf_counter()
     outputs = llm.generate(requests, params, use_tqdm=False)
     return sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - started)
 
 
 def stream(llm: LLM, requests: list[list[int]], params: SamplingParams) -> float:
-    """Output tokens per second of a thread for each request, which takes every increment. All threads wait before."""
+    """Return the output tokens per second of one thread per request, which takes every increment. All threads start
+    together.
+    """
     go = Barrier(len(requests) + 1)
 
     def read(request: list[int]) -> int:

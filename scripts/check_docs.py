@@ -5,8 +5,9 @@
     python scripts/check_docs.py --links          # links and paths only, within a second
 
 Fenced blocks in `bash` and `python` run in a temporary folder that looks like a clone of the repository, where
-`path/to/checkpoint` is the embedded model. First each bash block in a shell of its own, then all Python blocks of the
-file in one process, as if they were one script. A block that cannot run here has a line right above it that says why:
+`path/to/checkpoint` is the embedded model. First each bash block runs in a separate shell, then all Python blocks in a
+file run in one process, as if they were one script. A block that cannot run here has a line right above it with the
+reason:
 
     <!-- not run: needs a GPU -->
 
@@ -47,10 +48,10 @@ class Block:
     """A fenced block.
 
     Attributes:
-        line: number of its first line of code, from 1.
-        language: text behind the fence.
+        line: number of its first code line, from 1.
+        language: language named after the fence.
         code: text between the fences.
-        reason: text that says why it is not run; None if it is.
+        reason: reason why it is not run; None if it is.
     """
 
     line: int
@@ -60,7 +61,7 @@ class Block:
 
 
 def read_blocks(text: str) -> list[Block]:
-    """Return the fenced blocks of a Markdown text.
+    """Return the fenced blocks in a Markdown text.
 
     Raises:
         ValueError: a block is not closed.
@@ -82,7 +83,7 @@ def read_blocks(text: str) -> list[Block]:
 
 
 def broken_links(path: Path, root: Path = ROOT) -> Iterator[str]:
-    """Yield a message for each link or path of a Markdown file that leads nowhere."""
+    """Yield a message for each broken link or path in a Markdown file."""
     prose = _without_blocks(path.read_text())
     for link in _LINK.finditer(_CODE_SPAN.sub("", prose)):
         target = link[1] or link[2]
@@ -108,7 +109,7 @@ def _find(root: Path, name: str) -> Iterator[Path]:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors that GitHub gives to the headings of a Markdown text."""
+    """Return GitHub's anchors for the headings in a Markdown text."""
     found: dict[str, int] = {}
     result = set()
     for heading in _HEADING.finditer(_without_blocks(text)):
@@ -125,13 +126,13 @@ def _without_blocks(text: str) -> str:
 
 
 def markdown_files(root: Path = ROOT) -> list[Path]:
-    """Return the Markdown files of the repository."""
+    """Return the repository's Markdown files."""
     nested = (path.resolve() for folder in FOLDERS for path in (root / folder).rglob("*.md"))
     return sorted({*root.glob("*.md"), *nested})
 
 
 def run_file(path: Path, folder: Path) -> list[str]:
-    """Run the blocks of a file in `folder`; return a message for each that fails."""
+    """Run the blocks of a file in `folder`; return a message for each failing block."""
     blocks = [block for block in read_blocks(path.read_text()) if block.language in LANGUAGES]
     name, failures = path.relative_to(ROOT), []
     for block in blocks:
@@ -149,7 +150,7 @@ def run_file(path: Path, folder: Path) -> list[str]:
 
 
 def one_script(blocks: Sequence[Block]) -> str:
-    """Return a script of all blocks, in which each line has the number that it has in the Markdown file."""
+    """Return a script with all blocks, in which lines keep their numbers from the Markdown file."""
     lines: list[str] = []
     for block in blocks:
         lines += [""] * (block.line - 1 - len(lines))
@@ -181,17 +182,17 @@ def _run(command: Sequence[str], where: str, folder: Path) -> list[str]:
 
 
 def make_clone(folder: Path) -> None:
-    """Make `folder` look like a clone in which commands may write; what they read lies behind links."""
+    """Make `folder` look like a clone in which commands may write; files that they read are links."""
     for entry in ROOT.iterdir():
         if not entry.name.startswith(".") and entry.name not in ("scripts", "build"):
             (folder / entry.name).symlink_to(entry)
-    shutil.copytree(ROOT / "scripts", folder / "scripts")  # scripts write beside themselves
+    shutil.copytree(ROOT / "scripts", folder / "scripts")  # scripts write next to themselves
     (folder / "path" / "to").mkdir(parents=True)
     (folder / "path" / "to" / "checkpoint").symlink_to(ROOT / "weights" / "default")
 
 
 def main() -> int:
-    """Check what the command line names."""
+    """Check the files named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", metavar="FILE", help="Markdown files (default: all of the repository)")
     parser.add_argument("--links", action="store_true", help="check links and paths only")

@@ -1,8 +1,8 @@
-"""Check a wheel as a user has it: install it in a fresh environment without a compiler, complete a prompt, and serve.
+"""Check a wheel from a user's view: install it in a fresh environment without a compiler, complete a prompt, and serve.
 
     python -m build && python scripts/check_wheel.py dist/*.whl
 
-The environment, in a temporary folder, has packages of the registry alone. The prompt and its completion are those of
+The environment, in a temporary folder, has only packages from the registry. The prompt and its completion come from
 README.md.
 """
 
@@ -38,7 +38,7 @@ KERNELS = "import sys; from jaxserve.pallas_kernels import native; sys.exit(nati
 
 
 def missing(wheel: Path) -> Iterator[str]:
-    """Yield what a wheel lacks: modules and data of the tree, and instruction sets of its kernels."""
+    """Yield missing parts of a wheel: modules and data of the tree, and instruction sets of its kernels."""
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         library = archive.read(kernels) if (kernels := "pallas_kernels/native/_kernels.so") in names else b""
@@ -59,7 +59,7 @@ def missing(wheel: Path) -> Iterator[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Return the variables of a user who has no compiler and no clone."""
+    """Return the environment variables of a user without a compiler or clone."""
     programs = folder / "programs"
     programs.mkdir()
     for name in ("bash", "sh", "env", "uname"):
@@ -72,7 +72,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def example() -> tuple[str, str]:
-    """Return the first command that README.md has run, and its output."""
+    """Return the first command in README.md, and its output."""
     blocks = read_blocks((ROOT / "README.md").read_text())
     first = next(i for i, block in enumerate(blocks) if block.language == "bash" and block.reason is None)
     return blocks[first].code, blocks[first + 1].code

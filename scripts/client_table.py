@@ -1,11 +1,11 @@
-"""Run clients of OpenAI's and Anthropic's APIs against the server, unchanged, and write a table of their checks.
+"""Run unchanged OpenAI and Anthropic API clients against the server, and write a table of their checks.
 
     python scripts/client_table.py --work /tmp/clients --json scripts/results/clients.json
     python scripts/client_table.py --work /tmp/clients --clients openai anthropic
 
-Every client gets an environment of its own below the folder `--work`, which later runs use again: some are large
-(guidellm brings torch). Each runs the checks of its file in `clients/`. The server serves the embedded model with a
-chat template that has tools. A line for each client: its version, checks passed of all, and what failed.
+Every client gets a separate environment in the folder `--work`, which later runs reuse: some are large (guidellm
+installs torch). Each runs the checks in its file in `clients/`. The server serves the embedded model with a chat
+template that supports tools. Each client gets a line: its version, passed checks out of all, and failures.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Client:
 
     Attributes:
         script: its file in `clients/`.
-        packages: requirements of its environment.
+        packages: requirements for its environment.
     """
 
     script: str
@@ -79,7 +79,7 @@ ALL = {
 
 
 def command(name: str, client: Client, work: Path) -> tuple[list[str], Path]:
-    """Return the command that runs a client's file, and the folder to run it in, after making its environment."""
+    """Create a client's environment; return the command that runs its file, and the folder to run it in."""
     folder = work / name
     if client.script.endswith(".mjs"):
         if not (folder / "node_modules").exists():
@@ -90,13 +90,13 @@ def command(name: str, client: Client, work: Path) -> tuple[list[str], Path]:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-        for package in client.packages:  # one by one: a version that is there is kept
+        for package in client.packages:  # one by one: installed versions are kept
             subprocess.run([str(python), "-m", "pip", "install", "--quiet", package], check=True)
     return [str(python), str(CLIENTS / client.script)], folder
 
 
 def write_model(directory: Path) -> None:
-    """Write the embedded model, with a chat template that has tools, and records for lm-eval."""
+    """Write the embedded model, with a chat template that supports tools, and records for lm-eval."""
     shutil.copytree(embedded_model(DEFAULT_MODEL), directory, dirs_exist_ok=True)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
@@ -124,7 +124,7 @@ def offline(llm: LLM, query: str, choice: str) -> float:
 
 
 def by_transformers(directory: Path, query: str) -> list[float]:
-    """Return the log-likelihoods of all choices by transformers, in float32."""
+    """Return the log-likelihoods of all choices from transformers, in float32."""
     import torch  # noqa: PLC0415 - slow, and an extra
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415 - as torch
 
@@ -141,7 +141,7 @@ def by_transformers(directory: Path, query: str) -> list[float]:
 
 @contextlib.contextmanager
 def serving(directory: Path) -> Iterator[str]:
-    """Yield the URL of a server of this model, in a process of its own."""
+    """Yield the URL of a server for this model, in a separate process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -162,7 +162,7 @@ def serving(directory: Path) -> Iterator[str]:
 
 
 def results(name: str, work: Path, url: str, directory: Path, *, is_verbose: bool) -> dict[str, Any]:
-    """Return version and checks of a client."""
+    """Return a client's version and checks."""
     argv, folder = command(name, ALL[name], work)
     done = subprocess.run(
         [*argv, url, "local", str(directory)], cwd=folder, capture_output=True, text=True, timeout=900, check=False

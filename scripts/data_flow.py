@@ -1,6 +1,6 @@
-"""Draw the data flow of jaxserve for README.md: `python scripts/data_flow.py` writes scripts/results/data-flow-*.svg.
+"""Draw jaxserve's data flow for README.md: `python scripts/data_flow.py` writes scripts/results/data-flow-*.svg.
 
-There is one SVG for GitHub's light theme and one for its dark theme. Neither has a background of its own.
+There is one SVG for GitHub's light theme and one for its dark theme, both without a background.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Theme:
     """Colours of one theme.
 
     Attributes:
-        text: titles of boxes.
-        muted: second lines and labels of arrows.
+        text: box titles.
+        muted: second lines and arrow labels.
         line: arrows.
-        host: fill and border of boxes that run in Python.
-        device: fill and border of what runs in the compiled program.
+        host: fill and border of boxes for Python code.
+        device: fill and border of the compiled program.
         inner: fill of boxes inside the compiled program.
     """
 
@@ -126,7 +126,6 @@ def _arrow(theme: Theme, *points: tuple[int, int]) -> str:
 
 
 def main() -> None:
-    """Write both files."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     for name, theme in THEMES.items():
         (RESULTS / f"data-flow-{name}.svg").write_text(draw(theme))

@@ -1,1 +1,1 @@
-"""The engines that bench_baselines.py compares: each runs in a process, and if need be an interpreter, of its own."""
+"""Engines compared by bench_baselines.py, each in a separate process and possibly another interpreter."""

@@ -1,4 +1,4 @@
-"""The random-weight Llama checkpoints of the measured table, written by transformers."""
+"""Random-weight Llama checkpoints for the measured table, written by transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def make_checkpoint(shape: str, directory: Path) -> int:
-    """Write a checkpoint of the named shape, float32, no tokenizer; its number of parameters. Needs torch."""
+    """Write a float32 checkpoint of the named shape, without a tokenizer; return its parameter count. Needs torch."""
     import torch  # noqa: PLC0415 - only here, and heavy
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 

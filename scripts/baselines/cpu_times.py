@@ -1,4 +1,4 @@
-"""Share of the machine's processors that others used meanwhile."""
+"""Processor time used by other processes during a measurement."""
 
 import contextlib
 import os
@@ -14,9 +14,9 @@ class CpuTimes:
     """Processor time since the machine started, in clock ticks over all cores.
 
     Attributes:
-        total: all there was.
-        busy: processor time that was not idle.
-        ours: processor time of this process and of one process group.
+        total: total processor time.
+        busy: busy processor time.
+        ours: processor time of this process and one process group.
     """
 
     total: int
@@ -25,7 +25,7 @@ class CpuTimes:
 
     @classmethod
     def now(cls, group: int) -> "CpuTimes | None":
-        """The times at this moment; None where there is no /proc (not Linux)."""
+        """Return the current times; None without /proc (not Linux)."""
         if not (_PROC / "stat").exists():
             return None
         ticks = [int(field) for field in (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]]
@@ -34,22 +34,22 @@ class CpuTimes:
         return cls(sum(ticks), sum(ticks) - idle, ours)
 
     def cores_used(self, since: "CpuTimes") -> float:
-        """Cores that we kept busy between two moments, on average."""
+        """Return the mean number of cores that we kept busy since an earlier time."""
         return (self.ours - since.ours) / max(1, self.total - since.total) * (os.cpu_count() or 1)
 
     def noise_share(self, since: "CpuTimes") -> float:
-        """Share of all processor time between two moments that was spent on neither us nor idling."""
+        """Return the fraction of processor time since an earlier time that other processes used."""
         others = (self.busy - since.busy) - (self.ours - since.ours)
         return max(0, others) / max(1, self.total - since.total)
 
 
 def _processes() -> Iterator[tuple[int, list[str]]]:
-    """Process id and the fields of its stat after the name, from the state on (proc(5))."""
+    """Yield process ids and their stat fields after the name, from the state on (proc(5))."""
     for path in _PROC.glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile
             yield int(path.parent.name), path.read_text().rpartition(")")[2].split()
 
 
 def _ticks(fields: list[str]) -> int:
-    """User and system time, of the process and of its ended children."""
+    """Return user and system time of a process and its ended children."""
     return sum(int(field) for field in fields[11:15])

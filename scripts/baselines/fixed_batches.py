@@ -1,4 +1,4 @@
-"""Requests of many output lengths through an engine that takes one length for a whole batch."""
+"""Requests with many output lengths for an engine that takes one length per batch."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ GenerateBatch = Callable[[list[list[int]], int], list[list[int]]]
 def generate_in_batches(
     generate_batch: GenerateBatch, prompts: list[list[int]], output_lens: list[int], batch_size: int
 ) -> list[list[int]]:
-    """Outputs in the order of the prompts, from batches of neighbours in output length; surplus tokens are cut."""
+    """Return outputs in prompt order, from batches with similar output lengths; surplus tokens are cut."""
     order = sorted(range(len(prompts)), key=output_lens.__getitem__)
     outputs: list[list[int]] = [[] for _ in prompts]
     for first in range(0, len(order), batch_size):

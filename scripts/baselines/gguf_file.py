@@ -1,4 +1,4 @@
-"""A Llama checkpoint as a GGUF file, float32, without a vocabulary: llama.cpp's own converter asks for a tokenizer."""
+"""Write a Llama checkpoint as a float32 GGUF file without a vocabulary: llama.cpp's own converter needs a tokenizer."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ _TENSORS = {
 
 
 def write_gguf(checkpoint: Path, path: Path) -> Path:
-    """Write the checkpoint's only shard to `path`, if it is not there."""
+    """Write the checkpoint's only shard to `path`, unless it exists."""
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +63,6 @@ def _add_config(writer: GGUFWriter, config: dict) -> None:
 
 
 def _interleave(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows [heads, 2, H/2] to [heads, H/2, 2]: llama.cpp rotates neighbours, transformers the halves."""
+    """Reorder rows [heads, 2, H/2] to [heads, H/2, 2]: llama.cpp uses interleaved RoPE, transformers rotates halves."""
     halves = weight.reshape(num_heads, 2, -1, weight.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)  # [out, in]

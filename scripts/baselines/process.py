@@ -1,4 +1,4 @@
-"""A worker seen from the driver: ask, let sleep, end; and how busy the rest of the machine was meanwhile."""
+"""A worker process as seen by the driver: ask, stop, end; and the machine's load meanwhile."""
 
 import contextlib
 import json
@@ -14,22 +14,22 @@ from baselines.cpu_times import CpuTimes
 
 
 class WorkerDiedError(Exception):
-    """The process ended, or did not answer in time and was ended."""
+    """The process ended, or was ended because it did not answer in time."""
 
 
 class RunFailedError(Exception):
-    """The worker lives, but what was asked could not be done."""
+    """The worker lives, but could not do the work."""
 
 
 class Worker:
-    """One engine in a process group of its own, stopped (SIGSTOP) while it is not asked anything.
+    """One engine in a separate process group, stopped (SIGSTOP) between requests.
 
-    A stopped process spins on no core, whatever its thread pools do: engines run as their makers set them up.
+    A stopped process spins on no core, whatever its thread pools do: engines run with their default settings.
 
     Args:
-        command: speaks the protocol of worker.py.
+        command: command that speaks the protocol of worker.py.
         log_path: file for its stderr.
-        timeout_s: longest wait for one answer, or for the load.
+        timeout_s: maximum time to wait for an answer, or for loading.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log_path: Path, timeout_s: float) -> None:
@@ -38,7 +38,7 @@ class Worker:
         self.ready: dict[str, Any] = {}
 
     def load(self) -> dict[str, Any]:
-        """Start the process and wait until it has loaded; its first message, kept as `ready`."""
+        """Start the process and wait until it has loaded; return its first message, kept as `ready`."""
         with self._log_path.open("wb") as log:
             # A group within this session, not a session: if this process dies, the kernel ends the stopped group.
             self._process = subprocess.Popen(
@@ -54,7 +54,7 @@ class Worker:
         return self.ready
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Wake the worker for one question; its answer, with "cores_used" and "noise_share" added.
+        """Resume the worker for one request; return its answer, with "cores_used" and "noise_share" added.
 
         Raises:
             WorkerDiedError, RunFailedError: see there.
@@ -75,7 +75,7 @@ class Worker:
         }
 
     def end(self) -> None:
-        """Kill the process and all it started, if it runs."""
+        """Kill the process and its children, if it runs."""
         if self._process is None:
             return
         self._signal(signal.SIGKILL)
@@ -97,7 +97,7 @@ class Worker:
             raise WorkerDiedError(self._last_words()) from None
 
     def _receive(self) -> dict[str, Any]:
-        """The next line; nothing is ever buffered, because each question has one answer."""
+        """Return the next line; nothing is buffered, because each request has one answer."""
         readable, _, _ = select.select([self._process.stdout], [], [], self._timeout_s)
         if not readable:
             self.end()

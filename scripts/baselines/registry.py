@@ -1,4 +1,4 @@
-"""Registry of engines, and of the interpreter and command that run each."""
+"""Registry of engines, with their interpreters and commands."""
 
 import json
 import os
@@ -17,10 +17,10 @@ class EngineSpec:
     """One configuration of one engine.
 
     Attributes:
-        adapter: module of this package with its Engine.
-        package: package that an interpreter must have to run it; also its name in `--python`.
+        adapter: module in this package with its Engine.
+        package: package that an interpreter needs to run it; also its name in `--python`.
         options: keyword arguments of the Engine.
-        preload: libraries of the interpreter's environment that the engine's documentation says to load first.
+        preload: libraries in the interpreter's environment to preload, according to the engine's documentation.
     """
 
     adapter: str
@@ -50,7 +50,7 @@ ENGINES = {
 
 
 def find_python(spec: EngineSpec, pythons: Mapping[str, str]) -> str | None:
-    """The interpreter for an engine: the one given for its package, or this one if it has the package."""
+    """Return an engine's interpreter: the one given for its package, or this one if it has the package."""
     if spec.package in pythons:
         return pythons[spec.package]
     needed = (spec.package, "torch") if spec.package == "transformers" else (spec.package,)
@@ -58,14 +58,14 @@ def find_python(spec: EngineSpec, pythons: Mapping[str, str]) -> str | None:
 
 
 def worker_command(spec: EngineSpec, python: str, checkpoint: Path, options: Mapping[str, Any]) -> list[str]:
-    """The command of a worker process; its converted checkpoint is kept beside the original."""
+    """Return the command of a worker process; its converted checkpoint is kept next to the original."""
     cache = checkpoint.with_name(f"{checkpoint.name}.baselines")
     arguments = [spec.adapter, str(checkpoint), str(cache), json.dumps({**spec.options, **options})]
     return [python, "-m", "baselines.worker", *arguments]
 
 
 def worker_environment(spec: EngineSpec | None = None, python: str = sys.executable) -> dict[str, str]:
-    """This environment, with the tree first among the modules, nothing fetched from hubs, and what `spec` preloads."""
+    """Return this environment, with the source tree first, hubs offline, and the preloads of `spec`."""
     path = [str(SCRIPTS), str(SCRIPTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1", "TQDM_DISABLE": "1"}
     root = Path(python).absolute().parent.parent

@@ -1,4 +1,4 @@
-"""The same workloads through all engines in turn, and what comes out: medians, ratios, who failed and why."""
+"""Run the same workloads through all engines in turn, and collect medians, ratios, failures and their reasons."""
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 @dataclass
 class Contest:
-    """Engines that answer, in the order in which they take turns.
+    """Engines that answer, in turn order.
 
     Attributes:
-        workers: started; one that dies is taken out.
-        vocab_size: number of tokens in the vocabulary.
-        say: takes a line about each run as it ends.
+        workers: started workers; one that dies is removed.
+        vocab_size: vocabulary size.
+        say: receives a line about each run as it ends.
         runs: one record per measured run.
-        failures: {"engine", "workload", "reason"} of what could not be measured.
+        failures: {"engine", "workload", "reason"} per failed measurement.
     """
 
     workers: dict[str, Worker]
@@ -36,14 +36,14 @@ class Contest:
     failures: list[Record] = field(default_factory=list)
 
     def load(self) -> dict[str, Record]:
-        """Let the workers load their models, one after the other; what those that could say of themselves."""
+        """Let the workers load their models, one after the other; return their self-descriptions."""
         answers = {engine: self._try(engine, "load", Worker.load) for engine in list(self.workers)}
         return {engine: ready for engine, ready in answers.items() if ready}
 
     def run(self, workload: Workload, num_rounds: int) -> None:
-        """Warm every engine up, then let them take turns; who fails is out of this workload.
+        """Warm up every engine, then run them in turns; a failed one leaves this workload.
 
-        The ids of each round are compared with those of transformers, or of the first engine where it is missing.
+        The ids in each round are compared with transformers', or with the first engine's if it is missing.
         """
         warm_up = partial(self._warm_up, workload=workload)
         entrants = [engine for engine in list(self.workers) if self._try(engine, workload.name, warm_up)]
@@ -62,7 +62,7 @@ class Contest:
                 )
 
     def _try(self, engine: str, workload: str, action: Callable[[Worker], T]) -> T | None:
-        """Do something with a worker; None, and the reason kept, where it fails."""
+        """Run an action with a worker; return None if it fails, and keep the reason."""
         try:
             return action(self.workers[engine])
         except RunFailedError as error:
@@ -75,7 +75,7 @@ class Contest:
         return None
 
     def _warm_up(self, worker: Worker, workload: Workload) -> Record:
-        """A run that is not measured: in full where an engine compiles or tunes by shape, else a few requests."""
+        """Run unmeasured: in full if an engine compiles or tunes by shape, otherwise with a few requests."""
         first = slice(worker.ready["num_warm_up"])
         prompts = draw_prompts(workload, self.vocab_size, "warm-up")
         return worker.ask({"prompts": prompts[first], "output_lens": _output_lens(workload)[first]})
@@ -98,15 +98,15 @@ class Contest:
 
 
 def draw_prompts(workload: Workload, vocab_size: int, draw: str) -> list[list[int]]:
-    """Prompts of the workload's lengths; each workload and `draw` has its own.
+    """Return prompts with the workload's lengths, different for each workload and `draw`.
 
-    So a prefix cache finds nothing of another run, only what the requests of this one share.
+    A prefix cache thus finds nothing from another run, only prefixes common to this run's requests.
     """
     return token_ids(replace(workload, seed=zlib.crc32(f"{workload.name}/{draw}".encode())), vocab_size)
 
 
 def decode_rate(output_len: int, wall_s: float, first_token_s: float) -> float:
-    """Tokens per second after the first; RunFailedError where the machine was too uneven to tell."""
+    """Return the tokens per second after the first; RunFailedError if the machine was too noisy to tell."""
     if wall_s <= first_token_s:
         raise RunFailedError(
             f"{output_len} tokens must take longer than one, got {wall_s:.4f} s and {first_token_s:.4f} s"
@@ -115,7 +115,7 @@ def decode_rate(output_len: int, wall_s: float, first_token_s: float) -> float:
 
 
 def agreement(token_ids: list[list[int]], reference: list[list[int]]) -> Record:
-    """Shares of requests equal throughout, and of tokens before the first difference."""
+    """Return the fractions of identical requests, and of tokens before the first difference."""
     pairs = list(zip(token_ids, reference, strict=True))
     alike = [_num_alike(own, other) for own, other in pairs]
     return {
@@ -125,7 +125,7 @@ def agreement(token_ids: list[list[int]], reference: list[list[int]]) -> Record:
 
 
 def summarise(runs: Iterable[Record]) -> list[Record]:
-    """One row per workload and engine, with `ratio`, the median of jaxserve over that of the engine."""
+    """Return one row per workload and engine, with `ratio`: the median of jaxserve's rate over the engine's."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for run in runs:
         groups.setdefault((run["workload"], run["engine"]), []).append(run)
@@ -144,16 +144,16 @@ def _row(group: list[Record], middle: float, ratio: float | None) -> Record:
         "median": middle,
         "max": max(values),
         "ratio": ratio,
-        "ttft_s": _median_of(group, "ttft_s"),
-        "equal_requests_share": _median_of(group, "equal_requests_share"),
-        "equal_tokens_share": _median_of(group, "equal_tokens_share"),
-        "cores_used": _median_of(group, "cores_used"),
-        "noise_share": _median_of(group, "noise_share"),
+        "ttft_s": _median(group, "ttft_s"),
+        "equal_requests_share": _median(group, "equal_requests_share"),
+        "equal_tokens_share": _median(group, "equal_tokens_share"),
+        "cores_used": _median(group, "cores_used"),
+        "noise_share": _median(group, "noise_share"),
         "num_runs": len(group),
     }
 
 
-def _median_of(group: Iterable[Mapping[str, Any]], name: str) -> float | None:
+def _median(group: Iterable[Mapping[str, Any]], name: str) -> float | None:
     known = [run[name] for run in group if run.get(name) is not None]
     return median(known) if known else None
 

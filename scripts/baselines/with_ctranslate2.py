@@ -1,4 +1,4 @@
-"""CTranslate2: fixed batches of requests of similar output length, from a model converted once."""
+"""CTranslate2: fixed batches with similar output lengths, from a model converted once."""
 
 import os
 from itertools import takewhile
@@ -29,7 +29,7 @@ class Engine:
 
         def generate_batch(batch: list[list[int]], num_tokens: int) -> list[list[int]]:
             tokens = [list(map(str, prompt[shared:])) for prompt in batch]
-            # The shortest output allowed is the longest: the end of sequence is never taken.
+            # The minimum and maximum output lengths are equal, so the end of sequence is never taken.
             results = self._generator.generate_batch(
                 tokens,
                 static_prompt=prefix,
@@ -43,7 +43,7 @@ class Engine:
 
 
 def _num_shared(prompts: list[list[int]]) -> int:
-    """Tokens that all prompts begin with, leaving at least one to each; none for a single prompt."""
+    """Return the length of the prompts' common prefix, leaving at least one token to each; 0 for a single prompt."""
     columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns)) if len(prompts) > 1 else 0
 
@@ -63,7 +63,7 @@ class _IdConverter(TransformersConverter):
 
 
 def _convert(checkpoint: Path, directory: Path) -> Path:
-    """The checkpoint in CTranslate2's form, float32."""
+    """Return the checkpoint in CTranslate2's float32 format."""
     if not (directory / "model.bin").exists():
         _IdConverter(str(checkpoint)).convert(str(directory), force=True)
     return directory

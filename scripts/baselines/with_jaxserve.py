@@ -1,4 +1,4 @@
-"""jaxserve, as a user gets it."""
+"""jaxserve with default options."""
 
 import importlib.metadata
 from pathlib import Path
@@ -14,7 +14,7 @@ class Engine:
     num_warm_up = None
 
     def __init__(self, checkpoint: Path, cache_dir: Path, **options: Any) -> None:
-        del cache_dir  # it reads the checkpoint as it is
+        del cache_dir  # it reads the checkpoint without conversion
         options = {"dtype": "float32", "compile_ahead": "all", **options}
         self.versions = {"jaxserve": importlib.metadata.version("jaxserve"), "jax": jax.__version__}
         self._llm = LLM(str(checkpoint), skip_tokenizer_init=True, **options)

@@ -1,4 +1,4 @@
-"""llama.cpp through llama_decode: a loop of our own gives each sequence its tokens, as the server's slots do."""
+"""llama.cpp through llama_decode: a custom loop gives each sequence its tokens, like the server's slots."""
 
 import os
 from collections import deque
@@ -13,7 +13,7 @@ from baselines.gguf_file import write_gguf
 
 @dataclass
 class _Sequence:
-    """Tokens still to be fed, and what came of those that were."""
+    """Tokens still to be fed, and tokens sampled so far."""
 
     feed: list[int]
     output_len: int
@@ -63,7 +63,7 @@ class Engine:
         return [sequence.output for sequence in sequences]
 
     def _step(self, rows: dict[int, _Sequence]) -> None:
-        """One batch: a token of each row that decodes, then as much of the prompts as fits."""
+        """Run one batch: a token per decoding row, then as many prompt tokens as fit."""
         sampled: dict[int, int] = {}  # row -> position of its last token in the batch
         self._batch.n_tokens = 0
         for row in sorted(rows, key=lambda row: len(rows[row].feed)):
@@ -106,7 +106,7 @@ class Engine:
 
 
 def _quantized(path: Path, file_type: str) -> Path:
-    """Return the file that llama.cpp makes of another with every matrix in one type, the head too."""
+    """Return the file that llama.cpp quantises from another, with every matrix in one type, including the head."""
     out = path.with_name(f"{path.stem}-{file_type}.gguf")
     if not out.exists():
         params = llama_cpp.llama_model_quantize_default_params()

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching, from a model that optimum-intel exports once."""
+"""OpenVINO GenAI's continuous batching, with a model that optimum-intel exports once."""
 
 import shutil
 from pathlib import Path
@@ -38,7 +38,7 @@ def _greedy(num_tokens: int) -> openvino_genai.GenerationConfig:
 
 
 def _export(checkpoint: Path, directory: Path) -> Path:
-    """The checkpoint in OpenVINO's form, float32."""
+    """Return the checkpoint in OpenVINO's float32 format."""
     if not (directory / "openvino_model.xml").exists():
         from optimum.intel import OVModelForCausalLM  # noqa: PLC0415 - imports torch, which the pipeline does not need
 
@@ -48,7 +48,7 @@ def _export(checkpoint: Path, directory: Path) -> Path:
 
 
 def _compressed(directory: Path, mode: str) -> Path:
-    """Return a copy of an exported model whose matrices are in 8 or 4 bits, the embedding and the head too."""
+    """Return a copy of an exported model with 8- or 4-bit matrices, including embedding and head."""
     out = directory.with_name(f"{directory.name}-{mode.lower()}")
     if not (out / "openvino_model.xml").exists():
         import nncf  # noqa: PLC0415 - imports torch, which the pipeline does not need

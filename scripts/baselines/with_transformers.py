@@ -1,4 +1,4 @@
-"""transformers: `generate` on fixed batches of requests of similar output length, padded on the left."""
+"""transformers: `generate` on fixed batches with similar output lengths, padded on the left."""
 
 from pathlib import Path
 from typing import Any

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 _CACHE_BLOCKS, _BATCH_TOKENS = 192, 2048  # blocks of 256 tokens; by default it takes nearly all free memory
-_NEVER = -1  # an id that no token has: nothing ends a sequence early
+_NEVER = -1  # no token has this id: nothing ends a sequence early
 
 
 class Engine:

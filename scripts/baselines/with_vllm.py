@@ -1,4 +1,4 @@
-"""vLLM, offline, on the CPU or whatever device its build is for."""
+"""vLLM, offline, on the CPU or its build's device."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import vllm
 
-_KV_CACHE_GIB = "2"  # vLLM would take a large share of the host's memory, and the other engines live beside it
+_KV_CACHE_GIB = "2"  # vLLM would take a large part of the host's memory, which it shares with the other engines
 
 
 class Engine:
@@ -16,7 +16,7 @@ class Engine:
     def __init__(self, checkpoint: Path, cache_dir: Path, **options: Any) -> None:
         del cache_dir
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _KV_CACHE_GIB)
-        # All cores: of itself it leaves one to the process of its scheduler.
+        # All cores: by default it leaves one to its scheduler's process.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
         options = {"dtype": "float32", **options}
         self.note = "continuous batching, " + ("eager" if options.get("enforce_eager") else "compiled")

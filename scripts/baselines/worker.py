@@ -1,9 +1,9 @@
-"""The process that holds one engine: one JSON message a line, from stdin and to stdout.
+"""Process with one engine: one JSON message per line, on stdin and stdout.
 
     python -m baselines.worker ADAPTER CHECKPOINT CACHE_DIR OPTIONS
 
-It says when it is ready, then answers {"prompts": [[id]], "output_lens": [int]} with {"token_ids": [[id]], "wall_s"} or
-{"error"}. What the engine itself prints goes to stderr.
+It reports when it is ready, then answers {"prompts": [[id]], "output_lens": [int]} with {"token_ids": [[id]], "wall_s"}
+or {"error"}. The engine's own output goes to stderr.
 """
 
 import importlib
@@ -35,17 +35,17 @@ def main() -> None:
 
 
 def _take_stdout() -> TextIO:
-    """Return stdout, for messages alone: later writes to stdout, also those of native code, go to stderr."""
+    """Return stdout for messages only: later writes to stdout, even by native code, go to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return replies
 
 
 class Baseline(Protocol):
-    """An engine as its module wraps it."""
+    """An engine as wrapped by its module."""
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> Sequence[Sequence[int]]:
-        """Return the greedy continuations of all prompts, each of the length asked for."""
+        """Return greedy continuations of all prompts, with exactly the given lengths."""
 
 
 def _answer(engine: Baseline, message: dict[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Checks of the server by clients that other people wrote, each run by the interpreter of its own environment."""
+"""Server checks with third-party clients, each run by its own environment's interpreter."""

@@ -1,4 +1,4 @@
-"""Runner of a client's checks. Imports nothing but the standard library, as every client's environment has its own."""
+"""Runner for a client's checks. Imports only the standard library, because every client has its own environment."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ class Target:
     Attributes:
         url: its URL, without /v1.
         model: name of its model.
-        directory: directory of the model, for clients that need its tokenizer.
+        directory: model directory, for clients that need its tokenizer.
     """
 
     url: str
@@ -31,13 +31,13 @@ _checks: list[Check] = []
 
 
 def check(function: Check) -> Check:
-    """Add a function to the checks of this client; one that raises has failed."""
+    """Register a check for this client; a check that raises has failed."""
     _checks.append(function)
     return function
 
 
 def refusal(call: Callable[[], object], kind: type[Exception]) -> Any:
-    """Return the error of this kind that a call raises; AssertionError if it raises none."""
+    """Return the error that a call raises; AssertionError if it raises none of this type."""
     try:
         call()
     except kind as error:
@@ -46,7 +46,7 @@ def refusal(call: Callable[[], object], kind: type[Exception]) -> Any:
 
 
 def run(package: str) -> None:
-    """Run all checks on the server of the command line; print versions and results as JSON."""
+    """Run all checks on the server given on the command line; print versions and results as JSON."""
     url, model, directory = sys.argv[1:]
     target = Target(url, model, Path(directory))
     results = {}

@@ -1,4 +1,4 @@
-"""Anthropic's Python client: messages, tools, streams, counts of tokens, errors."""
+"""Anthropic's Python client: messages, tools, streams, token counts, errors."""
 
 import re
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 import anthropic
 from checks import Target, check, refusal, run
 
-GREEDY = {"temperature": 0}  # not among the arguments any more since 2.13
+GREEDY = {"temperature": 0}  # no argument any more since 2.13
 HELLO = [{"role": "user", "content": "def add(a, b):"}]
 TOOL = {
     "name": "get_weather",
@@ -21,7 +21,7 @@ TOOL = {
 
 
 def client(target: Target) -> anthropic.Anthropic:
-    """Return a client that does not try again, so that every failure shows."""
+    """Return a client without retries, so that every failure shows."""
     return anthropic.Anthropic(base_url=target.url, api_key="none", max_retries=0, timeout=120)
 
 

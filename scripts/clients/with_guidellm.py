@@ -1,4 +1,4 @@
-"""guidellm: a benchmark at a constant rate and one at a fixed concurrency; its counts of tokens are the server's."""
+"""guidellm: a benchmark at a constant rate and one at a fixed concurrency; its token counts match the server's."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from checks import Target, check, run
 
 
 def benchmark(target: Target, profile: str) -> dict[str, Any]:
-    """Return the report of a small benchmark."""
+    """Return a small benchmark's report."""
     with tempfile.TemporaryDirectory() as directory:
         command = [
             *(str(Path(sys.executable).with_name("guidellm")), "run"),
@@ -28,7 +28,7 @@ def benchmark(target: Target, profile: str) -> dict[str, Any]:
 
 
 def check_counts(report: dict[str, Any]) -> None:
-    """Raise AssertionError unless all requests were served, with the tokens that were asked for."""
+    """Raise AssertionError unless all requests were served with the requested number of tokens."""
     (found,) = report["benchmarks"]
     totals = found["metrics"]["request_totals"]
     assert (totals["successful"], totals["errored"]) == (8, 0), totals

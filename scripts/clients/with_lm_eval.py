@@ -1,4 +1,6 @@
-"""lm-eval: log-likelihoods and texts over HTTP, against those that `task.jsonl` has from transformers and offline."""
+"""lm-eval: log-likelihoods and texts over HTTP, compared with those in `task.jsonl` from transformers and offline
+calls.
+"""
 
 import functools
 import json
@@ -10,7 +12,7 @@ from lm_eval import simple_evaluate
 
 @functools.cache
 def samples(target: Target, kind: str) -> list[dict[str, Any]]:
-    """Return what lm-eval has got for each record, of multiple choice or of generated text."""
+    """Return lm-eval's results per record, for multiple choice or generated text."""
     task: dict[str, Any] = {
         "task": f"local_{kind}",
         "dataset_path": "json",
@@ -45,7 +47,7 @@ def samples(target: Target, kind: str) -> list[dict[str, Any]]:
 
 
 def likelihoods(target: Target, name: str) -> list[tuple[float, float]]:
-    """Return pairs of log-likelihoods, by lm-eval and as the record has them under a name."""
+    """Return pairs of log-likelihoods: lm-eval's, and the record's under a name."""
     pairs = []
     for sample in samples(target, "multiple_choice"):
         got = [float(response[0][0]) for response in sample["resps"]]

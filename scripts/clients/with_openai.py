@@ -29,14 +29,14 @@ WEATHER = {
 
 
 class Point(BaseModel):
-    """Form of a structured output."""
+    """Schema for a structured output."""
 
     on: bool
     kind: Literal["a", "b"]
 
 
 def client(target: Target) -> openai.OpenAI:
-    """Return a client that does not try again, so that every failure shows."""
+    """Return a client without retries, so that every failure shows."""
     return openai.OpenAI(base_url=f"{target.url}/v1", api_key="none", max_retries=0, timeout=120)
 
 

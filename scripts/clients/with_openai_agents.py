@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 agents.set_tracing_disabled(True)
 CALLED: list[bool] = []
-ENDS = {"structured_outputs": {"regex": "[a-z]{3,8}"}}  # the client refuses text that a limit has cut
+ENDS = {"structured_outputs": {"regex": "[a-z]{3,8}"}}  # the client rejects text cut off by a limit
 
 
 class Switch(BaseModel):
@@ -30,7 +30,7 @@ def switch(on: bool) -> str:
 def models(target: Target) -> Iterator[agents.Model]:
     for kind in (agents.OpenAIChatCompletionsModel, agents.OpenAIResponsesModel):
         client = openai.AsyncOpenAI(base_url=f"{target.url}/v1", api_key="none", max_retries=0, timeout=120)
-        yield kind(model=target.model, openai_client=client)  # each has an event loop of its own
+        yield kind(model=target.model, openai_client=client)  # each has its own event loop
 
 
 def agent(
