@@ -1,19 +1,19 @@
-"""jaxserve against other engines: the same workloads on the same checkpoint, in turns, as ratios.
+"""jaxserve compared with other engines: the same workloads on the same checkpoint, in turns, as ratios.
 
     python scripts/bench_baselines.py DIR/tiny --make tiny     # writes a random-weight checkpoint first; needs torch
     python scripts/bench_baselines.py DIR/tiny --python vllm=~/vllm/bin/python --python openvino_genai=~/ov/bin/python
     python scripts/bench_baselines.py DIR/tiny --engines jaxserve vllm --workloads single my.json --json out.json
 
-Greedy, end of sequence ignored, float32, every request there at once. Each engine loads once, in a process of its own,
-which is stopped while another is measured; a round gives every engine the same prompts, and no two rounds have any in
-common. An engine that fails is reported and the others go on. Models converted for an engine, and logs, are kept in
-DIR/tiny.baselines.
+Greedy, end of sequence ignored, float32, with all requests queued immediately. Each engine loads once, in a separate
+process, which is stopped while another is measured; a round gives every engine the same prompts, and no two rounds have
+any in common. A failing engine is reported and the others continue. Models converted for an engine, and logs, are kept
+in DIR/tiny.baselines.
 
-A workload of several requests is measured in output tokens per second; one of a single request in tokens per second
-after the first, (n - 1) / (T(n tokens) - T(1 token, another prompt)). `cores` is what the engine used of the processor;
-`others` the share of all processor time that other processes took meanwhile: where it is more than a few percent, the
-figures are not worth much. `equal ids` is the share of requests whose ids are those of transformers, or of the first
-engine, to the last token: float32 sums in another order part ways where two tokens are almost equally likely.
+Workloads with several requests are measured in output tokens per second; those with a single request in tokens per
+second after the first, (n - 1) / (T(n tokens) - T(1 token, another prompt)). `cores` is the engine's processor use;
+`others` the fraction of all processor time that other processes took meanwhile: above a few percent, the figures are
+unreliable. `equal ids` is the fraction of requests with exactly the ids of transformers, or of the first engine:
+float32 sums in another order diverge at nearly tied tokens.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def _vocab_size(checkpoint: Path) -> int:
-    """The size of a checkpoint's vocabulary; ConfigError if there is no checkpoint."""
+    """Return a checkpoint's vocabulary size; ConfigError if there is no checkpoint."""
     file = checkpoint / "config.json"
     if not file.is_file():
         raise ConfigError(
@@ -139,7 +139,7 @@ def _option(text: str) -> tuple[str, str, Any]:
 
 
 def _start_all(args: argparse.Namespace, stack: ExitStack) -> dict[str, Worker]:
-    """A worker for each engine that has an interpreter, ended when the stack unwinds."""
+    """Start a worker per engine that has an interpreter; they end when the stack unwinds."""
     pythons, options = dict(args.python), _by_engine(args.set)
     logs = args.checkpoint.with_name(f"{args.checkpoint.name}.baselines") / "logs"
     logs.mkdir(parents=True, exist_ok=True)

@@ -154,7 +154,7 @@ def main() -> None:
     ours.send(None)
     num_tokens = args.concurrency * args.output_tokens
     seconds, _, loop, steps = ({way: meter.median(way)[column] for way in WAYS} for column in range(4))
-    facts = {"concurrency": args.concurrency, "output_tokens": args.output_tokens, "rounds": args.rounds}
+    settings = {"concurrency": args.concurrency, "output_tokens": args.output_tokens, "rounds": args.rounds}
     result: dict[str, Any] = {f"{way}_tok_s": round(num_tokens / seconds[way], 1) for way in WAYS}
     for way in ("whole", "streamed"):
         pairs = zip(meter.rounds["generate"], meter.rounds[way], strict=True)
@@ -163,7 +163,7 @@ def main() -> None:
     pairs = zip(meter.rounds["generate"], meter.rounds["streamed"], strict=True)
     extra = statistics.median(b[1] - a[1] for a, b in pairs)
     result |= {"cpu_us_per_streamed_token": round(extra / num_tokens * 1e6, 1), "steps": steps, "wakes": num_wakes}
-    print(json.dumps({"bench": "server", **facts, **result}))
+    print(json.dumps({"bench": "server", **settings, **result}))
 
 
 if __name__ == "__main__":

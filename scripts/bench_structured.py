@@ -84,8 +84,8 @@ def main() -> None:
         for base in ("free", "free_single_step"):
             pairs = zip(costs[way], costs[base], strict=True)
             result[f"{way}_to_{base}"] = round(statistics.median(a / b for a, b in pairs), 3)
-    facts = {"rows": args.rows, "output_tokens": args.output_tokens, "rounds": args.rounds}
-    print(json.dumps({"bench": "structured", **facts, **result}))
+    settings = {"rows": args.rows, "output_tokens": args.output_tokens, "rounds": args.rounds}
+    print(json.dumps({"bench": "structured", **settings, **result}))
 
 
 if __name__ == "__main__":

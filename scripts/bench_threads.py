@@ -66,8 +66,8 @@ def main() -> None:
                     rates[way.__name__].append(round(rate, 1))
     medians = {f"{way}_tok_s": statistics.median(rounds) for way, rounds in rates.items()}
     ratios = [round(b / a, 3) for a, b in zip(rates["generate"], rates["stream"], strict=True)]
-    facts = {"threads": args.threads, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens}
-    print(json.dumps({"bench": "threads", **facts, **medians, "ratio": statistics.median(ratios), "ratios": ratios}))
+    settings = {"threads": args.threads, "prompt_tokens": args.prompt_tokens, "output_tokens": args.output_tokens}
+    print(json.dumps({"bench": "threads", **settings, **medians, "ratio": statistics.median(ratios), "ratios": ratios}))
 
 
 if __name__ == "__main__":

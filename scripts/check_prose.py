@@ -1,4 +1,4 @@
-"""Check the wording of docstrings, comments and Markdown.
+"""Check the wording in docstrings, comments and Markdown.
 
     python scripts/check_prose.py                # the whole tree; exit status 1 if a limit is exceeded
     python scripts/check_prose.py PATH ...       # these files and folders, with one line per file
@@ -7,7 +7,7 @@
 Docstrings, argument lines and trailing comments must not begin with a preposition, a relative pronoun or a
 conjunction ("Of a tile", "What is read"): at most 4 percent of each kind. Each file may have 45 "of" per 1,000 words,
 one of the turns in `prose_words.py` per 100 words, and none of its words; files below 150 words are counted together
-with the short files of their folder.
+with the short files in their folder.
 """
 
 import argparse
@@ -43,13 +43,6 @@ NOT_YET = {
     "pallas_kernels/ragged_paged_attention",
     "pallas_kernels/ragged_paged_attention/mosaic_gpu",
     "pallas_kernels/ragged_paged_attention/mosaic_tpu",
-    "scripts",
-    "scripts/baselines",
-    "scripts/clients",
-    "scripts/device_report",
-    "scripts/speculative",
-    "scripts/synthetic",
-    "scripts/training",
 }
 _SECTION = re.compile(r"(?:Args|Attributes):$")
 _ENTRY = re.compile(r"    \*{0,2}\w+: (.+)")
@@ -59,7 +52,7 @@ _CODE = re.compile(r"``.+?``|`[^`]+`|\"[^\"]{1,80}\"|<!--.*?-->|\]\([^)]*\)|http
 
 
 class Opening(NamedTuple):
-    """The first line of a docstring, an argument line or a trailing comment."""
+    """A docstring's first line, an argument line or a trailing comment."""
 
     kind: str
     path: Path
@@ -82,7 +75,7 @@ class Phrase(NamedTuple):
 
 
 class Prose(NamedTuple):
-    """The words of a file, and the phrases among them that have limits."""
+    """A file's words, and the phrases among them that have limits."""
 
     num_words: int
     ofs: list[Phrase]
@@ -114,7 +107,7 @@ EMPTY = Prose(0, [], [], [])
 
 
 def _documented(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each docstring."""
+    """Yield each docstring with its line."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and (
             text := ast.get_docstring(node)
@@ -123,7 +116,7 @@ def _documented(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield line and text of each comment, and whether it follows code on its line."""
+    """Yield each comment's line and text, and whether it follows code."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         text = token.string.lstrip("# ")
         if token.type == tokenize.COMMENT and not _PRAGMA.match(text):
@@ -131,7 +124,7 @@ def _comments(source: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def openings(path: Path, source: str) -> Iterator[Opening]:
-    """Yield the lines of a module that must begin with their head noun or verb."""
+    """Yield the lines that must begin with their head noun or verb."""
     for first, text in _documented(ast.parse(source)):
         is_section = False
         for offset, line in enumerate(text.splitlines()):
@@ -146,7 +139,7 @@ def openings(path: Path, source: str) -> Iterator[Opening]:
 
 
 def _module_texts(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each docstring and each block of comments."""
+    """Yield each docstring and each comment block with its line."""
     yield from _documented(ast.parse(source))
     first, block = 0, [""]
     for line, text, is_trailing in _comments(source):
@@ -163,7 +156,7 @@ def _blank(match: re.Match[str]) -> str:
 
 
 def read_prose(path: Path, source: str) -> Prose:
-    """Return the prose of a Python or Markdown file."""
+    """Return the prose in a Python or Markdown file."""
     texts = [(1, _FENCE.sub(_blank, source))] if path.suffix == ".md" else _module_texts(source)
     total = EMPTY
     for first, text in texts:
@@ -198,7 +191,7 @@ def files(paths: list[Path], suffix: str) -> Iterator[Path]:
 
 
 def pool_short(prose: dict[Path, Prose]) -> dict[Path, Prose]:
-    """Return the prose with the short texts of each folder added up, under the name of the folder."""
+    """Add up the short texts in each folder, under the folder's name."""
     pooled: dict[Path, Prose] = {}
     for path, text in prose.items():
         key = path if text.num_words >= MIN_WORDS else path.parent

@@ -1,9 +1,10 @@
-"""Bits per byte of the embedded checkpoint and its draft on held-out modules, beside xz, and how often the two agree.
+"""Bits per byte for the embedded checkpoint and its draft on held-out modules, compared with xz, and how often both
+agree.
 
     python scripts/eval_bpb.py [--limit BYTES] [--quantization int8] [--kv-cache-dtypes int8 float8_e4m3fn int4]
 
-Every module is scored by itself, after <|endoftext|>, in windows that overlap by half: each token is predicted from at
-least half a window of the text before it, or from all there is. xz -9e compresses all of them as one stream.
+Every module is scored separately, after <|endoftext|>, in windows that overlap by half: each token is predicted from at
+least half a window of earlier text, or from all there is. xz -9e compresses all modules as one stream.
 """
 
 import argparse
@@ -36,7 +37,7 @@ _BATCH = 4
 
 @dataclass(frozen=True)
 class Scores:
-    """Cost of every scored token, and the id that the model holds likeliest in its place; its place in the window."""
+    """Cost per scored token, the model's most likely id at its position, and the position in the window."""
 
     nats: NDArray[np.float32]
     greedy_ids: NDArray[np.int32]
@@ -44,7 +45,7 @@ class Scores:
 
 
 def windows(ids: Sequence[int], size: int) -> Iterator[tuple[list[int], int]]:
-    """Windows of at most `size` + 1 ids that overlap by half, and the first position to score in each."""
+    """Yield windows with at most `size` + 1 ids that overlap by half, and the first position to score in each."""
     half = size // 2
     yield list(ids[: size + 1]), 0
     for start in range(half, len(ids) - half - 1, half):
@@ -54,7 +55,7 @@ def windows(ids: Sequence[int], size: int) -> Iterator[tuple[list[int], int]]:
 def score(
     params: Params, arch: ArchConfig, documents: Sequence[Sequence[int]], window: int, kv_dtype: str | None = None
 ) -> Scores:
-    """Score all ids but the first of each document, with keys and values as a pool of `kv_dtype` would store them."""
+    """Score all ids except the first in each document, with keys and values rounded as in a `kv_dtype` pool."""
     cut = [w for ids in documents for w in windows(ids, window)]
     nats, greedy, positions = [], [], []
     for i in range(0, len(cut), _BATCH):
@@ -83,7 +84,7 @@ def bits_per_byte(scores: Scores, documents: Sequence[bytes]) -> float:
 
 
 def above_percent(scores: Scores, exact: Scores, first: int = 0) -> float:
-    """Bits above those of the exact model, in percent, over tokens from place `first` of their windows on."""
+    """Return the excess bits over the exact model, in percent, over tokens from window position `first` on."""
     late = exact.positions >= first
     return round(100 * (float(scores.nats[late].sum(dtype=np.float64) / exact.nats[late].sum(dtype=np.float64)) - 1), 3)
 
@@ -94,7 +95,7 @@ def xz_bits_per_byte(documents: Sequence[bytes]) -> float:
 
 
 def take(documents: Sequence[bytes], limit: int | None) -> list[bytes]:
-    """The first `limit` bytes of the documents, cut at the end of a line."""
+    """Return the first `limit` bytes of the documents, cut at a line end."""
     taken: list[bytes] = []
     for document in documents:
         left = math.inf if limit is None else limit - sum(map(len, taken))

@@ -1,10 +1,11 @@
-"""Print the temporaries of steps through some layers of a mixture of experts, by its grouped product.
+"""Print the temporaries of steps through some MoE layers, by grouped matmul backend.
 
     PYTHONPATH=~/.cache/jaxserve/compilers JAX_PLATFORMS=cpu python scripts/expert_memory.py
     ... python scripts/expert_memory.py --targets h200 --tokens 64
 
 Steps are compiled without the hardware, with the Pallas kernel and with XLA's `ragged_dot`, which takes minutes and
-much memory for many tokens. One JSON line for each: GB of temporaries, and GB accessed as XLA counts them, layers once.
+much memory for many tokens. Prints one JSON line per case: GB of temporaries, and GB accessed as counted by XLA, each
+layer once.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from jaxserve.tools.planner.program import StepCompiler, temp_bytes
 from jaxserve.tools.planner.targets import parse_target
 
 BFLOAT16 = jnp.dtype("bfloat16")
-LAYERS = {"h200": 2, "v6e:1x1": 4}  # few, as programs for GPUs have every layer one after the other
+LAYERS = {"h200": 2, "v6e:1x1": 4}  # few, because GPU programs contain every layer separately
 POOL_TOKENS = 20_000
 
 
@@ -55,9 +56,9 @@ def main() -> None:
         for num_tokens in args.tokens:
             for product in args.products:
                 found = measure(args.model, target, num_tokens, pallas if product == "pallas" else product)
-                facts = {"target": target, "layers": LAYERS[target], "tokens": num_tokens, "product": product}
+                settings = {"target": target, "layers": LAYERS[target], "tokens": num_tokens, "product": product}
                 rounded = {name: round(value, 2) for name, value in found.items()}
-                print(json.dumps({"bench": "expert_memory", "model": args.model, **facts, **rounded}), flush=True)
+                print(json.dumps({"bench": "expert_memory", "model": args.model, **settings, **rounded}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write a table of the model families and of the tests that have passed for each, from the registry and test results.
+"""Write a table of model families with their passed tests, from the registry and test results.
 
     pytest -n 0 -m "full or not full" --junitxml parity.xml tests/models/test_parity.py -k random_configs
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 pytest -n 0 -m "full or not full" \
@@ -6,8 +6,8 @@
     JAX_PLATFORMS=cpu pytest -n 0 -m deviceless --junitxml compiled.xml tests/deviceless/test_whole_models.py
     python scripts/family_table.py parity.xml split.xml compiled.xml
 
-Results are added to `--results`, those of an architecture in place of its old ones; a test that was skipped is no
-result. Without a file of results the table is written anew.
+Results are added to `--results`, replacing an architecture's old ones; skipped tests do not count. Without result files
+the table is rewritten.
 """
 
 import argparse
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS, TABLE = ROOT / "scripts/results/families.json", ROOT / "jaxserve/models/README.md"
 CONFIGS = ROOT / "jaxserve/tools/planner/configs"
 NOT_TESTED = "not tested"
-Outcomes = dict[str, int]  # numbers of tests that have passed and failed
+Outcomes = dict[str, int]  # numbers of passed and failed tests
 Results = dict[str, dict[str, Outcomes]]  # outcomes by check and architecture
 TEXT = """# Families
 
@@ -45,13 +45,13 @@ of each kind; the pool is updated in place. The number is that of the tests.
 
 @dataclass(frozen=True)
 class Check:
-    """Kind of test, a column of the table.
+    """Test category, a table column.
 
     Attributes:
-        title: title of the column.
-        module: last part of the name of the test's module.
-        pattern: pattern of the test's name, whose first group names the model.
-        architecture: function of that name; None for a model that has no architecture of its own.
+        title: column title.
+        module: last part of the test module's name.
+        pattern: test name pattern, whose first group names the model.
+        architecture: returns that model's architecture; None if it has none of its own.
     """
 
     title: str
@@ -62,14 +62,14 @@ class Check:
 
 @cache
 def of_family(name: str) -> str | None:
-    """Return the architecture of a family of the tests' checkpoints."""
+    """Return a test checkpoint family's architecture."""
     from tests import checkpoints  # noqa: PLC0415 - imports torch
 
     return str(checkpoints.hf_dict(name)["architectures"][0]) if name in checkpoints.FAMILIES else None
 
 
 def of_config(name: str) -> str | None:
-    """Return the architecture of one of the planner's configs."""
+    """Return a planner config's architecture."""
     path = CONFIGS / f"{name}.json"
     return str(text_config(json.loads(path.read_text()))["architectures"][0]) if path.is_file() else None
 
@@ -84,7 +84,7 @@ CHECKS = {
 
 
 def read_results(paths: Sequence[Path]) -> Results:
-    """Return the outcomes in pytest's files of results."""
+    """Return the outcomes in pytest's result files."""
     found: Results = {name: defaultdict(lambda: {"passed": 0, "failed": 0}) for name in CHECKS}
     for case in (case for path in paths for case in ET.parse(path).getroot().iter("testcase")):
         children = {child.tag for child in case}
@@ -99,12 +99,12 @@ def read_results(paths: Sequence[Path]) -> Results:
 
 
 def merged(old: Results, new: Results) -> Results:
-    """Return results of which the new ones replace those of the same check and architecture."""
+    """Return the old results, with new ones for the same check and architecture."""
     return {name: dict(sorted({**old.get(name, {}), **new.get(name, {})}.items())) for name in CHECKS}
 
 
 def cell(outcomes: Outcomes | None) -> str:
-    """Return what the table says of a check."""
+    """Return a check's table cell."""
     if outcomes is None or not sum(outcomes.values()):
         return NOT_TESTED
     passed, failed = outcomes["passed"], outcomes["failed"]
@@ -112,7 +112,7 @@ def cell(outcomes: Outcomes | None) -> str:
 
 
 def render(results: Results) -> str:
-    """Return the table, a line for each architecture of the registry."""
+    """Return the table, a line per registered architecture."""
     titles = ["family", "architecture", *(check.title for check in CHECKS.values())]
     lines = [titles, ["---"] * len(titles)]
     families = {name: family.read_arch.__module__.rpartition(".")[2] for name, family in FAMILIES.items()}

@@ -3,16 +3,16 @@
     python scripts/fuzz_server.py --requests 10000
     python scripts/fuzz_server.py --requests 2000 --schemathesis /tmp/schemathesis/bin/schemathesis
 
-The server runs here, over the embedded model, the attackers in a process of its own, which writes bytes to sockets.
-Half of the bodies are valid ones of which some values were replaced, the rest are no JSON, too long, too deep, sent in
-pieces, or left half-way; replies are read to their end, in part or not at all. Beside them a client asks for the same
-greedy stream again and again, whose tokens must be those that the engine gave when it was alone.
+The server runs here, with the embedded model, the attackers in a separate process that writes bytes to sockets. Half of
+the bodies are valid ones with some values replaced; the rest are no JSON, too long, too deep, sent in pieces, or
+incomplete; replies are read to their end, in part or not at all. Meanwhile a client repeats the same greedy stream,
+whose tokens must equal the engine's when it was idle.
 
-With `--schemathesis` that command then sends what it makes of the types of OpenAI's and Anthropic's packages, as an
-OpenAPI document, for `--examples` cases per path.
+With `--schemathesis` that command then sends requests derived from OpenAI's and Anthropic's types, as an OpenAPI
+document, for `--examples` cases per path.
 
-Prints one JSON line, and ends with status 1 if a reply had a status of 500 or above, a healthy stream was another one,
-a request or a page was left over, or memory grew by more than `--max-growth-mib` in the second half of the requests.
+Prints one JSON line, and ends with status 1 if a reply had a status of 500 or above, a healthy stream differed, a
+request or page was left over, or memory grew by more than `--max-growth-mib` in the second half of the requests.
 """
 
 import argparse
@@ -86,7 +86,7 @@ FIELDS = (
 
 
 def mutated(rng: random.Random, value: Any) -> Any:
-    """Return a value of which some parts were replaced by strange ones."""
+    """Return a value with some parts replaced by strange ones."""
     if rng.random() < 0.15:
         return rng.choice(STRANGE)
     if isinstance(value, dict):
@@ -105,7 +105,7 @@ def body(rng: random.Random, valid: dict[str, Any]) -> bytes:
     if kind < 0.5:
         return json.dumps(mutated(rng, valid)).encode()
     data = json.dumps(valid).encode()
-    if kind < 0.6:  # bytes changed
+    if kind < 0.6:  # changed bytes
         changed = bytearray(data)
         for _ in range(rng.randint(1, 4)):
             changed[rng.randrange(len(changed))] = rng.randrange(256)
@@ -124,7 +124,7 @@ def body(rng: random.Random, valid: dict[str, Any]) -> bytes:
 
 
 async def attack(port: int, rng: random.Random) -> tuple[int, bytes]:
-    """Send one request; returns the status and the beginning of the reply, 0 where none was waited for."""
+    """Send one request; return the status and the beginning of the reply, 0 if the reply was not awaited."""
     path, valid = rng.choice(VALID)
     data = body(rng, valid)
     length = str(len(data)) if rng.random() < 0.95 else rng.choice(["-1", "x", str(2**70), "0", str(len(data) + 50)])
@@ -146,7 +146,7 @@ async def attack(port: int, rng: random.Random) -> tuple[int, bytes]:
                 writer.write(message[:cut])
                 message = message[cut:]
                 await asyncio.sleep(rng.random() * 0.1)
-        if manner < 0.12:  # left half-way
+        if manner < 0.12:  # incomplete
             writer.write(message[: rng.randrange(len(message))])
             await asyncio.sleep(rng.random() * 0.05)
             return 0, b""
@@ -160,14 +160,14 @@ async def attack(port: int, rng: random.Random) -> tuple[int, bytes]:
         return int(reply.split()[1]) if reply.startswith(b"HTTP/1.1 ") else 0, reply
     except (ConnectionError, OSError):
         return 0, b""
-    except TimeoutError:  # a length that the body does not have: the server waits for the rest
+    except TimeoutError:  # the body is shorter than its declared length: the server waits for the rest
         return -1, b""
     finally:
         writer.transport.abort()
 
 
 def attackers(pipe: Connection) -> None:
-    """Run attacks as they come through the pipe; an error of their own goes back through it."""
+    """Run attacks received through the pipe; their own errors return through it."""
     while (job := pipe.recv()) is not None:
         try:
             pipe.send(asyncio.run(attacks(*job)))
@@ -176,7 +176,7 @@ def attackers(pipe: Connection) -> None:
 
 
 async def attacks(port: int, count: int, concurrency: int, seed: str) -> tuple[Counter[int], list[str]]:
-    """Send requests, so many at a time; returns the numbers of statuses, and replies that are failures."""
+    """Send requests, `concurrency` at a time; return status counts, and replies that are failures."""
     statuses: Counter[int] = Counter()
     failures: list[str] = []
 
@@ -193,7 +193,7 @@ async def attacks(port: int, count: int, concurrency: int, seed: str) -> tuple[C
 
 
 class Healthy:
-    """Client that asks for the same stream again and again."""
+    """Client that repeats the same stream."""
 
     def __init__(self, url: str) -> None:
         self.num_streams = self.num_wrong = 0
@@ -228,7 +228,7 @@ class Healthy:
 
 
 def document() -> dict[str, Any]:
-    """Return an OpenAPI document of the types that clients have for bodies."""
+    """Return an OpenAPI document from the clients' body types."""
     import anthropic.types  # noqa: PLC0415 - of the extra test
     import openai.types.chat.completion_create_params as chats  # noqa: PLC0415
     import openai.types.completion_create_params as completions  # noqa: PLC0415
@@ -250,12 +250,12 @@ def document() -> dict[str, Any]:
         replies = {"default": {"description": "reply"}}
         paths[path] = {"post": {"requestBody": {"required": True, "content": content}, "responses": replies}}
     paths["/v1/models"] = {"get": {"responses": {"200": {"description": "names"}}}}
-    facts = {"openapi": "3.1.0", "info": {"title": "server", "version": "1"}}
-    return facts | {"paths": paths, "components": {"schemas": components}}
+    parts = {"openapi": "3.1.0", "info": {"title": "server", "version": "1"}}
+    return parts | {"paths": paths, "components": {"schemas": components}}
 
 
 def schemathesis(command: str, url: str, examples: int, seed: int) -> dict[str, Any]:
-    """Run schemathesis on the server; returns its exit status and the end of what it says."""
+    """Run schemathesis on the server; return its exit status and the end of its output."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "openapi.json"
         path.write_text(json.dumps(document()))
@@ -269,7 +269,7 @@ def schemathesis(command: str, url: str, examples: int, seed: int) -> dict[str, 
 
 
 def drained(engine: Engine) -> bool:
-    """Wait until no request is left; returns whether that came true."""
+    """Wait until no request is left; return whether that succeeded."""
     for _ in range(600):
         if not engine.core.has_work() and not engine.frontend.has_unfinished():
             return True
@@ -278,7 +278,6 @@ def drained(engine: Engine) -> bool:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory of a checkpoint; the embedded model by default")
     parser.add_argument("--requests", type=int, default=10_000)
@@ -327,7 +326,7 @@ def main() -> None:
                 failures += found[1]
                 rss_mib.append(round(psutil.Process().memory_info().rss / 2**20))
                 print(f"part {part + 1} of {PARTS}: {rss_mib[-1]} MiB, {healthy.num_streams} streams", file=sys.stderr)
-            growth = rss_mib[-1] - rss_mib[PARTS // 2 - 1]  # all that is loaded once is loaded in the first half
+            growth = rss_mib[-1] - rss_mib[PARTS // 2 - 1]  # everything loaded once is loaded in the first half
             if args.schemathesis:
                 result["schemathesis"] = schemathesis(args.schemathesis, urls[0], args.examples, args.seed)
         is_drained = drained(engine)

@@ -1,4 +1,4 @@
-"""All that is measured of a GPU: correctness, peak rates, attention, the engine; torch and transformers beside.
+"""All GPU measurements: correctness, peak rates, attention, the engine; torch and transformers for comparison.
 
     python scripts/gpu_report.py --part peak_rates                 # also correctness, attention, engine; or all
     python scripts/gpu_report.py --part engine --only shape=8B   # points whose name contains this
@@ -6,9 +6,9 @@
     python scripts/gpu_report.py --part report --plots DIR       # the table and plots of what is there
     python scripts/gpu_report.py --part all --dry-run            # the same code with tiny sizes on a CPU
 
-Run it from anywhere; the project need not be installed. Every point is written when it is measured, beside what the
-file holds of other parts and runs. A part begins no point after `--minutes`, and ends what still runs soon after. Each
-stage of a part is a process of its own, started anew after a failure; what they print is in FILE.log.
+Run it from anywhere; the project need not be installed. Every point is written when it is measured, alongside the
+file's other parts and runs. A part begins no point after `--minutes`, and ends running ones soon after. Each stage of a
+part is a separate process, restarted after a failure; their output is in FILE.log.
 """
 
 from device_report import driver

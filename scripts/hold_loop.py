@@ -1,11 +1,11 @@
-"""Measure how long a server keeps /health and a stream waiting while it serves the largest requests that it accepts.
+"""Measure how long a server keeps /health and a stream waiting while it serves the largest accepted requests.
 
     jaxserve serve --port 8399 --max-num-seqs 8 &
     python scripts/hold_loop.py http://127.0.0.1:8399
 
-It prints a line for each kind of request, and fails if /health has taken longer than `--limit-ms`. The requests are
-sent from a process of their own, so that making them does not hold the measurement. The last column is the longest time
-by which the machine woke an idle process too late meanwhile: a server of that machine can answer no sooner.
+It prints a line per request type, and fails if /health has taken longer than `--limit-ms`. The requests are sent from a
+separate process, so that creating them does not delay the measurement. The last column is the machine's largest delay
+in waking an idle process meanwhile: no server on that machine can respond faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEXT = "hello world, this is text; "
 
 
 def attacks(max_len: int) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Return path and body of each kind of request."""
+    """Return path and body for each request type."""
     ids = [3 + index % 200 for index in range(min(1000, max_len // 2))]
     text = TEXT * (7 * 2**20 // len(TEXT))
     chat = [{"role": "user", "content": "a"}]
@@ -57,7 +57,7 @@ def attacks(max_len: int) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def send(url: str, key: str, path: str, body: dict[str, Any], results: Any) -> None:
-    """Send one request, and put its status and the size of its reply into a queue."""
+    """Send one request, and put its status and reply size into a queue."""
     content = json.dumps(body).encode()
     connection = _connect(url, 300)
     connection.request("POST", path, content, _headers(key))
@@ -75,7 +75,7 @@ def _headers(key: str) -> dict[str, str]:
 
 
 def oversleep(longest_s: Any) -> None:
-    """Keep the longest time by which short sleeps end too late in a shared value."""
+    """Keep the largest delay of short sleeps in a shared value."""
     while True:
         due_s = time.perf_counter() + PROBE_S
         time.sleep(PROBE_S)
@@ -83,7 +83,7 @@ def oversleep(longest_s: Any) -> None:
 
 
 class Stream:
-    """Stream that goes on in the background, and the longest time between two of its events."""
+    """Stream in the background, and the longest time between two of its events."""
 
     def __init__(self, url: str, key: str) -> None:
         self.longest_s, self.is_over = 0.0, False
@@ -105,13 +105,12 @@ class Stream:
             connection.close()
 
     def end(self) -> None:
-        """End the stream."""
         self.is_over = True
         self._thread.join()
 
 
 def measure(url: str, key: str, path: str, body: dict[str, Any] | None) -> tuple[int, int, float, float, float]:
-    """Return status, bytes and seconds of one request, and the longest times of /health and between two events."""
+    """Return status, bytes and seconds for one request, and the longest times of /health and between two events."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=send, args=(url, key, path, body, results)) if body is not None else None
@@ -137,7 +136,7 @@ def measure(url: str, key: str, path: str, body: dict[str, Any] | None) -> tuple
 
 
 def main() -> None:
-    """Measure all kinds of requests."""
+    """Measure all request types."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--key", default="", help="API key of the server")

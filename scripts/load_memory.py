@@ -1,14 +1,14 @@
-"""Peak memory of loading a checkpoint, over the size of the weights in memory.
+"""Peak memory while loading a checkpoint, relative to the weights in memory.
 
     python scripts/load_memory.py [--model DIRECTORY] [--devices 1 3]
 
-Without a model, one of 110.9M random numbers is written to a temporary directory, in float32 and in bfloat16, each as
-safetensors and by Orbax. Each case is loaded in a process of its own, on CPU, as the engine loads it: whole, or split
-over virtual devices. `load_peak_mb` is the growth of its resident set from before to the peak: pages of the file and
-compiled programs count, the code of XLA and TensorStore does not. Linux only.
+Without a model, one with 110.9M random numbers is written to a temporary directory, in float32 and in bfloat16, each as
+safetensors and with Orbax. Each case is loaded in a separate process, on CPU, as by the engine: whole, or split over
+virtual devices. `load_peak_mb` is the growth of its resident set from before to the peak: file pages and compiled
+programs count, the code of XLA and TensorStore does not. Linux only.
 
-`weights_mb` is what all devices hold together, which on a CPU is memory of the host: `peak_ratio` - 1 is what loading
-takes besides. On accelerators that alone is the host's, for all of its devices, since their tensors come and go there.
+`weights_mb` is the total over all devices, which on a CPU is host memory: `peak_ratio` - 1 is the overhead of loading.
+On accelerators the host holds only that overhead, for all of its devices, since their tensors come and go there.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def random_models(scratch: Path) -> list[Path]:
-    """One model in two dtypes and two forms."""
+    """Return one model in two dtypes and two file formats."""
     specs = param_specs(from_hf_config(SMALL))
     written = [write_random_model(scratch / dtype, dtype) for dtype in ("float32", "bfloat16")]
     converted = [directory.with_name(f"{directory.name}-orbax") for directory in written]
@@ -65,7 +65,7 @@ def random_models(scratch: Path) -> list[Path]:
 
 
 def load_apart(directory: Path, quantization: str, num_devices: int) -> dict[str, float]:
-    """`measure` in a fresh process, whose memory nothing else has touched."""
+    """Run `measure` in a fresh process, whose memory nothing else has touched."""
     command = [sys.executable, __file__, "--measure", str(directory), quantization, str(num_devices)]
     flags = f"--xla_force_host_platform_device_count={num_devices}"
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
@@ -73,11 +73,11 @@ def load_apart(directory: Path, quantization: str, num_devices: int) -> dict[str
 
 
 def measure(directory: str, quantization: str, num_devices: int) -> dict[str, float]:
-    """Load a checkpoint; sizes in MB."""
+    """Load a checkpoint; return sizes in MB."""
     options = {"quantization": None if quantization == "none" else quantization, "tensor_parallel_size": num_devices}
     config = EngineConfig(directory, **options)
     arch = build_arch(config)
-    jax.block_until_ready(jax.jit(jnp.sin)(jnp.ones(1)))  # takes the memory that XLA needs to compile anything at all
+    jax.block_until_ready(jax.jit(jnp.sin)(jnp.ones(1)))  # allocates the memory that XLA needs to compile anything
     before = resident_bytes("VmRSS")
     params = jax.block_until_ready(build_params(config, arch))
     peak, after = resident_bytes("VmHWM") - before, resident_bytes("VmRSS") - before
@@ -87,7 +87,7 @@ def measure(directory: str, quantization: str, num_devices: int) -> dict[str, fl
 
 
 def resident_bytes(field: str) -> int:
-    """VmRSS, what is resident now, or VmHWM, the most that ever was."""
+    """Return VmRSS, the resident memory, or VmHWM, its maximum."""
     (kilobytes,) = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(kilobytes) << 10
 

@@ -1,4 +1,4 @@
-"""Measure the tables of scripts/README.md: parity per family, padding, page waste, compiles, quality, suite time.
+"""Measure the tables in scripts/README.md: parity per family, padding, page waste, compiles, quality, suite time.
 
     python scripts/measurements.py                  # everything; needs the test extra
     python scripts/measurements.py --part serving   # one part
@@ -41,7 +41,7 @@ Row = tuple[str, str]
 
 
 def parity() -> tuple[dict[str, Any], list[Row]]:
-    """Largest difference of any logit from transformers in float32, over random checkpoints of each family."""
+    """Return the largest logit difference from transformers in float32, over random checkpoints of each family."""
     sys.path.insert(0, str(ROOT))
     from tests import checkpoints, random_configs  # noqa: PLC0415 - the oracle needs torch
 
@@ -65,7 +65,7 @@ def parity() -> tuple[dict[str, Any], list[Row]]:
 
 
 def served_logits(path: str, ids: np.ndarray) -> tuple[np.ndarray, str]:
-    """Logits [T, V] of one sequence in one step, computed as an engine here serves it, and the backend of attention."""
+    """Return logits [T, V] for one sequence in one step, computed as by an engine here, and the attention backend."""
     config = EngineConfig(model=path, dtype="float32", page_size=PAGE_SIZE)
     arch = build_arch(config)
     params = build_params(config, arch)
@@ -89,7 +89,7 @@ def served_logits(path: str, ids: np.ndarray) -> tuple[np.ndarray, str]:
 
 
 def serving() -> tuple[dict[str, Any], list[Row]]:
-    """The mixed-64 workload on the default model: counts that do not depend on the machine, and its rate here."""
+    """Measure the mixed-64 workload on the default model: machine-independent counts, and its rate here."""
     workload = load_workload("mixed-64")
     llm = LLM(skip_tokenizer_init=True, page_size=PAGE_SIZE, compile_ahead="all")
     prompts = token_ids(workload, llm.engine.arch.vocab_size)
@@ -119,16 +119,16 @@ def serving() -> tuple[dict[str, Any], list[Row]]:
 
 
 def quality() -> tuple[dict[str, Any], list[Row]]:
-    """Bits per byte of the default model on held-out modules against xz, from eval_bpb.py."""
+    """Measure bits per byte of the default model on held-out modules, and xz's, with eval_bpb.py."""
     lines = subprocess.run(
         [sys.executable, ROOT / "scripts/eval_bpb.py", "--quantization", "int8"],
         check=True,
         capture_output=True,
         text=True,
     ).stdout.splitlines()
-    facts = [json.loads(line) for line in lines]
-    bpb = {fact["name"]: fact["bits_per_byte"] for fact in facts if "name" in fact}
-    agreement = next(fact["greedy_agreement"] for fact in facts if "greedy_agreement" in fact)
+    entries = [json.loads(line) for line in lines]
+    bpb = {entry["name"]: entry["bits_per_byte"] for entry in entries if "name" in entry}
+    agreement = next(entry["greedy_agreement"] for entry in entries if "greedy_agreement" in entry)
     record = {"part": "quality", "bits_per_byte": bpb, "greedy_agreement": agreement}
     return record, [
         *((f"bits per byte on held-out modules, {name}", f"{value:.3f}") for name, value in bpb.items()),
@@ -137,7 +137,7 @@ def quality() -> tuple[dict[str, Any], list[Row]]:
 
 
 def suite() -> tuple[dict[str, Any], list[Row]]:
-    """Wall time of the test-suite."""
+    """Measure the wall time of the test suite."""
     started = time.monotonic()
     run = subprocess.run([sys.executable, "-m", "pytest"], cwd=ROOT, check=False, capture_output=True, text=True)
     seconds = time.monotonic() - started

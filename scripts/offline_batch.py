@@ -2,7 +2,7 @@
 
     python scripts/offline_batch.py prompts.txt results.jsonl --model DIR
 
-`results.jsonl` has OpenAI's batch format; the requests are kept beside it. Run the same command again to go on.
+`results.jsonl` has OpenAI's batch format; the requests are stored next to it. Run the same command again to continue.
 """
 
 import argparse

@@ -1,15 +1,15 @@
-"""Twice the load that a server can take, against nine tenths of it: who is refused, and how long the others wait.
+"""Twice a server's sustainable load, compared with nine tenths of it: refusals, and waiting times of the others.
 
     python scripts/overload.py --seconds 60
 
-The server runs here, over the embedded model by default, the client in a process of its own, which sends streamed
-requests at random times, whatever becomes of earlier ones, and reads bytes. First it finds the rate that the server can
-sustain, by sending more than that; then come nine tenths of that, without a target; then twice that, where a request is
-refused if its first token would come later than the 99th percentile of the phase before, or than `--target-ttft-ms`.
+The server runs here, with the embedded model by default, the client in a separate process, which sends streamed
+requests at random times, independently of earlier ones, and reads bytes. First it finds the server's sustainable rate,
+by exceeding it; then it sends nine tenths of that, without a target; then twice that, while a request is refused if its
+first token would be later than the previous phase's 99th percentile, or than `--target-ttft-ms`.
 
-Prints one JSON line: times to first tokens of accepted requests, refusals by status, requests without an end, how far
-estimates were from what accepted requests found, and the memory of the server over time. Times include the client's
-delays: `late_ms` is how much later than planned it sent requests.
+Prints one JSON line: times to first token for accepted requests, refusals by status, requests without an end, errors of
+wait estimates, and the server's memory over time. Times include the client's delays: `late_ms` is how much later than
+planned it sent requests.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from jaxserve.server.serve import new_server
 from jaxserve.server.sockets import listen
 
 LOOK_S = 0.05
-CAPACITY_S = 20  # length of the measurements of what the server sustains
+CAPACITY_S = 20  # seconds for measuring the sustainable rate
 
 
 class Reply(NamedTuple):
-    """One request, as the client saw it."""
+    """One request, as seen by the client."""
 
-    sent_s: float  # time by the clock of the system
+    sent_s: float  # system clock time
     late_s: float
     status: int
     first_s: float | None
@@ -70,7 +70,7 @@ async def ask(port: int, body: bytes, at_s: float) -> Reply:
 
 
 def client(pipe: Connection) -> None:
-    """Run phases as they come through the pipe."""
+    """Run phases received through the pipe."""
 
     async def run(port: int, bodies: list[bytes], times_s: list[float]) -> list[Reply | BaseException]:
         began_s = time.time()
@@ -85,7 +85,7 @@ def client(pipe: Connection) -> None:
 
 
 class Watch:
-    """Looks at estimates and memory while a phase runs."""
+    """Observes estimates and memory while a phase runs."""
 
     def __init__(self, app: App, num_tokens: int) -> None:
         self.times_s: list[float] = []
@@ -110,7 +110,7 @@ class Watch:
             self.rss_mib.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20)
 
     def errors(self, replies: list[Reply]) -> list[float]:
-        """Return the relative errors of the estimates right before accepted requests."""
+        """Return the relative errors of estimates made right before accepted requests."""
         found = []
         for reply in replies:
             index = bisect_left(self.times_s, reply.sent_s) - 1
@@ -122,7 +122,7 @@ class Watch:
 def phase(
     engine: Engine, pipe: Connection, args: argparse.Namespace, times_s: list[float], target_ms: float | None
 ) -> dict[str, Any]:
-    """Run one phase on a server of its own; returns its figures."""
+    """Run one phase on a separate server; return its figures."""
     targets = [] if target_ms is None else [f"{target_ms:.3f}"]
     config = ServerConfig(port=0, admission_ttft_ms=targets)
     rng = random.Random(len(times_s))
@@ -170,7 +170,7 @@ def phase(
 
 
 def _random_times(rate: float, seconds: float) -> list[float]:
-    """Return times of arrivals of a Poisson process."""
+    """Return the arrival times of a Poisson process."""
     rng, times_s = random.Random(0), [0.0]
     while times_s[-1] < seconds:
         times_s.append(times_s[-1] + rng.expovariate(rate))
@@ -205,7 +205,7 @@ def main() -> None:
     engine = Engine(EngineConfig(args.model, max_num_seqs=args.max_num_seqs, compile_ahead=args.compile_ahead))
     engine.wait_until_warm()
     capacity = _rate(phase(engine, ours, args, [0.0] * (8 * args.max_num_seqs), None))
-    for seconds in (CAPACITY_S / 8, CAPACITY_S, CAPACITY_S):  # each is nearer to what can be sustained
+    for seconds in (CAPACITY_S / 8, CAPACITY_S, CAPACITY_S):  # each comes closer to the sustainable rate
         capacity = _rate(phase(engine, ours, args, _random_times(1.2 * capacity, seconds), None))
     figures: dict[str, Any] = {"capacity_req_s": round(capacity, 2)}
     target_ms = args.target_ttft_ms

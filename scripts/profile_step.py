@@ -1,12 +1,12 @@
-"""Profile of a decode-only stream: host by function, device, and the gap between two device programs.
+"""Profile a decode-only stream: host functions, device, and the gap between two device programs.
 
     python scripts/profile_step.py                          # the embedded default model, 1 row and 8 rows
     python scripts/profile_step.py --multi-step 8 --steps 50     # eight decode steps per dispatch
     python scripts/profile_step.py --model DIR --rows 64 --json profile.json
 
-All times are read from one trace by jax.profiler and are medians over dispatches, of one step or several each. `gap`
-is the time from the end of one device program to the start of the next, in which the device waits for the host.
-Tracing itself slows small programs: `untraced_step_ms` is the step just before the trace began.
+All times come from one jax.profiler trace and are medians over dispatches, of one step or several each. `gap` is the
+time from one device program's end to the next one's start, while the device waits for the host. Tracing itself slows
+small programs: `untraced_step_ms` is the step just before the trace began.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PROMPT = "def function_{}(arguments):\n    "
 
 
 def annotate(owner: Any, method: str, label: str) -> None:
-    """Makes every call of `method` appear in the trace as `label`."""
+    """Make every call of `method` appear in the trace as `label`."""
     function: Callable[..., Any] = getattr(owner, method)
 
     def annotated(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def annotate_engine(engine: DrivenEngine) -> None:
 
 
 def host_ms(trace: jax.profiler.ProfileData) -> dict[str, float]:
-    """Milliseconds per step of each annotated function: the median of what a step spends in all its calls."""
+    """Return milliseconds per step for each annotated function: the median over steps of its total time."""
     spans = defaultdict(list)
     for line in lines(trace, "/host:"):
         for event in line.events:
@@ -72,7 +72,7 @@ def host_ms(trace: jax.profiler.ProfileData) -> dict[str, float]:
 
 
 def profile(engine: DrivenEngine, num_rows: int, num_steps: int) -> dict[str, Any]:
-    """The summary of one stream of `num_rows` rows."""
+    """Return the summary of one stream with `num_rows` rows."""
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     for row in range(num_rows):
         engine.add_request(f"{num_rows} rows, {row}", PROMPT.format(row), params)
@@ -93,7 +93,7 @@ def profile(engine: DrivenEngine, num_rows: int, num_steps: int) -> dict[str, An
 
 
 def summary(trace: jax.profiler.ProfileData) -> dict[str, Any]:
-    """Medians over the trace's steps; the first and last programs are left out, as the trace may cut them."""
+    """Return medians over traced steps, without the first and last programs, which the trace may cut."""
     ran = programs(trace)[1:-1]
     if len(ran) < 2:
         raise RuntimeError(
@@ -111,7 +111,7 @@ def summary(trace: jax.profiler.ProfileData) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The summary as text."""
+    """Return the summary as text."""
     rows = [(f"host {name}", ms) for name, ms in result["host_ms"].items()]
     rows += [(name, result[f"{name}_ms"]) for name in ("device", "gap", "step", "untraced_step")]
     text = [f"{result['rows']} rows, median of {result['steps']} steps"]

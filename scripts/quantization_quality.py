@@ -1,10 +1,10 @@
-"""Bits per byte of the embedded model after `jaxserve quantize` by each scheme, against the bytes that a token reads.
+"""Bits per byte of the embedded model after `jaxserve quantize` with each scheme, against the bytes read per token.
 
     python scripts/quantization_quality.py                                # scripts/results/quantization.json and .png
     python scripts/quantization_quality.py --limit 20000 --out /tmp/try   # a part of the held-out text
 
-Checkpoints are calibrated on training modules of the corpus and scored on held-out ones, as by `eval_bpb.py`. Their
-weights are decoded by numpy here. Activations are rounded as the checkpoint says, per token or per group of a token.
+Checkpoints are calibrated on the corpus's training modules and scored on held-out ones, as by `eval_bpb.py`. Their
+weights are decoded by numpy here. Activations are rounded as the checkpoint specifies, per token or per group.
 """
 
 import argparse
@@ -43,10 +43,10 @@ GROUP_SIZES = (128, 32)
 LIMITS = {"int8": 0.2, "fp8": 0.5, "fp8-block": 0.5, "w8a8-smoothquant": 1.0, "int4-gptq": 3.0, "int4-awq": 3.0}
 
 
-@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@no_type_check  # also rebuilt around shapes and placeholders, like every pytree
 @struct.dataclass
 class RoundingMatrix(Matrix):
-    """A matrix whose inputs are rounded first, to codes of one scale per group of a token."""
+    """A matrix whose inputs are rounded first, to codes with one scale per token group."""
 
     array: Array
     is_float: bool = struct.field(pytree_node=False)
@@ -71,7 +71,7 @@ class RoundingMatrix(Matrix):
 
 
 def decode(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """Float32 weights from the tensors of a compressed-tensors checkpoint."""
+    """Return float32 weights from a compressed-tensors checkpoint's tensors."""
     found: dict[str, NDArray[Any]] = {}
     for name, tensor in tensors.items():
         base = name.removesuffix("_packed")
@@ -92,7 +92,7 @@ def decode(tensors: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
 
 
 def load_quantized(directory: Path) -> tuple[Params, ArchConfig]:
-    """Parameters in float32, with layers that round their inputs if the checkpoint says so."""
+    """Return float32 parameters, with layers that round their inputs if the checkpoint specifies it."""
     config = weights.read_config(directory)
     (group,) = config.pop("quantization_config")["config_groups"].values()
     arch = from_hf_config(config)
@@ -106,7 +106,7 @@ def load_quantized(directory: Path) -> tuple[Params, ArchConfig]:
 
 
 def write_calibration(file: Path) -> None:
-    """Training modules in a random order, as JSON lines."""
+    """Write training modules in random order, as JSON lines."""
     modules = [stdlib_corpus.as_text(module) for module in stdlib_corpus.read(held_out=False)]
     random.Random(0).shuffle(modules)
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in modules))
@@ -118,7 +118,7 @@ def variants(schemes: Sequence[str]) -> list[QuantizeOptions]:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Markdown table of the results."""
+    """Return a Markdown table of the results."""
     lines = [
         "| scheme | MB per token | bits per byte | above bfloat16 | seconds |",
         "| --- | ---: | ---: | ---: | ---: |",

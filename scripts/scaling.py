@@ -1,10 +1,10 @@
-"""Scaling of a decode step's cost: over rows, context and queue, for the host and for the device.
+"""Scaling of a decode step's cost over rows, context and queue, for host and device.
 
     python scripts/scaling.py scaling            # writes scaling.json and scaling.png; needs the bench extra
 
-The host's cost is CPU time against a null device. The device runs the embedded model with the limit on its context
-raised, and its time is the wall time of a step; beside it stands the time below which the step's FLOPs and bytes cannot
-go at the rates that numpy reaches on the same cores. Memory is the growth of the process from before the requests.
+The host's cost is CPU time on a null device. The device runs the embedded model with a raised context limit, and its
+time is a step's wall time; next to it is the lower bound from the step's FLOPs and bytes at numpy's rates on the same
+cores. Memory is the process's growth since before the requests.
 """
 
 import argparse
@@ -46,12 +46,12 @@ Start = Callable[..., DrivenEngine]
 
 
 def start_host(**options: Any) -> DrivenEngine:
-    """Room for the longest context at every point, so that the page table is as wide."""
+    """Capacity for the longest context at every point, so that the page table has the same width."""
     return null_engine(max_model_len=MAX_CONTEXT + 1024, **options)
 
 
 def start_device(**options: Any) -> DrivenEngine:
-    """The embedded model; RoPE knows no limit, so that its quality there is all that suffers."""
+    """Return the embedded model; RoPE has no limit, so only its quality suffers there."""
     with tempfile.TemporaryDirectory() as directory:
         shutil.copytree(embedded_model("default"), directory, dirs_exist_ok=True)
         file = Path(directory) / "config.json"
@@ -60,14 +60,14 @@ def start_device(**options: Any) -> DrivenEngine:
             model=directory, skip_tokenizer_init=True, compile_ahead="minimal", multi_step=1, **options
         )
         engine = DrivenEngine(config)
-    # Beside the programs of one token and of a full step only the one that is measured.
+    # Only the measured program, besides those for one token and for a full step.
     decode = min(bucket for bucket in engine.schedule.buckets() if bucket >= engine.schedule.max_num_seqs)
     engine.replicas[0].executor.programs._compile(Buckets([decode]))
     return engine
 
 
 def measure(start: Start, rows: int, context: int, queue: int, num_steps: int) -> Point:
-    """Medians over steps in which all rows decode; `context` is where they begin."""
+    """Return medians over steps in which all rows decode, starting at length `context`."""
     num_tokens = 2 * num_steps + rows + rows * context // PREFILL_TOKENS  # the first row must outlast the last prefill
     engine = start(
         max_num_seqs=rows,
@@ -99,14 +99,14 @@ def measure(start: Start, rows: int, context: int, queue: int, num_steps: int) -
 
 
 def timed(engine: DrivenEngine) -> tuple[float, float]:
-    """Wall milliseconds and this thread's CPU microseconds of one step."""
+    """Return wall milliseconds and this thread's CPU microseconds for one step."""
     started, started_cpu = time.perf_counter_ns(), time.thread_time_ns()
     engine.step()
     return (time.perf_counter_ns() - started) / 1e6, (time.thread_time_ns() - started_cpu) / 1e3
 
 
 def peak_rates() -> dict[str, float]:
-    """Floating-point operations and bytes read per second, the best of some tries of numpy."""
+    """Return floating-point operations and bytes read per second, the best of several numpy runs."""
     a, big = np.ones((1024, 1024), np.float32), np.ones(2**26, np.float32)
     return {"flops_per_s": 2 * 1024**3 / best_s(lambda: a @ a), "bytes_per_s": big.nbytes / best_s(big.sum)}
 
@@ -121,12 +121,12 @@ def best_s(run: Callable[[], Any]) -> float:
 
 
 def roofline_ms(points: list[Point], rates: dict[str, float]) -> list[float]:
-    """Least time of each step: its FLOPs or its bytes at their peak rate."""
+    """Return the minimum time per step: its FLOPs or its bytes at their peak rate."""
     return [1e3 * max(p["flops"] / rates["flops_per_s"], p["read_bytes"] / rates["bytes_per_s"]) for p in points]
 
 
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Host above, device below; the dotted line grows linearly from the first point."""
+    """Draw host above, device below; the dotted line grows linearly from the first point."""
     figure = Figure(figsize=(15, 8), layout="constrained")
     axes = figure.subplots(2, 3)
     for axis, (name, points) in zip(axes.flat, result["curves"].items(), strict=False):

@@ -1,13 +1,13 @@
-"""Service that tenants get under overload, by the real scheduler in virtual time: the suites of VTC (arXiv 2401.00588).
+"""Tenants' service under overload, by the real scheduler in virtual time: the VTC suites (arXiv 2401.00588).
 
     python scripts/service_suites.py                # all suites, 360 s of arrivals each: JSON lines, then a table
     python scripts/service_suites.py --suite shift --seconds 60
 
-The device is modelled: a step takes a fixed time, and some for each prompt token and each row in decode; by default
-about what an A10G takes with a 7B model. The page pool holds 10,000 tokens, as in the paper. Service is a unit for each
-computed prompt token and two for each output token, divided by the weight of the tenant. The gap is the largest change
-of the difference between two tenants over any time in which both have requests waiting throughout; the bound for VTC is
-2 * max(longest prompt, 2 * 10,000).
+The device is modelled: a step takes a fixed time, plus a time per prompt token and per decoding row; by default about
+an A10G's with a 7B model. The page pool holds 10,000 tokens, as in the paper. Service counts one unit per computed
+prompt token and two per output token, divided by the tenant's weight. The gap is the largest change in the difference
+between two tenants over any time in which both always have requests waiting; VTC's bound is 2 * max(longest prompt, 2 *
+10,000).
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ PARAMS = SamplingParams(max_tokens=None)
 
 @dataclass(frozen=True)
 class Client:
-    """Requests of a tenant.
+    """A tenant's requests.
 
     Attributes:
-        rate: requests a second.
-        prompt: tokens of a prompt.
-        output: tokens of an output.
+        rate: requests per second.
+        prompt: tokens per prompt.
+        output: tokens per output.
         weight: weight of the tenant.
-        on_s: time of a period in which requests come.
-        off_s: time of a period in which none come.
-        starts_at: share of the run before which no requests come.
-        is_poisson: True for times between requests that are distributed exponentially.
-        ends_at: share of the run after which no requests come.
+        on_s: length of periods with requests.
+        off_s: length of periods without requests.
+        starts_at: fraction of the run before its first request.
+        is_poisson: True for exponential times between requests.
+        ends_at: fraction of the run after its last request.
     """
 
     rate: float
@@ -60,7 +60,7 @@ class Client:
     is_poisson: bool = False
 
     def arrivals(self, seconds: float, rng: random.Random) -> Iterator[float]:
-        """Yield the times of requests."""
+        """Yield request times."""
         now_s = self.starts_at * seconds
         while True:
             now_s += rng.expovariate(self.rate) if self.is_poisson else 1 / self.rate
@@ -91,14 +91,14 @@ class Outcome:
     """Figures of a run.
 
     Attributes:
-        suite: name of the suite.
-        policy: name of the policy.
-        max_gap: largest gap of service between two tenants that both had requests waiting.
-        bound: bound of VTC.
-        tokens_per_s: prompt and output tokens computed a second.
-        ttft_s: mean time to first token of each tenant's requests.
-        service: service of each tenant, divided by its weight.
-        p99_itl_ms: time between two tokens, which one in a hundred exceeds.
+        suite: suite name.
+        policy: policy name.
+        max_gap: largest service gap between two tenants that both had requests waiting.
+        bound: VTC's bound.
+        tokens_per_s: prompt and output tokens computed per second.
+        ttft_s: mean time to first token, by tenant.
+        service: service by tenant, divided by its weight.
+        p99_itl_ms: 99th percentile of the time between two tokens.
     """
 
     suite: str
@@ -112,15 +112,15 @@ class Outcome:
 
 
 class Gaps:
-    """Largest change of the difference in service of two tenants while both are backlogged."""
+    """Largest change in two tenants' service difference while both are backlogged."""
 
     def __init__(self, num_tenants: int) -> None:
         self._pairs = list(itertools.combinations(range(num_tenants), 2))
-        self._spans: dict[tuple[int, int], tuple[float, float]] = {}  # least and largest difference
+        self._spans: dict[tuple[int, int], tuple[float, float]] = {}  # minimum and maximum difference
         self.largest = 0.0
 
     def note(self, service: Sequence[float], is_backlogged: Sequence[bool]) -> None:
-        """Take the service so far, and who has had requests waiting since the last call."""
+        """Record the service so far, and the tenants with requests waiting since the last call."""
         for pair in self._pairs:
             if not (is_backlogged[pair[0]] and is_backlogged[pair[1]]):
                 self._spans.pop(pair, None)
@@ -136,10 +136,10 @@ class Run:
 
     Args:
         clients: tenants.
-        policy: name of the policy.
-        seconds: time in which requests come; the run ends there.
-        rates: times of steps.
-        pool_tokens: tokens that the page pool holds.
+        policy: policy name.
+        seconds: arrival period; the run ends with it.
+        rates: step times.
+        pool_tokens: page pool capacity in tokens.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Run:
         self.gaps = Gaps(len(clients))
 
     def run(self) -> Run:
-        """Serve all requests that come in time."""
+        """Serve all requests that arrive in time."""
         rng = random.Random(0)
         arrivals = sorted(
             (at_s, index) for index, client in enumerate(self._clients) for at_s in client.arrivals(self._seconds, rng)
@@ -223,7 +223,7 @@ class Run:
             index = self._client_of[request.request_id]
             weight = self._clients[index].weight
             num_prompt = max(min(start + count, request.num_prompt_tokens) - start, 0)
-            # What a preempted request computes again is no service.
+            # Tokens that a preempted request recomputes are no service.
             num_prompt = 0 if request.num_preemptions else num_prompt
             self.service[index] += (PROMPT_COST * num_prompt + OUTPUT_COST * most) / weight
             if most and not request.output_token_ids:
@@ -238,7 +238,7 @@ class Run:
 
 
 def bound(clients: Sequence[Client], pool_tokens: int = POOL_TOKENS) -> float:
-    """Return the bound of VTC on the gap of two tenants, of the smaller weights."""
+    """Return VTC's bound for two tenants' gap, for the smaller weights."""
     longest = max(client.prompt for client in clients)
     return 2 * max(PROMPT_COST * longest, OUTPUT_COST * pool_tokens) / min(client.weight for client in clients)
 
@@ -260,7 +260,7 @@ def outcome(suite: str, policy: str, seconds: float) -> Outcome:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """Return the gaps and the tokens a second as a Markdown table."""
+    """Return gaps and token rates as a Markdown table."""
     policies = list(dict.fromkeys(each.policy for each in outcomes))
     lines = [f"| suite | bound | {' | '.join(f'{p}: gap, tok/s, p99 ITL ms' for p in policies)} |"]
     lines.append("| --- " * (2 + len(policies)) + "|")
@@ -272,7 +272,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def main() -> None:
-    """Run the suites that the command line names."""
+    """Run the suites named on the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", nargs="+", default=list(SUITES), choices=list(SUITES))
     parser.add_argument("--policy", nargs="+", default=list(POLICIES), choices=POLICIES)

@@ -1,8 +1,8 @@
-"""Complete prompts on many devices: one model over several, several replicas of it, or one over many processes.
+"""Complete prompts on many devices: one model over several, several replicas, or one model over many processes.
 
     python scripts/sharded_generate.py "def main():" "import os" --tensor-parallel-size 2 --data-parallel-size 2
 
-Over many processes run it in each of them, with the coordinator's address, how many there are and which one this is:
+With many processes run it in each, with the coordinator's address, the number of processes and this one's index:
 
     python scripts/sharded_generate.py "def main():" --tensor-parallel-size 16 --processes head:1234 2 0
 
@@ -42,7 +42,7 @@ def main() -> None:
         processes.initialize(address, int(count), int(process_id))
     names = ("tensor_parallel_size", "expert_parallel_size", "enable_dp_attention", "data_parallel_size")
     sizes = {name: getattr(args, name) for name in names}
-    llm = LLM(args.model, **sizes)  # all processes but the first work for that one here, and end
+    llm = LLM(args.model, **sizes)  # all processes except the first serve that one here, and then end
     started = time.monotonic()
     for output in llm.generate(args.prompts, SamplingParams(temperature=0, max_tokens=args.max_tokens)):
         print(json.dumps({"prompt": output.prompt, "text": output.outputs[0].text}))

@@ -1,9 +1,9 @@
-"""Serve one long prompt and short ones behind it on a chip by its data sheet: the real scheduler, modelled steps.
+"""Serve one long prompt, followed by short ones, on a chip's data sheet: the real scheduler, modelled steps.
 
     python scripts/simulate.py --model llama-3.1-8b --target h200 --long 128000 --short 100 --count 20
 
-The short prompts come with the long one, right behind it. Prints one JSON line for each policy: steps and milliseconds
-until first tokens, with the default policy and where no prompt counts as long. Nothing in it was measured on a chip.
+The short prompts arrive right after the long one. Prints one JSON line per policy: steps and milliseconds until first
+tokens, with the default policy and with no prompt counted as long. Nothing in it was measured on a chip.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from jaxserve.tools.planner.targets import parse_target
 
 
 def modelled(model: str, target: str, **options: Any) -> tuple[Any, ModelledExecutor]:
-    """The model on chips, in the sizes that the engine would choose with these options."""
+    """Return the model on chips, in the sizes that the engine would choose with these options."""
     sizes = Sizes.resolve(EngineConfig(model=model, **options), parse_target(target))
     if sizes.target.sheet is None:
         raise ConfigError(f"the target must be chips with a data sheet, got {target!r}; name GPUs or TPUs")
@@ -36,7 +36,7 @@ def modelled(model: str, target: str, **options: Any) -> tuple[Any, ModelledExec
 
 
 def serve(arch: Any, executor: ModelledExecutor, lengths: list[int], num_output: int) -> list[tuple[int, float]]:
-    """Steps read and seconds passed when each request had its first token."""
+    """Return the steps read and seconds passed at each request's first token."""
     replica = Replica(EngineConfig("none"), arch, executor, EngineStats())
     core = EngineCore([replica], step_ahead=True, on_failure=lambda _: None)
     params = SamplingParams(max_tokens=num_output)

@@ -1,11 +1,11 @@
-"""Measure speculative decoding of one row at a time, with plain decoding and a random draft beside it.
+"""Measure speculative decoding one row at a time, compared with plain decoding and a random draft.
 
     python scripts/speculative_report.py --out report                # the embedded model with its draft and heads
     python scripts/speculative_report.py --out report --model M --draft D --medusa H --prompts prompts.jsonl
 
-Writes a folder: `metrics.json`, `steps-CASE.jsonl` with one line per dispatch of the last round, plots, and
-`index.html`, which shows all of it and needs no other file. Cases take turns in each round; speeds are medians. What is
-printed is a table in Markdown.
+Writes a folder: `metrics.json`, `steps-CASE.jsonl` with one line per dispatch in the last round, plots, and
+`index.html`, which shows all of it and needs no other file. Cases take turns in each round; speeds are medians. Prints
+a Markdown table.
 """
 
 import argparse
@@ -80,11 +80,11 @@ def main() -> int:
         texts = [[token for token, _ in tokens] for tokens in cases[0].tokens]
         assert all([[token for token, _ in t] for t in case.tokens] == texts for case in cases), "greedy tokens differ"
     args.out.mkdir(parents=True, exist_ok=True)
-    facts = {"model": args.model or "embedded", "jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    facts |= {"machine": platform.machine(), "prompts": len(prompts), "tokens of each": args.max_tokens}
-    facts |= {"rounds": args.rounds, "temperature": args.temperature}
+    settings = {"model": args.model or "embedded", "jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    settings |= {"machine": platform.machine(), "prompts": len(prompts), "tokens of each": args.max_tokens}
+    settings |= {"rounds": args.rounds, "temperature": args.temperature}
     summaries = [case.summary() for case in cases]
-    (args.out / "metrics.json").write_text(json.dumps({"facts": facts, "cases": summaries}, indent=2) + "\n")
+    (args.out / "metrics.json").write_text(json.dumps({"facts": settings, "cases": summaries}, indent=2) + "\n")
     for case in cases:
         name = "".join(c if c.isalnum() else "-" for c in case.name)
         lines = "".join(json.dumps(step) + "\n" for step in case.steps)
@@ -92,7 +92,7 @@ def main() -> int:
     if (reason := reason_missing()) is not None:
         print(reason, file=sys.stderr)
     else:
-        write_page(cases, facts, args.out)
+        write_page(cases, settings, args.out)
     print(markdown(table(cases)))
     if summaries[-1]["acceptance"] > 0.2:
         print("a random draft is accepted too often: the measurement is wrong", file=sys.stderr)

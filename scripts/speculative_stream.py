@@ -4,12 +4,12 @@
     python scripts/speculative_stream.py --out s.json --seconds 30    # longer phases, as of the simulated clock's tests
     python scripts/speculative_stream.py --out s.json --multi-step 1  # each plain step in a dispatch of its own
 
-Engines for plain decoding, fixed numbers of drafted tokens and adaptive ones take turns in each phase and keep what
-they have learned from one phase to the next. Easy text is greedy and repeats itself; hard text is sampled and follows
-random letters. A request follows where another one ends, so that the number of rows stays, until the phase has lasted
-for its time; then all are aborted. Speeds are of a whole phase and of its second half, when the choice has settled:
-medians over the visits during which other processes took little of the processor, or over all where there are none. All
-engines, phases and repeats take 20 times the seconds of a phase and of its repeats, beside starting and waiting.
+Engines for plain decoding, fixed draft lengths and adaptive drafting take turns in each phase and keep their learned
+times between phases. Easy text is greedy and repetitive; hard text is sampled and follows random letters. A new request
+replaces each ended one, so that the number of rows stays constant until the phase has lasted its time; then all are
+aborted. Speeds cover a whole phase, and its second half, when the choice has settled: medians over the visits with
+little load from other processes, or over all if there are none. All engines, phases and repeats take 20 times the
+seconds per phase and repeat, plus starting and waiting.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from speculative.runs import start
 
 DEPTHS = (1, 2, 4)
 ADAPTIVE = "adaptive"
-QUIET = 0.1  # most of the processor that other processes may take
-MAX_TOKENS = 400  # tokens of a request: prompts are short, and the embedded model's context ends at 1,024
+QUIET = 0.1  # maximum processor fraction of other processes
+MAX_TOKENS = 400  # tokens per request: prompts are short, and the embedded model's context ends at 1,024
 SPEEDS = ("tokens_per_s", "settled_tokens_per_s", "tokens_per_processor_s")
 EASY = ["0, 0, 0, 0, " * 12, "None, None, None, " * 10, "import os\n" * 16, "a, b = b, a\n" * 12]
 
@@ -47,10 +47,10 @@ class Phase:
 
     Attributes:
         name: name in the results.
-        num_rows: requests that run at a time.
-        seconds: time that it lasts.
-        temperature: temperature of sampling.
-        prompts: prompts, which take turns.
+        num_rows: simultaneous requests.
+        seconds: duration.
+        temperature: sampling temperature.
+        prompts: alternating prompts.
     """
 
     name: str
@@ -62,15 +62,15 @@ class Phase:
 
 @dataclass
 class Visits:
-    """Measurements of one engine in one phase, with an entry per visit.
+    """Measurements for one engine in one phase, with an entry per visit.
 
     Attributes:
         whole: tokens per second.
-        settled: tokens per second of the second half.
-        by_processor: tokens per second of processor time of this process, which others' work changes less.
-        others: share of the processor that other processes took.
-        counts: drafted tokens and those that were accepted, of all visits.
-        depths: tokens sampled in rounds and steps by the number of tokens drafted for a row.
+        settled: tokens per second in the second half.
+        by_processor: tokens per second of this process's processor time, which other load affects less.
+        others: processor fraction of other processes.
+        counts: drafted and accepted tokens over all visits.
+        depths: tokens sampled in rounds and steps, by draft length.
     """
 
     whole: list[float] = field(default_factory=list)
@@ -81,7 +81,7 @@ class Visits:
     depths: collections.Counter[int] = field(default_factory=collections.Counter)
 
     def summary(self) -> dict[str, Any]:
-        """Return medians, acceptance and the share of the tokens by drafted tokens."""
+        """Return medians, acceptance and token fractions by draft length."""
         total = sum(self.depths.values())
         quiet = [index for index, share in enumerate(self.others) if share < QUIET]
         kept = quiet or range(len(self.others))
@@ -102,21 +102,20 @@ def busy_s() -> tuple[float, float]:
 
 
 def wait_until_quiet(limit_s: float) -> None:
-    """Wait until other processes take little of the processor."""
+    """Wait until other processes use little of the processor."""
     end_s = time.monotonic() + limit_s
     while psutil.cpu_percent(0.5) > 100 * QUIET and time.monotonic() < end_s:
         pass
 
 
 def hard_prompts(count: int) -> list[str]:
-    """Return prompts of random letters."""
+    """Return prompts with random letters."""
     rng = random.Random(0)
     words = ("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in itertools.count())
     return [" ".join(itertools.islice(words, 12)) for _ in range(count)]
 
 
 def visit(engine: DrivenEngine, phase: Phase, visits: Visits) -> None:
-    """Run a phase."""
     engine.reset_prefix_cache()
     indices = itertools.count()
     running: set[str] = set()
@@ -124,7 +123,7 @@ def visit(engine: DrivenEngine, phase: Phase, visits: Visits) -> None:
     stats = engine.replicas[0].step_stats.stats
     before = stats.num_sampled_tokens
     began_s = time.perf_counter()
-    marks = [(0, began_s)]  # tokens so far, and when
+    marks = [(0, began_s)]  # tokens so far, and their times
     while marks[-1][1] < began_s + phase.seconds:
         while len(running) < phase.num_rows:
             index = next(indices)
@@ -156,7 +155,7 @@ def visit(engine: DrivenEngine, phase: Phase, visits: Visits) -> None:
 
 
 def compare(by_engine: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the adaptive speed over that of plain decoding and of the best fixed number, by each kind of speed."""
+    """Return adaptive speed relative to plain decoding and to the best fixed draft length, for each kind of speed."""
     found: dict[str, Any] = {}
     for name in SPEEDS:
         speeds = {engine: summary[name] for engine, summary in by_engine.items()}
@@ -167,7 +166,7 @@ def compare(by_engine: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def results(visits: dict[str, dict[str, Visits]]) -> dict[str, Any]:
-    """Return the figures of each phase."""
+    """Return figures per phase."""
     found = {}
     for phase, by_engine in visits.items():
         summaries = {name: each.summary() for name, each in by_engine.items()}
@@ -176,7 +175,6 @@ def results(visits: dict[str, dict[str, Visits]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file to write, after each time through the stream")
     parser.add_argument("--rows", type=int, default=64, help="rows of the phases with many")
@@ -202,13 +200,13 @@ def main() -> int:
         for name, config in configs.items()
     }
     visits = {phase.name: {name: Visits() for name in engines} for phase in phases}
-    facts = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, **vars(args), "out": str(args.out)}
+    settings = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, **vars(args), "out": str(args.out)}
     for _ in range(args.repeats):
         for phase in phases:
             for name, engine in engines.items():
                 wait_until_quiet(args.wait)
                 visit(engine, phase, visits[phase.name][name])
-        args.out.write_text(json.dumps({"facts": facts, "phases": results(visits)}, indent=2) + "\n")
+        args.out.write_text(json.dumps({"facts": settings, "phases": results(visits)}, indent=2) + "\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Process start to first token, with an empty cache of compiled programs and with a full one. One JSON line per start.
+"""Process start to first token, with an empty and a full cache of compiled programs. One JSON line per start.
 
     python scripts/start_up.py --rounds 3
 
@@ -50,9 +50,11 @@ def main() -> None:
                 starts[kind].append(seconds)
                 print(json.dumps({"start": kind, "first_token_s": round(seconds, 2)}), flush=True)
     cold, warm = median(starts["cold"]), median(starts["warm"])
-    facts = {"jax": jax.__version__, "python": sys.version.split()[0], "cores": num_cores()}
+    settings = {"jax": jax.__version__, "python": sys.version.split()[0], "cores": num_cores()}
     print(
-        json.dumps({"cold_s": round(cold, 2), "warm_s": round(warm, 2), "warm_of_cold": round(warm / cold, 3), **facts})
+        json.dumps(
+            {"cold_s": round(cold, 2), "warm_s": round(warm, 2), "warm_of_cold": round(warm / cold, 3), **settings}
+        )
     )
 
 

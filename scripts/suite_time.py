@@ -1,10 +1,10 @@
-"""Time of the tests, against a limit on a quiet machine with two cores.
+"""Test duration, compared with a limit on a quiet machine with two cores.
 
     python scripts/suite_time.py run FILE pytest    # run the command, and write its times to FILE
     python scripts/suite_time.py check FILE         # exit status 1 if the tests took too long
     python scripts/suite_time.py calibrate          # seconds of a fixed load: REFERENCE_S on the machine of the limit
 
-Before and after the tests two processes compile small programs without a cache and run Python, as the tests do. The
+Before and after the tests two processes compile small programs without a cache and run Python, like the tests. The
 limit grows with their time. If other processes used more than a tenth of the processor time meanwhile, there is no
 verdict.
 """
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 LIMIT_S = 360.0
 TOLERANCE = 1.25
 REFERENCE_S = 6.0  # on two quiet cores of an AMD EPYC with AVX-512
-MAX_OTHERS = 0.1  # share of the processor time
+MAX_OTHERS = 0.1  # fraction of the processor time
 NUM_PROCESSES = 2
 NUM_PROGRAMS = 16
 NUM_LOOPS = 20
@@ -54,7 +54,7 @@ def load() -> float:
 
 
 def calibrate() -> float:
-    """Run the load in all processes at the same time; return the mean of their seconds."""
+    """Run the load in all processes simultaneously; return their mean seconds."""
     command = [sys.executable, __file__, "load"]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(NUM_PROCESSES)]
     outputs = [process.communicate()[0] for process in started]
@@ -104,7 +104,7 @@ def _spent_s() -> float:
 
 
 def _busy_s() -> float:
-    """Return the processor time of all processes, and what a virtual machine was denied."""
+    """Return the processor time of all processes, including time denied to a virtual machine."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return _spent_s()
@@ -113,7 +113,6 @@ def _busy_s() -> float:
 
 
 def main() -> int:
-    """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, dest="what")
     running = commands.add_parser("run")

@@ -1,4 +1,4 @@
-"""All that is measured of a TPU: correctness, peak rates, attention by its kernel and by XLA, the engine.
+"""All TPU measurements: correctness, peak rates, attention by the kernel and by XLA, the engine.
 
     python scripts/tpu_report.py --part peak_rates                 # also correctness, attention, engine, tuning; or all
     python scripts/tpu_report.py --part engine --only shape=8B   # points whose name contains this
@@ -6,8 +6,8 @@
     python scripts/tpu_report.py --part report --plots DIR       # the table and plots of what is there
     python scripts/tpu_report.py --part all --dry-run            # the same code with tiny sizes on a CPU
 
-What tuning finds becomes the kernel's sizes of blocks by tuned_sizes.py. Needs the extra tpu and, to compare ids with
-those of transformers, the extra test. All else is as in gpu_report.py.
+Tuning results become the kernel's block sizes by tuned_sizes.py. Needs the extra tpu and, to compare ids with
+transformers, the extra test. Everything else is as in gpu_report.py.
 """
 
 from device_report import driver

@@ -3,11 +3,10 @@
     python scripts/train_default.py
     python scripts/train_default.py --draft
 
-Everything follows from the seed and the number of steps: the tokenizer, the order of the documents, the weights. The
-learning rate is `peak * min((step + 1) / warmup_steps, 1, (steps - step) / (decay_fraction * steps))`: warm-up,
-constant, linear decay to zero. It is constant until the decay, so a run that turns out slow can end early: interrupt
-it, and give fewer `--steps` with `--resume` and `--out`. The draft learns the target's whole next-token distribution
-(Hinton et al. 2015).
+Everything follows from the seed and the number of steps: tokenizer, document order, weights. The learning rate is `peak
+* min((step + 1) / warmup_steps, 1, (steps - step) / (decay_fraction * steps))`: warm-up, constant, linear decay to
+zero. It is constant until the decay, so a slow run can end early: interrupt it, and give fewer `--steps` with
+`--resume` and `--out`. The draft learns the target's whole next-token distribution (Hinton et al. 2015).
 """
 
 import argparse
@@ -40,7 +39,7 @@ Teacher = tuple[Params, ArchConfig]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(Schedule):
-    """Sizes of a model, and how it is trained."""
+    """Model sizes and training schedule."""
 
     hidden_size: int
     num_layers: int
@@ -51,7 +50,7 @@ class Recipe(Schedule):
     vocab_size: int = 4096
 
     def hf_config(self) -> dict[str, Any]:
-        """config.json of a Llama of these sizes."""
+        """Return config.json for a Llama with these sizes."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -82,7 +81,9 @@ DRAFT = Recipe(
 
 
 def init_tensors(specs: Sequence[ParamSpec], seed: int) -> Tensors:
-    """Normal(0.02), norms at one, zero in what writes to the residual stream: every block starts as the identity."""
+    """Return Normal(0.02) weights, norms of one, and zeros for outputs to the residual stream: every block starts as
+    the identity.
+    """
     rng = np.random.default_rng((seed, 2))
     tensors = {}
     for spec in specs:
@@ -100,7 +101,7 @@ def as_params(tensors: Tensors, arch: ArchConfig) -> Params:
 
 @dataclass(frozen=True)
 class MeanNats:
-    """Mean cross-entropy over tokens, against the next token or a teacher's idea of it."""
+    """Mean cross-entropy over tokens, against the next token or a teacher's distribution."""
 
     arch: ArchConfig
     teacher_arch: ArchConfig | None
@@ -117,7 +118,7 @@ class MeanNats:
 def train(
     recipe: Recipe, documents: Sequence[NDArray[np.int32]], teacher: Teacher | None, checkpoints: ocp.CheckpointManager
 ) -> Tensors:
-    """Run all steps, or those after the newest of `checkpoints`; prints the loss as JSON lines."""
+    """Run all steps, or those after the newest of `checkpoints`; print the loss as JSON lines."""
     arch = from_hf_config(recipe.hf_config())
     teacher_params, teacher_arch = teacher or (None, None)
     tensors = init_tensors(param_specs(arch), recipe.seed)
@@ -125,7 +126,7 @@ def train(
 
 
 def export(directory: Path, recipe: Recipe, tensors: Tensors, tokenizer: Tokenizer) -> None:
-    """Write a Hugging Face directory, weights in bfloat16."""
+    """Write a Hugging Face directory, with bfloat16 weights."""
     arch = from_hf_config(recipe.hf_config())
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), as_params(tensors, arch))
     bpe_tokenizer.save(tokenizer, directory, recipe.long_seq_len)

@@ -3,10 +3,10 @@
     python scripts/train_medusa.py
     python scripts/train_medusa.py --kind eagle3
 
-The model stays as it is. It goes on from places in the files that it was trained on, greedily and as its checkpoint
-recommends, and the heads learn its next-token distributions in that text (cross-entropy against its softmax).
-Everything follows from the seed and the number of steps. At the end a line tells for each drafted token how often it is
-the model's greedy one in text that begins with the held-out files, where those before it were.
+The model stays unchanged. It continues from positions in its training files, greedily and with its checkpoint's
+recommended sampling, and the heads learn its next-token distributions in that text (cross-entropy against its softmax).
+Everything follows from the seed and the number of steps. Finally, it prints for each drafted token how often it is the
+model's greedy one in continuations of held-out files, if the previous ones were.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TEXTS, HELD_OUT_TEXTS = 1536, 64
 
 
 def heads_of(kind: str, target: ArchConfig) -> Heads:
-    """Heads of the sizes that are shipped, for a model."""
+    """Return heads with the shipped sizes, for a model."""
     if kind == "medusa":
         return MedusaHeads(target)
     n = target.num_layers
@@ -48,7 +48,9 @@ def heads_of(kind: str, target: ArchConfig) -> Heads:
 
 @partial(jax.jit, static_argnames="heads")
 def agreement(tensors: Tensors, target: Params, tokens: Array, *, heads: Heads) -> Array:
-    """Share of places at which the first drafted token is the model's greedy one, the second as well, and so on."""
+    """Return the fractions of positions at which the first drafted token, the first two, ... are the model's greedy
+    ones.
+    """
     predictions = heads.predict(tensors, target, tokens)
     P = min(drafted.shape[1] for drafted, _ in predictions)
     right = jnp.stack([(d.argmax(-1) == g.argmax(-1))[:, :P] for d, g in predictions])
@@ -58,7 +60,9 @@ def agreement(tensors: Tensors, target: Params, tokens: Array, *, heads: Heads) 
 def held_out_agreement(
     tensors: Tensors, target: Params, heads: Heads, documents: Sequence[NDArray[np.int32]], schedule: Schedule
 ) -> list[float]:
-    """Share of places at which each drafted token is the model's greedy one, of those where the ones before it were."""
+    """Return for each drafted token the fraction of positions at which it is the model's greedy one, if the previous
+    ones were.
+    """
     batches = Batches(documents, replace(schedule, long_fraction=0.0))
     num_batches = (sum(map(len, documents)) - 1) // schedule.batch_size
     shares = [
@@ -98,12 +102,12 @@ def main() -> None:
     target, arch = load_model(args.model)
     heads = heads_of(args.kind, arch)
     tensors = heads.init(args.seed)
-    facts = {
+    settings = {
         "schedule": schedule.__dict__,
         "config": heads.config(),
         "parameters": sum(x.size for x in tensors.values()),
     }
-    print(json.dumps(facts), flush=True)
+    print(json.dumps(settings), flush=True)
     tensors = loop.train(schedule, seen, tensors, HeadLoss(heads), target)
     save(args.out or WEIGHTS / f"default-{args.kind}", heads, tensors)
     shares = held_out_agreement(tensors, target, heads, held_out, schedule)

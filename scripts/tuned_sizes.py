@@ -1,4 +1,4 @@
-"""Turn a report of a TPU into the block sizes that its kernel takes from then on, where they were faster.
+"""Turn a TPU report into block sizes for its kernel, if they were faster.
 
 python scripts/tpu_report.py --part tuning && python scripts/tuned_sizes.py
 """
@@ -15,7 +15,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import KERNEL
 from device_report.document import Document, Entry
 
 RESULTS = Path(__file__).parent / "results" / "tpu.json"
-GAIN = 0.03  # gain in the time of decode and prefill, each counted as much: less may be chance
+GAIN = 0.03  # minimum relative gain in the time of decode and prefill, with equal weights: less may be chance
 TIMES = ("decode_us", "prefill_us")
 
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def faster(document: Document) -> dict[str, list[TunedSizes]]:
-    """Return, by chip, the best sizes of each class of shapes for which there are better ones than were in use."""
+    """Return, by chip, the best sizes for each shape class with sizes better than those in use."""
     found: dict[str, list[TunedSizes]] = {}
     points = document.points("tuning")
     machine = next((content["machine"] for _, stage, content in document.stages() if stage == "tuning"), {})
@@ -49,7 +49,7 @@ def faster(document: Document) -> dict[str, list[TunedSizes]]:
 
 
 def write_entries(path: Path, entries: Sequence[TunedSizes]) -> None:
-    """Add entries to a chip's file; they replace those for the same shapes."""
+    """Add entries to a chip's file, replacing those for the same shapes."""
     shapes = [entry.shape for entry in entries]
     kept = [entry for entry in read_entries(path) if entry.shape not in shapes]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def write_entries(path: Path, entries: Sequence[TunedSizes]) -> None:
 
 
 def _time(point: Entry, before: Entry) -> float:
-    """Beside that before."""
+    """Return the time relative to the previous one."""
     return sum(point[name] / before[name] for name in TIMES) / len(TIMES)
 
 

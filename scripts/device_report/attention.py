@@ -1,10 +1,10 @@
-"""Ragged paged attention by itself: microseconds, bytes and FLOPs per second, over rows, context, page, group, pool.
+"""Ragged paged attention in isolation: microseconds, bytes and FLOPs per second, over rows, context, page, group, pool.
 
-On GPUs the kernel, or XLA's where that cannot run; on TPUs both.
+On GPUs the kernel, or XLA's if the kernel cannot run; on TPUs both.
 
-A program calls the operation as a model does: layer after layer of one donated pool, each with keys that depend on the
-output of the layer before. Successive calls read other pages, so that no cache holds what they read, until all pages
-have been read. Pages are in random order. Nothing is subtracted.
+A program calls the operation like a model: layer after layer of one donated pool, each with keys that depend on the
+previous layer's output. Successive calls read other pages, until all have been read, so that no cache holds them. Pages
+are in random order. Nothing is subtracted.
 """
 
 import contextlib
@@ -38,20 +38,20 @@ from device_report.points import Figures, Latest, Point, UnavailableError, effor
 machine = machines.with_jax
 
 MAX_TABLES = 64
-POOL_SHARE = 0.65  # share of the memory that XLA may use
+POOL_SHARE = 0.65  # fraction of XLA's memory
 BLOCK_PAGES = 256  # random pages, repeated throughout the pool
 DTYPE = jnp.dtype(WIDE)
 
 
 class Shape(NamedTuple):
-    """Sizes that a program is compiled for; the length of the context is not among them."""
+    """Sizes that a program is compiled for; the context length is not among them."""
 
     group: int
     page_size: int
     kv_dtype: str
     backend: str
     q_lens: tuple[int, ...]
-    sizes: tuple[tuple[str, int], ...] | None = None  # block sizes, where not those in use
+    sizes: tuple[tuple[str, int], ...] | None = None  # block sizes, unless those in use
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
@@ -65,12 +65,12 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
         yield from _points(bench, grid, {kv_dtype: bench.best(kv_dtype) for kv_dtype in grid.kv_dtypes}, {})
 
 
-def _points(bench: "Bench", grid: Grid, backends: Mapping[str, str], facts: Figures) -> Iterator[Point]:
-    """Yield the points of the first page size and group, then of narrow pools of these, then the others."""
+def _points(bench: "Bench", grid: Grid, backends: Mapping[str, str], settings: Figures) -> Iterator[Point]:
+    """Yield the points with the first page size and group, then with narrow pools for these, then the others."""
     first, *others = itertools.product(grid.page_sizes, grid.groups)
     wide, *narrow = grid.kv_dtypes
     for (page_size, group), kv_dtype in [(first, wide), *((first, x) for x in narrow), *((x, wide) for x in others)]:
-        common = {"page_size": page_size, "group": group, "kv_dtype": kv_dtype, **facts}
+        common = {"page_size": page_size, "group": group, "kv_dtype": kv_dtype, **settings}
         shape = partial(Shape, group, page_size, kv_dtype, backends[kv_dtype])
         for rows, context in grid.decodes():
             measure = partial(bench.measure, shape((1,) * rows), context)
@@ -97,22 +97,22 @@ class Pool:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers, scales included."""
+        """Bytes over all layers, including scales."""
         return _num_bytes(self.pages)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens in one layer."""
+        """Number of tokens per layer."""
         return self.num_pages * self.page_size
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in one layer."""
+        """Bytes per token and layer."""
         num_layers = jax.tree.leaves(self.pages)[0].shape[0]
         return self.num_bytes // (num_layers * self.num_tokens)
 
     def tables(self, num_rows: int, context: int, width: int) -> list[Array]:
-        """Page tables `[num_rows, width]` that have no page in common; UnavailableError if not even one fits."""
+        """Return disjoint page tables `[num_rows, width]`; UnavailableError if not even one fits."""
         row_pages = -(-context // self.page_size)
         size = num_rows * row_pages
         if size > self.num_pages:
@@ -131,7 +131,7 @@ class Bench:
         self._programs: Latest[Shape, jax.stages.Wrapped] = Latest(self._program)
 
     def best(self, kv_dtype: str) -> str:
-        """Return the backend of all points with such a pool."""
+        """Return the backend for all points with such a pool."""
         grid = self._grid
         return self._kernel.best(self._problem(max(grid.groups), grid.page_sizes[0], kv_dtype))
 
@@ -145,7 +145,7 @@ class Bench:
         return Pool(self._grid, backend, page_size, kv_dtype)
 
     def measure(self, shape: Shape, context: int) -> Figures:
-        """Every row computes the last of `q_lens` tokens of its context."""
+        """Measure a call in which every row computes the last `q_lens` tokens of its context."""
         self._kernel.check(shape.backend, self._problem(shape.group, shape.page_size, shape.kv_dtype))
         pool = self._pools.get((shape.page_size, shape.kv_dtype, shape.backend))
         seconds, num_tables = self._seconds(pool, shape, context)
@@ -158,7 +158,7 @@ class Bench:
         }
 
     def _seconds(self, pool: Pool, shape: Shape, context: int) -> tuple[float, int]:
-        """Return the seconds of one call of the operation, and the number of tables that calls take turns with."""
+        """Return the seconds per call of the operation, and the number of tables that calls alternate between."""
         num_rows = len(shape.q_lens)
         tables = pool.tables(num_rows, context, -(-self._grid.longest() // shape.page_size))
         program = self._programs.get(shape)
@@ -183,7 +183,7 @@ class Bench:
             return median_s(run, self._effort) / self._grid.num_calls, len(tables)
 
     def _program(self, shape: Shape) -> jax.stages.Wrapped:
-        """`num_calls` calls, over all layers of one table and then of the next."""
+        """Return a program with `num_calls` calls, over all layers of one table and then of the next."""
         options = AttentionOptions(self._grid.head_dim**-0.5)
         operation = jax.jit(partial(ragged_paged_attention, options=options, backend=shape.backend))
         num_layers, num_calls, num_rows = self._grid.num_layers, self._grid.num_calls, jnp.int32(len(shape.q_lens))
@@ -196,7 +196,7 @@ class Bench:
                 table_id, layer = divmod(call, num_layers)
                 rows = RaggedRows(lens, tables[table_id], starts, num_rows)
                 out, pool = operation(AttentionInputs(q, new_k, v, rows), pool, jnp.int32(layer))
-                new_k = k + 1e-6 * out[:, : k.shape[1]]  # the same numbers, known only then
+                new_k = k + 1e-6 * out[:, : k.shape[1]]  # the same values, but known only then
             return out, pool
 
         return jax.jit(program, donate_argnums=0)
@@ -208,7 +208,7 @@ def _pool_bytes() -> float:
 
 
 def _block(grid: Grid, page_size: int, kv_dtype: str) -> Pages:
-    """Random pages of one layer, canonical."""
+    """Return random pages for one layer, in canonical layout."""
     shape = (1, BLOCK_PAGES, page_size, 2 * grid.num_kv_heads, grid.head_dim)
     numbers, dtype = jax.random.normal(jax.random.key(7), shape, DTYPE), jnp.dtype(kv_dtype)
     return encode(numbers, dtype)
@@ -216,7 +216,7 @@ def _block(grid: Grid, page_size: int, kv_dtype: str) -> Pages:
 
 @partial(jax.jit, static_argnums=(1, 2))
 def _repeated(block: Pages, num_layers: int, num_blocks: int) -> Pages:
-    """The same pages over and over, in every layer."""
+    """Repeat the same pages in every layer."""
 
     def repeated(x: Array) -> Array:
         _, num_pages, *page = x.shape

@@ -1,4 +1,4 @@
-"""Correctness of what is served: every case of the device's kernels, and the engine's invariants in bfloat16."""
+"""Correctness: every case of the device's kernels, and the engine's invariants in bfloat16."""
 
 import math
 import secrets
@@ -34,7 +34,7 @@ _attend = jax.jit(ragged_paged_attention, static_argnames=("options", "backend")
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
-    """The engine first, then the kernel, then the fallback."""
+    """Yield the engine first, then the kernel, then the fallback."""
     kernel = KERNELS[device]
     yield from invariants.points(device, dry_run)
     for backend in kernel.backends:
@@ -44,9 +44,9 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
 
 
 def check(kernel: Kernel, case: Case, backend: str) -> Figures:
-    """Errors of one backend against the reference, on inputs that no run had before."""
-    facts = case.num_query_heads, case.page_size, jnp.dtype(case.kv_dtype), jax.default_backend()
-    kernel.check(backend, Problem(case.kind, *facts))
+    """Return one backend's errors against the reference, on inputs new in every run."""
+    settings = case.num_query_heads, case.page_size, jnp.dtype(case.kv_dtype), jax.default_backend()
+    kernel.check(backend, Problem(case.kind, *settings))
     arguments, expected_out, expected_pool = _expected(case)
     inputs, pool, layer = jax.device_put(arguments, jax.devices()[0], may_alias=False)  # the pool is donated
     _leave_nan(inputs.q)
@@ -72,14 +72,14 @@ def check(kernel: Kernel, case: Case, backend: str) -> Figures:
 
 
 def _pool_tolerance(case: Case) -> float:
-    """Return the tolerance of stored values: near zero, float32 has many neighbours of a rotated value."""
+    """Return the tolerance for stored values: near zero, many float32 values lie close to a rotated value."""
     is_rotated_here = case.has_rope and case.kv_dtype == "float32"
     return max(case.pool_tolerance, 1e-3 if is_rotated_here else 0.0)
 
 
 @cache
 def _expected(case: Case) -> tuple[Arguments, NDArray[np.float32], Pages]:
-    """Arguments, and the reference's outputs and pool; on the host, where a number costs nothing to look at."""
+    """Return arguments, and the reference's outputs and pool, on the host, where inspecting values is cheap."""
     with jax.default_device(jax.devices("cpu")[0]):
         arguments = case.arguments(SEED)
         out, pool = attention_reference.write_and_attend(*arguments, case.options)
@@ -87,5 +87,5 @@ def _expected(case: Case) -> tuple[Arguments, NDArray[np.float32], Pages]:
 
 
 def _leave_nan(like: jax.Array) -> None:
-    """Fill the memory that the next arrays of this size are likely to get: what a kernel fails to write is NaN."""
+    """Fill memory that the next arrays of this size are likely to get: values left unwritten are NaN."""
     jax.block_until_ready([jnp.full_like(like, jnp.nan) for _ in range(8)])

@@ -1,4 +1,4 @@
-"""The file of results: every point that was measured, whatever the run and the part; whole at any moment."""
+"""The results file: every measured point, from all runs and parts; complete at any moment."""
 
 import json
 import os
@@ -15,7 +15,7 @@ UNMEASURED = ("failed", "unavailable")
 
 
 class Document:
-    """A JSON object: parts, in them stages, each with the machine that measured it and points by name.
+    """A JSON object: parts with stages, each with its machine and points by name.
 
     Attributes:
         device: "gpu" or "tpu".
@@ -33,7 +33,7 @@ class Document:
 
     @classmethod
     def read(cls, path: Path, device: str) -> "Document":
-        """The report that is there."""
+        """Read the existing report."""
         if not path.exists():
             raise SystemExit(f"{path} must be there to be reported; measure a part first, or name another with --json")
         return cls(path, device, bool(json.loads(path.read_text()).get("dry_run")))
@@ -44,7 +44,7 @@ class Document:
         return bool(self._content["dry_run"])
 
     def begin(self, part: str, stage: str, machine: Entry) -> None:
-        """Note on what a stage measures now; what was measured on another machine, or by other versions, is dropped."""
+        """Set a stage's machine; measurements from another machine or other versions are dropped."""
         stages = self._content["parts"].setdefault(part, {})
         if stages.get(stage, {}).get("machine") != machine:
             stages[stage] = {"machine": machine, "points": {}}
@@ -64,18 +64,18 @@ class Document:
             self.write()
 
     def measured(self, part: str, stage: str) -> list[str]:
-        """Names of the points that have figures."""
+        """List the points with figures."""
         points = self._content["parts"].get(part, {}).get(stage, {}).get("points", {})
         return [name for name, entry in points.items() if not any(key in entry for key in UNMEASURED)]
 
     def stages(self) -> Iterator[tuple[str, str, Entry]]:
-        """Part, stage and content of each."""
+        """Yield each stage with its part and content."""
         for part, stages in self._content["parts"].items():
             for stage, content in stages.items():
                 yield part, stage, content
 
     def points(self, *kinds: str, stage: str | None = None) -> list[Entry]:
-        """Return the points of some kinds that have figures, in the order in which they were measured first."""
+        """Return points with these kinds that have figures, in first-measured order."""
         return [
             entry
             for _, name, content in self.stages()
@@ -84,7 +84,7 @@ class Document:
         ]
 
     def write(self) -> None:
-        """Replace the file at once: a kill leaves the one before."""
+        """Replace the file atomically: a kill leaves the previous one."""
         self._add_fractions()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         own = self._path.with_name(f".{self._path.name}.{os.getpid()}")
@@ -92,21 +92,21 @@ class Document:
         own.replace(self._path)
 
     def peak(self, kinds: Sequence[str], unit: str) -> float | None:
-        """The best that was measured of these kinds."""
+        """Return the best measurement among these kinds."""
         return max((point[unit] for point in self.points(*kinds)), default=None)
 
     @property
     def copy_gb_per_s(self) -> float | None:
-        """The peak bandwidth: of copying, or of adding in place."""
+        """Peak bandwidth: copying, or adding in place."""
         return self.peak(("copy", "add"), "gb_per_s")
 
     @property
     def gemm_tflop_per_s(self) -> float | None:
-        """The peak rate of arithmetic."""
+        """Peak arithmetic rate."""
         return self.peak(("gemm",), "tflop_per_s")
 
     def _add_fractions(self) -> None:
-        """Fractions of the peak rates that a point reaches, where both are known."""
+        """Add the fractions of peak rates that a point reaches, if both are known."""
         copy, gemm = self.copy_gb_per_s, self.gemm_tflop_per_s
         for point in self.points("decode", "sdpa decode", "flex decode") if copy else ():
             point["fraction_of_copy"] = point["kv_gb_per_s"] / copy
@@ -124,5 +124,5 @@ class Document:
 
 
 def _sizes(point: Entry) -> tuple[Any, ...]:
-    """Return the sizes of a measurement of decode by a backend, whatever its pool holds."""
+    """Return the sizes for a decode measurement with a backend, whatever its pool holds."""
     return tuple(point[name] for name in ("rows", "context", "page_size", "group", "backend"))

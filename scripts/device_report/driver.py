@@ -1,6 +1,6 @@
-"""Driver of a report: parts, of stages that are processes of their own, until their time is up.
+"""Driver of a report: runs parts, whose stages are separate processes, within their time limits.
 
-Each stage is started anew after a failure; every point is written when it is measured.
+Each stage is restarted after a failure; every point is written when it is measured.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from device_report.document import Document
 
 ROOT = Path(__file__).parents[2]
 WORKER = (sys.executable, "-m", "device_report.worker")
-GRACE_S = 30  # left to the point that runs when the time is up
-LAST_S = 20  # left to a process that only says which points it leaves out
+GRACE_S = 30  # extra time for the point that runs at the time limit
+LAST_S = 20  # time for a process that only reports which points it leaves out
 
 
 class Stage(NamedTuple):
-    """A process of a part, and how much of the part's time it may take beside the stages after it."""
+    """A process in a part, and its maximum part of the time relative to later stages."""
 
     name: str
     share: float
@@ -36,7 +36,7 @@ Parts = Mapping[str, tuple[Stage, ...]]
 
 
 class Options(NamedTuple):
-    """Options of the measurement of a part."""
+    """Options for measuring a part."""
 
     dry_run: bool
     missing: bool
@@ -46,7 +46,7 @@ class Options(NamedTuple):
 def measure(
     document: Document, part: str, stages: Sequence[Stage], minutes: float, options: Options, log: TextIO
 ) -> None:
-    """All stages of a part, one after the other."""
+    """Run all stages of a part, one after the other."""
     end_s = time.time() + 60 * minutes
     for index, stage in enumerate(stages):
         rest = sum(later.share for later in stages[index:])
@@ -55,7 +55,7 @@ def measure(
 
 
 class StageRun:
-    """A stage until its time is up, in one process after the other."""
+    """A stage until its time limit, in one process after the other."""
 
     def __init__(
         self, document: Document, part: str, stage: str, deadline: float, options: Options, log: TextIO
@@ -66,12 +66,12 @@ class StageRun:
         self._has_begun = False
 
     def run(self) -> None:
-        """Measure, and go on after each point that failed."""
+        """Measure, and continue after each failed point."""
         while self._run_process():
             pass
 
     def _run_process(self) -> bool:
-        """Measure what is left; returns whether a point failed, after which another process must go on."""
+        """Measure the remaining points; return whether a point failed, after which a new process must continue."""
         task = {
             "stage": self._stage,
             "device": self._document.device,
@@ -86,7 +86,7 @@ class StageRun:
             stderr=self._log,
             text=True,
             env=_environment(self._options.dry_run),
-            process_group=0,  # so that what it starts ends with it
+            process_group=0,  # so that its children end with it
         )
         timer = threading.Timer(max(LAST_S, self._deadline + GRACE_S - time.time()), _kill, [process])
         timer.start()
@@ -131,7 +131,7 @@ class StageRun:
         print(f"{self._stage}: {name}: {tables.brief(entry)}", flush=True)
 
     def _died(self, process: "subprocess.Popen[str]", began: tuple[str, dict[str, Any]] | None) -> bool:
-        """A process that ended by itself, or for its time; between points there is nothing to go on with."""
+        """Handle a process that ended by itself, or at its time limit; between points nothing can continue."""
         status = process.wait()
         if began is None:
             print(f"{self._stage}: ended with status {status}; the log ends: {_last_line(self._log)}", flush=True)
@@ -144,12 +144,12 @@ class StageRun:
 
 
 def _environment(dry_run: bool) -> dict[str, str]:
-    """The project's folders, installed or not; for a dry run, no accelerator."""
+    """Return an environment with the project's folders, installed or not; for a dry run, without accelerators."""
     folders = [str(ROOT / "scripts"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     if not dry_run:
         return env
-    # Nothing that is measured counts: what matters is that it compiles soon.
+    # Measured values do not count here: fast compilation does.
     return {**env, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
@@ -164,12 +164,12 @@ def _kill(process: "subprocess.Popen[str]") -> None:
 
 
 def run(device: str, parts: Parts, doc: str | None) -> None:
-    """Measure what the command line asks for, and print the tables.
+    """Measure the parts named on the command line, and print the tables.
 
     Args:
         device: "gpu" or "tpu".
-        parts: the stages of each.
-        doc: text of --help.
+        parts: stages of each part.
+        doc: --help text.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=[*parts, "all", "report"], default="all")

@@ -1,4 +1,4 @@
-"""The engine with random weights: start, decoding at several numbers of rows, by one step per dispatch or several."""
+"""Engine with random weights: start, and decoding with several row counts, by one step per dispatch or several."""
 
 import dataclasses
 import random
@@ -24,26 +24,26 @@ from jaxserve.scheduling.schedule_config import MULTI_STEP_ROWS
 
 machine = machines.with_jax
 
-MAX_TRACED_LEN = 512  # tokens of a row beside the prompt, until the trace has ended
+MAX_TRACED_LEN = 512  # tokens of a row besides the prompt, until the trace has ended
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
-    """Yield the start of each shape, then the rows, of several steps where there are programs; last, a whole start."""
+    """Yield each shape's start, then its rows, with several steps if there are programs; last, a whole start."""
     load = load_of(device, dry_run)
     bench = Bench(device, load)
     for shape in load.models():
         yield Point("start", {"shape": shape}, partial(bench.start, shape))
         for rows in load.rows:
             for multi_step in load.multi_steps if rows <= MULTI_STEP_ROWS else (1,):
-                facts = {"shape": shape, "rows": rows, "multi_step": multi_step}
-                yield Point("serve", facts, partial(bench.serve, shape, rows, multi_step))
+                settings = {"shape": shape, "rows": rows, "multi_step": multi_step}
+                yield Point("serve", settings, partial(bench.serve, shape, rows, multi_step))
     for shape in load.whole_starts:
         needs_s = partial(bench.whole_start_s, shape)
         yield Point("whole start", {"shape": shape}, partial(bench.whole_start, shape), needs_s)
 
 
 def _page_size(device: str, model: Mapping[str, int]) -> int:
-    """Return the page size that an engine chooses for the kernel of the device."""
+    """Return the page size that an engine chooses for the device's kernel."""
     head_dim = model["hidden_size"] // model["num_attention_heads"]
     return default_page_size(KERNELS[device].backend, Heads(model["num_key_value_heads"], head_dim), "bfloat16")
 
@@ -54,7 +54,8 @@ class Bench:
     def __init__(self, device: str, load: Load) -> None:
         self._device, self._load = device, load
         self._served: Latest[str, Served] = Latest(self._serve)
-        self._compile_s: dict[str, float] = {}  # time of all programs of a shape, as far as the compiled ones tell
+        # compile time of all programs of a shape, estimated from the compiled ones
+        self._compile_s: dict[str, float] = {}
 
     def _serve(self, shape: str) -> Served:
         load, most = self._load, max(self._load.rows)
@@ -76,7 +77,7 @@ class Bench:
         return served
 
     def start(self, shape: str) -> Figures:
-        """Seconds of what an engine does before its first request, and how much is left to do in the background."""
+        """Return the seconds of an engine's work before its first request, and the work left for the background."""
         served = self._served.get(shape)
         return {
             "num_params": served.num_params,
@@ -89,11 +90,11 @@ class Bench:
         }
 
     def whole_start_s(self, shape: str) -> float:
-        """Return the time that compiling all programs is expected to take."""
+        """Return the expected time to compile all programs."""
         return self._compile_s.get(shape, 0.0)
 
     def whole_start(self, shape: str) -> Figures:
-        """Seconds until all programs of a further engine are there, compiled anew."""
+        """Return the seconds until all programs of another engine are compiled."""
         runner = self._served.get(shape).runner
         runner.programs.table.clear()
         started = time.perf_counter()
@@ -101,7 +102,7 @@ class Bench:
         return {"num_programs": self._served.get(shape).num_programs, "warm_up_s": time.perf_counter() - started}
 
     def serve(self, shape: str, rows: int, multi_step: int | str) -> Figures:
-        """The round of median speed, and how long the device waits in a later, traced one."""
+        """Return the round with median speed, and the device's wait time in a later, traced one."""
         served = self._served.get(shape)
         served.compile_for(self._load.rows, any(steps != 1 for steps in self._load.multi_steps))
         engine = served.engine(multi_step=multi_step)
@@ -115,11 +116,11 @@ class Bench:
         return {**median, "decode_tok_per_s_of_rounds": speeds, "host_gap": gap, "host_gap_by": source}
 
     def _round(self, engine: DrivenEngine, rows: int, seed: int) -> Figures:
-        """All requests from first to last, and what the steps took in which every row decoded."""
+        """Run all requests from first to last; return the step figures while every row decoded."""
         started, begin = time.perf_counter(), dataclasses.replace(engine.stats)
         outputs = self._queue(engine, rows, self._load.output_len, seed)
         prefill_s = _until_all_decode(engine, outputs)
-        for _ in range(2):  # the statistics of a step are written while a later one runs
+        for _ in range(2):  # step statistics are written while a later step runs
             engine.step()
         before, step_ms = dataclasses.replace(engine.stats), {}
         while _longest(outputs) < self._load.output_len:
@@ -142,7 +143,7 @@ class Bench:
         }
 
     def _busy_share(self, engine: DrivenEngine, rows: int) -> tuple[float | None, str]:
-        """Share of the time in which something ran on the device, by its trace: see `busy_share`."""
+        """Return the fraction of time in which the device was busy, from its trace: see `busy_share`."""
         outputs = self._queue(engine, rows, self._load.output_len + MAX_TRACED_LEN, seed=99)
         _until_all_decode(engine, outputs)
         with TemporaryDirectory() as directory:
@@ -162,7 +163,7 @@ class Bench:
 
 
 def _until_all_decode(engine: DrivenEngine, outputs: list[RequestOutput]) -> float:
-    """Step until every row has its first token; the seconds that takes."""
+    """Step until every row has its first token; return the seconds."""
     started = time.perf_counter()
     while not all(output.outputs[0].token_ids for output in outputs):
         engine.step()
@@ -174,7 +175,7 @@ def _longest(outputs: list[RequestOutput]) -> int:
 
 
 def _per_step(stats: EngineStats) -> Figures:
-    """Return the means over the steps of a stretch in which every row decoded, by the steps' wall times."""
+    """Return means per step while every row decoded, by the steps' wall times."""
     num_steps, seconds = stats.num_steps, stats.wall_ms / 1e3
     return {
         "decode_tok_per_s": stats.num_decode_tokens / seconds,

@@ -1,8 +1,8 @@
-"""The tokens of a request do not depend on what runs beside it, nor on how it is run: on this device, in bfloat16.
+"""A request's tokens depend neither on concurrent requests nor on how they run: on this device, in bfloat16.
 
-Sums in bfloat16 depend on the shape of a product, and products of other shapes are computed otherwise. So outputs must
-be equal up to the first token at which the two most likely ones were nearly equal; and until there, log probabilities
-within a tolerance.
+Sums in bfloat16 depend on a matmul's shape, and different shapes are computed differently. Outputs must therefore be
+equal up to the first token at which the two most likely ones were nearly equal, and log probabilities before that must
+agree within a tolerance.
 """
 
 import math
@@ -27,16 +27,16 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 STD_FACTOR = 4  # so that logits differ by more than rounding
-TOLERANCE = 0.1  # bound on log probabilities' errors: several roundings of bfloat16 at logits of some 5
+TOLERANCE = 0.1  # limit on log probability errors: several bfloat16 roundings at logits around 5
 NUM_REQUESTS = 8
 PROMPT_LEN, OUTPUT_LEN = 150, 32
-WHOLE, CHUNK = 256, 32  # tokens of a step
+WHOLE, CHUNK = 256, 32  # tokens per step
 
 Prompts = Sequence[list[int]]
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
-    """One for each invariant; few requests in a dry run."""
+    """Yield one point per invariant; with few requests in a dry run."""
     num_requests, output_len = (2, 3) if dry_run else (NUM_REQUESTS, OUTPUT_LEN)
     rng = random.Random(11)
     prompts = [[rng.randrange(3, 512) for _ in range(PROMPT_LEN - 7 * row)] for row in range(num_requests)]
@@ -49,20 +49,20 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
 
 
 def batched_is_alone(device: str, prompts: Prompts, output_len: int) -> Figures:
-    """All at once, in chunks of one budget, against each with an empty engine to itself."""
+    """Compare all requests together, in chunks within one budget, with each request on an empty engine."""
     engine = _engine(device, WHOLE)
     alone = [generate(engine, [prompt], output_len)[0] for prompt in prompts]
     return _agreement(generate(engine, prompts, output_len), alone)
 
 
 def chunked_is_whole(device: str, prompts: Prompts, output_len: int) -> Figures:
-    """Prompts in pieces against prompts in one."""
+    """Compare chunked prompts with whole ones."""
     whole, chunked = ([generate(_engine(device, size), [p], output_len)[0] for p in prompts] for size in (WHOLE, CHUNK))
     return _agreement(chunked, whole)
 
 
 def cached_is_cold(device: str, prompts: Prompts, output_len: int) -> Figures:
-    """Each prompt a second time."""
+    """Repeat each prompt."""
     engine = _engine(device, WHOLE)
     cold = [generate(engine, [prompt], output_len)[0] for prompt in prompts]
     warm = generate(engine, prompts[-1:], output_len, reset=False)
@@ -77,7 +77,7 @@ def _engine(device: str, budget: int) -> DrivenEngine:
 
 
 def generate(engine: DrivenEngine, prompts: Prompts, output_len: int, *, reset: bool = True) -> list[RequestOutput]:
-    """So many tokens of each prompt, the likeliest, with their log probabilities; cold unless the cache is kept."""
+    """Generate the most likely tokens for each prompt, with their log probabilities; cold unless the cache is kept."""
     if reset:
         engine.reset_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=2)
@@ -100,9 +100,9 @@ def _agreement(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]
 
 
 def _compare(found: RequestOutput, expected: RequestOutput) -> tuple[float, bool]:
-    """Largest difference of log probabilities, and whether all tokens are equal.
+    """Return the largest log probability difference, and whether all tokens are equal.
 
-    Where a token differs, the difference is that between both candidates, in the run that was to be found right.
+    If a token differs, the difference is that between both candidates in the reference run.
     """
     (a,), (b,) = found.outputs, expected.outputs
     assert a.logprobs is not None

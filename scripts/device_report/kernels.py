@@ -1,4 +1,4 @@
-"""The kernels of attention that a device has: what they are to show, and how they run where there is no such device."""
+"""A device's attention kernels: their required cases, and how they run without such a device."""
 
 import contextlib
 import importlib
@@ -20,15 +20,15 @@ FALLBACK = "xla"
 
 @dataclass(frozen=True)
 class Kernel:
-    """Attention kernels of a device, as a backend.
+    """A device's attention kernels, as a backend.
 
     Attributes:
-        backend: its name.
+        backend: name of the backend.
         module: module of the backend.
-        cases: cases in which it must be right.
-        tiny_cases: cases of a dry run, by name.
-        interpreter: Pallas' interpreter: module and the class of its parameters.
-        first_interpreter: the first jax that has it.
+        cases: cases that must be correct.
+        tiny_cases: names of the cases for a dry run.
+        interpreter: Pallas' interpreter: module and parameter class.
+        first_interpreter: first jax version that has it.
     """
 
     backend: str
@@ -40,11 +40,13 @@ class Kernel:
 
     @property
     def backends(self) -> tuple[str, str]:
-        """Itself, and what serves where it cannot."""
+        """The backend itself, and its fallback."""
         return self.backend, FALLBACK
 
     def runnable(self) -> AbstractContextManager[None]:
-        """Calls traced inside run here: on the device as they are, elsewhere in the interpreter, where jax has it."""
+        """Return a context in which traced calls run here: natively on the device, elsewhere in the interpreter, if jax
+        has it.
+        """
         if jax.default_backend() != "cpu" or jax.__version_info__ < self.first_interpreter:
             return contextlib.nullcontext()
         module, params = self.interpreter
@@ -54,24 +56,24 @@ class Kernel:
         return interpreted
 
     def best(self, problem: Problem) -> str:
-        """The kernel where it runs, XLA's elsewhere."""
+        """Return the kernel if it runs, otherwise XLA's."""
         with self.runnable():
             return FALLBACK if self.module.KERNEL.unsupported_reason(problem) else self.backend
 
     def served(self, problem: Problem) -> str:
-        """The kernel where an engine can run it here, else what the engine takes by itself."""
+        """Return the kernel if an engine can run it here, otherwise the engine's own choice."""
         requested = AUTO if self.module.KERNEL.unsupported_reason(problem) else self.backend
         return OP.select(requested, lambda backend: backend.unsupported_reason(problem))
 
     def check(self, backend: str, problem: Problem) -> None:
-        """UnavailableError for a backend that cannot run here."""
+        """Raise UnavailableError for a backend that cannot run here."""
         with self.runnable():
             if (reason := BACKENDS[backend].unsupported_reason(problem)) is not None:
                 raise UnavailableError(f"{backend}: {reason}")
 
 
 def _tpu_cases() -> Iterator[Case]:
-    """Yield the cases in float32, as most are written, in half precision where that differs, and the kernel's own."""
+    """Yield the float32 cases, most of them; half-precision ones if they differ; and the kernel's own."""
     yield from map(widened, (*CASES, *TPU_CASES))
     yield from (widened(replace(case, name=f"{case.name}_half")) for case in GPU_CASES if case not in CASES)
 

@@ -1,4 +1,4 @@
-"""Facts of the machine that a process measures: device, driver, versions."""
+"""Properties of the measuring machine: device, driver, versions."""
 
 import platform
 import subprocess
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def with_jax() -> dict[str, Any]:
-    """Return the device as jax sees it."""
+    """Return the device as reported by jax."""
     import jax  # noqa: PLC0415 - takes the device's memory
 
     from jaxserve.execution.roofline import describe_device  # noqa: PLC0415 - imports jax
@@ -22,7 +22,7 @@ def with_jax() -> dict[str, Any]:
 
 
 def with_torch() -> dict[str, Any]:
-    """Return the device as torch sees it; without torch or a GPU, the points find the reason."""
+    """Return the device as reported by torch; without torch or a GPU, the points find the reason."""
     try:
         import torch  # noqa: PLC0415 - may be missing
     except ImportError:
@@ -37,7 +37,7 @@ def with_torch() -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """Return the driver's version of the NVIDIA GPU; None where there is none."""
+    """Return the NVIDIA driver's version; None without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.split()[0]
@@ -46,7 +46,7 @@ def driver() -> str | None:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Return the versions of Python and the packages; None for missing ones."""
+    """Return the versions of Python and packages; None for missing ones."""
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 
 

@@ -1,4 +1,4 @@
-"""Parity: an engine here chooses the ids that transformers chooses, on the same weights, in float32."""
+"""Parity: an engine here chooses transformers' ids, with the same weights, in float32."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -21,17 +21,17 @@ machine = machines.with_jax
 
 PROMPT_LEN, OUTPUT_LEN = 100, 48
 STD = 0.08  # standard deviation of the weights, so that logits differ by more than rounding
-TOLERANCE = 1e-3  # margin by which a choice may lie below the likeliest id: ties of float32
+TOLERANCE = 1e-3  # maximum margin below the most likely id: float32 ties
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
-    """One: some requests at once, of which transformers is asked one by one."""
-    facts = {"requests": 2 if dry_run else 8, "output_len": 6 if dry_run else OUTPUT_LEN}
-    yield Point("transformers ids", facts, partial(measure, device, *facts.values()))
+    """Yield one point: several simultaneous requests, compared with transformers one by one."""
+    settings = {"requests": 2 if dry_run else 8, "output_len": 6 if dry_run else OUTPUT_LEN}
+    yield Point("transformers ids", settings, partial(measure, device, *settings.values()))
 
 
 def measure(device: str, num_requests: int, output_len: int) -> Figures:
-    """Return how far the chosen ids lie, at worst, below what transformers finds likeliest after the same ids."""
+    """Return the largest margin of chosen ids below transformers' most likely ones after the same ids."""
     rng = random.Random(3)
     vocab_size = invariants.MODEL["vocab_size"]
     prompts = [[rng.randrange(3, vocab_size) for _ in range(PROMPT_LEN - 9 * row)] for row in range(num_requests)]
@@ -51,7 +51,7 @@ def measure(device: str, num_requests: int, output_len: int) -> Figures:
 
 
 def _transformers_model() -> Any:
-    """Return the model of transformers on the host, whose float32 is exact."""
+    """Return transformers' model on the host, whose float32 is exact."""
     try:
         import torch  # noqa: PLC0415 - may be missing
         import transformers  # noqa: PLC0415
@@ -86,7 +86,7 @@ def _engine(device: str, directory: str) -> DrivenEngine:
 
 
 def _lead(model: Any, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
-    """Return the largest margin of the likeliest id over the chosen one; 0 where `generate` gives the same ids."""
+    """Return the most likely id's largest margin over the chosen one; 0 if `generate` gives the same ids."""
     import torch  # noqa: PLC0415 - as above, where its absence is told
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Peak rates of the device: copying, adding in place, reading; and a matrix product."""
+"""Peak rates of the device: copying, adding in place, reading; and a matmul."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +17,7 @@ BANDWIDTH_KINDS = ("copy", "add", "read")
 
 
 def points(_: str, dry_run: bool) -> Iterator[Point]:
-    """Bandwidths over sizes that no cache holds, and the product of square matrices of random numbers."""
+    """Yield bandwidths over sizes larger than any cache, and square random matmuls."""
     sizes = (1,) if dry_run else (256, 1024, 4096)
     for kind in BANDWIDTH_KINDS:
         for mib in sizes:
@@ -27,7 +27,7 @@ def points(_: str, dry_run: bool) -> Iterator[Point]:
 
 
 def bandwidth(kind: str, mib: int, dry_run: bool) -> Figures:
-    """Bytes read and written over the time of one pass; passes follow each other on the device."""
+    """Return bytes read and written over the time of one pass; passes follow each other on the device."""
     x = jax.random.normal(jax.random.key(mib), (mib << 19,), jnp.bfloat16)
     bytes_per_pass = x.nbytes if kind == "read" else 2 * x.nbytes
     seconds = median_s({"copy": _copies, "add": _adds, "read": _reads}[kind](x), effort(dry_run))
@@ -36,7 +36,7 @@ def bandwidth(kind: str, mib: int, dry_run: bool) -> Figures:
 
 
 def gemm(size: int, dry_run: bool) -> Figures:
-    """`x = x @ w` over and over; `w` is scaled so that the numbers stay of one size."""
+    """Repeat `x = x @ w`; `w` is scaled so that values keep their magnitude."""
     x, w = (jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in (1, 2))
     w = (w * size**-0.5).astype(x.dtype)
     seconds = median_s(_repeated(jax.jit(partial(_chain, lambda x, w: x @ w)), x, w), effort(dry_run))
@@ -44,7 +44,7 @@ def gemm(size: int, dry_run: bool) -> Figures:
 
 
 def _copies(x: Array) -> Callable[[int], None]:
-    """Each pass into an array of its own: XLA's copy of what it may not overwrite."""
+    """Copy into a new array in each pass: XLA copies an array that it may not overwrite."""
     copy = jax.jit(jnp.copy)
 
     def run(count: int) -> None:
@@ -60,13 +60,13 @@ def _adds(x: Array) -> Callable[[int], None]:
 
 
 def _reads(x: Array) -> Callable[[int], None]:
-    """Each pass needs the result of the one before, so that none is shared."""
+    """Make each pass depend on the previous result, so that none is skipped."""
     program = partial(_chain, lambda largest, x: jnp.max(jnp.abs(x - largest)))
     return _repeated(jax.jit(program), jnp.zeros((), x.dtype), x)
 
 
 def _chain(step: Callable[[Array, Array | None], Array], x: Array, w: Array | None) -> Array:
-    """Steps that XLA may not merge."""
+    """Chain steps that XLA may not merge."""
     for _ in range(CHAIN_LEN):
         x = lax.optimization_barrier(step(x, w))
     return x

@@ -15,7 +15,7 @@ _LABELS = {"decode": "decode attention", "mixed": "mixed attention", "serve": "e
 
 
 def draw(document: Document, directory: Path) -> list[str]:
-    """The paths of those for which there are figures; else a line that says why there are none."""
+    """Write the plots and return their paths; if there are no figures, return lines with the reasons."""
     if find_spec("matplotlib") is None:
         return ["there are no plots, because they need matplotlib; pip install matplotlib"]
     if document.copy_gb_per_s is None:
@@ -44,7 +44,7 @@ def _save(path: Path, size: tuple[float, float], draw_on: Callable[[Any], None])
 
 
 def _roofline(document: Document, figure: Any) -> None:
-    """FLOP/s over FLOPs per byte of keys, values and weights, all of which a step must read."""
+    """Plot FLOP/s over FLOPs per byte of keys, values and weights, all of which a step must read."""
     axes, copy, gemm = figure.subplots(), document.copy_gb_per_s, document.gemm_tflop_per_s
     assert copy is not None
     assert gemm is not None
@@ -65,14 +65,14 @@ def _roofline(document: Document, figure: Any) -> None:
 
 
 def _place(point: Entry) -> tuple[float, float]:
-    """FLOPs per byte and TFLOP/s."""
+    """Return FLOPs per byte and TFLOP/s."""
     if point["kind"] == "serve":
         return point["flops"] / (point["weight_bytes"] + point["kv_bytes"]), point["tflop_per_s"]
     return 1e3 * point["tflop_per_s"] / point["kv_gb_per_s"], point["tflop_per_s"]
 
 
 def _panels(points: list[Entry]) -> dict[Sizes, list[Entry]]:
-    """Group points by page size, group, dtype of the pool and backend."""
+    """Group points by page size, group, pool dtype and backend."""
     panels: dict[Sizes, list[Entry]] = {}
     for point in points:
         sizes = point["page_size"], point["group"], point["kv_dtype"], point["backend"]
@@ -89,7 +89,7 @@ def _heat_maps(panels: dict[Sizes, list[Entry]], figure: Any) -> None:
 
 
 def _heat_map(axes: Axes, points: list[Entry]) -> None:
-    """Rows over context; what was not measured stays white. Of narrow pools also how much faster they are."""
+    """Draw rows over context; unmeasured cells stay white. For narrow pools, also show their speed-up."""
     rows, contexts = (sorted({p[name] for p in points}) for name in ("rows", "context"))
     grid = [[float("nan")] * len(contexts) for _ in rows]
     for p in points:

@@ -1,4 +1,4 @@
-"""Points that a process measures, each by itself; and how a time is taken."""
+"""Points that a process measures independently, and the timing of calls."""
 
 import gc
 import statistics
@@ -21,35 +21,35 @@ class Point:
     """One measurement.
 
     Attributes:
-        kind: kind of measurement.
-        facts: sizes of the measurement; kind and facts together name the point.
-        measure: gives the figures, with units in their names.
-        needs_s: seconds that it takes at least; left out where there are fewer.
+        kind: type of measurement.
+        settings: sizes of the measurement; `kind` and `settings` together name the point.
+        measure: returns the figures, with units in their names.
+        needs_s: minimum seconds that it takes; left out if fewer are left.
     """
 
     kind: str
-    facts: Figures
+    settings: Figures
     measure: Callable[[], Figures]
     needs_s: Callable[[], float] = lambda: 0.0
 
     @property
     def name(self) -> str:
-        """Unique within a stage."""
-        return " ".join([self.kind, *(f"{fact}={value}" for fact, value in self.facts.items())])
+        """Unique name within a stage."""
+        return " ".join([self.kind, *(f"{setting}={value}" for setting, value in self.settings.items())])
 
 
 class Latest(Generic[K, V]):
-    """Makes what points share, and keeps the last of it alone: what takes the most memory is never there twice."""
+    """Creates objects shared by points, and keeps only the last one: large objects never exist twice."""
 
     def __init__(self, make: Callable[[K], V]) -> None:
         self._make = make
         self._kept: dict[K, V] = {}
 
     def get(self, key: K) -> V:
-        """The value of this key, made now unless it was the last one asked for."""
+        """Return this key's value, created now unless it was requested last."""
         if key not in self._kept:
             self._kept.clear()
-            gc.collect()  # reference cycles live on until then, and arrays with them
+            gc.collect()  # reference cycles, and arrays with them, live until then
             self._kept[key] = self._make(key)
         return self._kept[key]
 
@@ -57,18 +57,18 @@ class Latest(Generic[K, V]):
 class Effort(NamedTuple):
     """Lengths of a measurement."""
 
-    sample_s: float  # least time of a sample, so that waiting for its end weighs little
+    sample_s: float  # minimum sample time, so that waiting for its end weighs little
     samples: int
-    limit_s: float  # time after which no further sample is begun
+    limit_s: float  # time after which no further sample begins
 
 
 def effort(dry_run: bool) -> Effort:
-    """Return the lengths of a measurement that counts, or of one that only shows that it works."""
+    """Return the lengths of a real measurement, or of one that only shows that it works."""
     return Effort(0.0, 1, 0.0) if dry_run else Effort(0.02, 9, 2.0)
 
 
 def median_s(run: Callable[[int], None], effort: Effort) -> float:
-    """Seconds of one call, the median of samples; `run(n)` makes n calls and waits for the last one's end."""
+    """Return the median seconds per call; `run(n)` makes n calls and waits for the last one's end."""
     run(1)  # compiles
     started = time.perf_counter()
     once_s = _seconds(run, 1)

@@ -1,4 +1,4 @@
-"""Engines of random weights that are never written to a disk."""
+"""Engines with random weights that are never written to disk."""
 
 import contextlib
 import json
@@ -38,13 +38,13 @@ Shape = dict[str, Any]
 
 
 class Served:
-    """A model of this shape with the programs that are measured, and what it took to start it.
+    """A model with the programs being measured, and its start-up costs.
 
     Args:
-        device: "gpu" or "tpu"; its kernel attends where it can.
-        shape: fields of a Llama's config.json.
-        std_factor: makes the weights this much larger than usual.
-        options: options of EngineConfig.
+        device: "gpu" or "tpu"; its kernel is used if possible.
+        shape: Llama config.json fields.
+        std_factor: factor on the usual weight scale.
+        options: EngineConfig options.
     """
 
     def __init__(self, device: str, shape: Shape, std_factor: float = 1, **options: Any) -> None:
@@ -78,19 +78,19 @@ class Served:
         self.first_programs_s = time.perf_counter() - started
 
     def compile_for(self, rows: Iterable[int], multi_step: bool) -> None:
-        """Compile the programs of so many rows in decode, and those of several steps where they can go at once."""
+        """Compile the programs for these numbers of decoding rows, and multi-step ones if possible."""
         shapes = self.schedule.shapes(MAX_STEPS)
         fitting = [cheapest(shapes, StepShape(count, least)) for count in rows for least in (1, 1 + multi_step)]
         self._compile(dict.fromkeys(shape for shape in fitting if shape))
 
     def _compile(self, wanted: Iterable[StepShape]) -> None:
-        """Compile what is missing, all at once; seconds of one program are with the others beside it."""
+        """Compile missing programs simultaneously; a program's seconds include the others' load."""
         compile_now, shapes = self.runner.programs._compile, list(wanted)
         with ThreadPoolExecutor(max(1, len(shapes))) as threads:
             list(threads.map(lambda shape: self._timed(shape.name, partial(compile_now, [shape])), shapes))
 
     def _timed(self, name: str, compile_it: Callable[[], None]) -> None:
-        """Note the seconds of what was not compiled before."""
+        """Note the compile seconds if it was not compiled before."""
         started = time.perf_counter()
         compile_it()
         self.compile_s.setdefault(name, time.perf_counter() - started)
@@ -101,7 +101,7 @@ class Served:
         return self.schedule.num_programs(MAX_STEPS)
 
     def engine(self, **options: Any) -> DrivenEngine:
-        """A new engine over these weights, programs and pool; only one may be in use at a time."""
+        """Return a new engine over these weights, programs and pool; only one may be in use at a time."""
         with TemporaryDirectory() as directory:
             return DrivenEngine(self._engine_config(directory, **options), [self.runner])
 
@@ -111,10 +111,10 @@ class Served:
 
 
 def _random_params(config: EngineConfig, arch: ArchConfig, std_factor: float) -> Params:
-    """Return random weights in the form in which an engine has them.
+    """Return random weights in an engine's layout.
 
-    Quantised matrices of one size are equal in all layers, as quantising on the host takes long; each has memory of its
-    own.
+    Quantised matrices with the same size are equal in all layers, because quantising on the host is slow; each has
+    separate memory.
     """
     dtype, specs = compute_dtype(config, arch), param_specs(arch)
     mesh = tensor_mesh(config.tensor_parallel_size)

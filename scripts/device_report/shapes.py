@@ -1,4 +1,4 @@
-"""The models whose decoding is measured, and how much of it."""
+"""Models whose decoding is measured, and the load."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,21 +39,21 @@ TINY_SHAPE = {
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of random tokens, all queued at once."""
+    """Requests with random tokens, all queued together."""
 
     shapes: dict[str, dict[str, Any]]
     rows: tuple[int, ...] = (1, 8, 64, 256)
     multi_steps: tuple[int | str, ...] = (1, "auto")
     quantizations: tuple[tuple[str, str], ...] = (("8B", "int8"), ("8B", "int4"), ("8B", "fp8"))
-    whole_starts: tuple[str, ...] = ("1B",)  # shapes of which all programs are compiled
+    whole_starts: tuple[str, ...] = ("1B",)  # shapes for which all programs are compiled
     prompt_len: int = 512
     output_len: int = 128
     traced_steps: int = 16
     max_num_batched_tokens: int = 2048
-    rounds: int = 3  # measured after one round of warm-up
+    rounds: int = 3  # measured after one warm-up round
 
     def models(self) -> dict[str, tuple[dict[str, Any], str | None]]:
-        """Return the shape and the quantisation of each model by its name."""
+        """Return each model's shape and quantisation, by name."""
         plain: dict[str, tuple[dict[str, Any], str | None]] = {
             name: (shape, None) for name, shape in self.shapes.items()
         }
@@ -61,10 +61,10 @@ class Load:
 
 
 FULL_LOAD = Load(SHAPES)
-FULL_TPU_LOAD = Load(SHAPES, rows=(1, 8, 64))  # keys and values of more exceed a v6e beside 8B
+FULL_TPU_LOAD = Load(SHAPES, rows=(1, 8, 64))  # more keys and values do not fit a v6e alongside 8B
 TINY_LOAD = Load({"tiny": TINY_SHAPE}, (1, 2), (1, 4), (("tiny", "int4"),), (), 12, 48, 4, 2, 1)
 
 
 def load_of(device: str, dry_run: bool) -> Load:
-    """Return the load to measure on a device, or a small one that only shows that it works."""
+    """Return a device's load, or a small one that only shows that it works."""
     return TINY_LOAD if dry_run else {"gpu": FULL_LOAD, "tpu": FULL_TPU_LOAD}[device]

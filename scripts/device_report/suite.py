@@ -1,4 +1,4 @@
-"""The tests of the kernels, on this device, by pytest where it is installed."""
+"""Kernel tests on this device, by pytest if it is installed."""
 
 import os
 import subprocess
@@ -17,14 +17,14 @@ TESTS = {
     "gpu": ("test_mosaic_gpu", "test_latents_on_gpus", "test_grouped_kernels", "test_quantized_matmul"),
     "tpu": ("test_mosaic_tpu_kernel", "test_latents_on_tpus", "test_grouped_kernels", "test_quantized_matmul"),
 }
-NUM_PROCESSES = min(12, os.cpu_count() or 1)  # most of the time goes to compiling
-# Tests of values; a planted bug may keep a device waiting for ever.
+NUM_PROCESSES = min(12, os.cpu_count() or 1)  # compilation takes most of the time
+# Tests of values; a planted bug may make a device wait forever.
 CHOSEN = {"gpu": "match and not (planted or tpu_kernel)", "tpu": "match and not (planted or gpu_kernel)"}
-TIMEOUT_S = 60  # a kernel that never ends must not keep the device from the others
+TIMEOUT_S = 60  # a kernel that never ends must not block the device
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine without asking jax, whose process would keep the device's memory from the tests."""
+    """Return the machine without jax, whose process would keep the device memory from the tests."""
     return {
         "device": None,
         "platform": None,
@@ -34,13 +34,13 @@ def machine() -> dict[str, Any]:
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
-    """One: all tests; in a dry run, a file of few."""
+    """Yield one point: all tests; in a dry run, one small file."""
     files = ("test_dispatch",) if dry_run else TESTS[device]
     yield Point("suite", {"tests": "tests/kernels"}, partial(run, files, device, dry_run))
 
 
 def run(files: Sequence[str], device: str, dry_run: bool) -> Figures:
-    """Return the last line that pytest says, and the names of what failed; all it says goes to the log."""
+    """Return pytest's last line, and the names of failed tests; all output goes to the log."""
     if find_spec("pytest") is None:
         raise UnavailableError("pytest is not installed")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "default"]
@@ -58,7 +58,7 @@ def run(files: Sequence[str], device: str, dry_run: bool) -> Figures:
     ) as process:
         assert process.stdout is not None
         for line in map(str.rstrip, process.stdout):
-            print(line, file=sys.stderr, flush=True)  # at once, in case the time is up before the end
+            print(line, file=sys.stderr, flush=True)  # immediately, in case the time is up before the end
             lines.append(line)
     summary = next((line.strip("= ") for line in reversed(lines) if line), "")
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]

@@ -1,4 +1,4 @@
-"""The figures as tables of Markdown, and as a line for each point when it is there."""
+"""Figures as Markdown tables, and as one line per new point."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,12 +31,12 @@ _BRIEF = (
 
 
 def brief(entry: Entry) -> str:
-    """Return the figures of a point that matter most."""
+    """Return a point's most important figures."""
     return ", ".join(f"{name} {number(entry[name])}" for name in _BRIEF if name in entry)[:300]
 
 
 def render(document: Document) -> str:
-    """All tables of which there is anything, the device above them."""
+    """Return all non-empty tables, below the device."""
     blocks = [_machines(document), _peak_rates(document), _correctness(document)]
     blocks += [
         _decode(document),
@@ -51,7 +51,7 @@ def render(document: Document) -> str:
 
 
 def number(value: Any) -> str:
-    """Three significant digits, more only before the point; other values as they are."""
+    """Format three significant digits, more only before the point; other values unchanged."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -60,12 +60,12 @@ def number(value: Any) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share of one, in percent."""
+    """Format a fraction as percent."""
     return "-" if value is None else f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
 
 
 def table(header: Row, rows: Iterable[Row]) -> str:
-    """Markdown with columns of equal width; nothing without rows."""
+    """Return a Markdown table with aligned columns; nothing without rows."""
     cells = [[number(cell) for cell in row] for row in (header, *rows)]
     if len(cells) == 1:
         return ""
@@ -119,7 +119,7 @@ def _correctness(document: Document) -> str:
 
 
 def _decode(document: Document) -> str:
-    """Ours, a row per rows, context, group, page and pool; beside it others on the same sizes, all in bfloat16."""
+    """Return our figures per rows, context, group, page and pool, next to others at the same sizes, in bfloat16."""
     others = {
         kind: {(p["rows"], p["context"], p["group"]): p["us"] for p in document.points(kind)}
         for kind in ("sdpa decode", "flex decode")
@@ -146,7 +146,7 @@ def _prefill(document: Document) -> str:
 
 
 def _mixed(document: Document) -> str:
-    """Rows of one token and one of many, all of one context."""
+    """Return rows with one token and one with many, all with the same context."""
     rows = []
     for p in document.points("mixed"):
         sizes = p["rows"], p["chunk"], p["context"], p["group"], p["page_size"], p["backend"]
@@ -156,7 +156,7 @@ def _mixed(document: Document) -> str:
 
 
 def _tuning(document: Document) -> str:
-    """Sizes of blocks: as they were in use, and with one changed."""
+    """Return block sizes: those in use, and with one changed."""
     rows = []
     for p in document.points("tuning"):
         shape = p["num_kv_heads"], p["group"], p["head_dim"], p["kv_dtype"]
@@ -174,7 +174,7 @@ def _starts(document: Document) -> str:
 
 
 def _serving(document: Document) -> str:
-    """Output tokens per second: of a stretch of decode, and of everything."""
+    """Return output tokens per second: while all rows decode, and overall."""
     rows: list[Row] = []
     for p in document.points("serve"):
         padding = share(p["decode_padding_share"])
@@ -191,7 +191,7 @@ def _serving(document: Document) -> str:
 
 
 def _gaps(document: Document) -> str:
-    """Return a table of the points without figures, and the reasons."""
+    """Return a table of points without figures, and the reasons."""
     rows = []
     for _, stage, content in document.stages():
         for name, entry in content["points"].items():

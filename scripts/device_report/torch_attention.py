@@ -1,6 +1,6 @@
-"""torch beside it, on the same sizes: SDPA and FlexAttention over contiguous keys and values, replayed as CUDA graphs.
+"""torch at the same sizes: SDPA and FlexAttention over contiguous keys and values, replayed as CUDA graphs.
 
-What is read is spread over several copies, so that no cache holds it.
+Inputs are spread over several copies, so that no cache holds them.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from device_report.points import Figures, Point, UnavailableError, effort, media
 
 machine = machines.with_torch
 
-NUM_CALLS = 16  # calls in a graph
-CACHE_BYTES = 1 << 29  # size that all copies together exceed
+NUM_CALLS = 16  # calls per graph
+CACHE_BYTES = 1 << 29  # minimum size of all copies together
 MEMORY_SHARE = 0.8
 Call = Callable[..., Any]
 
@@ -25,18 +25,18 @@ TINY_FLEX = (1,), (40,)
 
 
 def points(_: str, dry_run: bool) -> Iterator[Point]:
-    """SDPA, then FlexAttention."""
+    """Yield SDPA, then FlexAttention."""
     grid = TINY if dry_run else FULL
     for group in grid.groups:
         for rows, context in grid.decodes():
-            facts = {"rows": rows, "context": context, "group": group}
-            yield Point("sdpa decode", facts, partial(measure, _sdpa, grid, dry_run, chunk=1, **facts))
+            settings = {"rows": rows, "context": context, "group": group}
+            yield Point("sdpa decode", settings, partial(measure, _sdpa, grid, dry_run, chunk=1, **settings))
         for chunk, context in grid.prefills() if group in grid.prefill_groups else ():
-            facts = {"chunk": chunk, "context": context, "group": group}
-            yield Point("sdpa prefill", facts, partial(measure, _sdpa, grid, dry_run, rows=1, **facts))
+            settings = {"chunk": chunk, "context": context, "group": group}
+            yield Point("sdpa prefill", settings, partial(measure, _sdpa, grid, dry_run, rows=1, **settings))
     for rows, context in itertools.product(*(TINY_FLEX if dry_run else (FLEX_ROWS, FLEX_CONTEXTS))):
-        facts = {"rows": rows, "context": context, "group": grid.groups[0]}
-        yield Point("flex decode", facts, partial(measure, _flex, grid, dry_run, chunk=1, **facts))
+        settings = {"rows": rows, "context": context, "group": grid.groups[0]}
+        yield Point("flex decode", settings, partial(measure, _flex, grid, dry_run, chunk=1, **settings))
 
 
 def measure(
@@ -49,7 +49,7 @@ def measure(
     context: int,
     group: int,
 ) -> Figures:
-    """The last `chunk` tokens of every row attend over its whole context."""
+    """Measure the last `chunk` tokens of every row attending over its whole context."""
     torch = _torch(dry_run)
     K, kv_bytes = grid.num_kv_heads, grid.token_bytes * context * rows
     if not dry_run and kv_bytes > MEMORY_SHARE * torch.cuda.mem_get_info()[0]:
@@ -97,7 +97,7 @@ def _flex(chunk: int, context: int) -> Call:
 
     if not torch.cuda.is_available():
         raise UnavailableError("FlexAttention is compiled for GPUs alone")
-    torch.compiler.reset()  # every shape by itself, as static as ours
+    torch.compiler.reset()  # every shape separately, as static as ours
     return partial(torch.compile(flex_attention, dynamic=False), enable_gqa=True)
 
 
@@ -110,7 +110,7 @@ def _eager(calls: list[Call]) -> Callable[[int], None]:
 
 
 def _graph(torch: Any, calls: list[Call]) -> Callable[[int], None]:
-    """All calls as one graph, warmed up on a stream of its own, as capturing asks."""
+    """Return all calls as one graph, warmed up on a separate stream, as capturing requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -1,4 +1,4 @@
-"""Traces of steps by jax.profiler: what ran on the device, and for which share of the time."""
+"""Step traces from jax.profiler: device activity, and the busy fraction of the time."""
 
 import itertools
 from collections.abc import Iterable
@@ -11,16 +11,16 @@ from jaxserve.assembly.driven import DrivenEngine
 
 
 class Span(NamedTuple):
-    """Something that ran, in nanoseconds on the trace's clock."""
+    """An activity, in nanoseconds on the trace's clock."""
 
     start: float
     end: float
 
 
 def record(engine: DrivenEngine, num_steps: int, directory: str) -> jax.profiler.ProfileData:
-    """Return the trace of so many steps."""
+    """Return the trace of `num_steps` steps."""
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it would cost more than what it looks at
+    options.python_tracer_level = 0  # it would cost more than the steps themselves
     with jax.profiler.trace(directory, profiler_options=options):
         for _ in range(num_steps):
             engine.step()
@@ -29,10 +29,10 @@ def record(engine: DrivenEngine, num_steps: int, directory: str) -> jax.profiler
 
 
 def busy_share(engine: DrivenEngine, num_steps: int, directory: str) -> tuple[float | None, str]:
-    """Share of so many steps in which something ran on the device, and by what it was told; None and why not."""
+    """Return the device's busy fraction over `num_steps` steps, and its source; None and the reason if unknown."""
     try:
         trace = record(engine, num_steps, directory)
-    except Exception as error:  # a machine may have no profiler, or keep it from us
+    except Exception as error:  # a machine may have no profiler, or forbid it
         return None, f"the step statistics; no trace: {type(error).__name__}: {error}"[:200]
     if kernels := _kernels(trace):
         return _covered(kernels), "kernels in the trace"
@@ -50,7 +50,8 @@ def programs(trace: jax.profiler.ProfileData) -> list[Span]:
 
 
 def _cpu_programs(trace: jax.profiler.ProfileData) -> list[Span]:
-    """A thread of the CPU client begins a program, hands what is parallel to the Eigen pool and waits for its end.
+    """Return program times: a CPU client thread begins a program, passes parallel work to the Eigen pool and waits for
+    its end.
 
     The executor's nested calls (loops, branches) have the same name, but only the outermost one is waited for.
     """
@@ -72,13 +73,13 @@ def lines(trace: jax.profiler.ProfileData, plane: str) -> Iterable[Any]:
 
 
 def _kernels(trace: jax.profiler.ProfileData) -> list[Span]:
-    """Return the events on the streams of a GPU."""
+    """Return the events on a GPU's streams."""
     streams = (line for line in lines(trace, "/device:GPU") if line.name.startswith("Stream"))
     return sorted(Span(e.start_ns, e.end_ns) for line in streams for e in line.events)
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Share of the time from the first to the last that at least one covers; they are sorted."""
+    """Return the fraction of the time from first to last that sorted spans cover."""
     spans = list(spans)
     ends = itertools.accumulate((span.end for span in spans), max)
     gaps = sum(max(0.0, later.start - end) for end, later in zip(ends, spans[1:], strict=False))

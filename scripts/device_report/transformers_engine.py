@@ -1,4 +1,4 @@
-"""transformers with the same shapes and the same load: `generate` for few rows, continuous batching for many.
+"""transformers with the same shapes and load: `generate` for few rows, continuous batching for many.
 
 Few: a static cache and `torch.compile(mode="reduce-overhead")`, which records CUDA graphs. Many: `generate_batch`.
 """
@@ -18,11 +18,11 @@ from device_report.shapes import FULL_LOAD, TINY_LOAD, Load
 machine = machines.with_torch
 
 MAX_STATIC_ROWS = 8
-NEVER = -1  # an id that no token has: nothing ends a sequence early
+NEVER = -1  # no token has this id: nothing ends a sequence early
 
 
 def points(_: str, dry_run: bool) -> Iterator[Point]:
-    """Every shape at every number of rows."""
+    """Yield every shape with every row count."""
     load = TINY_LOAD if dry_run else FULL_LOAD
     bench = Bench(load, dry_run)
     for shape in load.shapes:
@@ -59,7 +59,7 @@ class Bench:
         return [[rng.randrange(vocab_size) for _ in range(self._load.prompt_len)] for _ in range(rows)]
 
     def static(self, shape: str, rows: int) -> Figures:
-        """Times between tokens, each seen when it reaches the host; after two rounds that compile and record."""
+        """Measure times between tokens as they reach the host, after two rounds that compile and record."""
         model = self._models.get(shape)
         import torch  # noqa: PLC0415 - may be missing
         import transformers  # noqa: PLC0415
@@ -80,7 +80,7 @@ class Bench:
             clock = _Clock()
             started = time.perf_counter()
             model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=clock)
-            return time.perf_counter() - started, clock.times[1:]  # the first is that of the prompt
+            return time.perf_counter() - started, clock.times[1:]  # the first belongs to the prompt
 
         warm_up_s = sum(generate()[0] for _ in range(1 if self._dry_run else 2))
         rounds = [_figures(*generate(), rows, n) for _ in range(self._load.rounds)]
@@ -88,7 +88,7 @@ class Bench:
         return {**_median(rounds), "warm_up_s": warm_up_s, "mode": mode}
 
     def continuous(self, shape: str, rows: int) -> Figures:
-        """All requests at once; the stretch in which every row decodes is that of the time stamps."""
+        """Run all requests together; the stretch in which every row decodes follows from their time stamps."""
         model = self._models.get(shape)
         import transformers  # noqa: PLC0415 - may be missing
 
@@ -100,7 +100,7 @@ class Bench:
             )
 
         def generate(seed: int) -> Figures:
-            prompts = self._prompts(rows, seed)  # others each time: it keeps what it has computed of their beginnings
+            prompts = self._prompts(rows, seed)  # different in each round, because it caches prefixes
             started = time.perf_counter()
             outputs = model.generate_batch(
                 prompts, generation_config=config, record_timestamps=True, persistent_manager=True, **options
@@ -113,13 +113,13 @@ class Bench:
 
         generate(0)
         rounds = [generate(seed) for seed in range(1, 1 + self._load.rounds)]
-        # The manager was made for so many rows; not every version can be told to drop it.
+        # The manager has a fixed number of rows; not every version can drop it.
         getattr(model, "destroy_cached_continuous_batching_manager", lambda: None)()
         return {**_median(rounds), "mode": "continuous batching, sdpa"}
 
 
 class _Clock:
-    """A streamer that notes when tokens come."""
+    """Streamer that notes when tokens arrive."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -127,8 +127,7 @@ class _Clock:
     def put(self, _ids: Any) -> None:
         self.times.append(time.perf_counter())
 
-    def end(self) -> None:
-        """Nothing is left to do."""
+    def end(self) -> None: ...
 
 
 def _figures(total_s: float, times: list[float], rows: int, num_tokens: int) -> Figures:
@@ -142,7 +141,7 @@ def _figures(total_s: float, times: list[float], rows: int, num_tokens: int) -> 
 
 
 def _stretch(stamps: list[list[float] | None]) -> Figures:
-    """Tokens per second from when the last row has its first token to when the first row has its last."""
+    """Return tokens per second from the last row's first token to the first row's last."""
     known = [times for times in stamps if times]
     if len(known) < len(stamps):
         return {}
@@ -152,5 +151,5 @@ def _stretch(stamps: list[list[float] | None]) -> Figures:
 
 
 def _median(rounds: list[Figures]) -> Figures:
-    """The round of median speed."""
+    """Return the round with median speed."""
     return sorted(rounds, key=lambda figures: figures["output_tok_per_s"])[len(rounds) // 2]

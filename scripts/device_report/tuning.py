@@ -1,6 +1,6 @@
-"""Sizes of blocks of the TPU's kernel, as they are and with one of them changed, for shapes that models have.
+"""Block sizes of the TPU kernel, as in use and with one changed, for shapes of real models.
 
-What it finds becomes the kernel's table by `tuned_sizes.py`; measured again after that, it goes on from there.
+Its results become the kernel's table by `tuned_sizes.py`; measured again, tuning continues from there.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Heads(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Rows that are timed: so many of one token, and a chunk of one row."""
+    """Timed rows: a number with one token each, and a chunk of one row."""
 
     rows: int
     context: int
@@ -60,7 +60,7 @@ TINY_STEPS = Steps(2, 40, 24, 24)
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
-    """Yield the points of each shape: with the sizes in use, then with each change."""
+    """Yield each shape's points: with the sizes in use, then with each change."""
     grid, steps = (TINY_TPU, TINY_STEPS) if dry_run else (FULL_TPU, STEPS)
 
     def make(heads: Heads) -> Tuner:
@@ -75,8 +75,8 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
     for heads in [Heads(grid.num_kv_heads, 2, grid.head_dim, WIDE)] if dry_run else HEADS:
         yield Point("tuning", {**heads._asdict(), "change": "none"}, partial(measure, heads, {}))
         for name, size in CHANGES[:1] if dry_run else CHANGES:
-            facts = {**heads._asdict(), "change": f"{name}={size}"}
-            yield Point("tuning", facts, partial(measure, heads, {name: size}))
+            settings = {**heads._asdict(), "change": f"{name}={size}"}
+            yield Point("tuning", settings, partial(measure, heads, {name: size}))
 
 
 class Tuner:
@@ -92,7 +92,7 @@ class Tuner:
         self._bench, self._steps = bench, steps
 
     def measure(self, change: dict[str, int]) -> Figures:
-        """Return the figures of the sizes in use with this change."""
+        """Return the figures with this change to the sizes in use."""
         with KERNELS["tpu"].runnable():
             in_use = dataclasses.asdict(mosaic_tpu.KERNEL.sizes(self._problem))
         if change and all(in_use[name] == size for name, size in change.items()):
@@ -110,5 +110,5 @@ class Tuner:
         }
 
     def _measure(self, q_lens: tuple[int, ...], context: int, sizes: dict[str, int]) -> Figures:
-        facts = (self._group, self._problem.page_size, self._kv_dtype, BACKEND)
-        return self._bench.measure(Shape(*facts, q_lens, tuple(sizes.items())), context)
+        settings = (self._group, self._problem.page_size, self._kv_dtype, BACKEND)
+        return self._bench.measure(Shape(*settings, q_lens, tuple(sizes.items())), context)

@@ -1,10 +1,10 @@
-"""The process of one stage: measures its points one by one, and says so in one JSON message a line.
+"""The process of one stage: measures its points one by one, and reports each in one JSON message per line.
 
     python -m device_report.worker \\
         '{"stage": "peak_rates", "device": "gpu", "dry_run": true, "deadline": 4e9, "skip": [], "only": ""}'
 
-What libraries print goes to stderr. After a point that failed, the process is of no more use: a device may be left in
-a state in which everything fails.
+Library output goes to stderr. After a failed point, the process is useless: a device may be left in a state in which
+everything fails.
 """
 
 import importlib
@@ -30,11 +30,11 @@ def main() -> None:
 
 
 def _answer(replies: TextIO, point: Point, task: dict[str, Any]) -> bool:
-    """Measure the point if there is time; False if the process cannot go on."""
+    """Measure the point if there is time; False if the process cannot continue."""
     if time.time() + point.needs_s() > task["deadline"]:
         _send(replies, {"left_out": point.name})
         return True
-    entry = {"kind": point.kind, **point.facts}
+    entry = {"kind": point.kind, **point.settings}
     _send(replies, {"began": point.name, "entry": entry})
     started = time.monotonic()
     try:
@@ -50,7 +50,7 @@ def _answer(replies: TextIO, point: Point, task: dict[str, Any]) -> bool:
 
 
 def _take_stdout() -> TextIO:
-    """Return stdout, for messages alone: later writes to stdout, also those of native code, go to stderr."""
+    """Return stdout for messages only: later writes to stdout, even by native code, go to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return replies

@@ -1,1 +1,1 @@
-"""Runs, plots and page of `speculative_report.py`."""
+"""Runs, plots and page for `speculative_report.py`."""

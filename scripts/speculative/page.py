@@ -1,4 +1,4 @@
-"""Plots of a speculative report, and one HTML page that shows them."""
+"""Plots for a speculative report, and one HTML page that shows them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ pre { background: #f7f7f7; padding: .8rem; white-space: pre-wrap; } .d { backgro
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot and what it says.
+    """A plot with its explanation.
 
     Attributes:
         caption: heading.
         text: explanation below it.
-        figure: the plot.
     """
 
     caption: str
@@ -40,7 +39,7 @@ class Plot:
 
 
 def plots(cases: Sequence[Case]) -> dict[str, Plot]:
-    """Return all plots by the name of their file."""
+    """Return all plots by file name."""
     drafting = [case for case in cases if case.drafts]
     return {
         "latency": Plot(
@@ -91,7 +90,7 @@ def _one_axes(draw_on: Callable[[Axes], None]) -> Figure:
 
 
 def _axes_of_each(cases: Sequence[Case], name: str, label: str) -> Figure:
-    """Draw a number over time, the cases below each other with the same axes."""
+    """Draw a value over time, one case below another with the same axes."""
     figure = _figure(0.5 + 0.9 * len(cases))
     all_axes = figure.subplots(len(cases), sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, case in zip(all_axes, cases, strict=True):
@@ -138,7 +137,7 @@ def _of_step(step: dict[str, Any], name: str) -> float:
 
 
 def table(cases: Sequence[Case]) -> list[tuple[str, ...]]:
-    """Return the rows of the table of all cases, the header first."""
+    """Return the table rows for all cases, the header first."""
     header = ("", "tokens/s", "of plain", "ms per pass", "pays from", "acceptance", "tokens per pass", "E[n]", "ratio")
     rows = [(*header, "share of tokens")]
     for case in cases:
@@ -154,19 +153,21 @@ def table(cases: Sequence[Case]) -> list[tuple[str, ...]]:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
+    """Return a Markdown table."""
     header, *others = (f"| {' | '.join(row)} |" for row in rows)
     return "\n".join([header, f"| --- |{' ---: |' * (len(rows[0]) - 1)}", *others])
 
 
-def write_page(cases: Sequence[Case], facts: dict[str, Any], directory: Path) -> None:
-    """Write all plots, and a page with the table, the plots and the tokens by who proposed them.
+def write_page(cases: Sequence[Case], settings: dict[str, Any], directory: Path) -> None:
+    """Write all plots, and a page with the table, the plots and the tokens marked by their source.
 
     The page needs no other file.
     """
     parts = ["<!doctype html><html lang=en><meta charset=utf-8><title>Speculative decoding</title>"]
     parts.append(f"<style>{_STYLE}</style><h1>Speculative decoding</h1>")
-    parts.append("<p>" + ", ".join(f"{html.escape(str(k))}: {html.escape(str(v))}" for k, v in facts.items()) + "</p>")
+    parts.append(
+        "<p>" + ", ".join(f"{html.escape(str(k))}: {html.escape(str(v))}" for k, v in settings.items()) + "</p>"
+    )
     header, *rows = table(cases)
     parts.append("<table>" + _row("th", header) + "".join(_row("td", row) for row in rows) + "</table>")
     parts.append(

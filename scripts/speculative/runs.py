@@ -1,4 +1,4 @@
-"""Generate with and without drafts, step by step, and note what each step did."""
+"""Generate with and without drafts, step by step, and record each step."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ class Case:
 
     Attributes:
         name: name in tables and plots.
-        engine: engine that generates.
-        steps: one entry per dispatch of the last round.
-        tokens: tokens of each prompt, in the last round, each with True if it was drafted.
-        seconds: time of each prompt, in each round.
-        drafts: drafted, accepted and sampled tokens of each draft and its verification, over all rounds.
+        steps: one entry per dispatch in the last round.
+        tokens: tokens per prompt in the last round, each with True if it was drafted.
+        seconds: time per prompt in each round.
+        drafts: drafted, accepted and sampled tokens per draft and verification, over all rounds.
         node_acceptance: probability that a token is accepted if its parent was, by level and rank; for cases with a
             tree.
     """
@@ -46,36 +45,36 @@ class Case:
 
     @property
     def tree(self) -> TokenTree | None:
-        """Shape of its drafts; None for chains."""
+        """Draft tree; None for chains."""
         speculation = self.engine.config.speculation
         return speculation and speculation.tree
 
     @property
     def tokens_per_s(self) -> float:
-        """Median over the rounds of the tokens per second."""
+        """Median tokens per second over the rounds."""
         return sum(map(len, self.tokens)) / float(np.median(np.sum(self.seconds, axis=1)))
 
     @property
     def acceptance(self) -> float:
-        """Share of drafted tokens that were accepted."""
+        """Fraction of drafted tokens that were accepted."""
         drafted, accepted, _ = np.sum(self.drafts, axis=0) if self.drafts else (0, 0, 0)
         return float(accepted / max(drafted, 1))
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens that a pass of the model over drafted tokens yields."""
+        """Tokens per model pass over drafted tokens."""
         return float(np.mean([sampled for _, _, sampled in self.drafts])) if self.drafts else 0.0
 
     @property
     def drafted_share(self) -> float:
-        """Share of the tokens that come from passes over drafted tokens; the others are of plain passes."""
+        """Fraction of tokens from passes over drafted tokens; the others come from plain passes."""
         return sum(sampled for _, _, sampled in self.drafts) / (len(self.seconds) * sum(map(len, self.tokens)))
 
     @property
     def pass_ms(self) -> float:
-        """Time of a pass of the model in the last round: a round with drafts, or for plain decoding a step.
+        """Time per model pass in the last round: a round with drafts, or a plain decode step.
 
-        The median counts passes, not dispatches: a dispatch has several, and a start and an end.
+        The median counts passes, not dispatches: a dispatch has several, with fixed costs.
         """
         drafts = bool(self.drafts)
         decoding = [s for s in self.steps if not s["num_prefill_tokens"] and (s["num_draft_rounds"] > 0) == drafts]
@@ -83,7 +82,7 @@ class Case:
         return float(np.median(times)) if times else math.nan
 
     def by_prompt(self) -> list[dict[str, float]]:
-        """Return speed, the median over the rounds, and acceptance in the last round for each prompt."""
+        """Return speed (median over rounds) and acceptance in the last round, per prompt."""
         found = []
         for index, (tokens, seconds) in enumerate(zip(self.tokens, np.median(self.seconds, axis=0), strict=True)):
             steps = [step for step in self.steps if step["prompt"] == index]
@@ -92,7 +91,7 @@ class Case:
         return found
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures of the case."""
+        """Return the case's figures."""
         names = ("tokens_per_s", "acceptance", "tokens_per_pass", "drafted_share", "pass_ms")
         return {name: getattr(self, name) for name in names} | {
             "name": self.name,
@@ -106,7 +105,9 @@ class Case:
 
 
 def accepted_by_position(drafts: Sequence[tuple[int, int, int]]) -> list[float]:
-    """Return the share of the rounds that drafted so many tokens in which the first was accepted, the second, ..."""
+    """Return the fractions of rounds in which the first, second, ... drafted token was accepted, among rounds that
+    drafted it.
+    """
     drafted, accepted, _ = np.array(drafts, np.int64).reshape(-1, 3).T
     positions = range(int(drafted.max(initial=0)))
     return [float((accepted > position).sum() / (drafted > position).sum()) for position in positions]
@@ -117,11 +118,11 @@ def theory(
     tree: TokenTree | None = None,
     node_acceptance: Sequence[Sequence[float]] = (),
 ) -> dict[str, Any]:
-    """Compare tokens per pass with what acceptance makes expect, averaged over the tokens or levels that were drafted.
+    """Compare tokens per pass with the number expected from acceptance, averaged over drafted tokens or levels.
 
-    For chains that is E[n] = (1 - p^(k+1)) / (1 - p). p is the most likely probability that a token is accepted if
-    those before it were: accepted tokens by all that were looked at, which are these and the first of each round that
-    was not accepted. For trees see `expected_of_tree`; the acceptance of their nodes comes from other runs.
+    For chains that is E[n] = (1 - p^(k+1)) / (1 - p). p is the maximum-likelihood probability that a token is accepted
+    if the previous ones were: accepted tokens over verified ones, which include the first rejected one in each round.
+    For trees see `expected_of_tree`; their node acceptance comes from other runs.
     """
     if not drafts:
         return {}
@@ -138,10 +139,10 @@ def theory(
 
 
 def expected_of_tree(tree: TokenTree, node_acceptance: Sequence[Sequence[float]]) -> list[float]:
-    """Return the tokens to expect of a pass over the first 0, 1, ... levels of a tree.
+    """Return the expected tokens per pass over the first 0, 1, ... levels of a tree.
 
-    They are the sum over its nodes of the product of the acceptances on the path to each (Chen et al. 2024, Sequoia,
-    who let them depend on ranks alone). For a tree that is a chain with the same p in all levels this is E[n].
+    They are the sum over its nodes of the acceptance product on each node's path (Chen et al. 2024, Sequoia, with
+    acceptance by rank only). For a chain with the same p in all levels this is E[n].
     """
     reached = [1.0]
     for parent, depth, rank in zip(tree.parent, tree.depth[1:], tree.rank, strict=True):
@@ -151,10 +152,10 @@ def expected_of_tree(tree: TokenTree, node_acceptance: Sequence[Sequence[float]]
 
 
 def measure_nodes(case: Case, prompts: Sequence[str], params: SamplingParams, **options: Any) -> None:
-    """Measure the acceptance of a tree's nodes by runs with a chain, and with trees of one level of 1, 2, ... tokens.
+    """Measure node acceptance by runs with a chain, and with one-level trees of 1, 2, ... tokens.
 
-    The chain yields that of the most likely token in each level. One level yields how often the next token in rank
-    is accepted where those before it were not, which is taken to be the same in all levels.
+    The chain yields the most likely token's acceptance in each level. One level yields how often the next rank is
+    accepted if earlier ones were not, which is assumed to be the same in all levels.
     """
     speculation, tree = case.engine.config.speculation, case.tree
     assert speculation is not None, "the case drafts"
@@ -179,13 +180,13 @@ def measure_nodes(case: Case, prompts: Sequence[str], params: SamplingParams, **
 
 
 def start(name: str, speculation: SpeculationConfig | None, **options: Any) -> Case:
-    """Start the engine of a case, all of its programs compiled."""
+    """Start a case's engine, with all programs compiled."""
     config = EngineConfig(compile_ahead="all", speculative_config=speculation, **options)
     return Case(name, DrivenEngine(config))
 
 
 def run_round(case: Case, prompts: Sequence[str], params: SamplingParams) -> None:
-    """Generate after each prompt by itself; notes of the round before are replaced, sums go on."""
+    """Generate after each prompt separately; records of the previous round are replaced, sums continue."""
     case.steps, case.tokens = [], []
     case.seconds.append([])
     engine, [replica] = case.engine, case.engine.replicas
@@ -231,7 +232,7 @@ def _note_tokens(case: Case, step: StepTokens) -> None:
 
 
 def write_random_draft(source: Path, target: Path, seed: int = 0) -> Path:
-    """Write a draft model with the sizes of another one and random weights."""
+    """Write a draft model with another one's sizes and random weights."""
     import shutil  # noqa: PLC0415
 
     import jax  # noqa: PLC0415

@@ -1,1 +1,1 @@
-"""Stand-ins of measurements: an engine over a device that takes no time, a checkpoint and prompts of random numbers."""
+"""Stand-ins for measurements: an engine on a device that takes no time, a random checkpoint and random prompts."""

@@ -1,4 +1,4 @@
-"""An engine whose device takes no time: it accepts every step and answers with the same token at once."""
+"""Engine whose device takes no time: it accepts every step and returns the same token immediately."""
 
 import json
 import tempfile
@@ -19,7 +19,7 @@ from jaxserve.scheduling.step_costs import Costs
 from jaxserve.scheduling.step_plan import StepPlan, StepShape, cheapest
 
 TOKEN = 7
-MODEL: dict[str, Any] = {  # no weights are made of it; it is small so that a pool of any size would have room
+MODEL: dict[str, Any] = {  # no weights are created for it; it is small so that a pool of any size fits
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 32_000,
@@ -35,7 +35,7 @@ MODEL: dict[str, Any] = {  # no weights are made of it; it is small so that a po
 
 @dataclass(slots=True)
 class NullStep:
-    """A step whose result was there before it was asked for: the same token for every row that samples."""
+    """Step with an immediate result: the same token for every sampling row."""
 
     launched_s: float
     max_new: list[int]
@@ -50,14 +50,14 @@ class NullStep:
 
 
 class NullExecutor:
-    """An executor without device: it packs what it is given and answers with the same token."""
+    """Executor without a device: it packs its input and returns the same token."""
 
-    costs = Costs(0, lambda *_: 0, lambda *_: 1)  # operations are of no interest, but there are ratios of them
+    costs = Costs(0, lambda *_: 0, lambda *_: 1)  # operations are irrelevant, but ratios of them are used
 
     def __init__(self, schedule: ScheduleConfig, vocab_size: int) -> None:
         self.schedule = schedule
         self.packer = BatchPacker(schedule, 0, vocab_size)
-        programs = [StepShape(size) for size in schedule.buckets()]  # one round: work of the host is measured
+        programs = [StepShape(size) for size in schedule.buckets()]  # one round: host work is measured
         self.fit = cache(partial(cheapest, programs))
 
     def launch(self, plan: StepPlan, program: StepShape) -> NullStep:
@@ -70,12 +70,11 @@ class NullExecutor:
     def restore_state(self) -> bool:
         return False
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def close(self) -> None: ...
 
 
 def null_engine(num_replicas: int = 1, **options: Any) -> DrivenEngine:
-    """An engine of these options, each replica over a null device; `num_pages` must be among them."""
+    """Return an engine with these options, each replica on a null device; `num_pages` is required."""
     with tempfile.TemporaryDirectory() as model:
         (Path(model) / "config.json").write_text(json.dumps(MODEL))
         config = EngineConfig(model=model, skip_tokenizer_init=True, **options)

@@ -1,4 +1,4 @@
-"""Prompts of random token ids."""
+"""Random token id prompts."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def prompts(length: int, seed: int) -> Iterator[list[int]]:
-    """Yield random prompts without end; no two share a page."""
+    """Yield random prompts endlessly; no two have a common page."""
     rng = np.random.default_rng(seed)
     while True:
         yield from rng.integers(0, 32_000, (64, length)).tolist()

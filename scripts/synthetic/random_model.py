@@ -1,4 +1,4 @@
-"""A checkpoint of random numbers in the sizes of a small language model, for measuring."""
+"""Random checkpoint with a small language model's sizes, for measuring."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ SMALL = {  # 110.9M parameters
 
 
 def write_random_model(directory: Path, dtype: str = "float32") -> Path:
-    """Write it without a tokenizer, and return where."""
+    """Write the checkpoint without a tokenizer, and return its directory."""
     specs = param_specs(from_hf_config(SMALL))
     weights.save(directory, specs, weights.dummy(specs, 0, jnp.dtype(dtype)), SMALL)
     return directory

@@ -1,1 +1,1 @@
-"""Corpus, tokenizer and model of the embedded checkpoint, for its training and scoring."""
+"""Corpus, tokenizer and model for training and scoring the embedded checkpoint."""

@@ -1,4 +1,4 @@
-"""The tokenizer of the embedded checkpoint: byte-level BPE, fitted to the indentation of Python."""
+"""The embedded checkpoint's tokenizer: byte-level BPE, fitted to Python's indentation."""
 
 import json
 from collections.abc import Sequence
@@ -9,22 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-END = "<|endoftext|>"  # begins every document, and so ends the one before it
+END = "<|endoftext|>"  # begins every document, and so ends the previous one
 END_ID = 0
-# A chat as the comments of a module; the model has learnt to go on with those, not to answer.
+# A chat as comments in a module; the model has learnt to continue them, not to answer.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}# {{ m.role }}: {{ m.content | replace('\\n', '\\n# ') }}\n{% endfor %}"
     "{% if add_generation_prompt %}# assistant:{% endif %}"
 )
 
-# As GPT-4 splits text, and a line break takes the indentation behind it along; so may the punctuation before it.
+# Splits text like GPT-4, except that a line break includes the following indentation; so may punctuation before it.
 _WORDS = r"[^\s\p{L}\p{N}]?\p{L}+| \p{L}+|\p{N}{1,3}"
 _PRE_TOKEN = _WORDS + r"| ?[^\s\p{L}\p{N}]+(?:\n *)*|\s*\n *|\s+(?!\S)|\s+"
 _CHARS_PER_CUT = 256
 
 
 def train(documents: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Fit the merges to `documents`; `encode` of the result begins every text with <|endoftext|>."""
+    """Fit the merges to `documents`; `encode` with the result begins every text with <|endoftext|>."""
     tokenizer = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(_PRE_TOKEN), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -44,10 +44,10 @@ def train(documents: Sequence[str], vocab_size: int) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, documents: Sequence[str], seed: int) -> list[NDArray[np.int32]]:
-    """Token ids of each document, <|endoftext|> first, for training.
+    """Return token ids for each document, <|endoftext|> first, for training.
 
-    A few times per page the text is cut anywhere and the pieces are encoded apart: prompts end in the middle of what
-    would be one token ("def " or "):"), and the model must know how to go on from there.
+    A few times per page the text is cut anywhere and the pieces are encoded separately: prompts end in the middle of a
+    token ("def " or "):"), and the model must learn to continue from there.
     """
     rng = np.random.default_rng((seed, 3))
     encoded = []

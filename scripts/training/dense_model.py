@@ -1,4 +1,4 @@
-"""The decoder on batches of equally long sequences, without a KV pool: what training and scoring run."""
+"""The decoder on batches of equally long sequences, without a KV pool, for training and scoring."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,24 +20,23 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
 
-_QUERY_BLOCK = 128  # queries of a block skip the keys behind it: half of the causal square is never computed
+_QUERY_BLOCK = 128  # a block of queries skips later keys: half of the causal square is never computed
 
 
 def load_model(directory: Path, *, quantization: str | None = None) -> tuple[Params, ArchConfig]:
-    """Parameters in float32, or quantised, and sizes of a Hugging Face directory."""
+    """Return float32 or quantised parameters, and the sizes, of a Hugging Face directory."""
     arch = from_hf_config(read_config(directory))
     specs = param_specs(arch)
     return load(directory, specs, jnp.float32, transform=matrix_transform(specs, weight_format(quantization))), arch
 
 
 def logits(params: Params, arch: ArchConfig, tokens: Array, kv_dtype: str | None = None) -> Array:
-    """Next-token logits f32[B, S, V] of `tokens` i32[B, S]; every sequence starts at position 0.
+    """Return next-token logits f32[B, S, V] for `tokens` i32[B, S]; every sequence starts at position 0.
 
     Args:
-        params: parameters of the model.
-        arch: its sizes.
-        tokens: ids.
-        kv_dtype: dtype to which keys and values are rounded as a pool would; None to leave them as they are.
+        arch: model sizes.
+        tokens: token ids.
+        kv_dtype: dtype to which keys and values are rounded as in a pool; None to leave them unchanged.
     """
     B, S = tokens.shape
     positions = jnp.tile(jnp.arange(S), B)
@@ -47,24 +46,24 @@ def logits(params: Params, arch: ArchConfig, tokens: Array, kv_dtype: str | None
 
 
 def token_nats(logits: Array, targets: Array) -> Array:
-    """Cross-entropy f32[B, S] of `targets` i32[B, S]."""
+    """Return cross-entropy f32[B, S] for `targets` i32[B, S]."""
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
 def as_stored(x: Array, kv_dtype: str) -> Array:
-    """Keys or values as a pool of this dtype gives them back."""
+    """Return keys or values as read back from a pool with this dtype."""
     found = decode(encode(x, jnp.dtype(kv_dtype)))
     return int4.rotate(found) / int4.block_size(x.shape[-1]) if kv_dtype == "int4" else found
 
 
 @struct.dataclass
 class DenseAttention(Attention):
-    """Causal attention inside each run of `seq_len` tokens of the token axis, on keys and values as a pool stores them.
+    """Causal attention within each run of `seq_len` tokens on the token axis, over keys and values as stored in a pool.
 
-    With `entries`, the keys and values of earlier calls, a query sees those of the first call up to its own position,
-    and of each call after that, its own included, only those at its position. If calls after the first have fewer
-    tokens than it, these are at every second position, or third, and so on.
+    With `entries` (keys and values from earlier calls), a query sees those from the first call up to its own position,
+    and from each later call, including its own, only those at its position. If later calls have fewer tokens than the
+    first, these are at every second position, or third, and so on.
     """
 
     seq_len: int = struct.field(pytree_node=False)
@@ -96,7 +95,7 @@ class DenseAttention(Attention):
 
 
 def _attend_block(q: Array, entries: Sequence[tuple[Array, Array]], start: int) -> Array:
-    """Queries from `start` on, softmax normalised after the values are summed."""
+    """Return outputs for queries from `start` on; softmax is normalised after summing values."""
     (k, v), *later = entries
     B, K, G, S, H = q.shape
     end, every = min(start + _QUERY_BLOCK, S), k.shape[2] // S

@@ -1,4 +1,4 @@
-"""Draft heads in training: their first tensors, what they predict of a text, and their files."""
+"""Draft heads in training: initial tensors, predictions and files."""
 
 import json
 from collections.abc import Sequence
@@ -26,46 +26,46 @@ from jaxserve.spec_decode.medusa import apply_blocks
 from training.dense_model import DenseAttention
 from training.loop import Tensors
 
-EVERY = 4  # places of a text from one at which tokens are drafted to the next: logits cost more than the text
+EVERY = 4  # positions between two at which tokens are drafted: logits cost more than the text
 
 
 class Prediction(NamedTuple):
-    """Logits of a drafted token [B, P, V] at each of P places, and those of the model for the same token."""
+    """Logits for a drafted token [B, P, V] at P positions, and the model's logits for the same token."""
 
     drafted: Array
     goal: Array
 
 
 class Heads(Protocol):
-    """Draft heads of one kind; hashable."""
+    """Draft heads of one type; hashable."""
 
     def init(self, seed: int) -> Tensors:
-        """Tensors to begin with, by name."""
+        """Return initial tensors, by name."""
         ...
 
     def params(self, tensors: Tensors) -> Params:
-        """The parameters of the proposer."""
+        """Return the proposer's parameters."""
         ...
 
     def predict(self, tensors: Tensors, target: Params, tokens: Array) -> list[Prediction]:
-        """One prediction per drafted token, of tokens i32[B, S], each sequence from position 0."""
+        """Return one prediction per drafted token, for tokens i32[B, S], each sequence from position 0."""
         ...
 
     def config(self) -> dict[str, Any]:
-        """config.json of the published layout."""
+        """Return config.json for the published layout."""
         ...
 
     def published(self, name: str) -> str:
-        """Name of a tensor in the published layout."""
+        """Return a tensor's name in the published layout."""
         ...
 
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """Mean over the text of the cross-entropy against the model's own distribution, each token later counting less."""
+    """Mean cross-entropy against the model's own distribution, with decreasing weight for later tokens."""
 
     heads: Heads
-    decay: float = 0.8  # value of Medusa and of EAGLE-3
+    decay: float = 0.8  # as for Medusa and EAGLE-3
 
     def __call__(self, tensors: Tensors, tokens: Array, target: Params) -> Array:
         weight, total = 1.0, jnp.zeros(())
@@ -77,12 +77,12 @@ class HeadLoss:
 
 @dataclass(frozen=True)
 class MedusaHeads:
-    """Medusa heads that share the model's matrix for the logits.
+    """Medusa heads that share the model's logits matrix.
 
     Attributes:
-        target: sizes of the model.
+        target: model sizes.
         num_heads: number of heads.
-        num_blocks: residual blocks of each.
+        num_blocks: residual blocks per head.
     """
 
     target: ArchConfig
@@ -90,7 +90,7 @@ class MedusaHeads:
     num_blocks: int = 1
 
     def init(self, seed: int) -> Tensors:
-        """Zeros, as in the paper: each head begins as the model itself."""
+        """Return zeros, as in the paper: each head begins as the model itself."""
         D = self.target.hidden_size
         return {
             f"{head}.{block}.linear.{name}": jnp.zeros(shape)
@@ -138,16 +138,16 @@ class MedusaHeads:
 class Eagle3Layer:
     """EAGLE-3 layer as wide as the model, which shares embedding and logits.
 
-    In training the layer goes on from its own outputs for some steps, as when it drafts (the paper's training-time
-    test). Step n reads at each place what step n - 1 returned one place before, as if only the places up to n before
-    had been known: it sees the keys and values of those from step 0, and of later places from the step that reached
-    them.
+    In training the layer continues from its own outputs for some steps, as in drafting (the paper's training-time
+    test). Step n reads at each position the output of step n - 1 at the previous position, as if only positions up to n
+    earlier had been known: it sees keys and values from step 0 for those, and for later positions from the step that
+    reached them.
 
     Attributes:
-        target: sizes of the model.
-        feature_layers: layers of the model whose inputs it reads.
-        ffn_size: size of its feed-forward part.
-        num_steps: tokens that it drafts in a row while it is trained.
+        target: model sizes.
+        feature_layers: model layers whose inputs it reads.
+        ffn_size: feed-forward width.
+        num_steps: consecutive tokens that it drafts in training.
     """
 
     target: ArchConfig
@@ -164,7 +164,9 @@ class Eagle3Layer:
         return layer_specs(self.head, self.target, {})
 
     def init(self, seed: int) -> Tensors:
-        """Normal(0.02), norms at one, zero in what writes to the residual stream; the feature is the last input."""
+        """Return Normal(0.02) weights, norms of one, zeros for outputs to the residual stream; the feature is the last
+        input.
+        """
         rng = np.random.default_rng((seed, 2))
         D = self.target.hidden_size
         tensors = {}
@@ -198,7 +200,7 @@ class Eagle3Layer:
             out, context = apply_layer(own, self.head, embedding, feature.reshape(-1, D), context)
             attention = context.attention
             feature = out.reshape(B, -1, D)
-            if step == 0:  # elsewhere it gives keys and values alone
+            if step == 0:  # other positions provide only keys and values
                 places, feature = places[::EVERY], feature[:, ::EVERY]
             drafted = rms_norm(feature, own["final_norm"], self.head.arch.norm_eps)
             model = hidden[:, 1 + step + places]
@@ -229,7 +231,7 @@ class Eagle3Layer:
         }
 
     def published(self, name: str) -> str:
-        """EAGLE's own names."""
+        """Return EAGLE's own name."""
         names = {
             "embedding_norm": "midlayer.input_layernorm.weight",
             "feature_norm": "midlayer.hidden_norm.weight",
@@ -240,12 +242,12 @@ class Eagle3Layer:
 
 
 def _logits(target: Params, arch: ArchConfig, hidden: Array) -> Array:
-    """Logits [B, P, V] of the model for hidden states after the final norm."""
+    """Return the model's logits [B, P, V] for hidden states after the final norm."""
     return decoder.compute_logits(target, arch, hidden.reshape(-1, arch.hidden_size)).reshape(*hidden.shape[:2], -1)
 
 
 def save(directory: Path, heads: Heads, tensors: Tensors) -> None:
-    """Write config.json and model.safetensors, weights in bfloat16."""
+    """Write config.json and model.safetensors, with bfloat16 weights."""
     directory.mkdir(parents=True, exist_ok=True)
     stored = {heads.published(name): tensor.astype(jnp.bfloat16) for name, tensor in tensors.items()}
     save_file(stored, str(directory / "model.safetensors"))

@@ -1,4 +1,4 @@
-"""Training by Muon and Adam: order of the batches, learning rates, steps and their checkpoints."""
+"""Training with Muon and Adam: batch order, learning rates, steps and checkpoints."""
 
 import json
 import time
@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 
 from training import bpe_tokenizer
 
-Tensors = dict[str, Array]  # keyed by name in a checkpoint: Muon is to see each projection by itself, not fused ones
-Loss = Callable[[Tensors, Array, Any], Array]  # takes tensors, tokens i32[B, S + 1] and what is not trained; hashable
+Tensors = dict[str, Array]  # keyed by checkpoint name: Muon must see each projection separately, not fused ones
+Loss = Callable[[Tensors, Array, Any], Array]  # takes tensors, tokens i32[B, S + 1] and untrained inputs; hashable
 
-_NOT_MATRICES = ("embed", "norm", "bias")  # parts of names; what Muon leaves out has no shape where it asks
+_NOT_MATRICES = ("embed", "norm", "bias")  # name parts of tensors that Muon skips, which have no matrix dimensions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Steps, batches and learning rates. Sizes of batches and sequences are in tokens."""
+    """Steps, batches and learning rates. Batch and sequence sizes are in tokens."""
 
     steps: int
     batch_size: int = 4096
     microbatch_size: int = 2048  # its activations stay in cache
     seq_len: int = 512
     long_seq_len: int = 1024
-    long_fraction: float = 0.15  # share of the steps, at the end, with `long_seq_len`
+    long_fraction: float = 0.15  # fraction of the steps, at the end, with `long_seq_len`
     muon_lr: float = 0.02
     adam_lr: float = 0.004
     weight_decay: float = 0.05
@@ -44,7 +44,7 @@ class Schedule:
         return self.long_seq_len if step >= (1 - self.long_fraction) * self.steps else self.seq_len
 
     def rate(self, peak: float) -> Callable[[Array], Array]:
-        """Warm-up, constant, linear decay to zero."""
+        """Return warm-up, constant, linear decay to zero."""
 
         def lr(step: Array) -> Array:
             left = (self.steps - step) / (self.decay_fraction * self.steps)
@@ -54,7 +54,7 @@ class Schedule:
 
 
 class Batches:
-    """The batch of any step: an epoch packs the documents in a new order, cuts sequences, and shuffles those."""
+    """Batches by step: an epoch packs the documents in a new order, cuts sequences, and shuffles those."""
 
     def __init__(self, documents: Sequence[NDArray[np.int32]], schedule: Schedule) -> None:
         self._documents, self._schedule = documents, schedule
@@ -62,7 +62,7 @@ class Batches:
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def at(self, step: int) -> NDArray[np.int32]:
-        """Tokens i32[microbatches, B, S + 1] of a step.
+        """Return tokens i32[microbatches, B, S + 1] for a step.
 
         Half of the sequences have <|endoftext|> in place of their first token, so that a text may begin anywhere.
         """
@@ -79,7 +79,7 @@ class Batches:
         return stream[order[i] * S : order[i] * S + S + 1]
 
     def _shuffled(self, epoch: int, S: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """All documents end to end, and the order in which to take its sequences."""
+        """Return all documents end to end, and the order in which to take sequences from them."""
         rng = np.random.default_rng((self._schedule.seed, 0, epoch))
         stream = np.concatenate([self._documents[i] for i in rng.permutation(len(self._documents))])
         return stream, rng.permutation((len(stream) - 1) // S)
@@ -87,7 +87,7 @@ class Batches:
 
 @cache  # train_step compiles once per optimizer object
 def optimizer(schedule: Schedule) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for the projections, Adam for embeddings, norms and biases."""
+    """Return Muon (Jordan et al. 2024) for the projections, Adam for embeddings, norms and biases."""
 
     def dimensions(tensors: Tensors) -> dict[str, optax.contrib.MuonDimensionNumbers | None]:
         out_in = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
@@ -112,7 +112,7 @@ def train_step(
     tx: optax.GradientTransformation,
     loss: Loss,
 ) -> tuple[Tensors, optax.OptState, Array]:
-    """One update from `batch` i32[microbatches, B, S + 1]; donates `tensors` and `opt_state`."""
+    """Run one update with `batch` i32[microbatches, B, S + 1]; donates `tensors` and `opt_state`."""
     loss_and_grads = jax.value_and_grad(loss)
 
     def accumulate(total: Any, tokens: Array) -> tuple[Any, None]:
@@ -133,7 +133,7 @@ def train(
     frozen: Any,
     checkpoints: ocp.CheckpointManager | None = None,
 ) -> Tensors:
-    """Run all steps, or those after the newest of `checkpoints`; prints the loss as JSON lines."""
+    """Run all steps, or those after the newest of `checkpoints`; print the loss as JSON lines."""
     tx, batches = optimizer(schedule), Batches(documents, schedule)
     tensors = dict(tensors)
     opt_state = tx.init(tensors)

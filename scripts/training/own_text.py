@@ -1,4 +1,4 @@
-"""Text that a model writes itself, which is what its draft heads meet."""
+"""Text written by a model itself, for training its draft heads."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,13 +11,15 @@ from jaxserve import LLM
 from training.bpe_tokenizer import END_ID
 
 _PROMPT_LEN, _NEW_TOKENS = 64, 192
-_ROWS = 64  # requests at a time
+_ROWS = 64  # simultaneous requests
 
 
 def continuations(
     model: Path, documents: Sequence[NDArray[np.int32]], count: int, seed: int
 ) -> list[NDArray[np.int32]]:
-    """Go on from random places of documents: every second time greedily, else as the checkpoint recommends."""
+    """Continue from random document positions: every second time greedily, otherwise with the checkpoint's recommended
+    sampling.
+    """
     rng = np.random.default_rng((seed, 4))
     stream = np.concatenate(documents)
     starts = rng.integers(0, len(stream) - _PROMPT_LEN, count)

@@ -1,4 +1,4 @@
-"""The corpus of the embedded checkpoint: the standard library of the running CPython, split by path."""
+"""The embedded checkpoint's corpus: the running CPython's standard library, split by path."""
 
 import hashlib
 import sysconfig
@@ -13,23 +13,23 @@ def stdlib_root() -> Path:
 
 
 def modules() -> list[Path]:
-    """Paths of all modules, relative to the standard library, sorted; no tests, no installed packages."""
+    """Return the paths of all modules, relative to the standard library, sorted; no tests, no installed packages."""
     root = stdlib_root()
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     return sorted(path for path in paths if _SKIPPED.isdisjoint(path.parts))
 
 
 def is_held_out(path: Path) -> bool:
-    """One file in twenty, by the hash of its path: the same split on every machine."""
+    """Return whether a file is held out: one in twenty, by its path's hash, the same on every machine."""
     return int(hashlib.sha256(path.as_posix().encode()).hexdigest(), 16) % _HELD_OUT_ONE_IN == 0
 
 
 def read(*, held_out: bool) -> list[bytes]:
-    """Contents of the modules of one split, in path order."""
+    """Return the modules' contents in one split, in path order."""
     root = stdlib_root()
     return [(root / path).read_bytes() for path in modules() if is_held_out(path) is held_out]
 
 
 def as_text(module: bytes) -> str:
-    """UTF-8 as nearly all modules are; what is not becomes U+FFFD."""
+    """Decode UTF-8, as in nearly all modules; other bytes become U+FFFD."""
     return module.decode("utf-8", "replace")
