@@ -59,11 +59,11 @@ def start(model: Path) -> Start:
 
 
 @pytest.fixture(scope="session")
-def apply_experts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, DrivenEngine]]:
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, DrivenEngine]]:
     """Write the checkpoint of a family with experts; return it with its engine on one device, the oracle of others."""
 
     @cache
-    def apply_experts(family: str) -> tuple[Path, DrivenEngine]:
+    def mixture(family: str) -> tuple[Path, DrivenEngine]:
         path = tmp_path_factory.mktemp(family)
         write_checkpoint(path, family, **MIXTURE)
         return path, DrivenEngine(EngineConfig(str(path), **SHARD_SIZES))
