@@ -212,7 +212,7 @@ def test_single_tokens_have_no_time_between_them(
     assert (tmp_path / "sweep" / "throughput_latency.png").exists()
 
 
-def test_without_matplotlib_all_else_works(
+def test_without_matplotlib_only_plots_are_missing(
     model: str,
     workload: str,
     tmp_path: Path,
@@ -253,7 +253,7 @@ def test_without_matplotlib_all_else_works(
         (["offline", "--plots", "BAD"], "cannot make the plot directory {path}: File exists"),
     ],
 )
-def test_wrong_commands_are_told_before_anything_is_loaded(
+def test_wrong_commands_fail_before_anything_is_loaded(
     model: str,
     tmp_path: Path,
     engines: list[fake_engine.FakeEngine],
@@ -305,7 +305,7 @@ def test_a_request_that_needs_more_than_the_whole_pool_is_refused_before_it_runs
     assert (engines[0].num_added > 0) == fits
 
 
-def test_figures_that_cannot_be_written_are_told_before_anything_is_loaded(
+def test_unwritable_outputs_fail_before_anything_is_loaded(
     model: str,
     tmp_path: Path,
     engines: list[fake_engine.FakeEngine],
@@ -326,7 +326,7 @@ def test_figures_that_cannot_be_written_are_told_before_anything_is_loaded(
 
 @pytest.mark.parametrize("broken_by", [KeyboardInterrupt, OSError("out of something")])
 @pytest.mark.usefixtures("undrawn")
-def test_runs_that_are_done_outlast_a_later_one(
+def test_completed_runs_are_kept_if_a_later_one_fails(
     model: str,
     workload: str,
     tmp_path: Path,
@@ -355,7 +355,7 @@ def test_runs_that_are_done_outlast_a_later_one(
     assert (tmp_path / "throughput_latency.png").exists()
 
 
-def test_a_link_to_the_figures_is_followed(
+def test_a_symbolic_link_to_the_json_file_is_followed(
     model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine]
 ) -> None:
     (tmp_path / "report.json").symlink_to(tmp_path / "real.json")
@@ -365,7 +365,7 @@ def test_a_link_to_the_figures_is_followed(
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_all_at_once_under_a_limit(
+def test_infinite_rate_with_limited_concurrency(
     model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--rates", "100,inf", "--num-requests", "8", "--max-concurrency", "2", "--plots", str(tmp_path)]
@@ -383,7 +383,7 @@ def test_all_at_once_under_a_limit(
     assert (tmp_path / "timeline-rate-inf.png").exists()
 
 
-def test_another_arrival_seed_draws_other_arrivals(
+def test_arrival_seeds_change_the_arrivals(
     model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine]
 ) -> None:
     arrivals = []
@@ -399,5 +399,5 @@ def test_numbers_have_three_significant_digits() -> None:
     assert [tables.number(value) for value in given] == ["-", "0", "0.0123", "1.23", "100", "123", "12346"]
 
 
-def test_plots_are_possible_where_matplotlib_is() -> None:
+def test_plots_need_only_matplotlib() -> None:
     assert plotting.reason_missing() is None

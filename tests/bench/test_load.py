@@ -70,7 +70,7 @@ def serve(
     return run_load(engine, requests, clock, max_concurrency=max_concurrency), clock
 
 
-def test_all_at_once_is_the_offline_batch() -> None:
+def test_an_infinite_rate_equals_the_offline_run() -> None:
     trace, clock = serve(*(TimedRequest([1, 2, 3], 2) for _ in range(6)))
     assert [r.token_s for r in trace.requests] == 4 * [[0.25, 0.5]] + 2 * [[0.75, 1.0]]
     assert [s.num_waiting for s in trace.engine.steps] == [2, 2, 0, 0]
@@ -102,7 +102,7 @@ def test_an_idle_engine_sleeps_until_the_next_is_due() -> None:
     assert [r.ttft_s for r in trace.requests] == [STEP_S, STEP_S]
 
 
-def test_requests_are_queued_in_order_of_arrival_and_traced_in_their_own() -> None:
+def test_requests_are_queued_by_arrival_and_traced_in_the_given_order() -> None:
     trace, _ = serve(TimedRequest([1], 1, 2.0), TimedRequest([2, 3], 1), max_num_seqs=1)
     assert [r.arrival_s for r in trace.requests] == [2.0, 0.0]
     assert [r.num_prompt_tokens for r in trace.requests] == [1, 2]
@@ -124,7 +124,7 @@ def test_a_limit_on_concurrency_holds_requests_back() -> None:
     gap_s=st.sampled_from([0.0, 0.1, 1.0]),
     limit=st.integers(1, 13),
 )
-def test_a_limit_is_kept_and_wastes_nothing(lens: list[int], gap_s: float, limit: int) -> None:
+def test_limited_concurrency_is_kept_and_fully_used(lens: list[int], gap_s: float, limit: int) -> None:
     requests = [TimedRequest([i], output_len, gap_s * i) for i, output_len in enumerate(lens)]
     trace, _ = serve(*requests, max_num_seqs=20, max_concurrency=limit)
     spans = [(r.arrival_s, r.token_s[-1]) for r in trace.requests]
@@ -152,7 +152,7 @@ def test_the_engine_is_left_empty_when_a_run_breaks_off() -> None:
     assert not engine.has_unfinished()
 
 
-def test_totals_are_of_the_run_alone() -> None:
+def test_statistics_count_only_this_run() -> None:
     engine = fake_engine.FakeEngine(None)
     for _ in range(2):
         trace = run_load(engine, [TimedRequest([1], 3)], FakeClock())

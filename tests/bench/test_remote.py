@@ -129,7 +129,7 @@ def test_a_limit_on_concurrency_holds_requests_back(scripted: ScriptedServer) ->
     assert all(later > earlier + 2 * GAP_S for earlier, later in itertools.pairwise(starts))
 
 
-def test_where_nothing_is_served_the_reason_is_told(scripted: ScriptedServer) -> None:
+def test_a_run_without_a_served_request_reports_the_reason(scripted: ScriptedServer) -> None:
     with pytest.raises(ConfigError, match="must serve the requests, but none was; the first failed with: status 429"):
         run_remote(Server(scripted.url, "m"), [TimedRequest([99], 1)])
     with pytest.raises(ConfigError, match="the first failed with: no connection"):
@@ -146,7 +146,9 @@ def test_where_nothing_is_served_the_reason_is_told(scripted: ScriptedServer) ->
         (["--vocab-size", "100"], "vocab_size needs a server; give its --url"),
     ],
 )
-def test_wrong_flags_are_told_in_a_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_one_line_errors(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["bench", "serve", *arguments]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith(f"jaxserve: error: {message}")

@@ -61,7 +61,7 @@ def test_percentiles_are_numpys(values: list[float]) -> None:
     assert got["max"] == max(values)
 
 
-def test_no_values_have_no_percentiles() -> None:
+def test_percentiles_of_no_values_are_null() -> None:
     assert set(percentiles([]).values()) == {None}
 
 
@@ -82,7 +82,7 @@ def test_rates_count_the_whole_run() -> None:
     assert figures["itl_ms"]["max"] == pytest.approx(300)
 
 
-def test_steps_are_described_while_there_are_any() -> None:
+def test_step_figures_cover_only_steps_with_rows() -> None:
     figures = summarize(TRACE, SETTING)
     assert figures["queue_depth"] == {"mean": 2.5, "max": 5.0}
     assert figures["batch_rows"] == {"mean": 2.0, "max": 3.0}
@@ -93,7 +93,7 @@ def test_steps_are_described_while_there_are_any() -> None:
     assert figures["wall_ms_per_step"] == 5.0
 
 
-def test_goodput_counts_requests_that_met_every_promise() -> None:
+def test_goodput_counts_requests_that_met_every_slo() -> None:
     assert goodput(ttft_ms=200.5) == {"slo_ttft_ms": 200.5, "slo_tpot_ms": None, "share": 2 / 3, "requests_per_s": 1.0}
     assert goodput(tpot_ms=60.0)["share"] == 2 / 3  # an output of a single token always meets it
     assert goodput(ttft_ms=200.5, tpot_ms=60.0)["share"] == 1 / 3

@@ -119,7 +119,7 @@ def test_a_resized_workload_repeats_with_prompts_of_its_own(name: str, share: fl
         ('{"name": "x", "seed": 1, "requests": [1]}', "request 0: a request must be an object, got 1"),
     ],
 )
-def test_bad_files_say_what_is_wrong(tmp_path: Path, content: str, message: str) -> None:
+def test_errors_name_the_wrong_field_of_a_file(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "bad.json"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):
@@ -138,12 +138,12 @@ def test_bad_files_say_what_is_wrong(tmp_path: Path, content: str, message: str)
         ({"tokens": 5}, r"got also \['tokens'\]"),
     ],
 )
-def test_bad_requests_say_what_is_wrong(fields: dict[str, object], message: str) -> None:
+def test_errors_name_the_wrong_field_of_a_request(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=f"request 1: .*{message}"):
         workloads.parse_workload({"name": "x", "seed": 1, "requests": [REQUEST, REQUEST | fields]})
 
 
-def test_unknown_workloads_name_those_there_are() -> None:
+def test_an_unknown_workload_lists_the_built_in_ones() -> None:
     with pytest.raises(ConfigError, match=r"'mixed-64'.* or a JSON file, got 'mixed-65'"):
         load_workload("mixed-65")
 

@@ -277,7 +277,7 @@ def test_a_server_has_the_keys_of_all_flags(
 
 @pytest.mark.parametrize("values", [["secret", "."], ["secret", "no/such/model", "--port", "0"], ["a", "b", "/"]])
 @pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
-def test_a_model_that_a_flag_has_taken_is_missed(
+def test_a_model_path_taken_by_a_flag_is_reported(
     flag: str, values: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["serve", flag, *values]) == 2
@@ -304,7 +304,7 @@ def test_usage_errors(arguments: str) -> None:
         (["bench", "offline", "--zzz"], "unrecognized arguments: --zzz; jaxserve bench offline --help lists all"),
     ],
 )
-def test_unknown_flags_are_told_with_those_that_are_like_them(
+def test_unknown_flags_are_reported_with_similar_ones(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit):
@@ -354,7 +354,7 @@ def test_a_reader_that_goes_away_is_no_error(model: str) -> None:
     assert shown == b""
 
 
-def test_without_a_command_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     shown = capsys.readouterr().out
     for command in COMMANDS:
@@ -395,7 +395,7 @@ def test_all_flags_that_help_shows_are_completed(shell: str, capsys: pytest.Capt
         subprocess.run([shell, "-n"], input=script, text=True, check=True, capture_output=True)
 
 
-def test_faults_of_a_server_are_told_without_jax(tmp_path: Path) -> None:
+def test_server_configuration_errors_need_no_jax(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

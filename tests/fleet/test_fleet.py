@@ -147,7 +147,7 @@ def alone(tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> li
     num_poisons=st.sampled_from([0, 0, 1, 3]),
     deaths=st.sampled_from([0.0, 0.02, 0.1]),
 )
-def test_whoever_dies_every_request_ends_once(
+def test_every_request_ends_once_whichever_actor_dies(
     model: Path, tokenizer: Tokenizer, seed: int, count: int, num_requests: int, num_poisons: int, deaths: float
 ) -> None:
     rng = random.Random(seed)
@@ -182,7 +182,9 @@ def test_whoever_dies_every_request_ends_once(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_poison_costs_few_deaths_and_nobody_else(model: Path, tokenizer: Tokenizer, count: int) -> None:
+def test_only_the_request_that_kills_actors_fails(
+    model: Path, tokenizer: Tokenizer, count: int
+) -> None:
     actors = LocalActors(count, tokenizer, random.Random(0), never)
     served = new_fleet(actors, model)
     for i in range(50):
@@ -249,7 +251,7 @@ def test_requests_go_where_their_prefix_is(model: Path, tokenizer: Tokenizer) ->
     assert {index for held in seats.values() for index in held} == set(range(4))
 
 
-def test_who_waits_for_a_full_actor_adds_to_its_load(model: Path, tokenizer: Tokenizer) -> None:
+def test_a_request_that_waits_for_a_full_actor_adds_to_its_load(model: Path, tokenizer: Tokenizer) -> None:
     """Otherwise all questions of a document would wait for the actor that has it, however many they are."""
     actors = LocalActors(2, tokenizer, random.Random(0), never)
     served = new_fleet(actors, model)

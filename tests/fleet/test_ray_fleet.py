@@ -103,7 +103,7 @@ def expected(model: str, source: Path, **options: Any) -> dict[str, Any]:
     return records_by_id(out)
 
 
-def test_engines_killed_in_the_midst_lose_nothing(
+def test_requests_survive_killed_engines(
     cluster: None, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = write_batch(tmp_path / "in.jsonl", 150), tmp_path / "out.jsonl"
@@ -127,7 +127,7 @@ def test_engines_killed_in_the_midst_lose_nothing(
 
 
 @pytest.mark.full
-def test_what_kills_engines_becomes_an_error_and_the_rest_is_served(
+def test_a_request_that_kills_engines_fails_and_the_others_are_served(
     cluster: None, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompts = {"line20": "please die", "line41": "please raise", "line55": "refuse it"}
@@ -180,7 +180,7 @@ def test_ray_address_names_the_cluster(cluster: None, model: str, tmp_path: Path
     assert ray.cluster_resources()["CPU"] == 4
 
 
-def test_ray_is_asked_for_and_named_where_it_is_missing(
+def test_a_missing_ray_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -230,7 +230,7 @@ def test_an_actor_asks_for_the_devices_of_its_engine(
         ([], 1, None, "and 0 fit"),
     ],
 )
-def test_a_fleet_that_has_no_room_is_refused(nodes: list, num_devices: int, wanted: int | None, message: str) -> None:
+def test_a_fleet_that_does_not_fit_is_refused(nodes: list, num_devices: int, wanted: int | None, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_actors(nodes, num_devices, wanted)
 

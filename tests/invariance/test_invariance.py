@@ -94,13 +94,13 @@ def test_a_planted_difference_is_found(findings: dict[str, Finding]) -> None:
     assert counterexample(findings["swapped"]).startswith("first counterexample: swapped, greedy request 0, output")
 
 
-def test_a_way_that_was_not_taken_or_is_refused_is_not_graded(findings: dict[str, Finding]) -> None:
+def test_an_axis_without_evidence_or_refused_is_not_graded(findings: dict[str, Finding]) -> None:
     assert findings["absent"].grade == findings["refused"].grade == "not run"
     assert findings["refused"].detail.startswith("kv_cache_dtype must be one of")
 
 
 @pytest.mark.full
-def test_every_way_is_taken_by_the_embedded_model() -> None:
+def test_every_axis_runs_on_the_embedded_model() -> None:
     found = {finding.axis: finding for finding in check_invariance({}, Sizes())}
     assert list(found) == [axis.name for axis in AXES]
     for name in found.keys() - {"tensor-parallel"}:  # needs two devices

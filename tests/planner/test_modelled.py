@@ -11,7 +11,7 @@ def test_it_is_an_executor() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [100, 2048, 9000])
-def test_a_lone_prompt_takes_what_the_roofline_says(num_tokens: int) -> None:
+def test_a_single_prompt_takes_the_roofline_time(num_tokens: int) -> None:
     arch, executor = modelled("llama-3.1-8b", "h200")
     ((steps, seconds),) = serve(arch, executor, [num_tokens], num_output=1)
     assert steps == -(-num_tokens // 2048)
@@ -29,7 +29,7 @@ def test_a_lone_prompt_takes_what_the_roofline_says(num_tokens: int) -> None:
         ("qwen3.5-9b", "h200", 8 * 2 * 4 * 256),
     ],
 )
-def test_tokens_take_what_their_layers_store(model: str, target: str, token_elements: int) -> None:
+def test_token_bytes_follow_from_the_layers_that_store_them(model: str, target: str, token_elements: int) -> None:
     """Bytes of a token in bfloat16: heads of one or two sizes, latents, states; the scheduler knows of windows."""
     arch, executor = modelled(model, target)
     assert executor.costs.kv_token_bytes == 2 * token_elements

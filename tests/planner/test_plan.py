@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("no_compiler")
 
 
 @pytest.mark.parametrize("name", [*PARAMS, *QUANTISED_PARAMS, *GPT_PARAMS, *DENSE_PARAMS])
-def test_shapes_that_come_along_have_the_parameters_they_are_known_for(name: str) -> None:
+def test_packaged_configs_have_the_published_parameter_counts(name: str) -> None:
     called, arch = read_model(name)
     assert called == name
     millions = {**PARAMS, **QUANTISED_PARAMS, **GPT_PARAMS, **DENSE_PARAMS}[name]
@@ -69,7 +69,7 @@ def test_whole_experts_take_the_same_memory_and_links_but_few_tokens_read_more_o
         plan_of("llama-3.1-8b", "h200x4", expert_parallel_size=4)
 
 
-def test_requests_that_are_divided_among_chips_have_as_many_times_the_room() -> None:
+def test_data_parallel_attention_multiplies_the_capacity() -> None:
     """A chip has all latents of its own requests, and attention whole: their part of the weights is not divided."""
     everywhere, divided = (
         make_plan(
@@ -187,7 +187,7 @@ def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
     assert on_a_machine_of(enough - 1, name, max_model_len=1024, max_num_seqs=1).memory.missing == 1
 
 
-def test_a_cpu_is_planned_alike_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_plan_is_the_same_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     here = plan_of("llama-3.1-8b", "cpu").memory.weights
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert plan_of("llama-3.1-8b", "cpu").memory.weights == here
@@ -253,7 +253,7 @@ def is_split_by_heads(name: str, target: Target) -> bool:
         if is_split_by_heads(name, target)
     ],
 )
-def test_each_chip_has_its_share(name: str, target: Target) -> None:
+def test_tensor_parallelism_divides_the_weights(name: str, target: Target) -> None:
     _, arch = read_model(name)
     length = min(8192, arch.max_position)
     plan = plan_of(name, target, max_model_len=length)
@@ -292,7 +292,7 @@ def test_each_chip_has_its_share(name: str, target: Target) -> None:
         pytest.param("llama-3.1-405b", "h200x8", marks=pytest.mark.full),
     ],
 )
-def test_what_fits_on_how_many(name: str, smallest: str | None) -> None:
+def test_models_fit_on_the_expected_number_of_chips(name: str, smallest: str | None) -> None:
     fitting = [target.name for target in GPUS if plan_of(name, target, max_model_len=8192).fits]
     assert (fitting[0] if fitting else None) == smallest
     assert fitting == [target.name for target in GPUS][len(GPUS) - len(fitting) :]
@@ -353,7 +353,7 @@ def test_steps_are_compiled_with_few_pages_however_long_requests_are(monkeypatch
     assert plans[1].memory.num_pages > 20_000
 
 
-def test_xla_takes_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limit_follows_the_utilization_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert plan_of("llama-3.1-8b").memory.limit == 141e9 / 2
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
@@ -376,7 +376,7 @@ def test_the_capacity_curve_ends_with_the_longest_request() -> None:
     assert curve[5000] == plan.num_requests
 
 
-def test_sliding_windows_save_the_pages_behind_them(tmp_path: Path) -> None:
+def test_sliding_windows_release_the_pages_before_them(tmp_path: Path) -> None:
     config = json.loads((Path(jaxserve.tools.planner.__file__).parent / "configs/mistral-7b-v0.3.json").read_text())
     requests = {}
     for window in (None, 4096):

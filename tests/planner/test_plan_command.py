@@ -56,7 +56,7 @@ def test_the_report_has_all_figures_and_survives_json() -> None:
     assert too_large["compile_s"] is None
 
 
-def test_what_the_compiler_estimates_is_shown_where_it_does() -> None:
+def test_compiler_estimates_are_shown_if_there_are_any() -> None:
     plan = plan_of("llama-3.1-8b", "v6e:1x1", max_model_len=8192)
     assert plan.largest is not None
     assert "estimate" not in render(plan)
@@ -65,7 +65,7 @@ def test_what_the_compiler_estimates_is_shown_where_it_does() -> None:
     assert build_report(told)["compiler_estimate_ms"] == [1.5, None]
 
 
-def test_all_programs_of_the_engine_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_programs_are_listed_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["plan", "--target", "v6e:1x1", "--model", "llama-3.1-8b", "--max-model-len", "8192", "--programs"]
     assert cli.main([*options, "--json"]) == 0
     programs = json.loads(capsys.readouterr().out)["programs"]
@@ -78,7 +78,7 @@ def test_all_programs_of_the_engine_are_told_where_they_are_asked_for(capsys: py
     assert build_report(plan_of("llama-3.1-8b"))["programs"] is None
 
 
-def test_the_table_says_what_is_predicted() -> None:
+def test_the_table_marks_predictions() -> None:
     assert "predicted, not measured" in render(plan_of("llama-3.1-8b"))
     text = render(plan_of("llama-3.1-405b"))
     assert "does not fit: each chip lacks" in text
@@ -115,9 +115,7 @@ def test_the_table_says_what_is_predicted() -> None:
         ),
     ],
 )
-def test_what_cannot_be_planned_is_said_in_a_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_planning_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", *arguments]) == 2
     shown = capsys.readouterr()
     assert message in shown.err
@@ -125,7 +123,7 @@ def test_what_cannot_be_planned_is_said_in_a_line(
     assert not shown.out
 
 
-def test_quantised_matrices_that_devices_cannot_share_are_told_in_a_line(
+def test_indivisible_quantised_matrices_are_reported_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((CONFIGS / "llama-3.1-8b.json").read_text())
@@ -140,7 +138,7 @@ def test_quantised_matrices_that_devices_cannot_share_are_told_in_a_line(
 
 
 @pytest.mark.parametrize("model", ["granite-4.0-h-tiny", "qwen3-next-80b-a3b"])
-def test_states_that_devices_cannot_share_are_told_to_be_about_their_number(model: str) -> None:
+def test_indivisible_states_are_reported_with_the_number_of_devices(model: str) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size must divide .*; set it to a divisor of") as told:
         read_model(model)[1].state.local(5)
     assert told.value.about == {"tensor_parallel_size"}
@@ -220,7 +218,7 @@ def test_weights_that_do_not_fit_have_no_length() -> None:
         ("llama-3.1-70b", "v6e:2x2", {"max_num_batched_tokens": 32768}),
     ],
 )
-def test_what_is_advised_was_not_given_and_helps(model: str, target: str | Target, given: dict[str, Any]) -> None:
+def test_remedies_are_new_options_and_help(model: str, target: str | Target, given: dict[str, Any]) -> None:
     """Planned by hand, each remedy fits as far as it says, or lacks what it says."""
     plan = plan_of(model, target, **given)
     if plan.fitting_len != 0:
@@ -258,7 +256,7 @@ def test_smaller_steps_and_more_of_the_memory_are_advised_where_they_suffice() -
     assert "gpu_memory_utilization" not in str(plan_of("llama-3.1-405b", gpu_memory_utilization=0.97).remedies)
 
 
-def test_nothing_is_advised_where_nothing_helps() -> None:
+def test_there_is_no_remedy_if_none_helps() -> None:
     starved = plan_of("llama-3.1-405b", with_memory(parse_target("v5e"), 10**6), quantization="int4")
     assert re.search(r"no --max-model-len fits; with --target v5e:8x16 it lacks \d+\.\d\d GB\n", render(starved))
     on_cpu = make_plan(EngineConfig(model="llama-3.1-405b", quantization="int4"), parse_target("cpu"))

@@ -67,7 +67,7 @@ def test_one_that_fails_does_not_end_a_sweep() -> None:
     assert json.loads(json.dumps(report))["cheapest"] == "v6e:2x2"
 
 
-def test_a_wrong_name_is_told_before_anything_is_planned() -> None:
+def test_a_wrong_target_fails_before_anything_is_planned() -> None:
     with pytest.raises(ConfigError, match="h300"):
         swept(["h200", "h300"], lambda _: pytest.fail("planned"))
 
@@ -123,9 +123,7 @@ def test_the_command_sweeps_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sweep_says_what_this_machine_lacks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_reports_missing_compilers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=16 * 10**9))
     arguments = ["plan", "--sweep", "cpu", "--model", "llama-3.1-405b"]
     assert cli.main([*arguments, "--json"]) == 0

@@ -77,7 +77,7 @@ def test_another_key_is_refused_by_both() -> None:
 
 
 @pytest.mark.parametrize("change", ["content", "repeat", "omit"])
-def test_what_is_changed_on_the_way_is_not_read(change: str) -> None:
+def test_a_changed_message_is_not_read(change: str) -> None:
     leader, follower = channels()
     sent: list[bytes] = []
     leader._connection = type("Tap", (), {"send_bytes": lambda _self, data: sent.append(data)})()

@@ -111,7 +111,7 @@ def test_refused_options_then_the_tokens_of_one_process_until_one_is_lost(
 
 
 @pytest.mark.full
-def test_processes_that_plan_otherwise_are_found_out(tmp_path: Path, model: Path) -> None:
+def test_processes_with_different_plans_are_detected(tmp_path: Path, model: Path) -> None:
     workloads = tmp_path / "workloads"
     workloads.write_bytes(pickle.dumps([(None, [Job(tokens(9, 0))])]))
     common = SIZES | {"tensor_parallel_size": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "multi_step": 1}

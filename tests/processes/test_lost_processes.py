@@ -129,7 +129,7 @@ def test_a_process_that_cannot_start_is_named() -> None:
 
 
 @pytest.mark.full  # test_lockstep.py has the refusal by default, of the Python interface
-def test_what_no_process_can_do_is_told_by_all() -> None:
+def test_errors_common_to_all_processes_are_reported_by_all() -> None:
     command = [*PROGRAM, "generate", "x", "--coordinator-address", "{address}", "--num-processes", "{count}"]
     engine = ["--tensor-parallel-size", "1"]
     for code, output in join(start([[*command, "--process-id", str(index), *engine] for index in range(2)], devices=2)):

@@ -108,7 +108,7 @@ def test_names_dtypes_and_values(model, tmp_path, scheme):
 
 
 @pytest.mark.parametrize("scheme", some_by_default([*SCHEMES, *OTHER_NAMES], *OTHER_NAMES))
-def test_what_was_written_is_read_as_it_is(tmp_path, scheme):
+def test_a_written_checkpoint_is_read_unchanged(tmp_path, scheme):
     family, scheme = (scheme, "int8") if scheme in OTHER_NAMES else (CASES[scheme][0], scheme)
     write_checkpoint(tmp_path / "model", family, dtype="bfloat16", **SIZES)
     quantize(tmp_path / "model", tmp_path / "new", scheme)

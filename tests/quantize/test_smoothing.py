@@ -104,7 +104,7 @@ def test_statistics_are_sums_over_what_matrices_read(layer):
     assert stats["down_proj"].gram.shape == (96, 96)
 
 
-def test_rounded_norms_are_made_up_for_by_the_matrix(layer):
+def test_the_matrix_compensates_rounded_norms(layer):
     arch, p, matrices, x, _ = layer
     fold = registry.family(arch).folds[0]
     factors = jnp.asarray(np.exp(np.random.default_rng(3).normal(size=64)), jnp.float32)
