@@ -182,9 +182,7 @@ def test_every_request_ends_once_whichever_actor_dies(
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_only_the_request_that_kills_actors_fails(
-    model: Path, tokenizer: Tokenizer, count: int
-) -> None:
+def test_only_the_request_that_kills_actors_fails(model: Path, tokenizer: Tokenizer, count: int) -> None:
     actors = LocalActors(count, tokenizer, random.Random(0), never)
     served = new_fleet(actors, model)
     for i in range(50):
