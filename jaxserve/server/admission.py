@@ -1,7 +1,7 @@
-"""Admission: whether a request may begin now, and what others do without meanwhile.
+"""Admission of requests by load, and the features that they lose meanwhile.
 
 A request passes three gates: before its body is read, by counts; before its prompt is tokenised, by the estimated wait
-of its class and the fewest tokens that the prompt can have; and behind that, by its exact length. What has passed is
+of its class and the prompt's minimum number of tokens; and after that, by its exact length. An admitted request is
 never refused for load.
 """
 
@@ -39,17 +39,17 @@ COALESCED_S = 0.05  # time between two events of a stream under load
 
 @dataclass(eq=False)
 class RefusedError(BadRequestError):
-    """Refusal of a request that may come again after a while.
+    """Refusal of a request, with the time after which it may come again.
 
     Attributes:
-        retry_after_s: the while; infinite where it never may.
+        retry_after_s: that time; infinite for never.
     """
 
     retry_after_s: int | float = 1.0
 
 
 def is_over_share(num_open: Mapping[str, int], tenant: str) -> bool:
-    """Return whether a tenant has more unfinished requests than an equal share of all those that have any."""
+    """Return whether a tenant has more unfinished requests than the mean over all tenants with any."""
     total, own = sum(num_open.values()), num_open.get(tenant, 0)
     num_tenants = len(num_open) + (tenant not in num_open)
     return num_tenants > 1 and own * num_tenants > total
@@ -62,7 +62,7 @@ class Admission:
         engine: the engine.
         config: options of the server.
         observer: takes counts, and has estimates.
-        limits: limits of tenants with their own.
+        limits: limits by tenant, for tenants with their own.
 
     Attributes:
         num_open: unfinished samples by tenant.
@@ -84,7 +84,7 @@ class Admission:
         self._waits: dict[int, tuple[float, Wait | None]] = {}  # estimates by class, and their times
         self._held: deque[tuple[int, asyncio.Future[None]]] = deque()  # requests below class 0, in order of arrival
         self._is_draining = False
-        self._may_draft: bool | None = None  # unknown until the engine is told
+        self._may_draft: bool | None = None  # unknown until it is sent
         self._task: asyncio.Task[None] | None = None
         self._streams: Streams | None = None
 
@@ -129,7 +129,7 @@ class Admission:
                 _settle(self._held.popleft()[1], None)
 
     def load(self) -> int | float:
-        """Return the load, which is 1 where requests are refused: for their number, their tokens or their wait."""
+        """Return the load; at 1 requests are refused, for their number, their tokens or their wait."""
         config = self._config
         loads = [self._engine.host.num_waiting / config.max_queued_requests]
         loads.append(self._observer.wait_estimator.num_waiting_tokens() / config.max_queued_tokens)
@@ -157,7 +157,7 @@ class Admission:
     # The gates
 
     def check_early(self, tenant: str) -> None:
-        """Refuse a request of which nothing is known yet but who sends it."""
+        """Refuse a request by its tenant, before its body is read."""
         if self._engine.host.num_waiting >= self._config.max_queued_requests:
             raise self._full(tenant, "queue_full", "the queue of the server is full", self._retry_s())
         self._check_open(tenant, 1)
@@ -183,7 +183,7 @@ class Admission:
         self._check_wait(tenant, priority, self.fewest_tokens(body), timeout_s)
 
     def fewest_tokens(self, body: Mapping[str, Any]) -> int:
-        """Return a number of tokens that the prompt of a body has at least."""
+        """Return the minimum number of tokens in a body's prompt."""
         prompt = body.get("prompt", body.get("input"))
         if isinstance(prompt, str):
             return max(int(len(prompt) / self._longest_token), 1)
@@ -224,7 +224,7 @@ class Admission:
             self.limits.settle(tenant, num_taken, tokens_used(groups), time.monotonic())
 
     async def turn(self, priority: int, through: asyncio.Future[None]) -> None:
-        """Hold a request below class 0 while the load says so, or until nobody waits for it: `through` is done."""
+        """Hold a request below class 0 while the load is high, or until `through` is done: nobody waits for it then."""
         if priority > 0 and self.ladder.has("batch") and not (through.done() or self._is_draining):
             held = asyncio.get_running_loop().create_future()
             self._held.append((priority, held))
@@ -237,7 +237,7 @@ class Admission:
                     self._held.remove((priority, held))
 
     def headers(self, tenant: str) -> list[tuple[bytes, bytes]]:
-        """Return headers that say what is left of limits, and what is done without."""
+        """Return headers with the remaining limits and the disabled features."""
         headers = self.limits.headers(tenant, time.monotonic())
         if on := self.ladder.on:
             headers.append((b"x-degraded", ",".join(on).encode()))
@@ -246,11 +246,11 @@ class Admission:
     # Estimates
 
     def target_s(self, priority: int) -> int | float | None:
-        """Return the time to the first token beyond which a request of a class is refused; None if there is none."""
+        """Return a class's maximum time to the first token; None if there is none."""
         return self._targets_s.get(priority, self._targets_s.get(None))
 
     def wait(self, priority: int) -> Wait | None:
-        """Return how long a short request of a class would wait; None if that is not known yet."""
+        """Return the wait of a class's short request; None if it is not known yet."""
         now_s = time.monotonic()
         at_s, wait = self._waits.get(priority, (-math.inf, None))
         if now_s - at_s > FRESH_S:
@@ -285,7 +285,7 @@ class Admission:
         raise RefusedError(excess.message, None, "rate_limit_exceeded", 429, excess.wait_s)
 
     def _full(self, tenant: str, reason: str, message: str, retry_s: int | float) -> RefusedError:
-        """Return the refusal of a full server: the tenant's fault where it has more than its share."""
+        """Return a full server's refusal: 429 if the tenant has more than its share."""
         refused = self._refused(reason, message, retry_s)
         if is_over_share(self.num_open, tenant):
             refused.status_code = 429

@@ -120,7 +120,7 @@ class App:
             if not call.is_gone:  # a second signal came
                 self._num_cut += 1
                 call.abort()
-                await asyncio.sleep(0)  # the connection hears of it
+                await asyncio.sleep(0)  # the connection is notified
         except RequestError as error:
             await self._send_error(call, as_bad_request(error))
         except Exception:
@@ -144,7 +144,7 @@ class App:
             raise BadRequestError(message, None, "origin_not_allowed", 403)
         call.header_makers.append(partial(self._origins.headers, call.headers))
         is_open = call.path in _OPEN_PATHS or (self.service.config.public_metrics and call.path == "/metrics")
-        if self._keys and not is_open:  # checked first, so that paths cannot be told apart
+        if self._keys and not is_open:  # checked first, so that replies do not reveal which paths exist
             tenant = self._keys.tenant(call.headers)
             if tenant is None:
                 raise self._unauthorized(call)
@@ -166,7 +166,7 @@ class App:
         await handler(call)
 
     def _unauthorized(self, call: Call) -> BadRequestError:
-        """Return the error of a request without a known key, in the terms of its client."""
+        """Return the error for a request without a known key, in its client's terms."""
         is_anthropic = call.path.startswith(MESSAGES) or any(name == b"anthropic-version" for name, _ in call.headers)
         where = "x-api-key: KEY" if is_anthropic else "Authorization: Bearer KEY"
         if given_key(call.headers):
@@ -200,12 +200,12 @@ class App:
             await call.send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _methods(self, path: str) -> list[str]:
-        """Return the methods of a path."""
+        """Return a path's methods."""
         methods = [method for method, known in self._handlers if known == path]
         return sorted([*methods, *(self._batches.methods(path) if self._batches is not None else ())])
 
     def _retry_after(self, error: BadRequestError) -> list[tuple[bytes, bytes]]:
-        """Return headers that say when to come again: in whole seconds, and as exactly as OpenAI's clients read it."""
+        """Return retry headers, in whole seconds and in milliseconds, which OpenAI's clients read."""
         wait_s = error.retry_after_s if isinstance(error, RefusedError) else self.service.observer.estimated_wait_s()
         if wait_s == math.inf:
             return []
@@ -259,7 +259,7 @@ class App:
 
 
 def _batches(service: Service, config: ServerConfig) -> Batches | None:
-    """Return the handler of files and batches; None without a directory for them."""
+    """Return the handlers for files and batches; None without a directory for them."""
     if config.batch_dir is None:
         return None
     from jaxserve.server.batches.api import Batches  # noqa: PLC0415 - fcntl, which not every system has

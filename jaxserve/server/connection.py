@@ -1,7 +1,7 @@
-"""Connection: HTTP of uvicorn, with what replies need beside ASGI: writes that no task waits for, and an end at once.
+"""Connection: uvicorn's HTTP with additions to ASGI: writes that no task waits for, and an immediate end.
 
-A part of a reply that goes through ASGI's `send` wakes the task of its request first. That costs several times as much
-as the part itself; so the callback that has news of all streams writes them to the connections.
+A reply part that goes through ASGI's `send` wakes its request's task first. That costs several times as much as the
+part itself; so the callback that has all streams' news writes them to the connections.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_PIPELINED = 8  # requests that wait on a connection for the reply to an earlier one
 MAX_PIPELINED_BYTES = 65536  # their bodies
-HEADERS_TIMEOUT_S = 30.0  # time from the start of a connection or of a further request to the end of its headers
+HEADERS_TIMEOUT_S = 30.0  # time for a request's headers
 MAX_HEAD_BYTES, MAX_HEADERS = 65536, 256
 
 _TOO_LARGE = (
@@ -28,7 +28,7 @@ _KEY = "jaxserve.connection"
 
 
 class Connection(HttpToolsProtocol):
-    """HTTP connection that takes parts of a reply at once, and that ends if it sends no request.
+    """HTTP connection that writes reply parts immediately, and that ends if it sends no request.
 
     Attributes:
         on_writable: function called when the client has taken so much that more may be written.
@@ -38,12 +38,12 @@ class Connection(HttpToolsProtocol):
 
     @staticmethod
     def of(scope: Scope) -> Connection:
-        """Return the connection of a request."""
+        """Return a request's connection."""
         connection: Connection = scope["state"][_KEY]
         return connection
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for the headers of a request."""
+        """Begin to wait for a request's headers."""
         super().connection_made(transport)
         self._is_in_head, self._num_head_bytes = True, 0
         self._cycles: list[RequestResponseCycle] = []  # requests that may be unfinished
@@ -64,7 +64,7 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
 
     def on_message_begin(self) -> None:
-        """Begin to wait for the headers of a further request on the connection."""
+        """Begin to wait for a further request's headers."""
         super().on_message_begin()
         self._num_head_bytes = 0
         if not self._is_in_head:
@@ -100,20 +100,20 @@ class Connection(HttpToolsProtocol):
             self.abort()
 
     def resume_writing(self) -> None:
-        """Go on with the reply, as the client has taken most of what was written."""
+        """Continue the reply, as the client has taken most written data."""
         super().resume_writing()
         if self.on_writable is not None:
             self.on_writable()
 
     def write_chunk(self, data: bytes) -> bool:
-        """Write a part of a reply of unknown length, after its head; returns False if the client must take some first.
+        """Write a part of a chunked reply, after its head; return False if the client must take some data first.
 
-        What is written nevertheless is kept, and sent in its turn.
+        Data that is written nevertheless is kept, and sent in its turn.
         """
         if not self.transport.is_closing():
             self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return not self.flow.write_paused
 
     def abort(self) -> None:
-        """Drop the connection and what it was to be sent."""
+        """Drop the connection and its unsent data."""
         self.transport.abort()

@@ -1,25 +1,25 @@
-"""Ladder of degradation: what a server does without, one thing after the other, as its load grows."""
+"""Degradation ladder: features that a server disables one by one as its load grows."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 RUNGS = ("speculation", "coalesce", "extras", "batch", "shed")  # rungs in their order
-FIRST_AT, STEP = 0.5, 0.1  # loads at which the first rung comes on, and by which each further one is later
-BAND = 0.2  # fall of the load below its threshold with which a rung goes off
+FIRST_AT, STEP = 0.5, 0.1  # load for the first rung, and between rungs
+BAND = 0.2  # a rung goes off this far below its threshold
 DWELL_S = 1.0  # least time between two rungs that go off
 
 
 class Ladder:
-    """Rungs that are on, by the load, which is 1 where requests have to be refused. It reads no clock.
+    """Rungs that are on, by the load, which is 1 if requests must be refused. It reads no clock.
 
-    Rungs come on in their order, as many at once as the load asks for, and go off one by one.
+    Rungs come on in order, several together if the load needs them, and go off one by one.
 
     Args:
-        enabled: rungs that may come on; the others are passed over.
+        enabled: rungs that may come on; the others are skipped.
 
     Attributes:
-        height: rungs that are on, counted from the first, those that are passed over included.
+        height: number of rungs up to the last one that is on, skipped ones included.
         num_climbs: times that each rung has come on.
     """
 
@@ -55,5 +55,5 @@ class Ladder:
 
 
 def threshold(index: int) -> int | float:
-    """Return the load at which a rung comes on."""
+    """Return a rung's load threshold."""
     return FIRST_AT + index * STEP

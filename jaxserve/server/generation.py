@@ -43,14 +43,14 @@ logger = logging.getLogger(__name__)
 _COSTLY = {  # fields that take time to read, however short they are
     *("response_format", "structured_outputs", "text", "output_config", "tools", "bad_words"),
 }
-MAX_SHORT = 8  # prompts, or samples of each, that are read without holding the loop
+MAX_SHORT = 8  # prompts, or samples per prompt, that are read on the loop
 
 
 class Generation:
-    """Handler of completions and chats.
+    """Handler for completions and chats.
 
     Args:
-        service: engine and state of the server.
+        service: engine and server state.
     """
 
     def __init__(self, service: Service) -> None:
@@ -71,7 +71,7 @@ class Generation:
                 await self._answer(call, body, came_s)
 
     async def _answer(self, call: Call, body: Json, came_s: float) -> None:
-        """Answer a request whose body is there."""
+        """Answer a request after its body has come."""
         admission = self._service.admission
         interface = INTERFACES[invoked_path(call.path, body, self._engine.arch.pooler)]
         timeouts = read_timeouts(call.headers, body, streams=bool(body.get("stream")))
@@ -130,7 +130,7 @@ class Generation:
                 self._service.workers.release(groups)
 
     def _read(self, call: Call, interface: Interface, body: Json) -> tuple[ParsedRequest, list[RequestGroup]]:
-        """Return a request and what the engine makes of it. On any thread."""
+        """Return a request and its groups for the engine. On any thread."""
         service = self._service
         request = interface.read(body, service.parse, self._engine.schedule.max_model_len)
         service.check_size(request)
@@ -149,9 +149,9 @@ class Generation:
         whose = request.tenant, request.priority or 0
         for prompt in request.prompts:
             params = request.params
-            if params.seed is not None and groups:  # prompts of one request differ in their samples
+            if params.seed is not None and groups:  # a request's prompts differ in their samples
                 params = replace(params, seed=params.seed + len(groups))
-            # The field of the request, not the parameter of the engine.
+            # The request's field, not the engine's parameter.
             with interface.naming(), naming({"structured_outputs": request.form_field}), naming_fields(request.url):
                 groups.append(
                     read(f"{name}-{next(self._ids)}", prompt, request.pooling or params, request.cache_salt, *whose)
@@ -176,10 +176,10 @@ class Generation:
         """Send increments as they come."""
         own = [(b"content-type", http.EVENTS_TYPE), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await call.send({"type": "http.response.start", "status": 200, "headers": [*own, *headers]})
-        repeats_body = call.has_long_body  # replies of some interfaces have the fields of their requests
+        repeats_body = call.has_long_body  # some interfaces repeat request fields in replies
         await self._send_events(call, reply.first_events, is_short=not repeats_body)
         long_events: asyncio.Task[None] | None = None
-        resume = stream.resume  # what to call when the client has taken enough
+        resume = stream.resume  # called when the client has taken enough
 
         async def send_long(events: Callable[[], Iterator[bytes]]) -> None:
             nonlocal resume
@@ -225,7 +225,7 @@ class Generation:
             await call.send({"type": "http.response.body", "body": part, "more_body": True})
 
     def _check_whole(self, stream: Stream) -> None:
-        """Raise the error of a reply that was cut short."""
+        """Raise the error for a reply that was cut short."""
         if stream.is_late:
             message = "the reply was not there within the timeout of the request; allow more time, or ask for less"
             raise BadRequestError(message, None, "deadline_exceeded", 504)
@@ -241,11 +241,10 @@ class Generation:
 
 
 def _do_nothing() -> None:
-    """Let a client that can take more wait, as events are still being made."""
+    """Let the client wait: events are still being made."""
 
 
 def _pieces(reply: AnyReply, outputs: list[RequestOutput]) -> Iterator[bytes]:
-    """Yield the pieces of a whole reply."""
     yield from json_pieces(reply.lazy_body(outputs))
 
 

@@ -1,8 +1,8 @@
-"""JSON of bodies, within limits, and without a halt of other threads.
+"""JSON parser for bodies, with limits, which does not halt other threads.
 
-Python's parser in C holds the interpreter's lock from the first byte to the last: 8 MB of small lists take seconds, in
-which no thread goes on. So a long body is read by the parser in Python, on another thread; what it leaves to C is
-short, but for texts, which are fast. It counts, and gives up on a body that is nested too deeply or has too much.
+Python's parser in C holds the interpreter's lock from the first byte to the last: 8 MB of small lists take seconds, and
+no other thread continues meanwhile. So the parser in Python reads a long body, on another thread; it leaves only short
+parts to C, and texts, which are fast. It counts, and refuses a body that is nested too deeply or has too many values.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from jaxserve.errors import brief
 from jaxserve.openai.errors import BadRequestError
 
-SHORT_BODY_BYTES = 16384  # a body up to this size is parsed at once
-MAX_ITEMS = 2**18  # lists, objects, and what is in them but for numbers in lists
-MAX_FIELDS = 1024  # of a body itself; no request has a tenth of them
+SHORT_BODY_BYTES = 16384  # a body up to this size is parsed by C
+MAX_ITEMS = 2**18  # lists, objects and their elements, without numbers in lists
+MAX_FIELDS = 1024  # top-level fields; no request has a tenth of them
 
-_MAX_SHARED = 4096  # names of fields that are kept to be shared by objects
+_MAX_SHARED = 4096  # field names that objects share
 
-# Numbers of a list, each with its comma, as many as C reads in a fraction of a millisecond.
+# Numbers in a list, each with its comma; C reads this many in a fraction of a millisecond.
 _NUMBERS = re.compile(r"(?:[ \t\n\r]*-?\d{1,18}[ \t\n\r]*,){1,4096}+")
 _SPACE = re.compile(r"[ \t\n\r]*")
 
@@ -46,10 +46,10 @@ def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
 
 
 class _Decoder(json.JSONDecoder):
-    """Parser in Python, which lets other threads go on.
+    """Parser in Python, which lets other threads run.
 
     Args:
-        max_depth: nesting of lists and objects.
+        max_depth: maximum nesting.
     """
 
     def __init__(self, max_depth: int) -> None:
@@ -76,7 +76,7 @@ class _Decoder(json.JSONDecoder):
     def _parse_object(
         self, start: tuple[str, int], strict: bool, scan_once: Any, hook: Any, pairs_hook: Any, memo: dict[str, str]
     ) -> Any:
-        """Return an object and the position after it. Python's own way makes all of it in one call of C, of pairs."""
+        """Return an object and the position after it. Python's own function makes the dict in one call to C."""
         self._enter()
         text, position = start
         found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Pieces of JSON texts. C's encoder holds the interpreter's lock from the first value to the last, and so gets few."""
+"""JSON encoder in pieces: C's encoder holds the interpreter's lock, and so gets few values per call."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from jaxserve.api.stream_events import Increment
 
 PIECE_CHARS = 2**15
-MAX_VALUES = 1024  # values that are encoded by one call of C
-VALUE_CHARS = 32  # characters of a string that take the time of a value
-CHOICE_VALUES = 16  # values around the text of a completion
+MAX_VALUES = 1024  # values per call to C's encoder
+VALUE_CHARS = 32  # string characters that take a value's time
+CHOICE_VALUES = 16  # values around a completion's text
 
 _NUMBERS = {int, float, bool, type(None)}
 _encode = partial(json.dumps, ensure_ascii=False)
 
 
 def json_pieces(content: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield the JSON text of an object as `json.dumps` writes it. An iterator in it stands for a list."""
+    """Yield an object's JSON text as `json.dumps` writes it. An iterator stands for a list."""
     parts: list[str] = []
     num_chars = 0
     for part in _parts(content):
@@ -34,12 +34,12 @@ def json_pieces(content: Mapping[str, Any]) -> Iterator[bytes]:
 
 
 def is_short(content: object) -> bool:
-    """Return whether the JSON text of a value takes so little time that the event loop can make it."""
+    """Return whether a value is short enough for the event loop to encode."""
     return _left(content, MAX_VALUES) >= 0
 
 
 def num_values(output: RequestOutput, *, has_echo: bool) -> int:
-    """Return an estimate of the values in the reply of one output, and in what its reply is made of."""
+    """Return the estimated number of values in an output's reply."""
     num = _num_prompt_values(output, has_echo=has_echo) + (0 if output.pooled is None else output.pooled.size)
     for each in output.outputs:
         first = each.logprobs_since(0, 1)
@@ -49,7 +49,7 @@ def num_values(output: RequestOutput, *, has_echo: bool) -> int:
 
 
 def num_new_values(output: RequestOutput, increments: Sequence[Increment], *, has_echo: bool) -> int:
-    """Return the same estimate for the events of some increments; the first of a completion may echo the prompt."""
+    """Return the same estimate for increments' events; a completion's first one may echo the prompt."""
     num = 0
     for increment in increments:
         num_tokens = len(increment.token_ids)
@@ -68,12 +68,12 @@ def _num_prompt_values(output: RequestOutput, *, has_echo: bool) -> int:
 
 
 def _width(tables: Sequence[Mapping[int, Logprob] | None]) -> int:
-    """Return the log probabilities of each token, by those of one."""
+    """Return the number of values per token, by the first table."""
     return 1 + sum(len(table) for table in tables if table is not None)
 
 
 def _parts(value: Any) -> Iterator[str]:
-    """Yield the text of a value in parts, each encoded in a fraction of a millisecond."""
+    """Yield a value's text in parts, each encoded in a fraction of a millisecond."""
     if _left(value, MAX_VALUES) >= 0:
         yield _encode(value)
     elif isinstance(value, Mapping):
@@ -93,7 +93,7 @@ def _parts(value: Any) -> Iterator[str]:
 
 
 def _items(values: Any) -> Iterator[str]:
-    """Yield the text between the brackets of a list, short values together."""
+    """Yield a list's text without brackets, short values together."""
     batch: list[Any] = []
     left, separator = MAX_VALUES, ""
     for value in values:
@@ -116,7 +116,7 @@ def _items(values: Any) -> Iterator[str]:
 
 
 def _left(value: Any, budget: int) -> int:
-    """Return what a value leaves of a number of values; negative if it has more, or is an iterator."""
+    """Return the budget minus the value's size; negative if it is exceeded, or for an iterator."""
     if isinstance(value, str):
         return budget - 1 - len(value) // VALUE_CHARS
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Observer: times and counts of requests, under vLLM's names and with its buckets, for Prometheus."""
+"""Observer: request metrics under vLLM's names and with its buckets, for Prometheus."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _NEVER_COUNTED = (  # there are no caches but the pools, and no prompts but text
     *("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"),
     *("vllm:mm_cache_queries", "vllm:mm_cache_hits"),
 )
-FRESH_S = 0.02  # time for which an estimate is used again
+FRESH_S = 0.02  # lifetime of an estimate
 
 
 class Observer(Collector):
-    """Metrics of an engine and of its requests.
+    """Metrics for an engine and its requests.
 
     Args:
         engine: the engine.
-        model_name: value of the label `model_name`.
+        model_name: value for the label `model_name`.
 
     Attributes:
         wait_estimator: estimates of waits.
-        degradations: times that each rung of the ladder has come on.
+        degradations: counts by degradation step.
         rejections: requests that were not admitted, by reason.
     """
 
@@ -59,7 +59,7 @@ class Observer(Collector):
         self._estimated_at_s, self._estimate_s = -math.inf, 0.0
         self.rejections = dict.fromkeys(_REJECTIONS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
-        self._last_s: dict[str, tuple[int, float]] = {}  # tokens and time of the last news, by request id
+        self._last_s: dict[str, tuple[int, float]] = {}  # number of tokens and time, by request id
         self._registry = CollectorRegistry()
         self._registry.register(self)
         disable_created_metrics()
@@ -91,7 +91,7 @@ class Observer(Collector):
         }
 
     def note(self, group: RequestGroup) -> None:
-        """Count what a request has got. Called on the frontend's thread whenever there is news."""
+        """Count a request's new tokens. Called on the frontend's thread whenever there are any."""
         output = group.output
         metrics = output.metrics
         num_tokens, now_s = metrics.num_output_tokens, metrics.last_token_s
@@ -190,7 +190,7 @@ class Observer(Collector):
         yield steps
 
     def _gauges(self) -> Iterator[Metric]:
-        """Yield the gauges that are no numbers of `vllm_metrics`."""
+        """Yield the gauges that `vllm_metrics` lacks."""
         labels, occupancy, schedule = self._labels, self._engine.occupancy, self._engine.schedule
         yield _family(GaugeMetricFamily, "jaxserve:estimated_wait_seconds", labels, self.estimated_wait_s())
         num_deferred = min(occupancy.num_deferred, occupancy.num_waiting)
@@ -209,7 +209,7 @@ class Observer(Collector):
             "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": str(config.enable_prefix_caching),
             "gpu_memory_utilization": str(config.gpu_memory_utilization),
-            "kv_cache_size_tokens": str(int(concurrency * longest)),  # vLLM's: tokens of requests of full length
+            "kv_cache_size_tokens": str(int(concurrency * longest)),  # vLLM counts requests with full length
             "kv_cache_max_concurrency": str(concurrency),
         }
         yield _family(GaugeMetricFamily, "vllm:cache_config_info", {**labels, **info}, 1)

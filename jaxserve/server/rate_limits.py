@@ -1,4 +1,4 @@
-"""Rate limits: requests and tokens per minute of each tenant, as token buckets. Time is an argument."""
+"""Rate limits: requests and tokens per tenant and minute, as token buckets. Time is an argument."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MINUTE_S = 60.0
 
 
 class TokenBucket:
-    """Bucket that fills at a constant rate, and that may owe what was taken beyond its content.
+    """Bucket that fills at a constant rate, and whose content may be negative.
 
-    In any span of time it gives at most its size and what flows in meanwhile; what `settle` adds counts back.
+    In any time span it gives at most its size plus the inflow; `settle` corrects the content.
 
     Args:
-        per_minute: its size, and what flows in within a minute.
+        per_minute: its size, and the inflow per minute.
         now_s: the time; it is full.
     """
 
@@ -30,7 +30,7 @@ class TokenBucket:
         self._content, self._at_s = self.size, now_s
 
     def content(self, now_s: int | float) -> int | float:
-        """Return what it holds; negative where it owes."""
+        """Return its content; negative for a debt."""
         if now_s > self._at_s:
             self._content = min(self._content + (now_s - self._at_s) * self.size / MINUTE_S, self.size)
             self._at_s = now_s
@@ -51,7 +51,7 @@ class TokenBucket:
         return math.inf if amount > self.size else (amount - content) * MINUTE_S / self.size
 
     def settle(self, taken: int | float, used: int | float, now_s: int | float) -> None:
-        """Give back what was taken and not used, or take what was used beyond it."""
+        """Return the unused part of a taken amount, or take the excess."""
         self._content = min(self.content(now_s) + taken - used, self.size)
 
     def full_in_s(self, now_s: int | float) -> int | float:
@@ -61,14 +61,14 @@ class TokenBucket:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a tenant; None where there is none.
+    """Limits of a tenant; None for no limit.
 
     Attributes:
         requests_per_minute: requests that may begin in a minute.
-        tokens_per_minute: tokens of prompts and outputs in a minute.
+        tokens_per_minute: prompt and output tokens per minute.
         max_open_requests: unfinished requests.
-        min_priority: least `priority` of a request, which is the most urgent one.
-        max_priority: largest `priority` of a request.
+        min_priority: minimum `priority`, which is the most urgent one.
+        max_priority: maximum `priority`.
     """
 
     requests_per_minute: int | None = None
@@ -94,28 +94,28 @@ class Excess:
 
     @property
     def message(self) -> str:
-        """What to tell the client."""
+        """Error message for the client."""
         advice = "wait" if self.wait_s < math.inf else "send less at once"
         return f"a key must send at most {self.most} {self.kind} per minute; {advice}"
 
 
 def tokens_to_take(requests: Sequence[Request]) -> int:
-    """Return the tokens that samples count as when they begin: of their prompts and their longest outputs."""
+    """Return the tokens that samples take when they begin: their prompts and maximum outputs."""
     return sum(request.num_prompt_tokens + (request.params.max_tokens or 0) for request in requests)
 
 
 def tokens_used(groups: Sequence[RequestGroup]) -> int:
-    """Return the tokens of the prompts of all samples of requests, and those of their outputs so far."""
+    """Return the prompt tokens of all samples plus their output tokens so far."""
     outputs = [(len(group.output.prompt_token_ids), each.metrics) for group in groups for each in group.output.outputs]
     return sum(prompt_len + metrics.num_output_tokens for prompt_len, metrics in outputs)
 
 
 class RateLimits:
-    """Buckets of all tenants, for any thread. Those of tenants not seen for some minutes are full, and are dropped.
+    """Buckets by tenant, for any thread. Tenants not seen for some minutes have full buckets, which are dropped.
 
     Args:
-        common: limits of tenants without their own.
-        own: limits by tenant; what is None in them is as in `common`.
+        common: limits for tenants without their own.
+        own: limits by tenant; None takes the value in `common`.
     """
 
     def __init__(self, common: Limits, own: Mapping[str, Limits] = {}) -> None:
@@ -138,7 +138,7 @@ class RateLimits:
         )
 
     def excess(self, tenant: str, num_tokens: int, now_s: int | float) -> Excess | None:
-        """Return the limit that one more request of so many tokens would exceed for longest; nothing is taken."""
+        """Return the limit that a further request would exceed for longest; nothing is taken."""
         amounts = {"requests": 1, "tokens": num_tokens}
         with self._lock:
             buckets = self._of(tenant, now_s).items()
@@ -146,7 +146,7 @@ class RateLimits:
         return max((each for each in waits if each.wait_s), key=lambda each: each.wait_s, default=None)
 
     def take(self, tenant: str, num_tokens: int, now_s: int | float) -> Excess | None:
-        """Count a request of so many tokens; return the limit that it would exceed, and nothing is taken."""
+        """Count a request, or return the limit that it would exceed."""
         with self._lock:
             found = self.excess(tenant, num_tokens, now_s)
             if found is None:
@@ -155,13 +155,13 @@ class RateLimits:
         return found
 
     def settle(self, tenant: str, taken: int, used: int, now_s: int | float) -> None:
-        """Count the tokens that a request has used in place of those that were taken."""
+        """Replace the taken tokens by the used ones."""
         with self._lock:
             if (bucket := self._of(tenant, now_s).get("tokens")) is not None:
                 bucket.settle(taken, used, now_s)
 
     def headers(self, tenant: str, now_s: int | float) -> list[tuple[bytes, bytes]]:
-        """Return OpenAI's headers of what is left."""
+        """Return OpenAI's headers with the remaining amounts."""
         headers = []
         with self._lock:
             for kind, bucket in self._of(tenant, now_s).items():

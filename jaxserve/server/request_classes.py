@@ -1,4 +1,4 @@
-"""Class and tenant of a request, where a gateway says them in headers."""
+"""Class and tenant of a request, from a gateway's headers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from jaxserve.server.http import Headers
     from jaxserve.server.rate_limits import Limits
 
-# llm-d's names, and those of the Gateway API extension that it comes from.
+# llm-d's names, and the Gateway API extension's.
 OBJECTIVE = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
 FAIRNESS_ID = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
 MAX_NAME_LEN = 256
 
 
 def read_objectives(entries: Sequence[str]) -> dict[str, int]:
-    """Return the priorities of objectives by name; ConfigError for an entry that is not NAME=PRIORITY."""
+    """Return priorities by objective; ConfigError for an entry that is not NAME=PRIORITY."""
     objectives: dict[str, int] = {}
     for entry in entries:
         name, _, number = entry.rpartition("=")
@@ -38,14 +38,14 @@ def read_objectives(entries: Sequence[str]) -> dict[str, int]:
 def in_class(request: ParsedRequest, headers: Headers, tenant: str, objectives: Mapping[str, int]) -> ParsedRequest:
     """Return a request with its tenant and priority.
 
-    The tenant is that of the key; without keys it is what the header says, and nobody keeps a client from choosing
-    any. A priority in the body counts more than an objective. An objective that is not known is named as ignored.
+    The key's owner is the tenant; without keys the header names it, and a client may choose any. A priority in the
+    body counts more than an objective. An unknown objective is named as ignored.
 
     Args:
-        request: request as its body says it.
-        headers: headers of the call.
+        request: request in the body.
+        headers: HTTP headers.
         tenant: owner of the key; empty without keys.
-        objectives: priorities of objectives.
+        objectives: priority by objective.
     """
     named = _header(headers, OBJECTIVE)
     tenant = tenant or (_header(headers, FAIRNESS_ID) or "")[:MAX_NAME_LEN]
@@ -59,12 +59,12 @@ def in_class(request: ParsedRequest, headers: Headers, tenant: str, objectives: 
 
 
 def tenant_salt(tenant: str, cache_salt: str | None) -> str:
-    """Return the salt of a tenant's prompts in the prefix cache: nobody finds out what others have asked."""
+    """Return the prefix cache salt for a tenant, which hides its prompts from others."""
     return json.dumps([tenant, cache_salt])
 
 
 def allowed_priority(priority: int | None, limits: Limits) -> int | None:
-    """Return the priority of a request whose key has limits: the one of its range next to 0 if it gives none.
+    """Return the priority of a request whose key has a range: by default the value in it next to 0.
 
     Raises:
         BadRequestError: it gives one that its key may not have. Whoever chooses any goes before all others.
@@ -79,7 +79,7 @@ def allowed_priority(priority: int | None, limits: Limits) -> int | None:
 
 
 def early_priority(body: Mapping[str, object], headers: Headers, objectives: Mapping[str, int]) -> int:
-    """Return the class of a request whose body was not checked yet, as `in_class` does."""
+    """Return a request's class before its body is checked, as `in_class` does."""
     priority = body.get("priority")
     if type(priority) is int:
         return priority
@@ -87,6 +87,6 @@ def early_priority(body: Mapping[str, object], headers: Headers, objectives: Map
 
 
 def _header(headers: Headers, names: Sequence[bytes]) -> str | None:
-    """Return the value of the first of these headers that a call has."""
+    """Return the value of the first given header among `names`."""
     given = {name: value for name, value in reversed(headers) if name in names}
     return next((given[name].decode("latin-1") for name in names if name in given), None)

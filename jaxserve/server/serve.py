@@ -1,4 +1,4 @@
-"""Start of the server: its engine, its socket, and what signals do."""
+"""Server start, and its end by signals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SWITCH_INTERVAL_S = 5e-4
 
 
 class _Server(uvicorn.Server):
-    """Server that drains at a first signal, while it says that it is not ready, and stops at a second."""
+    """Server that drains at a first signal, no longer ready, and stops at a second."""
 
     def __init__(self, config: uvicorn.Config, app: App, on_start: Callable[[], None]) -> None:
         super().__init__(config)
@@ -40,8 +40,8 @@ class _Server(uvicorn.Server):
         """Begin to listen."""
         self._loop = asyncio.get_running_loop()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        # What starting leaves lives as long as the server. A full collection would look through all of it, for up to
-        # 0.2 s in which no stream gets a token.
+        # Objects from the start live as long as the server. A full collection would visit all of them for up to 0.2 s,
+        # and no stream gets a token meanwhile.
         gc.collect()
         gc.freeze()
         await super().startup(sockets)
@@ -55,7 +55,7 @@ class _Server(uvicorn.Server):
         gc.unfreeze()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take a signal, on the main thread and anywhere in its code."""
+        """Handle a signal, anywhere in the main thread's code."""
         if self._app.service.is_draining or self._loop is None:
             self.force_exit = self.should_exit = True
             return
@@ -85,7 +85,7 @@ def serve(
 
 
 def new_server(app: App, config: ServerConfig, sock: socket.socket, on_start: Callable[[str], None]) -> uvicorn.Server:
-    """Return the server of an application, to be run on a thread; see `serve`."""
+    """Return an application's server, to be run on a thread; see `serve`."""
     url = url_of(sock)
     options = uvicorn.Config(
         app,

@@ -1,4 +1,4 @@
-"""Service: an engine and the state of its server, which all handlers share."""
+"""Service: an engine and its server's state, shared by all handlers."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Service:
     Attributes:
         engine: the engine.
         config: options of the server.
-        model_names: names of the model; replies have the first.
+        model_names: the model's names; replies have the first.
         observer: times and counts.
-        traces: spans of requests; None if nobody wants them.
+        traces: request spans; None if they are off.
         health: watch over the engine.
-        fingerprint: name of the engine's configuration in replies.
+        fingerprint: the engine configuration's name in replies.
         context: the model and the options with which bodies are read.
-        keys: keys of those who may send requests.
+        keys: API keys.
         admission: gate of requests.
         is_draining: True once no further requests are served.
         workers: threads for work that would hold the event loop.
@@ -90,7 +90,7 @@ class Service:
         self.admission.start(self._streams)
 
     def close(self) -> None:
-        """Stop what `start` has begun."""
+        """Stop the threads and watches that `start` began."""
         self.health.close()
         self.admission.close()
         if self.traces is not None:
@@ -99,12 +99,12 @@ class Service:
         self.workers.close()
 
     def parse(self, url: str, body: Json, *, is_counted: bool = False) -> ParsedRequest:
-        """Return the request in a body of OpenAI's form. On any thread; RequestError if it cannot be served.
+        """Return the request in a body with OpenAI's form. On any thread; RequestError if it cannot be served.
 
         Args:
             url: endpoint, COMPLETIONS, CHAT or one for vectors.
             body: the body.
-            is_counted: True if only the tokens of its prompt are counted, which may be too many.
+            is_counted: True to count only its prompt tokens, which may be too many.
         """
         context = self.context
         if is_counted:
@@ -113,7 +113,7 @@ class Service:
         return request if request.pooling is not None else self.with_options(request)
 
     def with_options(self, request: ParsedRequest) -> ParsedRequest:
-        """Return a request for text with what the server's options make of it."""
+        """Return a request for text with the server's options applied."""
         limit, params = self.engine.output_limits.limit(request.params.max_tokens), request.params
         forces_usage = self.config.enable_force_include_usage and request.stream
         return dataclasses.replace(
@@ -126,12 +126,12 @@ class Service:
         )
 
     def for_batch_line(self, request: ParsedRequest) -> ParsedRequest:
-        """Return the request of a batch's line as the server takes it; BadRequestError if it has too many samples."""
+        """Return a batch line's request with the server's options; BadRequestError if it has too many samples."""
         self.check_size(request)
         return request if request.pooling is not None else self.with_options(request)
 
     def check_size(self, request: ParsedRequest) -> None:
-        """Raise BadRequestError for a request of more prompts or samples than the server takes."""
+        """Raise BadRequestError for a request with too many prompts or samples."""
         field = prompt_field(request.url)
         if len(request.prompts) > self.config.max_prompts:
             message = f"{field} must be at most {self.config.max_prompts} prompts, got {len(request.prompts)}"
@@ -149,7 +149,7 @@ class Service:
 
     @property
     def most_at_once(self) -> int:
-        """Samples that can run and wait at once."""
+        """Maximum number of samples that run or wait."""
         slots = self.engine.schedule.max_num_seqs * self.engine.config.data_parallel_size
         return slots + self.config.max_queued_requests
 

@@ -1,12 +1,12 @@
-"""Streams: requests of an event loop on the engine's threads.
+"""Streams: an event loop's requests on the engine's threads.
 
 The engine's frontend calls listeners on a thread of its own. They leave their requests in a queue and wake the loop
 once, however many requests have news by then: to wake it takes longer than all else that a token costs. The callback
-that wakes it writes to all connections; the tasks of the requests sleep until their replies are through.
+that wakes it writes to all connections; the requests' tasks sleep until their replies are through.
 
 Writing to many connections takes processor time that the engine's own threads need. Where it would take more than a
-small share of all time, as of many streams of a fast model, parts wait for some milliseconds, and what comes meanwhile
-goes with them. The first news of a request and its end never wait.
+small fraction of all time, as with many streams from a fast model, parts wait for some milliseconds, and later news
+is sent with them. The first news of a request and its end never wait.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_WRITING = 1 / 30  # share of the time in which parts of streams are written, but for first and last ones
+MOST_WRITING = 1 / 30  # fraction of time for writing stream parts, except first and last ones
 LONGEST_WAIT_S = 0.03  # time that parts wait for that at most, however long writing takes
 Write = Callable[[int, Sequence[Increment]], bool]
 
 
 class BrokenStepError(RuntimeError):
-    """Error of the engine that has ended a request before its time."""
+    """Engine error that has ended a request early."""
 
 
 class Stream:
-    """Requests of one reply, in the order of its prompts.
+    """A reply's requests, in the order of its prompts.
 
     Args:
         groups: requests from `RequestReader.read`.
         lock: lock that keeps outputs from changing.
-        is_whole: True to be told of ends alone.
+        is_whole: True to be notified only at the end.
 
     Attributes:
         groups: the requests.
-        is_whole: True to be told of ends alone.
-        begun: ids of the requests that have had news, on the frontend's thread.
+        is_whole: True to be notified only at the end.
+        begun: ids of requests with a first token, on the frontend's thread.
         is_cancelled: True once nobody waits for the reply.
-        is_late: True once a timeout of the client's has passed.
+        is_late: True once a client timeout has passed.
     """
 
     def __init__(self, groups: Sequence[RequestGroup], lock: Lock, *, is_whole: bool) -> None:
@@ -69,14 +69,14 @@ class Stream:
         self.is_cancelled = self.is_late = False
         self._numbers = {group.request_id: number for number, group in enumerate(groups)}
         self._readers = [OutputReader(group.output) for group in groups]
-        self._news: dict[int, None] = {}  # indices of the requests with news
-        self._open = set(range(len(groups)))  # indices of the requests whose ends have not been read
+        self._news: dict[int, None] = {}  # indices of requests with news
+        self._open = set(range(len(groups)))  # indices of unfinished requests
         self._is_waiting = True  # True before `run`, and while the client must take something
         self._write: Write | None = None
         self._through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def tell(self, group: RequestGroup) -> None:
-        """Send what is new of a request, unless the client must take something first. To be called on the loop."""
+        """Send a request's news, unless the client must take data first. To be called on the loop."""
         number = self._numbers[group.request_id]
         if self._is_waiting:
             self._news[number] = None
@@ -118,14 +118,14 @@ class Stream:
             self.end()
 
     async def run(self, write: Write | None = None) -> None:
-        """Send what is new whenever there is news, until all requests have ended, or until `end` is called.
+        """Send news until all requests have ended, or until `end` is called.
 
         Args:
-            write: function that sends the increments of a request, given its index, in the callback that has the news;
+            write: function that sends a request's increments, given its index, in the callback that has the news;
                 returns False if nothing more may be sent before `resume` is called. None for a whole reply.
 
         Raises:
-            BrokenStepError: the engine could not go on with a request.
+            BrokenStepError: the engine could not continue a request.
             EngineDiedError: its process has died.
         """
         self._write = write
@@ -133,7 +133,7 @@ class Stream:
         await self._through
 
     def resume(self) -> None:
-        """Send what is new, as far as the client takes it. To be called on the loop."""
+        """Send news, as far as the client takes it. To be called on the loop."""
         self._is_waiting = False
         while self._news and not self._is_waiting:
             number = next(iter(self._news))
@@ -141,10 +141,10 @@ class Stream:
             self._send(number)
 
     def _send(self, number: int) -> None:
-        """Send what is new of a request, unless nobody waits for it any more."""
+        """Send a request's news, unless nobody waits for it any more."""
         group, write = self.groups[number], self._write
         try:
-            with self._lock:  # all three of one moment
+            with self._lock:  # three values from one moment
                 increments = self._readers[number].read() if write is not None else ()
                 is_ended, error = group.output.finished, group.error
             if isinstance(error, EngineDiedError):
@@ -172,11 +172,11 @@ class Streams:
 
     Args:
         engine: engine that nothing else drives.
-        observer: told of progress and ends, on the frontend's thread.
+        observer: notified of progress and ends, on the frontend's thread.
 
     Attributes:
         num_wakes: calls that have woken the loop.
-        interval_s: least time between two parts of a stream, but for its first and its last.
+        interval_s: minimum time between a stream's parts, except the first and the last.
     """
 
     def __init__(self, engine: Engine, observer: Observer) -> None:
@@ -184,7 +184,7 @@ class Streams:
         self.interval_s = 0.0
         self._engine, self._threads, self._observer = engine, EngineThreads(engine), observer
         self._loop = asyncio.get_running_loop()
-        self._open: dict[str, Stream] = {}  # keys are the ids of its requests
+        self._open: dict[str, Stream] = {}  # keys are request ids
         self._urgent: deque[RequestGroup] = deque()  # requests with first tokens or ends
         self._news: deque[RequestGroup] = deque()  # requests with other tokens
         self._is_woken = self._is_timed = False  # True if `_wake`, or `_tell_rest` at its time, is about to be called
@@ -196,7 +196,7 @@ class Streams:
 
     @contextmanager
     def opened(self, stream: Stream) -> Iterator[Stream]:
-        """Serve the requests of a stream; whatever is unfinished at the end of the context is cancelled."""
+        """Serve a stream's requests; unfinished ones are cancelled at the end of the context."""
         ids = [group.request_id for group in stream.groups]
         self._open.update(dict.fromkeys(ids, stream))
         try:
@@ -208,7 +208,7 @@ class Streams:
                 self._engine.frontend.cancel(request_id)
 
     def submit_quietly(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
-        """Serve requests of no client; the listener is called on the frontend's thread after they are counted."""
+        """Serve requests without a client; the listener is called on the frontend's thread, after counting."""
 
         def listen(group: RequestGroup) -> None:
             self._observe(group)
@@ -221,7 +221,7 @@ class Streams:
         self._threads.send(event)
 
     def end_all(self) -> None:
-        """End all streams, whose replies say that the server stops."""
+        """End all streams because the server stops."""
         for stream in set(self._open.values()):
             stream.end()
 
@@ -230,7 +230,7 @@ class Streams:
         self._threads.stop()
 
     def _listen(self, group: RequestGroup) -> None:
-        """Take the news of a request, on the frontend's thread."""
+        """Take a request's news, on the frontend's thread."""
         self._observe(group)
         stream = self._open.get(group.request_id)
         if stream is None or (stream.is_whole and not group.output.finished):
@@ -251,7 +251,7 @@ class Streams:
 
     def _wake(self) -> None:
         self.num_wakes += 1
-        self._is_woken = False  # first: what comes from now on wakes the loop again
+        self._is_woken = False  # first: later news wakes the loop again
         self._tell(self._urgent)
         if not self._news or self._is_timed:
             return
@@ -271,9 +271,9 @@ class Streams:
         self._due_s = max(began_s + self.interval_s, ended_s + wait_s)
 
     def _tell(self, news: deque[RequestGroup]) -> None:
-        told: dict[RequestGroup, None] = {}  # once each, though steps may have come faster than wakes
+        groups: dict[RequestGroup, None] = {}  # once each, though steps may have come faster than wakes
         while news:
-            told[news.popleft()] = None
-        for group in told:
+            groups[news.popleft()] = None
+        for group in groups:
             if (stream := self._open.get(group.request_id)) is not None:
                 stream.tell(group)

@@ -1,4 +1,4 @@
-"""Handlers of OpenAI's files and batches."""
+"""Handlers for OpenAI's files and batches."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ JSON_LINES_TYPE = b"application/octet-stream"
 _DAY_S = 24 * 3600
 _WINDOW_S = {"24h": 24 * 3600}
 _MAX_METADATA, _MAX_NAME_CHARS, _MAX_VALUE_CHARS = 16, 64, 512  # OpenAI's limits
-_MAX_UNFINISHED = 64  # batches of a tenant
+_MAX_UNFINISHED = 64  # batches per tenant
 _MAX_LISTED = {"file": 10_000, "batch": 100}
-_LISTED = {"file": 10_000, "batch": 20}  # objects of a list if the request has no limit
+_LISTED = {"file": 10_000, "batch": 20}  # default limits of lists
 _BLOCK_BYTES = 2**16
 _PATH = re.compile(rf"({FILES}|{BATCHES})/([^/]+)(/content|/cancel)?")
 
@@ -38,11 +38,11 @@ Handler = Callable[["Call"], Awaitable[None]]
 
 
 class Batches:
-    """Files and batches of a server.
+    """A server's files and batches.
 
     Args:
-        service: engine and state of the server.
-        folder: directory of files and batches.
+        service: engine and server state.
+        folder: directory for files and batches.
     """
 
     def __init__(self, service: Service, folder: Path) -> None:
@@ -73,11 +73,11 @@ class Batches:
         self._jobs.stop()
 
     def handler(self, method: str, path: str) -> Handler | None:
-        """Return the handler of a request; None if there is none."""
+        """Return a request's handler; None if there is none."""
         return self._handlers.get((method, _pattern(path)))
 
     def methods(self, path: str) -> list[str]:
-        """Return the methods of a path."""
+        """Return a path's methods."""
         return [method for method, known in self._handlers if known == _pattern(path)]
 
     # Files

@@ -1,4 +1,4 @@
-"""Batches of the server: a thread runs one after the other, the tenants in turn, and survives restarts."""
+"""Batch jobs: a thread runs batches one by one, tenants in turn, and survives restarts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _OK = b'"response": {"status_code": 200,'
-_SAVE_S = 1.0  # time between two notes of the progress
-RETRY_S = 10.0  # time until what failed is tried again
-SWEEP_S = 600.0  # time between two searches for what has been kept for its time
+_SAVE_S = 1.0  # time between saves of the progress
+RETRY_S = 10.0  # time between retries
+SWEEP_S = 600.0  # time between searches for expired files
 
 
 class BatchEndedError(Exception):
@@ -32,12 +32,12 @@ class BatchEndedError(Exception):
 
 
 class Jobs:
-    """Thread that runs the batches of a store.
+    """Thread that runs a store's batches.
 
     Args:
         store: files and batches.
-        service: engine and state of the server.
-        max_in_flight: sequences of batches that are in the engine at the same time.
+        service: engine and server state.
+        max_in_flight: maximum number of batch sequences in the engine.
     """
 
     def __init__(self, store: Store, service: Service, max_in_flight: int) -> None:
@@ -86,7 +86,7 @@ class Jobs:
                 self._news.wait(SWEEP_S)
 
     def _sweep(self) -> None:
-        """Delete what has been kept for its time, now and then."""
+        """Delete expired files and batches, now and then."""
         if time.monotonic() - self._swept_s < SWEEP_S:
             return
         self._swept_s = time.monotonic()
@@ -99,7 +99,7 @@ class Jobs:
                 logger.info("%d files and batches have expired and are deleted", num_deleted)
 
     def _next(self) -> Json | None:
-        """Return the oldest batch of the tenant after the one that was served last."""
+        """Return the oldest batch of the next tenant in turn."""
         waiting = [x for x in self._store.objects("batch") if x["status"] in WAITING][::-1]
         owners = {x["id"]: self._store.owner(x["id"]) for x in waiting}
         waiting.sort(key=lambda x: (owners[x["id"]] <= self._last_owner, owners[x["id"]]))
@@ -177,7 +177,7 @@ class Jobs:
         self._count(batch_id, summary.num_records, summary.num_errors)
 
     def _finish(self, batch_id: str, owner: str, status: str) -> None:
-        """Divide the records into the files of results and of errors."""
+        """Divide the records into a results file and an error file."""
         self._store.update(
             batch_id, finalizing_at=_now(), **({"status": "finalizing"} if status == "completed" else {})
         )
@@ -186,7 +186,7 @@ class Jobs:
         num_lines = {True: 0, False: 0}
         with uploads[True].open("wb") as good, uploads[False].open("wb") as bad, records.open("rb") as source:
             for record in source:
-                is_good = _OK in record  # in texts of clients its quotes are escaped
+                is_good = _OK in record  # client texts have escaped quotes
                 (good if is_good else bad).write(record)
                 num_lines[is_good] += 1
         self._count(batch_id, sum(num_lines.values()), num_lines[False])
@@ -209,7 +209,7 @@ class Jobs:
             logger.info("%s is %s after %d s: %s%s", batch_id, batch["status"], took_s, _counted(batch), reason)
 
     def _fail_later(self, batch_id: str, code: str, message: str) -> None:
-        """Note a failure; if that fails too, as on a full disk, try all again after a while."""
+        """Note a failure; if that fails too, as on a full disk, wait before the next try."""
         try:
             self._fail(batch_id, code, message)
         except OSError:

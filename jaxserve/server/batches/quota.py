@@ -1,4 +1,4 @@
-"""Quota: bytes that the files of a tenant may have, those included that are being uploaded."""
+"""Quota: maximum size of a tenant's files, uploads in progress included."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Quota:
-    """Quota of each tenant. Methods are called on the event loop.
+    """Quota per tenant. Methods are called on the event loop.
 
     Args:
         store: files that are there.
-        max_bytes: bytes of all files of a tenant.
+        max_bytes: maximum total size per tenant.
     """
 
     def __init__(self, store: Store, max_bytes: int) -> None:
@@ -26,7 +26,7 @@ class Quota:
 
     @contextmanager
     def upload(self, owner: str) -> Iterator[Reservation]:
-        """Yield the reservation of an upload, which must be in the store at the end of the context or be gone."""
+        """Yield an upload's reservation; at the end of the context the upload is in the store or gone."""
         reservation = Reservation(self, owner)
         self._uploads.setdefault(owner, []).append(reservation)
         try:
@@ -37,7 +37,7 @@ class Quota:
                 del self._uploads[owner]
 
     def check(self, reservation: Reservation, num_bytes: int) -> None:
-        """Raise BadRequestError (413) if an upload of a number of bytes has no room beside all others."""
+        """Raise BadRequestError (413) if an upload would exceed the quota."""
         others = sum(each.num_bytes for each in self._uploads[reservation.owner] if each is not reservation)
         total = self._store.num_bytes(reservation.owner) + others + num_bytes
         if total > self._max_bytes:
@@ -52,7 +52,7 @@ class Quota:
 
 
 class Reservation:
-    """Bytes of a tenant that an upload holds.
+    """Quota that an upload holds.
 
     Attributes:
         owner: the tenant.
@@ -63,11 +63,11 @@ class Reservation:
         self._quota, self.owner, self.num_bytes = quota, owner, 0
 
     def hold(self, num_bytes: int) -> None:
-        """Hold at least a number of bytes; BadRequestError (413) if there is no room."""
+        """Hold at least this many bytes; BadRequestError (413) if they exceed the quota."""
         if num_bytes > self.num_bytes:
             self.settle(num_bytes)
 
     def settle(self, num_bytes: int) -> None:
-        """Hold exactly a number of bytes; BadRequestError (413) if there is no room."""
+        """Hold exactly this many bytes; BadRequestError (413) if they exceed the quota."""
         self._quota.check(self, num_bytes)
         self.num_bytes = num_bytes

@@ -1,4 +1,4 @@
-"""The server's engine as `run_batch` takes it: its requests run between those of other clients."""
+"""The server's engine for `run_batch`: batch requests run between other clients' requests."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _POLL_S = 0.2
 
 
 class ServedEngine:
-    """Engine of a server for one batch, to be used by one thread; a `BatchEngine`.
+    """A server's engine for one batch, to be used by one thread; a `BatchEngine`.
 
-    Requests that the tenant's rate does not allow yet wait until it does, in order.
+    Requests beyond the tenant's rate wait, in order.
 
     Args:
-        engine: engine of the server.
+        engine: the server's engine.
         streams: threads that drive it.
-        limits: rates of tenants.
-        name: beginning of request ids, unique among batches.
+        limits: rate limits.
+        name: unique prefix for request ids.
         tenant: tenant that owns the batch.
         check: function that is called often, and raises an exception to end the batch.
-        has_key: True if the tenant is the owner of a key: it shares no prefix cache with others, and the rate is its
-            own; without keys all clients share one.
+        has_key: True if the tenant owns a key: its prefix cache and rate are separate; without keys all clients have
+            the same.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ServedEngine:
         self._engine, self._streams, self._name, self._tenant, self._check = engine, streams, name, tenant, check
         self._priority = LOW_PRIORITY if engine.config.scheduling_policy == "priority" else 0
         self._ended: SimpleQueue[RequestGroup] = SimpleQueue()
-        self._waiting: deque[str] = deque()  # ids of requests that the rate does not allow yet
+        self._waiting: deque[str] = deque()  # ids of requests beyond the rate
         self._groups: dict[str, RequestGroup] = {}  # unfinished requests by id
 
     @property
@@ -107,7 +107,7 @@ class ServedEngine:
         return bool(self._groups)
 
     def wait(self) -> Sequence[RequestOutput | RequestFailure]:
-        """Wait for the end of a request, for a moment at most; return what has ended."""
+        """Wait briefly for the end of a request; return the ended ones."""
         self._check()
         self._start()
         ended: list[RequestOutput | RequestFailure] = []
@@ -119,7 +119,7 @@ class ServedEngine:
         return ended
 
     def _start(self) -> None:
-        """Start the requests that wait, as far as the rate of their tenant allows."""
+        """Start waiting requests, as far as the tenant's rate allows."""
         while self._waiting:
             group = self._groups[self._waiting[0]]
             if self._limits.take(self._limited, tokens_to_take(group.requests), time.monotonic()) is not None:
@@ -128,12 +128,12 @@ class ServedEngine:
             self._streams.submit_quietly([group], self._listen)
 
     def _settle(self, group: RequestGroup) -> None:
-        """Count the tokens of a request that has ended in place of those that were taken."""
+        """Replace an ended request's taken tokens by the used ones."""
         taken, used = tokens_to_take(group.requests), tokens_used([group])
         self._limits.settle(self._limited, taken, used, time.monotonic())
 
     def _listen(self, group: RequestGroup) -> None:
-        """Take the news of a request, on the frontend's thread."""
+        """Take a request's news, on the frontend's thread."""
         if group.output.finished or group.error is not None:
             self._ended.put(group)
 

@@ -1,7 +1,7 @@
-"""Files and batches on disk: the only state, from which a restarted server resumes.
+"""Files and batches on disk. A restarted server resumes from them.
 
 A folder holds, for each file, `file-ID.json` and `file-ID.content`; for each batch, `batch_ID.json` and, while it runs,
-`batch_ID.records`, the output of `run_batch`. Each JSON file is replaced as a whole.
+`batch_ID.records`, which `run_batch` writes. Each JSON file is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OWNER = "owner"  # entry that replies do not have
 
 
 class Store:
-    """Files and batches of all tenants. Safe to use from several threads.
+    """Files and batches of all tenants, for any thread.
 
     Args:
         folder: directory, created if it does not exist.
@@ -51,11 +51,11 @@ class Store:
             raise ConfigError(f"batch_dir must be a directory that the server can use, but: {error}") from error
 
     def new_upload(self) -> Path:
-        """Return the path of a new file that is being received."""
+        """Return the path for a new upload."""
         return self._folder / f"{secrets.token_hex(12)}.upload"
 
     def add_file(self, content: Path, filename: str, purpose: str, owner: str) -> Json:
-        """Take over a file whose content is on disk; return its object."""
+        """Add an uploaded file; return its object."""
         size = content.stat().st_size
         with content.open("rb") as file:
             os.fsync(file.fileno())
@@ -84,19 +84,19 @@ class Store:
         return batch
 
     def update(self, object_id: str, **fields: Any) -> None:
-        """Replace fields of a batch."""
+        """Replace a batch's fields."""
         with self._lock:
             self._save({**self._objects[object_id], **fields})
 
     def get(self, object_id: str, owner: str | None = None) -> Json | None:
-        """Return the object of a file or a batch; None if there is none, or another tenant owns it."""
+        """Return a file's or batch's object; None if there is none, or another tenant owns it."""
         found = self._objects.get(object_id) if _ID.fullmatch(object_id) else None
         if found is None or (owner is not None and found[_OWNER] != owner):
             return None
         return _without_owner(found)
 
     def owner(self, object_id: str) -> str:
-        """Return the tenant of a file or a batch."""
+        """Return the tenant that owns a file or batch."""
         return str(self._objects[object_id][_OWNER])
 
     def objects(self, kind: str, owner: str | None = None) -> Iterator[Json]:
@@ -105,12 +105,12 @@ class Store:
         return map(_without_owner, sorted(found, key=lambda x: (x["created_at"], x["id"]), reverse=True))
 
     def num_bytes(self, owner: str) -> int:
-        """Return the bytes of a tenant's files."""
+        """Return the total size of a tenant's files."""
         files = [x for x in list(self._objects.values()) if x["object"] == "file" and x[_OWNER] == owner]
         return sum(file["bytes"] for file in files)
 
     def delete_file(self, file_id: str) -> str | None:
-        """Delete a file; if an unfinished batch reads it, it stays, and the id of that batch is returned."""
+        """Delete a file, or return the id of the unfinished batch that reads it."""
         with self._lock:
             if (reader := self._readers().get(file_id)) is None:
                 self._delete(file_id)
@@ -133,15 +133,15 @@ class Store:
         return len(expired)
 
     def content(self, file_id: str) -> Path:
-        """Return the path of a file's content."""
+        """Return the path to a file's content."""
         return self._folder / f"{file_id}.content"
 
     def records(self, batch_id: str) -> Path:
-        """Return the path of the records of a batch that runs."""
+        """Return the path to a running batch's records."""
         return self._folder / f"{batch_id}.records"
 
     def _readers(self) -> dict[str, str]:
-        """Return the ids of unfinished batches by the files that they read."""
+        """Return unfinished batches by input file."""
         return {each["input_file_id"]: each["id"] for each in self.objects("batch") if each["status"] in WAITING}
 
     def _delete(self, object_id: str) -> None:

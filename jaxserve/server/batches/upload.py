@@ -1,4 +1,4 @@
-"""Uploads: bodies of multipart forms, written to disk as they come."""
+"""Uploads: multipart bodies, written to disk as they come."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _FILE = "file"
 _MAX_FIELD_BYTES = 4096
-_MAX_FORM_BYTES = 2**16  # limit of a body, apart from the file
+_MAX_FORM_BYTES = 2**16  # body limit without the file
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Upload:
     """Form with a file.
 
     Attributes:
-        path: path of the file's content.
+        path: path to the file's content.
         filename: name that the client gave it.
         fields: other fields of the form.
     """
@@ -53,9 +53,9 @@ async def receive_form(
         headers: headers of the request.
         path: file to write.
         max_bytes: limit of the file.
-        timeout_s: limit of the time between two parts of the body.
-        hold: function that is told the least size of the file, before it is read if the body's length is known, and
-            as it comes; it raises BadRequestError if there is no room.
+        timeout_s: maximum time between two parts of the body.
+        hold: function called with the file's minimum size, before it is read if the body's length is known, and as it
+            comes; it raises BadRequestError if the quota is exceeded.
 
     Raises:
         BadRequestError: the body is no such form, too large (413) or too slow (408).
