@@ -87,16 +87,11 @@ class PallasKernel(ABC, Generic[P, L]):
 
     def _import_failure(self) -> str | None:
         """Return the reason why the kernel cannot be imported, or None: names in Pallas differ between jax versions."""
-        return import_failure(self.module, f"Pallas for {self.platform.upper()}s")
-
-
-def import_failure(module: str, description: str) -> str | None:
-    """Return the reason why a module cannot be imported, or None if it can."""
-    try:
-        importlib.import_module(module)
-    except (ImportError, AttributeError) as error:
-        return f"{description} does not load in jax {jax.__version__}: {error}"
-    return None
+        try:
+            self.kernel()
+        except (ImportError, AttributeError) as error:
+            return f"Pallas for {self.platform.upper()}s does not load in jax {jax.__version__}: {error}"
+        return None
 
 
 class Settings:
