@@ -139,7 +139,7 @@ def busy() -> Iterator[LLM]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(5))
-def test_outputs_follow_random_forms(busy: LLM, seed: int) -> None:
+def test_outputs_follow_random_constraints(busy: LLM, seed: int) -> None:
     """200 schemas and 50 regular expressions in all, among rows that are free."""
     rng = random.Random(seed)
     forms = [
@@ -205,7 +205,7 @@ def test_choice_object_and_grammar(llm: LLM) -> None:
     assert all(re.fullmatch(r"a[0-9()]+z", text) for text, reason in texts[12:] if reason == "stop")
 
 
-def test_samples_of_one_request_are_constrained_each_by_itself(llm: LLM) -> None:
+def test_samples_of_one_request_have_separate_constraints(llm: LLM) -> None:
     own = SamplingParams(n=4, seed=0, max_tokens=40, logprobs=2, structured_outputs={"regex": REGEXES[0]})
     (output,) = llm.generate(PROMPTS[0], own, use_tqdm=False)
     assert all(re.fullmatch(REGEXES[0], sample.text) for sample in output.outputs)
@@ -213,7 +213,7 @@ def test_samples_of_one_request_are_constrained_each_by_itself(llm: LLM) -> None
     assert len({sample.text for sample in output.outputs}) > 1
 
 
-def test_other_rows_do_not_change(llm: LLM) -> None:
+def test_unconstrained_rows_keep_their_tokens(llm: LLM) -> None:
     # All prompts in one step, then as many rows to the end: programs for other numbers may differ in their last bits.
     plain = [SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, logprobs=1) for seed in range(8)]
     alone = generate(llm, plain)
@@ -224,7 +224,7 @@ def test_other_rows_do_not_change(llm: LLM) -> None:
     assert all(len(output.outputs[0].token_ids) == 40 for output in among)
 
 
-def test_the_output_depends_on_its_seed_alone(llm: LLM) -> None:
+def test_constrained_output_depends_only_on_its_seed(llm: LLM) -> None:
     each = [params(seed, json=SCHEMAS[3], disable_any_whitespace=True) for seed in range(4)]
     together = [output.outputs[0].token_ids for output in generate(llm, each)]
     for index, own in enumerate(each):
@@ -232,7 +232,7 @@ def test_the_output_depends_on_its_seed_alone(llm: LLM) -> None:
         assert output.outputs[0].token_ids == together[index]
 
 
-def test_preempted_requests_go_on(llm: LLM) -> None:
+def test_preempted_constrained_requests_continue(llm: LLM) -> None:
     forms = [StructuredOutputsParams(regex=r"[a-z]{60,100}!") for _ in range(16)]
     outputs = generate(llm, [params(index, regex=form.regex) for index, form in enumerate(forms)])
     assert sum(output.outputs[0].metrics.num_preemptions for output in outputs) > 0
@@ -240,7 +240,7 @@ def test_preempted_requests_go_on(llm: LLM) -> None:
         check(llm, output, form)
 
 
-def test_refused_forms_leave_others_alone(llm: LLM) -> None:
+def test_refused_constraints_do_not_affect_other_requests(llm: LLM) -> None:
     with pytest.raises(RequestError, match="not"):
         llm.generate(PROMPTS[0], params(0, json={"not": {"type": "string"}}), use_tqdm=False)
     with pytest.raises(RequestError, match="unclosed group"):
@@ -272,7 +272,7 @@ def test_combined_with_other_parameters(llm: LLM, caplog: pytest.LogCaptureFixtu
     assert "allow no token" in caplog.text
 
 
-def test_the_model_runs_before_the_masks_are_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_runs_before_its_masks_are_ready(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device computes the next token of all rows while the host reads the last one and makes its masks."""
     replica = llm.engine.core.replicas[0]
     executor = replica.executor
@@ -301,7 +301,7 @@ def test_the_model_runs_before_the_masks_are_there(llm: LLM, monkeypatch: pytest
     assert sum(in_order) > 15, events
 
 
-def test_rows_with_constraints_share_steps_and_alternate_beside_others(llm: LLM) -> None:
+def test_constrained_rows_batch_together_and_alternate_with_others(llm: LLM) -> None:
     """Constrained rows share a step, or every second one beside other rows, where no program splits plans."""
     plans: list[list[bool]] = []
     replica = llm.engine.core.replicas[0]
@@ -336,7 +336,7 @@ def test_rows_with_constraints_share_steps_and_alternate_beside_others(llm: LLM)
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["ngram", "eagle3"])
-def test_nothing_is_drafted_for_rows_with_constraints(method: str) -> None:
+def test_constrained_rows_have_no_drafts(method: str) -> None:
     """Beside others and, in split plans, alone: there the heads of EAGLE-3 read the hidden states all the same."""
     speculation = {"method": method, "num_speculative_tokens": 3}
     llm = LLM(**SIZES, speculative_config=speculation)
@@ -353,7 +353,7 @@ def test_nothing_is_drafted_for_rows_with_constraints(method: str) -> None:
     assert [output.outputs[0].token_ids for output in alone] == [output.outputs[0].token_ids for output in outputs[3:]]
 
 
-def test_restarted_requests_begin_their_forms_again(llm: LLM) -> None:
+def test_restarted_requests_restart_their_constraints(llm: LLM) -> None:
     own = params(3, regex="[a-z]{40}[0-9]{4}")
     engine, before = llm.engine, llm.engine.stats.num_output_tokens
     with llm._threads.paused():
@@ -368,7 +368,7 @@ def test_restarted_requests_begin_their_forms_again(llm: LLM) -> None:
     assert re.fullmatch("[a-z]{40}[0-9]{4}", outputs[-1].outputs[0].text)
 
 
-def test_a_recorded_run_replays(model: str, tmp_path: Path) -> None:
+def test_recorded_constrained_run_replays(model: str, tmp_path: Path) -> None:
     log = tmp_path / "events"
     with few_programs():
         llm = LLM(model, **SIZES | {"multi_step": 8}, event_log=str(log))

@@ -151,12 +151,12 @@ def test_schemas(schema: Any, texts: list[str]) -> None:
         ({"$ref": "#/$defs/x", "$defs": {"y": {"const": BIG + 1}}}, "references to what is there"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_by_keyword(schema: Any, words: str) -> None:
+def test_unsupported_schema_keywords_are_named(schema: Any, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         schema_matcher(schema)
 
 
-def test_numbers_in_the_text_of_a_schema_are_read_as_they_are_written() -> None:
+def test_numbers_in_schema_text_keep_all_digits() -> None:
     for written, wrong in (("1.00000000000000000001", "1"), ("9007199254740993.5", "9007199254740993")):
         form = StructuredOutputsParams(json=f'{{"const": {written}, "default": {written}}}')
         matcher = matcher_of(form_rules("start", form))
@@ -186,14 +186,14 @@ def test_boolean_schemas_work(schema: Any) -> None:
     "schema",
     [False, "false", {"anyOf": [False]}, {"allOf": [True, False]}, {"properties": {"a": False}, "required": ["a"]}],
 )
-def test_schemas_that_nothing_obeys_are_refused(schema: Any) -> None:
+def test_unsatisfiable_schemas_are_refused(schema: Any) -> None:
     if isinstance(schema, dict) and "properties" in schema:
         schema = schema | {"type": "object"}
     with pytest.raises(RequestError, match="some value obeys"):
         ends(StructuredOutputsParams(json=schema), "1")
 
 
-def test_a_number_of_an_output_is_exact() -> None:
+def test_generated_numbers_obey_exact_bounds() -> None:
     form = StructuredOutputsParams(
         json={"type": "object", "properties": {"id": {"const": BIG + 1}}, "required": ["id"]}
     )

@@ -45,7 +45,7 @@ def test_accepted_values() -> None:
         SamplingParams(structured_outputs=5)
 
 
-def test_the_extra_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(RequestError, match=r"need llguidance, but: .*; install the extra structured"):
         GrammarCompiler("{}", 8, frozenset({0}))

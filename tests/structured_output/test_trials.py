@@ -38,7 +38,9 @@ def children(compiler: GrammarCompiler) -> list[psutil.Process]:
     return [psutil.Process(each._process.pid) for each in compiler._trials._free if each._process is not None]
 
 
-def test_an_endless_grammar_ends_with_its_process(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_grammar_is_ended_by_killing_its_process(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trial, "COMPILE_S", 0.2)
     compile_form(compiler, "", regex="a")
     (child,) = children(compiler)
@@ -86,7 +88,7 @@ def test_processes_end_with_their_compiler() -> None:
     assert not child.is_running()
 
 
-def test_a_form_of_many_requests_is_compiled_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_constraints_are_compiled_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     run, begun = compiler._trials.run, []
     everybody = threading.Barrier(5)
 
@@ -109,7 +111,9 @@ def test_a_form_of_many_requests_is_compiled_once(compiler: GrammarCompiler, mon
     assert not compiler._num_waiting
 
 
-def test_grammars_of_others_compile_beside_a_flood(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tenants_grammars_compile_during_a_flood(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trial, "COMPILE_S", 1.0)
     compile_form(compiler, "other", regex="a")
     errors: list[str] = []
