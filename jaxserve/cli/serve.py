@@ -47,7 +47,7 @@ def _run(args: Namespace) -> int:
     config = ServerConfig(**server_options(config_options(args, "server")))
     engine_config = EngineConfig(model=model, **engine_options(args))
     require_model(vars(engine_config))
-    keys = Keys.of(config.api_key, config.api_key_file)  # wrong keys, and a taken port, fail before the model loads
+    keys = Keys.read(config.api_key, config.api_key_file)  # wrong keys, and a taken port, fail before the model loads
     with listen(config) as sock:
         if not keys and is_reachable(sock):
             logger.warning("other machines can reach the server without a key; set --api-key, or --host 127.0.0.1")

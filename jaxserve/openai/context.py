@@ -21,7 +21,7 @@ class BodyContext:
     """Served model and options with which bodies are read.
 
     Attributes:
-        own_name: model name for requests without one.
+        default_name: model name for requests without one.
         model_names: accepted values of `model`; if empty, any name is accepted.
         tokenizer: tokenizer of texts and chats; None if prompts are token ids.
         defaults: the checkpoint's recommended parameters, for all missing fields except the length.
@@ -35,7 +35,7 @@ class BodyContext:
         max_prompts: maximum number of scored pairs; they are counted before any is encoded.
     """
 
-    own_name: str
+    default_name: str
     model_names: Sequence[str] = ()
     tokenizer: Tokenizer | None = None
     defaults: SamplingParams = field(default_factory=SamplingParams)

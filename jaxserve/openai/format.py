@@ -257,7 +257,7 @@ def read_fields(url: str, body: Any, context: BodyContext) -> tuple[Json, Json]:
     if url == COMPLETIONS and body.get("best_of") not in (None, 1, given.get("n", 1)):
         message = f"best_of must be 1 or n, got {brief(body['best_of'])}: all samples are returned"
         raise BadRequestError(message, "best_of", "unsupported_value")
-    check_model(given.setdefault("model", context.own_name), context.model_names)
+    check_model(given.setdefault("model", context.default_name), context.model_names)
     common: Json = {name: given[name] for name in ("model", "cache_salt", "request_id", "priority") if name in given}
     return given, {**common, "ignored": tuple(sorted(reader.ignored))}
 

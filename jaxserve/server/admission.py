@@ -48,7 +48,7 @@ class RefusedError(BadRequestError):
     retry_after_s: int | float = 1.0
 
 
-def is_over_share(num_open: Mapping[str, int], tenant: str) -> bool:
+def exceeds_fair_share(num_open: Mapping[str, int], tenant: str) -> bool:
     """Return whether a tenant has more unfinished requests than the mean over all tenants with any."""
     total, own = sum(num_open.values()), num_open.get(tenant, 0)
     num_tenants = len(num_open) + (tenant not in num_open)
@@ -164,7 +164,7 @@ class Admission:
         self._check_rate(self.limits.excess(tenant, 0, time.monotonic()))
 
     def _check_open(self, tenant: str, num_more: int) -> None:
-        most = self.limits.of(tenant).max_open_requests
+        most = self.limits.tenant_limits(tenant).max_open_requests
         if most is not None and self.num_open.get(tenant, 0) + num_more > most:
             message = f"a key must have at most {most} unfinished requests, samples counted one by one; wait for some"
             self._observer.reject("key_limit")
@@ -287,7 +287,7 @@ class Admission:
     def _full(self, tenant: str, reason: str, message: str, retry_s: int | float) -> RefusedError:
         """Return a full server's refusal: 429 if the tenant has more than its share."""
         refused = self._refused(reason, message, retry_s)
-        if is_over_share(self.num_open, tenant):
+        if exceeds_fair_share(self.num_open, tenant):
             refused.status_code = 429
         return refused
 

@@ -28,7 +28,7 @@ from jaxserve.server.cors import Origins
 from jaxserve.server.diary import Diary
 from jaxserve.server.generation import Generation
 from jaxserve.server.http import ClientGoneError
-from jaxserve.server.info import POOLING, Info
+from jaxserve.server.info import POOLING_PATHS, Info
 from jaxserve.server.orca import REQUEST_HEADER, load_header
 from jaxserve.server.service import Service
 
@@ -84,7 +84,7 @@ class App:
             ("POST", INVOCATIONS): generation.serve,
             ("POST", "/tokenize"): info.tokenize,
             ("POST", "/detokenize"): info.detokenize,
-            **{("POST", path): info.pool for path in POOLING},
+            **{("POST", path): info.pool for path in POOLING_PATHS},
             **{("POST", path): generation.serve for path in (*TASKS, *SCORING_PATHS) if engine.arch.pooler is not None},
             ("GET", "/"): info.page,
             ("GET", "/v1/models"): info.models,

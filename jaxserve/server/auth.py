@@ -31,7 +31,7 @@ class Keys:
             self._tenants.append((_digest(key.strip()), tenant))
 
     @classmethod
-    def of(cls, keys: Sequence[str], file: Path | None) -> Keys:
+    def read(cls, keys: Sequence[str], file: Path | None) -> Keys:
         """Return the keys of an option and of a file, whose blank lines and comments (#) do not count."""
         lines: list[str] = []
         if file is not None:

@@ -71,7 +71,7 @@ class Call:
         self.is_gone = False
         self._num_body_bytes = 0
         self._host = (scope.get("client") or ("", 0))[0]
-        self._connection = Connection.of(scope)
+        self._connection = Connection.from_scope(scope)
         self.receive, self._send, self._config, self._workers = receive, send, config, workers
 
     async def json(self) -> Json:

@@ -37,7 +37,7 @@ class Connection(HttpToolsProtocol):
     on_writable: Callable[[], None] | None = None
 
     @staticmethod
-    def of(scope: Scope) -> Connection:
+    def from_scope(scope: Scope) -> Connection:
         """Return a request's connection."""
         connection: Connection = scope["state"][_KEY]
         return connection

@@ -138,7 +138,7 @@ class Generation:
             request = replace(request, cache_salt=tenant_salt(call.tenant, request.cache_salt))
         request = in_class(request, call.headers, call.tenant, self._objectives)
         if service.keys:
-            limits = service.admission.limits.of(call.tenant)
+            limits = service.admission.limits.tenant_limits(call.tenant)
             request = replace(request, priority=allowed_priority(request.priority, limits))
         return request, self._prepare_all(interface, request)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 PAGE = Path(__file__).parent / "page.html"
-POOLING = (*TASKS, *SCORING_PATHS)
+POOLING_PATHS = (*TASKS, *SCORING_PATHS)
 MAX_TEXT_CHARS = 2**21  # of a text whose tokens are listed: making the list holds Python's lock
 _TOKENIZED: ObjectFields = {"model": ANY, "return_token_strs": SWITCH, "add_special_tokens": SWITCH}
 _TOKENIZED_TEXT: ObjectFields = {**_TOKENIZED, "prompt": needed(TEXT)}

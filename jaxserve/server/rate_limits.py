@@ -124,7 +124,7 @@ class RateLimits:
         self._swept_s = 0.0
         self._lock = RLock()
 
-    def of(self, tenant: str) -> Limits:
+    def tenant_limits(self, tenant: str) -> Limits:
         """Return the limits of a tenant."""
         own, common = self._own.get(tenant), self._common
         if own is None:
@@ -141,7 +141,7 @@ class RateLimits:
         """Return the limit that a further request would exceed for longest; nothing is taken."""
         amounts = {"requests": 1, "tokens": num_tokens}
         with self._lock:
-            buckets = self._of(tenant, now_s).items()
+            buckets = self._tenant_buckets(tenant, now_s).items()
             waits = [Excess(kind, int(each.size), each.wait_s(amounts[kind], now_s)) for kind, each in buckets]
         return max((each for each in waits if each.wait_s), key=lambda each: each.wait_s, default=None)
 
@@ -150,21 +150,21 @@ class RateLimits:
         with self._lock:
             found = self.excess(tenant, num_tokens, now_s)
             if found is None:
-                for kind, bucket in self._of(tenant, now_s).items():
+                for kind, bucket in self._tenant_buckets(tenant, now_s).items():
                     bucket.take(1 if kind == "requests" else num_tokens, now_s)
         return found
 
     def settle(self, tenant: str, taken: int, used: int, now_s: int | float) -> None:
         """Replace the taken tokens by the used ones."""
         with self._lock:
-            if (bucket := self._of(tenant, now_s).get("tokens")) is not None:
+            if (bucket := self._tenant_buckets(tenant, now_s).get("tokens")) is not None:
                 bucket.settle(taken, used, now_s)
 
     def headers(self, tenant: str, now_s: int | float) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers with the remaining amounts."""
         headers = []
         with self._lock:
-            for kind, bucket in self._of(tenant, now_s).items():
+            for kind, bucket in self._tenant_buckets(tenant, now_s).items():
                 left = max(int(bucket.content(now_s)), 0)
                 values = {"limit": int(bucket.size), "remaining": left, "reset": _duration(bucket.full_in_s(now_s))}
                 headers += [
@@ -172,7 +172,7 @@ class RateLimits:
                 ]
         return headers
 
-    def _of(self, tenant: str, now_s: int | float) -> dict[str, TokenBucket]:
+    def _tenant_buckets(self, tenant: str, now_s: int | float) -> dict[str, TokenBucket]:
         if now_s - self._swept_s > MINUTE_S:
             self._swept_s = now_s
             for name, buckets in list(self._buckets.items()):
@@ -180,7 +180,7 @@ class RateLimits:
                     del self._buckets[name]
         found = self._buckets.get(tenant)
         if found is None:
-            limits = self.of(tenant)
+            limits = self.tenant_limits(tenant)
             sizes = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
             found = {kind: TokenBucket(size, now_s) for kind, size in sizes.items() if size}
             if found:

@@ -56,9 +56,9 @@ class Service:
         self.model_names = tuple(config.served_model_name) or (own,)
         self.fingerprint = system_fingerprint(engine.config)
         self.observer = Observer(engine, self.model_names[0])
-        self.traces = Traces.of(self.model_names[0], config.otlp_traces_endpoint)
+        self.traces = Traces.from_endpoint(self.model_names[0], config.otlp_traces_endpoint)
         self.health = Health(engine, config.stuck_after_s)
-        self.keys = Keys.of(config.api_key, config.api_key_file)
+        self.keys = Keys.read(config.api_key, config.api_key_file)
         self.admission = Admission(engine, config, self.observer, self.keys.limits)
         self.observer.degradations = self.admission.ladder.num_climbs
         self.is_draining = False

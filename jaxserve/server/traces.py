@@ -44,7 +44,7 @@ class Traces:
         self._propagator = TraceContextTextMapPropagator()
 
     @classmethod
-    def of(cls, model_name: str, endpoint: str | None) -> Traces | None:
+    def from_endpoint(cls, model_name: str, endpoint: str | None) -> Traces | None:
         """Return spans that are sent to a collector by OTLP over HTTP; None without its URL."""
         if endpoint is None:
             return None

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
 from jaxserve.openai.errors import BadRequestError
-from jaxserve.server.admission import is_over_share
+from jaxserve.server.admission import exceeds_fair_share
 from jaxserve.server.auth import Keys
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.degradation import BAND, DWELL_S, RUNGS, Ladder, threshold
@@ -68,7 +68,7 @@ def test_limits_of_tenants() -> None:
     assert limits.take("a", 5, 0.0) is None
     assert getattr(limits.excess("a", 0, 0.0), "kind", None) == "requests"
     assert limits.take("big", 900, 0.0) is None
-    assert limits.of("big") == Limits(2, 1000, 4)
+    assert limits.tenant_limits("big") == Limits(2, 1000, 4)
     headers = dict(limits.headers("a", 0.0))
     assert headers[b"x-ratelimit-limit-requests"] == b"2"
     assert headers[b"x-ratelimit-remaining-requests"] == b"0"
@@ -81,12 +81,12 @@ def test_limits_behind_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     own = "requests_per_minute=60 max_open_requests=2"
     file.write_text(f"acme:k1 {own}\nacme:k2 {own}\nb:k3\n")
-    assert Keys.of((), file).limits == {"acme": Limits(60, None, 2)}
-    assert Keys.of((), file).tenant([(b"x-api-key", b"k2")]) == "acme"
+    assert Keys.read((), file).limits == {"acme": Limits(60, None, 2)}
+    assert Keys.read((), file).tenant([(b"x-api-key", b"k2")]) == "acme"
     for text in ("a:k1 x=1", "a:k1 requests_per_minute=-1", "a:k1 requests_per_minute=1\na:k2"):
         file.write_text(text)
         with pytest.raises(ConfigError):
-            Keys.of((), file)
+            Keys.read((), file)
 
 
 def test_timeouts_are_read_from_what_clients_and_gateways_send() -> None:
@@ -142,25 +142,25 @@ def test_targets_of_classes() -> None:
 
 
 def test_shares_of_tenants() -> None:
-    assert not is_over_share({"a": 9}, "a")
-    assert is_over_share({"a": 9, "b": 1}, "a")
-    assert not is_over_share({"a": 9, "b": 1}, "b")
-    assert not is_over_share({"a": 9}, "new")
+    assert not exceeds_fair_share({"a": 9}, "a")
+    assert exceeds_fair_share({"a": 9, "b": 1}, "a")
+    assert not exceeds_fair_share({"a": 9, "b": 1}, "b")
+    assert not exceeds_fair_share({"a": 9}, "new")
 
 
 def test_priorities_are_a_range_of_the_key(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("plain:k1\nurgent:k2 min_priority=-2 max_priority=3\nbatch:k3 min_priority=5 max_priority=9\n")
-    limits = RateLimits(Limits(), Keys.of((), file).limits)
+    limits = RateLimits(Limits(), Keys.read((), file).limits)
     allowed = {"plain": [0], "urgent": [-2, 0, 3], "batch": [5, 9]}
     refused = {"plain": [-1, 1, -(10**6)], "urgent": [-3, 4], "batch": [0, 4, 10]}
     for tenant, priorities in allowed.items():
-        assert [allowed_priority(each, limits.of(tenant)) for each in priorities] == priorities
+        assert [allowed_priority(each, limits.tenant_limits(tenant)) for each in priorities] == priorities
         for priority in refused[tenant]:
             with pytest.raises(BadRequestError, match="priority must be in"):
-                allowed_priority(priority, limits.of(tenant))
-    assert [allowed_priority(None, limits.of(tenant)) for tenant in allowed] == [None, None, 5]
+                allowed_priority(priority, limits.tenant_limits(tenant))
+    assert [allowed_priority(None, limits.tenant_limits(tenant)) for tenant in allowed] == [None, None, 5]
     for text in ("min_priority=1", "max_priority=-1", "min_priority=x", "min_priority=--1", f"max_priority={10**12}"):
         file.write_text(f"a:k1 {text}\n")
         with pytest.raises(ConfigError):
-            Keys.of((), file)
+            Keys.read((), file)
