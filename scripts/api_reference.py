@@ -85,7 +85,7 @@ def split_docstring(documented: Any) -> tuple[str, Sections]:
 
 def _describe(cls: type) -> Iterator[str]:
     text, sections = split_docstring(cls)
-    yield from (f"## {cls.__name__}", "", *_import_of(cls), text, "")
+    yield from (f"## {cls.__name__}", "", *_import_line(cls), text, "")
     if dataclasses.is_dataclass(cls):
         meanings = sections.get("Attributes", {})
         yield from ("| field | default | meaning |", "| --- | --- | --- |")
@@ -105,11 +105,11 @@ def _describe_function(function: types.FunctionType) -> Iterator[str]:
     assert isinstance(node, ast.FunctionDef)
     assert node.returns is not None
     signature = f"{node.name}({ast.unparse(node.args)}) -> {ast.unparse(node.returns)}"
-    yield from (f"## {function.__name__}", "", *_import_of(function), *_fenced(signature), text, "")
+    yield from (f"## {function.__name__}", "", *_import_line(function), *_fenced(signature), text, "")
     yield from _lists(sections)
 
 
-def _import_of(documented: Any) -> Iterator[str]:
+def _import_line(documented: Any) -> Iterator[str]:
     """Yield an import line for names that the package itself does not export."""
     if documented.__name__ not in jaxserve.__all__:
         yield from (f"`from {documented.__module__} import {documented.__name__}`", "")

@@ -209,10 +209,10 @@ def main() -> int:
         opening for path in files(args.paths or [ROOT], ".py") for opening in openings(path, path.read_text("utf-8"))
     ]
     for kind in ("docstrings", "arguments", "comments"):
-        of_kind = [opening for opening in found if opening.kind == kind]
-        headless = [opening for opening in of_kind if opening.is_headless]
-        status |= len(headless) > MAX_HEADLESS * len(of_kind)
-        print(f"{kind}: {len(headless)} of {len(of_kind)} headless, {len(headless) / max(len(of_kind), 1):.1%}")
+        same_kind = [opening for opening in found if opening.kind == kind]
+        headless = [opening for opening in same_kind if opening.is_headless]
+        status |= len(headless) > MAX_HEADLESS * len(same_kind)
+        print(f"{kind}: {len(headless)} of {len(same_kind)} headless, {len(headless) / max(len(same_kind), 1):.1%}")
         for opening in headless if args.list else ():
             print(f"{opening.path}:{opening.line}: {opening.text}")
 

@@ -61,14 +61,14 @@ class Check:
 
 
 @cache
-def of_family(name: str) -> str | None:
+def family_architecture(name: str) -> str | None:
     """Return a test checkpoint family's architecture."""
     from tests import checkpoints  # noqa: PLC0415 - imports torch
 
     return str(checkpoints.hf_dict(name)["architectures"][0]) if name in checkpoints.FAMILIES else None
 
 
-def of_config(name: str) -> str | None:
+def config_architecture(name: str) -> str | None:
     """Return a planner config's architecture."""
     path = CONFIGS / f"{name}.json"
     return str(text_config(json.loads(path.read_text()))["architectures"][0]) if path.is_file() else None
@@ -76,10 +76,12 @@ def of_config(name: str) -> str | None:
 
 COMPILED = r"test_(?:steps|first_layers)_work_in_place\[(.+?)-{}[^-\]]*[-\]]"
 CHECKS = {
-    "parity": Check("parity", "test_parity", r"test_random_configs_match_transformers\[(.+)-\d+\]", of_family),
-    "split": Check("tensor parallel", "check_logits", r"test_logits_match_transformers\[(.+)\]", of_family),
-    "h200": Check("compiled for H200", "test_whole_models", COMPILED.format("h200"), of_config),
-    "v6e": Check("compiled for v6e", "test_whole_models", COMPILED.format("v6e"), of_config),
+    "parity": Check(
+        "parity", "test_parity", r"test_random_configs_match_transformers\[(.+)-\d+\]", family_architecture
+    ),
+    "split": Check("tensor parallel", "check_logits", r"test_logits_match_transformers\[(.+)\]", family_architecture),
+    "h200": Check("compiled for H200", "test_whole_models", COMPILED.format("h200"), config_architecture),
+    "v6e": Check("compiled for v6e", "test_whole_models", COMPILED.format("v6e"), config_architecture),
 }
 
 

@@ -119,7 +119,7 @@ def visit(engine: DrivenEngine, phase: Phase, visits: Visits) -> None:
     engine.reset_prefix_cache()
     indices = itertools.count()
     running: set[str] = set()
-    all_before_s, own_before_s = busy_s()
+    all_before_s, process_before_s = busy_s()
     stats = engine.replicas[0].step_stats.stats
     before = stats.num_sampled_tokens
     began_s = time.perf_counter()
@@ -144,12 +144,12 @@ def visit(engine: DrivenEngine, phase: Phase, visits: Visits) -> None:
     while engine.has_unfinished():
         engine.step()
     total, ended_s = marks[-1]
-    all_s, own_s = busy_s()
-    own_busy_s = own_s - own_before_s
-    others_s = all_s - all_before_s - own_busy_s
+    all_s, process_s = busy_s()
+    process_busy_s = process_s - process_before_s
+    others_s = all_s - all_before_s - process_busy_s
     visits.others.append(others_s / (time.perf_counter() - began_s) / (psutil.cpu_count() or 1))
     half, half_s = [mark for mark in marks if mark[1] <= (began_s + ended_s) / 2][-1]
-    visits.by_processor.append(total / own_busy_s)
+    visits.by_processor.append(total / process_busy_s)
     visits.whole.append(total / (ended_s - began_s))
     visits.settled.append((total - half) / (ended_s - half_s))
 

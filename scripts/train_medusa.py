@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-from training import bpe_tokenizer, loop, own_text, stdlib_corpus
+from training import bpe_tokenizer, generated_text, loop, stdlib_corpus
 from training.dense_model import load_model
 from training.heads import Eagle3Layer, HeadLoss, Heads, MedusaHeads, save
 from training.loop import Batches, Schedule, Tensors
@@ -38,7 +38,7 @@ SCHEDULES = {
 TEXTS, HELD_OUT_TEXTS = 1536, 64
 
 
-def heads_of(kind: str, target: ArchConfig) -> Heads:
+def shipped_heads(kind: str, target: ArchConfig) -> Heads:
     """Return heads with the shipped sizes, for a model."""
     if kind == "medusa":
         return MedusaHeads(target)
@@ -97,10 +97,10 @@ def main() -> None:
         for split in (False, True)
     )
     if args.texts:
-        seen = own_text.continuations(args.model, seen, args.texts, args.seed)
-        held_out = own_text.continuations(args.model, held_out, HELD_OUT_TEXTS, args.seed)
+        seen = generated_text.continuations(args.model, seen, args.texts, args.seed)
+        held_out = generated_text.continuations(args.model, held_out, HELD_OUT_TEXTS, args.seed)
     target, arch = load_model(args.model)
-    heads = heads_of(args.kind, arch)
+    heads = shipped_heads(args.kind, arch)
     tensors = heads.init(args.seed)
     settings = {
         "schedule": schedule.__dict__,

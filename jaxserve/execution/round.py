@@ -276,8 +276,10 @@ def step_logprobs(
 
         num_blocks = jnp.where(wants_tokens, -(-rows.cu_q_lens[-1] // block), 0)
         found = lax.fori_loop(jnp.where(wants_rows, 0, row_blocks), row_blocks + num_blocks, read, empty)
-        own, of_tokens = found[: row_blocks * block], found[row_blocks * block :]
-        return jnp.concatenate([own, jnp.zeros_like(of_tokens).at[tokens.planned].set(of_tokens, mode="drop")])
+        row_words, token_words = found[: row_blocks * block], found[row_blocks * block :]
+        return jnp.concatenate(
+            [row_words, jnp.zeros_like(token_words).at[tokens.planned].set(token_words, mode="drop")]
+        )
 
     # Not a loop with zero rounds: XLA hoists the loop-invariant part, and would always compute it.
     out: Array = lax.cond(wants_rows | wants_tokens, compute, lambda: empty)

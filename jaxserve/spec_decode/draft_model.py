@@ -132,13 +132,13 @@ class DraftModel:
         missing = jnp.where(
             num_drafts > 0, jnp.minimum(missing, rows.start.cached), 0
         )  # dropped tokens have no entries
-        _, own_params = params
-        kv_pages, missing = self._catch_up(own_params, state, rows, missing)
+        _, draft_params = params
+        kv_pages, missing = self._catch_up(draft_params, state, rows, missing)
         state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, kv_pages=kv_pages))
         if self.tree is None:
-            drafts, kv_pages = self._draft_chain(own_params, state, rows, missing, num_drafts, base_seed)
+            drafts, kv_pages = self._draft_chain(draft_params, state, rows, missing, num_drafts, base_seed)
         else:
-            drafts, kv_pages = self._draft_tree(own_params, state, rows, missing, num_drafts, self.tree)
+            drafts, kv_pages = self._draft_tree(draft_params, state, rows, missing, num_drafts, self.tree)
         return drafts, dataclasses.replace(state.draft, kv_pages=kv_pages)
 
     def _draft_chain(

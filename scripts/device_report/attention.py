@@ -31,7 +31,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import encode
 
 from device_report import machine as machines
-from device_report.grid import WIDE, Grid, grid_of
+from device_report.grid import WIDE, Grid, choose_grid
 from device_report.kernels import KERNELS
 from device_report.points import Figures, Latest, Point, UnavailableError, effort, median_s
 
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
     """One backend after the other."""
-    grid, kernel = grid_of(device, dry_run), KERNELS[device]
+    grid, kernel = choose_grid(device, dry_run), KERNELS[device]
     bench = Bench(device, grid, dry_run)
     if device == "tpu":
         for backend in kernel.backends:

@@ -14,7 +14,7 @@ from device_report import machine as machines
 from device_report.kernels import KERNELS
 from device_report.points import Figures, Latest, Point
 from device_report.served import Served
-from device_report.shapes import Load, load_of
+from device_report.shapes import Load, choose_load
 from device_report.trace import busy_share
 from jaxserve.api.metrics import EngineStats
 from jaxserve.api.outputs import RequestOutput
@@ -29,7 +29,7 @@ MAX_TRACED_LEN = 512  # tokens of a row besides the prompt, until the trace has 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
     """Yield each shape's start, then its rows, with several steps if there are programs; last, a whole start."""
-    load = load_of(device, dry_run)
+    load = choose_load(device, dry_run)
     bench = Bench(device, load)
     for shape in load.models():
         yield Point("start", {"shape": shape}, partial(bench.start, shape))

@@ -71,6 +71,6 @@ FULL_TPU = Grid(
 TINY_TPU = Grid(2, 32, 1, 1, (2,), (40,), (16,), (2,), (24,), (24,), (2,), (WIDE,), ((2, 14, 40),))
 
 
-def grid_of(device: str, dry_run: bool) -> Grid:
+def choose_grid(device: str, dry_run: bool) -> Grid:
     """Return a device's grid, or a small one that only shows that it works."""
     return {"gpu": (FULL, TINY), "tpu": (FULL_TPU, TINY_TPU)}[device][dry_run]

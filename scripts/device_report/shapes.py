@@ -65,6 +65,6 @@ FULL_TPU_LOAD = Load(SHAPES, rows=(1, 8, 64))  # more keys and values do not fit
 TINY_LOAD = Load({"tiny": TINY_SHAPE}, (1, 2), (1, 4), (("tiny", "int4"),), (), 12, 48, 4, 2, 1)
 
 
-def load_of(device: str, dry_run: bool) -> Load:
+def choose_load(device: str, dry_run: bool) -> Load:
     """Return a device's load, or a small one that only shows that it works."""
     return TINY_LOAD if dry_run else {"gpu": FULL_LOAD, "tpu": FULL_TPU_LOAD}[device]

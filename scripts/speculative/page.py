@@ -94,7 +94,7 @@ def _axes_of_each(cases: Sequence[Case], name: str, label: str) -> Figure:
     figure = _figure(0.5 + 0.9 * len(cases))
     all_axes = figure.subplots(len(cases), sharex=True, sharey=True, squeeze=False)[:, 0]
     for axes, case in zip(all_axes, cases, strict=True):
-        values = [_of_step(step, name) for step in case.steps]
+        values = [_step_value(step, name) for step in case.steps]
         axes.step([step["at_s"] for step in case.steps], values, linewidth=1.0, color=_INK)
         axes.set(ylabel=label, ylim=(0, None))
         axes.set_title(case.name, fontsize=9, loc="left", pad=2)
@@ -130,7 +130,7 @@ def _against_theory(axes: Axes, cases: Sequence[Case]) -> None:
     axes.set(xlabel="E[n]", ylabel="tokens per pass")
 
 
-def _of_step(step: dict[str, Any], name: str) -> float:
+def _step_value(step: dict[str, Any], name: str) -> float:
     if name != "k":
         return float(step[name])
     return float(step["num_drafted_tokens"] / max(step["num_draft_rounds"], 1))

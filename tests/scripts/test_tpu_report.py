@@ -14,10 +14,10 @@ from jaxserve.pallas_kernels import tuning
 import tpu_report
 import tuned_sizes
 from device_report.document import Document
-from device_report.grid import FULL_TPU, TINY_TPU, grid_of
+from device_report.grid import FULL_TPU, TINY_TPU, choose_grid
 from device_report.kernels import KERNELS
 from device_report.points import Latest
-from device_report.shapes import load_of
+from device_report.shapes import choose_load
 
 SCRIPT = Path(tpu_report.__file__)
 MACHINE = {"device": "test", "platform": "tpu", "driver": None, "versions": {"python": "3"}}
@@ -132,9 +132,9 @@ def test_all_cases_are_checked_in_both_precisions() -> None:
     names = {case.name for case in KERNELS["tpu"].cases}
     assert len(names) == len(KERNELS["tpu"].cases)
     assert {case.kv_dtype for case in KERNELS["tpu"].cases} >= {"float32", "bfloat16", "int8"}
-    assert grid_of("tpu", False) is FULL_TPU
-    assert grid_of("tpu", True) is TINY_TPU
-    assert max(load_of("tpu", False).rows) < max(load_of("gpu", False).rows)
+    assert choose_grid("tpu", False) is FULL_TPU
+    assert choose_grid("tpu", True) is TINY_TPU
+    assert max(choose_load("tpu", False).rows) < max(choose_load("gpu", False).rows)
 
 
 def test_mixed_steps_are_a_share_of_what_bounds_them(tmp_path: Path) -> None:

@@ -62,13 +62,13 @@ def target(cycles: Sequence[NDArray[np.int32]], tmp_path_factory: pytest.TempPat
 def test_trained_heads_draft_what_the_model_goes_on_with(
     cycles: Sequence[NDArray[np.int32]], target: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from train_medusa import heads_of
+    from train_medusa import shipped_heads
     from training import heads as files
     from training.dense_model import load_model
     from training.loop import Schedule, train
 
     params, arch = load_model(target)
-    heads = heads_of(kind, arch)
+    heads = shipped_heads(kind, arch)
     schedule = Schedule(
         steps=100, batch_size=64, microbatch_size=64, seq_len=32, warmup_steps=5, decay_fraction=0.3, long_fraction=0.0
     )
@@ -90,12 +90,12 @@ def test_trained_heads_draft_what_the_model_goes_on_with(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_hold_the_tensors_and_what_the_layer_is(target: Path, kind: str, tmp_path: Path) -> None:
-    from train_medusa import heads_of
+    from train_medusa import shipped_heads
     from training import heads as files
     from training.dense_model import load_model
 
     _, arch = load_model(target)
-    heads = heads_of(kind, arch)
+    heads = shipped_heads(kind, arch)
     rng = np.random.default_rng(0)
     tensors = {
         name: jnp.asarray(rng.integers(-8, 9, x.shape) / 8, jnp.float32)  # exact in bfloat16
