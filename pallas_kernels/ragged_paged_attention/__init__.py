@@ -23,11 +23,7 @@ Contract of the operation, the same for all backends:
   change anything: the work depends only on the lengths. Outputs of padding tokens are finite and otherwise unspecified.
 """
 
-from jaxserve.pallas_kernels.ragged_paged_attention.attention import (
-    ragged_paged_attention,
-    select_backend,
-    step_rows,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.attention import ragged_paged_attention, select_backend, step_rows
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
     AttentionInputs,
     AttentionOptions,

@@ -5,12 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxserve.pallas_kernels.op import AUTO
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
-    AttentionInputs,
-    AttentionOptions,
-    Backend,
-    Problem,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Backend, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind
 from jaxserve.pallas_kernels.ragged_paged_attention.pools import BACKENDS, OP, backend_named, layout_for, split_pages
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (

@@ -16,11 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxserve.pallas_kernels.op import AUTO
 from jaxserve.pallas_kernels.ragged_paged_attention import expanded
-from jaxserve.pallas_kernels.ragged_paged_attention.attention import (
-    ragged_paged_attention,
-    read_rows,
-    select_for_pool,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.attention import ragged_paged_attention, read_rows, select_for_pool
 from jaxserve.pallas_kernels.ragged_paged_attention.blockwise import LayerPages
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, MLAInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.pools import BACKENDS

@@ -14,13 +14,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Backend, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import TransposedKeys
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
-    INT4,
-    QUANTIZED,
-    SCALE_DTYPE,
-    Pages,
-    QuantizedPages,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import INT4, QUANTIZED, SCALE_DTYPE, Pages, QuantizedPages
 from jaxtyping import Array, Float, Int32
 
 POOL_DTYPES = ("float32", "bfloat16", *QUANTIZED)

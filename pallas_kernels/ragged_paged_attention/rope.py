@@ -16,8 +16,7 @@ def apply_rope(x: Float[Array, "T N H"], rope: Float32[Array, "2 T half"]) -> Fl
       rope: cosines and sines of each token's angles.
     """
     cos, sin = rope[:, :, None, :]  # [T, 1, half] each
-    half = rope.shape[2]
-    x = x.astype(jnp.float32)
-    kept, first, second = jnp.split(x, (x.shape[-1] - 2 * half, x.shape[-1] - half), axis=-1)
-    rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated if kept.shape[-1] == 0 else [kept, *rotated], axis=-1)
+    num_kept = x.shape[-1] - 2 * rope.shape[2]
+    first, second = jnp.split(x[..., num_kept:].astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated if num_kept == 0 else jnp.concatenate([x[..., :num_kept].astype(jnp.float32), rotated], axis=-1)

@@ -24,9 +24,9 @@ machine = machines.with_jax
 
 BACKEND = "mosaic_tpu"
 CHANGES = (
-    *(("unit_bytes", n * 2**20) for n in (1, 2, 4, 8)),
+    *(("work_item_bytes", n * 2**20) for n in (1, 2, 4, 8)),
     *((name, n) for name in ("tile_keys", "tile_rows") for n in (256, 512, 1024)),
-    *(("lane_keys", n) for n in (512, 1024, 2048)),
+    *(("decode_keys", n) for n in (512, 1024, 2048)),
     *(("slots", n) for n in (2, 3, 4)),
 )
 

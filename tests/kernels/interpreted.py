@@ -32,7 +32,7 @@ KERNELS = {
     ],
     "mosaic_tpu": [
         f"{OP}.mosaic_tpu.{name}"
-        for name in ("kernel", "plan", "writes", "work_items", "pages", "decode", "tiles", "softmax")
+        for name in ("kernel", "work_plan", "page_writer", "phase", "pages", "decode_phase", "tile_phase", "softmax")
     ],
     "grouped_gpu": [f"{MATMUL}.{name}" for name in ("mosaic_gpu.pipeline", "mosaic_gpu.float_kernel", "visits")],
     "grouped_tpu": [f"{MATMUL}.mosaic_tpu.float_kernel", f"{MATMUL}.visits"],

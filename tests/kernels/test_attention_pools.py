@@ -25,14 +25,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 )
 
 from tests.kernels.attention_cases import CASES, Case
-from tests.kernels.attention_runs import (
-    SERVING,
-    UNOPTIMIZED,
-    canonical,
-    canonical_by_xla,
-    stored,
-    stored_by_xla,
-)
+from tests.kernels.attention_runs import SERVING, UNOPTIMIZED, canonical, canonical_by_xla, stored, stored_by_xla
 from tests.kernels.latent_cases import CASES as LATENT_CASES
 from tests.parameters import mainly, seeds
 

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V6E
 from jaxserve.pallas_kernels.op import log_choice
 from jaxserve.pallas_kernels.ragged_paged_attention import Latents, default_page_size, new_pages, select_backend
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import MAX_PAGE_BYTES
 
 from tests.kernels.latent_cases import CASES
 
@@ -83,4 +83,4 @@ def test_the_pool_has_its_padding_in_its_shape(kv_dtype, token_bytes):
     sizes = {"num_layers": 2, "num_pages": 3, "page_size": page_size}
     pool = jax.eval_shape(lambda: new_pages("mosaic_tpu", DEEPSEEK["kind"], **sizes, dtype=kv_dtype))
     assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool)) == 2 * 3 * page_size * token_bytes
-    assert page_size * 640 * jnp.dtype(kv_dtype).itemsize <= planning.MAX_PAGE_BYTES
+    assert page_size * 640 * jnp.dtype(kv_dtype).itemsize <= MAX_PAGE_BYTES

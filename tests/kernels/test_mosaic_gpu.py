@@ -19,14 +19,8 @@ from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, Heads, mosaic_gpu, select_backend
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import plans
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
-    MIN_TILE_TOKENS,
-    SHARED_BYTES,
-    KernelConfig,
-)
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import (
-    MIN_SPAN,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import MIN_TILE_TOKENS, SHARED_BYTES, KernelConfig
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import MIN_SPAN
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 
 from tests.kernels.attention_cases import GPU_CASES

@@ -33,8 +33,8 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import storage
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import block_sizes, memory_tiles
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import work_plan as planning
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import PageMatrices
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
@@ -195,9 +195,9 @@ def test_a_planted_bug_is_caught_on_tpu(case, bug, tmp_path):
 
 PROBLEM = Problem(Heads(8, 128), 32, 16, jnp.dtype("bfloat16"), "tpu")
 STEP_ROWS, STEP_TOKENS, TABLE_WIDTH = 12, 700, 80
-PAIRS = storage.pair_columns(128)
+PAIRS = memory_tiles.pair_columns(128)
 CALLS = [
-    planning.Call(
+    block_sizes.KernelConfig(
         num_tokens=STEP_TOKENS,
         num_rows=STEP_ROWS,
         num_kv_heads=heads,
@@ -210,7 +210,7 @@ CALLS = [
         has_sinks=False,
         has_tree=has_tree,
         vmem_bytes=2**24,
-        sizes=planning.Sizes(),
+        sizes=block_sizes.BlockSizeLimits(),
         interpret=None,
     )
     for heads, group, columns, page_size, dtype, window, has_tree in [
@@ -219,7 +219,7 @@ CALLS = [
         (3, 3, PAIRS, 32, "float32", None, True),
         (2, 7, PAIRS, 16, "bfloat16", 1, False),
         (4, 2, PAIRS, 64, "int8", None, False),
-        (1, 20, storage.latent_columns(576, 512), 64, "bfloat16", None, True),
+        (1, 20, memory_tiles.latent_columns(576, 512), 64, "bfloat16", None, True),
     ]
 ]
 
@@ -235,8 +235,8 @@ def steps(draw):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options={"xla_backend_optimization_level": 0})
-def compiled_plan(call, blocks, rows):
-    return planning.make_plan(call, blocks, rows)
+def compiled_plan(config, blocks, rows):
+    return planning.make_plan(config, blocks, rows)
 
 
 def table_of(flat, num_columns):
@@ -246,17 +246,17 @@ def table_of(flat, num_columns):
 @settings(max_examples=examples(20))
 @given(steps())
 def test_plan_does_all_work_once(step):
-    call, q_lens, past, garbage = step
+    config, q_lens, past, garbage = step
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(int)
     as_rows = [jnp.asarray(np.concatenate([x, garbage]), jnp.int32) for x in (q_lens + past, starts)]
     table = jnp.arange(STEP_ROWS * TABLE_WIDTH, dtype=jnp.int32).reshape(STEP_ROWS, TABLE_WIDTH)
     rows = RaggedRows(as_rows[0], table, as_rows[1], jnp.int32(len(q_lens)))
-    blocks = planning.choose_blocks(call)
-    plan = compiled_plan(call, blocks, rows)
+    blocks = block_sizes.choose_block_sizes(config)
+    plan = compiled_plan(config, blocks, rows)
     num_writes, num_decode_items, *num_tile_items = np.asarray(plan.counts)
-    _check_writes(call, table_of(plan.writes, planning.NUM_WRITE_COLUMNS)[:num_writes], starts, past)
+    _check_writes(config, table_of(plan.writes, planning.NUM_WRITE_COLUMNS)[:num_writes], starts, past)
     seen = np.zeros(STEP_TOKENS, int)
-    _check_decode_slots(call, blocks, plan, q_lens, past, starts, seen)
+    _check_decode_slots(config, blocks, plan, q_lens, past, starts, seen)
     assert np.asarray(plan.groups).sum() == num_decode_items
     for tokens, flat, num_work_items in zip(blocks.tile_tokens, plan.tiles, num_tile_items, strict=True):
         tiles = table_of(flat, planning.NUM_TILE_COLUMNS)
@@ -264,27 +264,27 @@ def test_plan_does_all_work_once(step):
         live = np.flatnonzero(tiles[:, planning.NUM_BLOCKS])
         np.testing.assert_array_equal(live, np.arange(len(live)))
         for tile in tiles[live]:
-            _check_tile(call, blocks, tokens, tile, starts, past, seen)
+            _check_tile(config, blocks, tokens, tile, starts, past, seen)
     assert (seen[: starts[-1]] == 1).all()
     assert not seen[starts[-1] :].any()
 
 
-def _check_writes(call, writes, starts, past):
+def _check_writes(config, writes, starts, past):
     """Check that each new token is written once, to its place."""
     written = []
     for page, offset, first_token, begin, end in writes:
         row, column = divmod(page, TABLE_WIDTH)
-        assert offset % call.slab == 0
+        assert offset % config.slab == 0
         for i in range(begin, end):
-            token, position = first_token + i, column * call.page_size + offset + i
+            token, position = first_token + i, column * config.page_size + offset + i
             assert position - past[row] == token - starts[row]
             written.append(token)
     assert written == list(range(starts[-1]))
 
 
-def _check_decode_slots(call, blocks, plan, q_lens, past, starts, seen):
+def _check_decode_slots(config, blocks, plan, q_lens, past, starts, seen):
     decode_slots = table_of(plan.decode_slots, planning.NUM_DECODE_COLUMNS)
-    block_tokens = blocks.decode_pages * call.page_size
+    block_tokens = blocks.decode_pages * config.page_size
     slot_of_token = np.asarray(plan.slot_of_token)
     for number, (row, kv_len, first_block) in enumerate(decode_slots):
         token = np.asarray(plan.token_of_slot)[number]
@@ -294,26 +294,26 @@ def _check_decode_slots(call, blocks, plan, q_lens, past, starts, seen):
         assert (q_lens[row], past[row] + 1, starts[row]) == (1, kv_len, token)
         assert slot_of_token[token] == number
         seen[token] += 1
-        first_key = 0 if call.options.window is None else max(0, kv_len - call.options.window)
+        first_key = 0 if config.options.window is None else max(0, kv_len - config.options.window)
         assert first_block == first_key // block_tokens
         assert first_block + plan.groups[number // blocks.decode_slots] >= -(-kv_len // block_tokens)
     assert (slot_of_token >= 0).sum() == (q_lens == 1).sum()
 
 
-def _check_tile(call, blocks, tokens, tile, starts, past, seen):
+def _check_tile(config, blocks, tokens, tile, starts, past, seen):
     row, base, lead, num_tokens, position, first_block, num_blocks, tree_start = tile
-    block_tokens = blocks.tile_pages * call.page_size
-    assert base % storage.ALIGNED_TOKENS == 0, "where memory is filled from"
+    block_tokens = blocks.tile_pages * config.page_size
+    assert base % memory_tiles.ALIGNED_TOKENS == 0, "where memory is filled from"
     assert lead + num_tokens <= tokens
     own = base + lead + np.arange(num_tokens)
     seen[own] += 1
     assert starts[row] <= own[0]
     assert own[-1] < starts[row + 1]
-    assert tree_start == past[row] + (max(starts[row + 1] - starts[row] - 32, 0) if call.has_tree else 0)
+    assert tree_start == past[row] + (max(starts[row + 1] - starts[row] - 32, 0) if config.has_tree else 0)
     assert position == past[row] + own[0] - starts[row]
     # Siblings of later tokens may begin their windows where the first of the nodes does.
-    shallowest = min(position, tree_start) if call.has_tree else position
-    first_key = 0 if call.options.window is None else max(0, shallowest - call.options.window + 1)
+    shallowest = min(position, tree_start) if config.has_tree else position
+    first_key = 0 if config.options.window is None else max(0, shallowest - config.options.window + 1)
     assert first_block == first_key // block_tokens
     assert first_block + num_blocks == -(-(position + num_tokens) // block_tokens)
 
@@ -364,7 +364,7 @@ def test_scales_keep_their_places_in_other_layouts(num_kv_heads):
     layout = PageMatrices((2 * num_kv_heads, 16))
     stored = layout.from_canonical(pool)
     assert stored.scales.shape == layout.scale_shape(PoolDims(2, 3, 64))
-    assert stored.scales.size <= 2 * max(scales.size, shape[0] * shape[1] * 2 * storage.LANES)
+    assert stored.scales.size <= 2 * max(scales.size, shape[0] * shape[1] * 2 * memory_tiles.LANES)
     np.testing.assert_array_equal(layout.to_canonical(stored).scales, scales)
 
 
@@ -379,14 +379,19 @@ def test_refuses_what_does_not_fit_a_chip():
 @pytest.mark.parametrize(
     ("vmem_bytes", "wanted"),
     [
-        (2**24, planning.Sizes()),
-        (2**25, planning.Sizes()),
-        (2**25, planning.Sizes(unit_bytes=2**23, lane_keys=3000, tile_keys=700, tile_rows=1024, slots=4)),
-        (2**24, planning.Sizes(2**18, 100, 48, 100, 2)),
+        (2**24, block_sizes.BlockSizeLimits()),
+        (2**25, block_sizes.BlockSizeLimits()),
+        (
+            2**25,
+            block_sizes.BlockSizeLimits(
+                work_item_bytes=2**23, decode_keys=3000, tile_keys=700, tile_rows=1024, slots=4
+            ),
+        ),
+        (2**24, block_sizes.BlockSizeLimits(2**18, 100, 48, 100, 2)),
     ],
 )
 def test_blocks_fit_the_memory(vmem_bytes, wanted):
-    """Blocks fit a quarter of the memory of the smallest chip and of others; one copy fetches a block's page ids."""
+    """Blocks fit a quarter of the memory of any chip; one copy fetches a block's page ids."""
     for num_kv_heads, group, head_dim, page_size, dtype in itertools.product(
         (1, 3, 8, 32), (1, 4, 8), (64, 128, 256, 512), (16, 32, 256), ("bfloat16", "float32", "int8")
     ):
@@ -394,19 +399,19 @@ def test_blocks_fit_the_memory(vmem_bytes, wanted):
         if num_kv_heads * group * head_dim > 64 * 128 or mosaic_tpu.KERNEL.unsupported_reason(problem) is not None:
             continue
         sizes = {"num_kv_heads": num_kv_heads, "group": group, "page_size": page_size}
-        sizes["columns"] = storage.pair_columns(head_dim)
-        call = dataclasses.replace(CALLS[0], **sizes, kv_dtype=jnp.dtype(dtype), vmem_bytes=vmem_bytes, sizes=wanted)
-        blocks = planning.choose_blocks(call)
-        taken = [planning._decode_bytes, planning._tile_bytes, planning._write_bytes]
-        assert max(count(call, blocks) for count in taken) <= vmem_bytes
-        assert planning.PAGE_IDS % blocks.decode_pages == planning.PAGE_IDS % blocks.tile_pages == 0
-        assert all(tokens % storage.ALIGNED_TOKENS == 0 for tokens in blocks.tile_tokens)
+        sizes["columns"] = memory_tiles.pair_columns(head_dim)
+        config = dataclasses.replace(CALLS[0], **sizes, kv_dtype=jnp.dtype(dtype), vmem_bytes=vmem_bytes, sizes=wanted)
+        blocks = block_sizes.choose_block_sizes(config)
+        taken = [block_sizes._decode_bytes, block_sizes._tile_bytes, block_sizes._write_bytes]
+        assert max(count(config, blocks) for count in taken) <= vmem_bytes
+        assert block_sizes.PAGE_IDS % blocks.decode_pages == block_sizes.PAGE_IDS % blocks.tile_pages == 0
+        assert all(tokens % memory_tiles.ALIGNED_TOKENS == 0 for tokens in blocks.tile_tokens)
 
 
 def test_what_does_not_fit_the_memory_is_told():
-    call = dataclasses.replace(CALLS[0], num_kv_heads=128, group=16, columns=storage.pair_columns(256))
+    config = dataclasses.replace(CALLS[0], num_kv_heads=128, group=16, columns=memory_tiles.pair_columns(256))
     with pytest.raises(ValueError, match="128 kv heads of 256 with 16 query heads each do not fit the 16777216 bytes"):
-        planning.choose_blocks(call)
+        block_sizes.choose_block_sizes(config)
 
 
 @pytest.mark.parametrize("chip", [TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, TPU7X], ids=lambda chip: chip.topology_name)
@@ -414,10 +419,13 @@ def test_units_are_what_memory_moves_meanwhile(chip):
     """A work item is what memory moves while the next copies are issued, as far as memory holds it."""
     with jax.sharding.use_abstract_mesh(chip.mesh()):
         sizes, facts = mosaic_tpu.KERNEL.sizes(PROBLEM), tpu.facts()
-        moved = planning.FETCH_S * facts.num_cores * facts.mem_bw_bytes_per_second
-        assert sizes.unit_bytes <= moved
-        assert sizes.unit_bytes > moved / 2 or 8 * sizes.unit_bytes > facts.vmem_capacity_bytes // 4
-        assert dataclasses.replace(sizes, unit_bytes=planning.Sizes().unit_bytes) == planning.Sizes()
+        moved = block_sizes.FETCH_S * facts.num_cores * facts.mem_bw_bytes_per_second
+        assert sizes.work_item_bytes <= moved
+        assert sizes.work_item_bytes > moved / 2 or 8 * sizes.work_item_bytes > facts.vmem_capacity_bytes // 4
+        assert (
+            dataclasses.replace(sizes, work_item_bytes=block_sizes.BlockSizeLimits().work_item_bytes)
+            == block_sizes.BlockSizeLimits()
+        )
 
 
 def test_what_was_measured_to_be_best_is_taken(monkeypatch, tmp_path):
@@ -425,9 +433,9 @@ def test_what_was_measured_to_be_best_is_taken(monkeypatch, tmp_path):
     shape = mosaic_tpu.shape_class(PROBLEM)
     with jax.sharding.use_abstract_mesh(TPU_V6E.mesh()):
         untuned = mosaic_tpu.KERNEL.sizes(PROBLEM)
-        for lane_keys in (512, 2048):  # measuring again replaces the old entry
-            write_entries(tmp_path / "v6e.json", [TunedSizes(shape, {"lane_keys": lane_keys}, {"us": 3.0})])
-            assert mosaic_tpu.KERNEL.sizes(PROBLEM) == dataclasses.replace(untuned, lane_keys=lane_keys)
+        for decode_keys in (512, 2048):  # measuring again replaces the old entry
+            write_entries(tmp_path / "v6e.json", [TunedSizes(shape, {"decode_keys": decode_keys}, {"us": 3.0})])
+            assert mosaic_tpu.KERNEL.sizes(PROBLEM) == dataclasses.replace(untuned, decode_keys=decode_keys)
         with mosaic_tpu.KERNEL.settings.sized(slots=2):
             assert mosaic_tpu.KERNEL.sizes(PROBLEM) == dataclasses.replace(untuned, slots=2)
         other = dataclasses.replace(PROBLEM, page_size=2 * PROBLEM.page_size)
@@ -437,7 +445,7 @@ def test_what_was_measured_to_be_best_is_taken(monkeypatch, tmp_path):
             with pytest.raises(ValueError, match=reason):
                 mosaic_tpu.KERNEL.sizes(PROBLEM)
     with jax.sharding.use_abstract_mesh(TPU_V5E.mesh()):
-        assert mosaic_tpu.KERNEL.sizes(PROBLEM).lane_keys == untuned.lane_keys
+        assert mosaic_tpu.KERNEL.sizes(PROBLEM).decode_keys == untuned.decode_keys
     assert len(read_entries(tmp_path / "v6e.json")) == 1
 
 
@@ -455,9 +463,9 @@ def test_pages_are_worth_a_copy_of_their_own(num_kv_heads, head_dim, kv_dtype):
     unchosen = {"num_query_heads": num_kv_heads, "page_size": None, **sizes}
     assert select_backend(**unchosen, platform="tpu") == "mosaic_tpu"
     page_size = default_page_size("mosaic_tpu", **sizes)
-    page_bytes = page_size * storage.token_bytes(num_kv_heads, 2 * head_dim, jnp.dtype(kv_dtype))
-    assert 2 * page_bytes > storage.COPY_BYTES or page_size == storage.COPY_TOKENS
-    assert page_bytes <= storage.COPY_BYTES or page_size == max(16, 32 // jnp.dtype(kv_dtype).itemsize)
+    page_bytes = page_size * memory_tiles.token_bytes(num_kv_heads, 2 * head_dim, jnp.dtype(kv_dtype))
+    assert 2 * page_bytes > memory_tiles.COPY_BYTES or page_size == memory_tiles.COPY_TOKENS
+    assert page_bytes <= memory_tiles.COPY_BYTES or page_size == max(16, 32 // jnp.dtype(kv_dtype).itemsize)
     assert {default_page_size(name, **sizes) for name in BACKENDS if name != "mosaic_tpu"} == {16}
 
 

@@ -79,9 +79,9 @@ def test_attention_is_measured_beside_that_of_xla(dry_run: tuple[Document, Path,
 def test_sizes_that_were_faster_become_those_in_use(dry_run: tuple[Document, Path, str], tmp_path: Path) -> None:
     document, _, printed = dry_run
     before, changed = document.points("tuning")
-    assert (before["change"], changed["change"]) == ("none", "unit_bytes=1048576")
+    assert (before["change"], changed["change"]) == ("none", "work_item_bytes=1048576")
     assert "changed size" in printed
-    assert {k: v for k, v in changed["sizes"].items() if before["sizes"][k] != v} == {"unit_bytes": 2**20}
+    assert {k: v for k, v in changed["sizes"].items() if before["sizes"][k] != v} == {"work_item_bytes": 2**20}
     report = Document(tmp_path / "tpu.json", "tpu", dry_run=False)
     report.begin("tuning", "tuning", MACHINE)
     for name, times in {"same": (98.0, 98.0), "slower": (70.0, 140.0), "faster": (90.0, 99.0)}.items():

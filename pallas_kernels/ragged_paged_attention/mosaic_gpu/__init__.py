@@ -37,12 +37,7 @@ import jax
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.pallas_kernel import PallasKernel, Settings
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
-    AttentionInputs,
-    AttentionOptions,
-    Backend,
-    Problem,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Backend, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import TokenMajor
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
@@ -53,11 +48,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
     KernelConfig,
     Tiling,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import (
-    Queries,
-    WorkPlan,
-    plan_work,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import Queries, WorkPlan, plan_work
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, encode, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxtyping import Array, Float, Int32, Shaped

@@ -12,10 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.ring_reader import RingReader
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
-    KernelConfig,
-    Tiling,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import KernelConfig, Tiling
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup, tile_slice
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import (
     LOG2E,

@@ -14,17 +14,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import split_merg
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.computing_warpgroup import ComputingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.loading_warpgroup import LoadingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared, shared_memory
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
-    SCALES,
-    KernelConfig,
-    Tiling,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import SCALES, KernelConfig, Tiling
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import LOG2E, SplitBuffers
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import (
-    BASE_TOKEN,
-    Queries,
-    WorkPlan,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import BASE_TOKEN, Queries, WorkPlan
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, Pages, QuantizedPages, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
 from jaxserve.pallas_kernels.warpgroups import divide

@@ -8,10 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxserve.pallas_kernels.hopper import WARPGROUP_ROWS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import (
-    KernelConfig,
-    Tiling,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.tiling import KernelConfig, Tiling
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_items import WorkItem, i32, read_work_item
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.work_plan import (
     END_ITEM,

@@ -1,19 +1,20 @@
 """Ragged paged attention for TPUs, in Pallas (Mosaic): the serving backend on TPUs.
 
-One kernel (`kernel.py`) does everything in place and goes through three lists of work, planned on the device
-(`plan.py`).
+One kernel (`kernel.py`) does everything in place. It processes three lists of work, which the device computes from the
+lengths of rows (`work_plan.py`), with block sizes that fit the memory (`block_sizes.py`).
 
-- Writes (`writes.py`): new keys and values reach their pages by slabs, the rows of a memory tile, which is the smallest
-  piece that can be written. Hence a page that is written belongs to one row; pages that are only read may be shared.
-- Decode slots (`decode.py`): rows of one token, several side by side, the longest first, each through its own pages;
-  one product for each KV head and slot. So many short rows take few work items.
-- Tiles (`tiles.py`): some tokens of a row times the query heads of a KV head, for rows of several tokens; steps of many
-  tokens have two kinds of tiles, low and tall.
+- Writes (`page_writer.py`): new keys and values reach their pages by slabs, the rows of a memory tile, which is the
+  smallest unit that can be written. Hence a page that is written belongs to one row; pages that are only read may be
+  shared.
+- Decode slots (`decode_phase.py`): decode rows, several side by side, the longest first, each with its own pages; one
+  matmul for each KV head and slot. So many short rows take few work items.
+- Tiles (`tile_phase.py`): some tokens of a row times the query heads of a KV head, for rows with several new tokens;
+  large steps have short and tall tiles.
 
-Decode slots and tiles go through work items of a few pages (`work_items.py`) with an online softmax (`softmax.py`;
-FlashAttention-2, Dao 2023). Pages of the next work items are copied ahead, across the borders of slots and tiles; so
-are queries and, before them, page ids, since the page table stays in main memory, whatever its width. The scheme is
-that of ragged paged attention v3, arXiv 2604.15464.
+Decode slots and tiles are divided into work items of a few pages (`phase.py`) with an online softmax (`softmax.py`;
+FlashAttention-2, Dao 2023). Pages of the next work items are copied ahead, across slots and tiles; so are queries and,
+before them, page ids, since the page table stays in main memory, whatever its width. The scheme is that of ragged paged
+attention v3, arXiv 2604.15464.
 
 Quantised pools are fetched as they are and converted one head's block at a time (`pages.py`). Scales of keys multiply
 the columns of scores, those of values the columns of weights.
@@ -41,31 +42,26 @@ from typing import Any
 import jax.numpy as jnp
 from jaxserve.pallas_kernels import tpu
 from jaxserve.pallas_kernels.pallas_kernel import PallasKernel, Settings
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
-    AttentionInputs,
-    AttentionOptions,
-    Backend,
-    Problem,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Backend, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind, Latents
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import PageMatrices
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import make_operands, token_outputs
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import (
     MAX_PAGE_BYTES,
     MAX_PAGE_TOKENS,
-    Call,
-    Sizes,
-    choose_blocks,
-    make_plan,
-    unit_bytes_for,
+    BlockSizeLimits,
+    KernelConfig,
+    choose_block_sizes,
+    default_work_item_bytes,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
-    APART_HEAD_DIM,
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import PageMatrices
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import (
+    SEPARATE_HEAD_DIM,
     columns_for,
     slab_tokens,
     token_bytes,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import make_operands, token_outputs
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_plan import make_plan
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, values_of
 from jaxtyping import Array, Float, Int32
 
@@ -76,7 +72,7 @@ MAX_HEAD_DIM = 512
 MANY_TOKENS, MANY_ROWS = 2048, 256  # a step for which blocks are as large as for any
 
 
-class MosaicTpu(PallasKernel[Problem, Call], Backend):
+class MosaicTpu(PallasKernel[Problem, KernelConfig], Backend):
     """Attention kernel for TPUs; it reads latents in their own layout, at the rate of the memory."""
 
     platform = "tpu"
@@ -95,7 +91,7 @@ class MosaicTpu(PallasKernel[Problem, Call], Backend):
             minimum = MIN_HEAD_DIM if self.settings.interpreter is None else 8
             if kind.head_dim % 8 or not minimum <= kind.head_dim <= MAX_HEAD_DIM:
                 return f"head_dim must be a multiple of 8 from {minimum} to {MAX_HEAD_DIM}, not {kind.head_dim}"
-            if dtype.name in QUANTIZED_MAX and kind.head_dim >= APART_HEAD_DIM:
+            if dtype.name in QUANTIZED_MAX and kind.head_dim >= SEPARATE_HEAD_DIM:
                 return f"a pool of {dtype} has the scales of keys and values together, which heads of 512 have apart"
         slab = slab_tokens(dtype)
         if problem.page_size % slab or MAX_PAGE_TOKENS % problem.page_size:
@@ -108,15 +104,15 @@ class MosaicTpu(PallasKernel[Problem, Call], Backend):
             return f"a page of a layer must have at most {MAX_PAGE_BYTES} bytes, not {page_bytes}; lower page_size"
         return None
 
-    def launch(self, problem: Problem) -> Call:
+    def launch(self, problem: Problem) -> KernelConfig:
         """Return the static parameters of the kernel in a large step, whose blocks fit the memory."""
-        call = self._launch(problem, AttentionOptions(1.0), num_tokens=MANY_TOKENS, num_rows=MANY_ROWS, table_width=1)
-        choose_blocks(call)
-        return call
+        config = self._launch(problem, AttentionOptions(1.0), num_tokens=MANY_TOKENS, num_rows=MANY_ROWS, table_width=1)
+        choose_block_sizes(config)
+        return config
 
-    def _launch(self, problem: Problem, options: AttentionOptions, **facts: Any) -> Call:
+    def _launch(self, problem: Problem, options: AttentionOptions, **facts: Any) -> KernelConfig:
         kind = problem.kind
-        return Call(
+        return KernelConfig(
             num_kv_heads=kind.num_kv_heads,
             group=problem.num_query_heads // kind.num_kv_heads,
             columns=columns_for(kind),
@@ -129,17 +125,17 @@ class MosaicTpu(PallasKernel[Problem, Call], Backend):
             **{"has_sinks": False, "has_tree": False, **facts},
         )
 
-    def sizes(self, problem: Problem) -> Sizes:
+    def sizes(self, problem: Problem) -> BlockSizeLimits:
         """Return block sizes: requested ones, else those that measured best on the target chip, else by its bandwidth.
 
         Raises:
             ValueError: sizes have unknown names, or jax does not know the chip.
         """
         if self.settings.interpreter is not None:
-            return Sizes()
+            return BlockSizeLimits()
         info, chip = tpu.facts(), self.target_chip()
-        unit_bytes = unit_bytes_for(info.num_cores * info.mem_bw_bytes_per_second, chip.memory_bytes)
-        return self.settings.sizes(Sizes, chip.name, shape_class(problem), unit_bytes=unit_bytes)
+        work_item_bytes = default_work_item_bytes(info.num_cores * info.mem_bw_bytes_per_second, chip.memory_bytes)
+        return self.settings.sizes(BlockSizeLimits, chip.name, shape_class(problem), work_item_bytes=work_item_bytes)
 
     def write_and_attend(
         self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
@@ -149,11 +145,11 @@ class MosaicTpu(PallasKernel[Problem, Call], Backend):
         Queries and weights of values are rounded to the pool's dtype, or to bfloat16 for a quantised pool.
         """
         pool, kind = values_of(kv_pages), inputs.kind(options)
-        if pool.shape[-1] == columns_for(kind).unit_columns:
+        if pool.shape[-1] == columns_for(kind).matrix_columns:
             return self._write_and_attend(inputs, kind, kv_pages, layer, options)
         # For XLA, pages with matrices of another shape are another array: it copies the pool.
-        num_layers, num_pages, units, page_size, unit_columns = pool.shape
-        num_pages = num_pages * units * unit_columns // math.prod(kind.token_shape)
+        num_layers, num_pages, units, page_size, matrix_columns = pool.shape
+        num_pages = num_pages * units * matrix_columns // math.prod(kind.token_shape)
         split_shape = self.layout(kind.token_shape).kv_shape(PoolDims(num_layers, num_pages, page_size))
         out, split = self._write_and_attend(inputs, kind, pool.reshape(split_shape), layer, options)
         return out, values_of(split).reshape(pool.shape)
@@ -169,8 +165,8 @@ class MosaicTpu(PallasKernel[Problem, Call], Backend):
         dtype, inputs = inputs.q.dtype, inputs.rotated()
         rows = inputs.rows.with_gathered_table()
         num_tokens, num_query_heads, _ = inputs.q.shape
-        _, _, num_units, page_size, _ = values_of(kv_pages).shape
-        call = self._launch(
+        _, _, num_matrices, page_size, _ = values_of(kv_pages).shape
+        config = self._launch(
             Problem(kind, num_query_heads, page_size, values_of(kv_pages).dtype, self.platform),
             options,
             num_tokens=num_tokens,
@@ -178,14 +174,14 @@ class MosaicTpu(PallasKernel[Problem, Call], Backend):
             table_width=rows.page_table.shape[1],
             has_sinks=inputs.sinks is not None,
             has_tree=inputs.tree_mask is not None,
-            num_parts=num_units // (kind.num_kv_heads * columns_for(kind).units),
+            num_parts=num_matrices // (kind.num_kv_heads * columns_for(kind).num_matrices),
         )
-        blocks = choose_blocks(call)
-        plan = make_plan(call, blocks, rows)
-        operands = make_operands(call, blocks, plan, inputs._replace(rows=rows), kv_pages)
+        blocks = choose_block_sizes(config)
+        plan = make_plan(config, blocks, rows)
+        operands = make_operands(config, blocks, plan, inputs._replace(rows=rows), kv_pages)
         layer = jnp.asarray(layer, jnp.int32)[None]
-        kv_pages, decode_out, tile_out = self.kernel().write_and_attend(call, blocks, layer, plan, operands)
-        return token_outputs(call, plan, rows, decode_out, tile_out).astype(dtype), kv_pages
+        kv_pages, decode_out, tile_out = self.kernel().write_and_attend(config, blocks, layer, plan, operands)
+        return token_outputs(config, plan, rows, decode_out, tile_out).astype(dtype), kv_pages
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:

@@ -8,17 +8,18 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.decode import DecodeSlots
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import BlockSizes, KernelConfig
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.decode_phase import DecodePhase
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands, Refs
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Blocks, Call, WorkPlan
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.tiles import Tiles
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.writes import Writer
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.page_writer import PageWriter
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.tile_phase import TilePhase
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_plan import WorkPlan
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
 from jaxtyping import Array, Float32, Int32, Shaped
 
 
 def write_and_attend(
-    call: Call, blocks: Blocks, layer: Int32[Array, "1"], plan: WorkPlan, operands: Operands
+    config: KernelConfig, blocks: BlockSizes, layer: Int32[Array, "1"], plan: WorkPlan, operands: Operands
 ) -> tuple[Pages, Float32[Array, "decode_slots K padded_group sums"], Shaped[Array, "Q padded sums"]]:
     """Return the updated pool and the outputs of decode slots and tiles; tokens without a tile have undefined ones."""
     scalars = (layer, plan.counts, plan.writes, plan.decode_slots, plan.groups, *plan.tiles)
@@ -29,44 +30,48 @@ def write_and_attend(
     pool = [name for name in ("kv_pages", "scales") if name in inputs]
     results = [jax.ShapeDtypeStruct(inputs[name].shape, inputs[name].dtype) for name in pool]
     for queries in (operands.decode_queries, operands.tile_queries):
-        results.append(jax.ShapeDtypeStruct((*queries.shape[:-1], call.columns.sums), queries.dtype))
-    interpret = {} if call.interpret is None else {"interpret": call.interpret}
+        results.append(jax.ShapeDtypeStruct((*queries.shape[:-1], config.columns.sums), queries.dtype))
+    interpret = {} if config.interpret is None else {"interpret": config.interpret}
     *updated, decode_out, tile_out = pl.pallas_call(
-        functools.partial(_kernel, call, blocks, len(scalars), tuple(inputs)),
+        functools.partial(_kernel, config, blocks, len(scalars), tuple(inputs)),
         out_shape=results,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(1,), in_specs=in_specs, out_specs=[hbm] * len(results)
         ),
         input_output_aliases={len(scalars) + list(inputs).index(name): i for i, name in enumerate(pool)},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=2 * call.vmem_bytes),
-        cost_estimate=_cost(call),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=2 * config.vmem_bytes
+        ),
+        cost_estimate=_cost(config),
         name="ragged_paged_attention",
         **interpret,
     )(*scalars, *inputs.values())
-    return QuantizedPages(*updated) if call.has_scales else updated[0], decode_out, tile_out
+    return QuantizedPages(*updated) if config.has_scales else updated[0], decode_out, tile_out
 
 
-def _cost(call: Call) -> pl.CostEstimate:
+def _cost(config: KernelConfig) -> pl.CostEstimate:
     """Return the cost for rows of full length, by which ahead-of-time compiled programs are compared."""
-    keys = call.num_rows * call.table_width * call.page_size
-    dots = keys * call.num_query_heads * -(-call.num_tokens // call.num_rows)
-    columns = call.columns
+    keys = config.num_rows * config.table_width * config.page_size
+    dots = keys * config.num_query_heads * -(-config.num_tokens // config.num_rows)
+    columns = config.columns
     pair_size = columns.key_dim + columns.value_dim  # elements of a query and its output, multiplied with each key
-    activation_bytes = call.num_tokens * (call.num_query_heads * pair_size + call.num_kv_heads * columns.stored) * 4
+    activation_bytes = (
+        config.num_tokens * (config.num_query_heads * pair_size + config.num_kv_heads * columns.stored) * 4
+    )
     return pl.CostEstimate(
         flops=2 * dots * pair_size,
         transcendentals=dots,
-        bytes_accessed=keys * call.token_bytes + keys // call.slab * call.scale_bytes + activation_bytes,
+        bytes_accessed=keys * config.token_bytes + keys // config.slab * config.scale_bytes + activation_bytes,
     )
 
 
-def _kernel(call: Call, blocks: Blocks, num_scalars: int, names: tuple[str, ...], *refs: Any) -> None:
+def _kernel(config: KernelConfig, blocks: BlockSizes, num_scalars: int, names: tuple[str, ...], *refs: Any) -> None:
     layer, counts, writes, decode_slots, groups, *tiles = refs[:num_scalars]
     inputs = Operands(**dict(zip(names, refs[num_scalars:], strict=False)))
     kv_pages, *scales, decode_out, tile_out = refs[num_scalars + len(names) :]
     results = (kv_pages, scales[0] if scales else None, decode_out, tile_out)
     found = Refs(layer, counts, writes, decode_slots, groups, tuple(tiles), inputs, *results)
-    Writer(call, blocks, found).run()
-    DecodeSlots(call, blocks, found).run()
+    PageWriter(config, blocks, found).run()
+    DecodePhase(config, blocks, found).run()
     for kind in range(len(found.tiles)):
-        Tiles(call, blocks, found, kind).run()
+        TilePhase(config, blocks, found, kind).run()

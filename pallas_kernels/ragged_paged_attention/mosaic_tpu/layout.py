@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout, PoolDims
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import (
     LANES,
     SCALE_HEADS,
     SCALE_TOKENS,
@@ -41,7 +41,7 @@ class PageMatrices(Layout):
         if self.is_latent:
             return 1
         num_vectors, head_dim = self.token_shape
-        return num_vectors // 2 * pair_columns(head_dim).units
+        return num_vectors // 2 * pair_columns(head_dim).num_matrices
 
     @property
     def used_columns(self) -> int:
@@ -74,7 +74,7 @@ class PageMatrices(Layout):
         vectors = values[..., : self.used_columns].swapaxes(2, 3).reshape(L, N, P, *self.token_shape)
         if not isinstance(kv_pages, QuantizedPages):
             return vectors
-        scales = scales_of(kv_pages.scales)[..., : self.num_vectors]
+        scales = scales_from_tiles(kv_pages.scales)[..., : self.num_vectors]
         return QuantizedPages(vectors, scales.reshape(vectors.shape[:-1]))
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
@@ -85,18 +85,20 @@ class PageMatrices(Layout):
         values = jnp.pad(values, [(0, 0)] * 4 + [(0, columns - self.used_columns)])
         if not isinstance(kv_pages, QuantizedPages):
             return values
-        return QuantizedPages(values, scale_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, self.num_vectors)))
+        return QuantizedPages(
+            values, scales_to_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, self.num_vectors))
+        )
 
 
-def scales_of(tiles: BFloat16[Array, "L N slabs rows 128"]) -> BFloat16[Array, "L N P vectors"]:
-    """Return the scales of the tokens of pages, with those of padding behind the others."""
+def scales_from_tiles(tiles: BFloat16[Array, "L N slabs rows 128"]) -> BFloat16[Array, "L N P vectors"]:
+    """Return scales by token and vector, followed by the scales of padding vectors."""
     L, N, num_slabs, *_ = tiles.shape
     by_vector = tiles.reshape(L, N, num_slabs, -1, SCALE_HEADS, SCALE_TOKENS).transpose(0, 1, 2, 5, 4, 3)
     return by_vector.reshape(L, N, num_slabs * SCALE_TOKENS, -1)
 
 
-def scale_tiles(scales: BFloat16[Array, "*slabs 32 vectors"]) -> BFloat16[Array, "*slabs rows 128"]:
-    """Return scales of slabs in the layout of the pool."""
+def scales_to_tiles(scales: BFloat16[Array, "*slabs 32 vectors"]) -> BFloat16[Array, "*slabs rows 128"]:
+    """Return scales by slab, token and vector in the layout of the pool."""
     slabs, num_vectors = scales.shape[:-2], scales.shape[-1]
     rows = scale_rows(num_vectors)
     padding = [(0, 0)] * (scales.ndim - 1) + [(0, SCALE_HEADS * rows - num_vectors)]

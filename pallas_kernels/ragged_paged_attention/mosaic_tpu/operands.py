@@ -1,4 +1,4 @@
-"""Inputs and outputs of the kernel, made from a call's arrays and made into its result; references to them."""
+"""Operands of the kernel, the references that it gets to them, and the conversion of its results."""
 
 from __future__ import annotations
 
@@ -7,22 +7,16 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scale_tiles
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
-    FIRST_TOKEN,
-    NUM_WRITE_COLUMNS,
-    PAGE_IDS,
-    Blocks,
-    Call,
-    WorkPlan,
-)
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import PAGE_IDS, BlockSizes, KernelConfig
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scales_to_tiles
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import (
     ALIGNED_TOKENS,
     LANES,
     SCALE_TOKENS,
     SUBLANES,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_plan import FIRST_TOKEN, NUM_WRITE_COLUMNS, WorkPlan
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, quantize, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import visible_nodes
@@ -30,19 +24,19 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped
 
 
 class Operands(NamedTuple):
-    """Arrays that the kernel gets beside its plan."""
+    """Arrays that the kernel gets in addition to its plan."""
 
     page_ids: Int32[Array, "chunks 1 128"]
     """Page table, cut into chunks that can be fetched."""
     new: Float32[Array, "units padded columns"]
-    """New keys and values side by side, with `slab` tokens of padding before them and more behind."""
+    """New keys and values side by side, between `slab` tokens of padding and further padding."""
     decode_queries: Float32[Array, "decode_slots K padded_group keys"]
     tile_queries: Shaped[Array, "Q padded keys"]
     decode_sinks: Float32[Array, "rows 128"]
-    """Sinks of all query heads of a decode slot, in base 2."""
+    """Sink logits of all query heads of a decode slot, in base 2."""
     tile_sinks: Float32[Array, "Q"]
     nodes: Int32[Array, "padded columns"]
-    """Nodes that each token sees (`visible_nodes`)."""
+    """`visible_nodes` of each token."""
     kv_pages: Shaped[Array, "L N units P columns"]
     new_scales: BFloat16[Array, "slabs rows 128"] | None = None
     """Scales of the tokens of each written slab, in the layout of the pool; None without scales."""
@@ -50,7 +44,7 @@ class Operands(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """References of the kernel to its scalars, operands and results."""
+    """References in the kernel to its scalars, operands and results."""
 
     layer: Any
     counts: Any
@@ -65,22 +59,24 @@ class Refs(NamedTuple):
     tile_out: Any
 
 
-def make_operands(call: Call, blocks: Blocks, plan: WorkPlan, inputs: AttentionInputs, kv_pages: Pages) -> Operands:
+def make_operands(
+    config: KernelConfig, blocks: BlockSizes, plan: WorkPlan, inputs: AttentionInputs, kv_pages: Pages
+) -> Operands:
     """Return the operands for rotated inputs."""
     q, sinks = inputs.q, inputs.sinks
     vectors = (inputs.k,) if inputs.v is None else (inputs.k, inputs.v)
     new_scales = None
     if isinstance(kv_pages, QuantizedPages):
-        vectors, scales = zip(*(quantize(x, call.kv_dtype) for x in vectors), strict=True)
-        new_scales = _new_scales(call, plan, scales)
+        vectors, scales = zip(*(quantize(x, config.kv_dtype) for x in vectors), strict=True)
+        new_scales = _new_scales(config, plan, scales)
     return Operands(
-        page_ids=_page_ids(call, inputs.rows),
-        new=_new(call, vectors),
-        decode_queries=_decode_queries(call, plan, q),
-        tile_queries=_tile_queries(call, blocks, q),
-        decode_sinks=_decode_sinks(call, sinks),
+        page_ids=_page_ids(config, inputs.rows),
+        new=_new(config, vectors),
+        decode_queries=_decode_queries(config, plan, q),
+        tile_queries=_tile_queries(config, blocks, q),
+        decode_sinks=_decode_sinks(config, sinks),
         tile_sinks=jnp.zeros((q.shape[1],), jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E,
-        nodes=_nodes(call, blocks, inputs.tree_mask, inputs.rows),
+        nodes=_nodes(config, blocks, inputs.tree_mask, inputs.rows),
         kv_pages=values_of(kv_pages),
         new_scales=new_scales,
         scales=kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None,
@@ -88,78 +84,82 @@ def make_operands(call: Call, blocks: Blocks, plan: WorkPlan, inputs: AttentionI
 
 
 def token_outputs(
-    call: Call,
+    config: KernelConfig,
     plan: WorkPlan,
     rows: RaggedRows,
     decode_out: Float32[Array, "decode_slots K padded_group sums"],
     tile_out: Shaped[Array, "Q padded sums"],
 ) -> Float32[Array, "T Q value"]:
     """Return the outputs of all tokens, from their decode slots or tiles; zeros for padding tokens."""
-    results = call.columns.results
-    decode_outputs = decode_out[:, :, : call.group, results].reshape(-1, call.num_query_heads, call.columns.value_dim)
+    results = config.columns.results
+    decode_outputs = decode_out[:, :, : config.group, results].reshape(
+        -1, config.num_query_heads, config.columns.value_dim
+    )
     decode_outputs = decode_outputs.at[plan.slot_of_token].get(mode="clip")
-    if call.num_tokens == 1:
+    if config.num_tokens == 1:
         tile_outputs = jnp.zeros_like(decode_outputs)
     else:
-        tile_outputs = tile_out[:, : call.num_tokens, results].swapaxes(0, 1).astype(jnp.float32)
-    is_live = jnp.arange(call.num_tokens, dtype=jnp.int32) < rows.cu_q_lens[rows.num_rows]
+        tile_outputs = tile_out[:, : config.num_tokens, results].swapaxes(0, 1).astype(jnp.float32)
+    is_live = jnp.arange(config.num_tokens, dtype=jnp.int32) < rows.cu_q_lens[rows.num_rows]
     has_slot = (plan.slot_of_token >= 0)[:, None, None]
     return jnp.where(has_slot, decode_outputs, jnp.where(is_live[:, None, None], tile_outputs, 0))
 
 
-def _page_ids(call: Call, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:
-    table = jnp.pad(rows.page_table, ((0, 0), (0, -call.table_width % PAGE_IDS)))
+def _page_ids(config: KernelConfig, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:
+    table = jnp.pad(rows.page_table, ((0, 0), (0, -config.table_width % PAGE_IDS)))
     return table.reshape(-1, 1, PAGE_IDS)
 
 
-def _new(call: Call, vectors: Sequence[Shaped[Array, "T K _"]]) -> Float32[Array, "units padded columns"]:
-    """Return what is stored in float32: rows of narrower dtypes cannot be moved singly in memory."""
+def _new(config: KernelConfig, vectors: Sequence[Shaped[Array, "T K _"]]) -> Float32[Array, "units padded columns"]:
+    """Return new keys and values in float32: single rows of narrower dtypes cannot be moved in memory."""
     new = jnp.concatenate([x.astype(jnp.float32) for x in vectors], axis=-1)  # [T, K, columns]
-    new = new.reshape(call.num_tokens, call.num_units, -1).swapaxes(0, 1)
-    behind = -call.num_tokens % SUBLANES + call.slab + SUBLANES
-    return jnp.pad(new, ((0, 0), (call.slab, behind), (0, call.columns.unit_columns - new.shape[-1])))
+    new = new.reshape(config.num_tokens, config.num_matrices, -1).swapaxes(0, 1)
+    padding = -config.num_tokens % SUBLANES + config.slab + SUBLANES
+    return jnp.pad(new, ((0, 0), (config.slab, padding), (0, config.columns.matrix_columns - new.shape[-1])))
 
 
 def _new_scales(
-    call: Call, plan: WorkPlan, of_vectors: Sequence[BFloat16[Array, "T K"]]
+    config: KernelConfig, plan: WorkPlan, vector_scales: Sequence[BFloat16[Array, "T K"]]
 ) -> BFloat16[Array, "slabs rows 128"]:
-    scales = jnp.stack(of_vectors, axis=-1).reshape(call.num_tokens, call.num_vectors)
+    scales = jnp.stack(vector_scales, axis=-1).reshape(config.num_tokens, config.num_vectors)
     first_token = plan.writes.reshape(-1, NUM_WRITE_COLUMNS)[:, FIRST_TOKEN]
     token = first_token[:, None] + jnp.arange(SCALE_TOKENS, dtype=jnp.int32)[None, :]
-    return scale_tiles(scales.at[token].get(mode="clip"))
+    return scales_to_tiles(scales.at[token].get(mode="clip"))
 
 
 def _decode_queries(
-    call: Call, plan: WorkPlan, q: Float[Array, "T Q key"]
+    config: KernelConfig, plan: WorkPlan, q: Float[Array, "T Q key"]
 ) -> Float32[Array, "decode_slots K padded_group keys"]:
     queries = q.at[plan.token_of_slot].get(mode="clip").astype(jnp.float32)
-    queries = queries.reshape(-1, call.num_kv_heads, call.group, call.columns.key_dim)
-    columns = call.columns.keys - call.columns.key_dim
-    return jnp.pad(queries, ((0, 0), (0, 0), (0, call.padded_group - call.group), (0, columns)))
+    queries = queries.reshape(-1, config.num_kv_heads, config.group, config.columns.key_dim)
+    columns = config.columns.keys - config.columns.key_dim
+    return jnp.pad(queries, ((0, 0), (0, 0), (0, config.padded_group - config.group), (0, columns)))
 
 
-def _padded_tokens(call: Call, blocks: Blocks) -> int:
-    """Return the number of tokens padded so that every tile of tokens exists."""
-    return -call.num_tokens % ALIGNED_TOKENS + max(blocks.tile_tokens)
+def _padded_tokens(config: KernelConfig, blocks: BlockSizes) -> int:
+    """Return the number of padding tokens, so that every tile of tokens exists."""
+    return -config.num_tokens % ALIGNED_TOKENS + max(blocks.tile_tokens)
 
 
-def _tile_queries(call: Call, blocks: Blocks, q: Float[Array, "T Q key"]) -> Shaped[Array, "Q padded keys"]:
-    queries = q.astype(call.product_dtype).swapaxes(0, 1)  # [Q, T, key]
-    columns = call.columns.keys - call.columns.key_dim
-    return jnp.pad(queries, ((0, 0), (0, _padded_tokens(call, blocks)), (0, columns)))
+def _tile_queries(
+    config: KernelConfig, blocks: BlockSizes, q: Float[Array, "T Q key"]
+) -> Shaped[Array, "Q padded keys"]:
+    queries = q.astype(config.matmul_dtype).swapaxes(0, 1)  # [Q, T, key]
+    columns = config.columns.keys - config.columns.key_dim
+    return jnp.pad(queries, ((0, 0), (0, _padded_tokens(config, blocks)), (0, columns)))
 
 
-def _decode_sinks(call: Call, sinks: Float[Array, "Q"] | None) -> Float32[Array, "rows 128"]:
+def _decode_sinks(config: KernelConfig, sinks: Float[Array, "Q"] | None) -> Float32[Array, "rows 128"]:
     if sinks is None:
-        return jnp.zeros((call.num_kv_heads * call.padded_group, LANES), jnp.float32)
-    heads = (sinks.astype(jnp.float32) * LOG2E).reshape(call.num_kv_heads, call.group)
-    rows = jnp.pad(heads, ((0, 0), (0, call.padded_group - call.group))).reshape(-1, 1)
+        return jnp.zeros((config.num_kv_heads * config.padded_group, LANES), jnp.float32)
+    heads = (sinks.astype(jnp.float32) * LOG2E).reshape(config.num_kv_heads, config.group)
+    rows = jnp.pad(heads, ((0, 0), (0, config.padded_group - config.group))).reshape(-1, 1)
     return jnp.broadcast_to(rows, (rows.shape[0], LANES))
 
 
 def _nodes(
-    call: Call, blocks: Blocks, tree_mask: Int32[Array, "T"] | None, rows: RaggedRows
+    config: KernelConfig, blocks: BlockSizes, tree_mask: Int32[Array, "T"] | None, rows: RaggedRows
 ) -> Int32[Array, "padded columns"]:
     if tree_mask is None:
         return jnp.zeros((SUBLANES, 1), jnp.int32)
-    return jnp.pad(visible_nodes(tree_mask, rows, call.options.window), ((0, _padded_tokens(call, blocks)), (0, 0)))
+    return jnp.pad(visible_nodes(tree_mask, rows, config.options.window), ((0, _padded_tokens(config, blocks)), (0, 0)))

@@ -1,4 +1,4 @@
-"""Pages of keys and values in memory, and the products with one head's block of them. See the package."""
+"""Pages of a work item in vector memory, and matmuls with the block of one head. See the package."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import KernelConfig
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import LANES, SCALE_HEADS, SCALE_TOKENS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Call
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import LANES, SCALE_HEADS, SCALE_TOKENS
 
 
-def page_at(call: Call, refs: Refs, layer: Any, page_id: Any) -> Any:
-    """Return the reference to the matrices of a page, `[units, P, columns]`."""
-    if call.num_parts == 1:
+def page_ref(config: KernelConfig, refs: Refs, layer: Any, page_id: Any) -> Any:
+    """Return the reference to the matrices of a page, `[matrices, P, columns]`."""
+    if config.num_parts == 1:
         return refs.kv_pages.at[layer, page_id]
-    page, part = lax.div(page_id, jnp.int32(call.num_parts)), lax.rem(page_id, jnp.int32(call.num_parts))
-    return refs.kv_pages.at[layer, page, pl.ds(part * call.num_units, call.num_units)]
+    page, part = lax.div(page_id, jnp.int32(config.num_parts)), lax.rem(page_id, jnp.int32(config.num_parts))
+    return refs.kv_pages.at[layer, page, pl.ds(part * config.num_matrices, config.num_matrices)]
 
 
 class PageBuffers(NamedTuple):
-    """Buffers for the pages of several work items, or of one."""
+    """Buffers for the pages of several work items, or of one work item."""
 
     values: Any  # [slots, pages, units, P, columns]
     scales: Any  # [slots, pages, slabs, rows, 128]; None for pools without scales
@@ -37,33 +37,33 @@ class PageBuffers(NamedTuple):
 
 
 class HeadBlock(NamedTuple):
-    """One KV head of a sequence's block."""
+    """Keys and values of one KV head in a block of one sequence."""
 
-    call: Call
+    config: KernelConfig
     keys: Any  # [tokens, keys]
     values: Any  # [tokens, sums]
     key_scales: Any  # f32[1, tokens]; None for pools without scales
     value_scales: Any
 
     def scores(self, q: Any) -> Any:
-        """Return soft-capped scores in base 2, `[rows, tokens]`, of queries `[rows, keys]` with the keys."""
-        scale, soft_cap = self.call.options.scale, self.call.options.soft_cap
-        products = _dot(q, self.keys, 1)
+        """Return soft-capped scores `[rows, tokens]` in base 2 for queries `[rows, keys]`."""
+        scale, soft_cap = self.config.options.scale, self.config.options.soft_cap
+        scores = _dot(q, self.keys, 1)
         if self.key_scales is not None:
-            products *= self.key_scales
+            scores *= self.key_scales
         if soft_cap is None:
-            return products * (scale * LOG2E)
-        return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2E)
+            return scores * (scale * LOG2E)
+        return jnp.tanh(scores * (scale / soft_cap)) * (soft_cap * LOG2E)
 
     def weighted_sum(self, weights: Any) -> Any:
-        """Return sums of the values, `[rows, sums]`, weighted by `[rows, tokens]`."""
+        """Return weighted sums of values `[rows, sums]` for weights `[rows, tokens]`."""
         if self.value_scales is not None:
             weights = weights * self.value_scales
         return _dot(weights.astype(self.values.dtype), self.values, 0)
 
 
 def _dot(a: Any, b: Any, contracted: int) -> Any:
-    """Return `a[m, c] . b`, contracted over the given dimension of b, in float32."""
+    """Return the matmul of `a[m, c]` and b, contracted over the given axis of b, in float32."""
     return lax.dot_general(
         a,
         b,
@@ -75,53 +75,53 @@ def _dot(a: Any, b: Any, contracted: int) -> Any:
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Work item: one block each of some sequences, whose pages have been fetched."""
+    """One block of each of some sequences, whose pages have been fetched."""
 
-    call: Call
+    config: KernelConfig
     pages: PageBuffers
     num_pages: int  # pages per sequence
 
     @property
     def num_tokens(self) -> int:
         """Tokens per sequence."""
-        return self.num_pages * self.call.page_size
+        return self.num_pages * self.config.page_size
 
     def prepare(self, sequence: int, end: Any) -> None:
-        """Put zeros in place of a sequence's keys and values from token `end` of the block on, if it ends there.
+        """Clear the keys and values of a sequence from token `end` of the block on, if the sequence ends there.
 
-        A stale NaN would pass through a weight of zero; integers have no NaN, but their scales may.
+        A stale NaN would survive a weight of zero; integers have no NaN, but their scales may.
         """
-        if not jnp.issubdtype(self.call.kv_dtype, jnp.integer):
+        if not jnp.issubdtype(self.config.kv_dtype, jnp.integer):
             self._clear_tail(sequence, end)
-        if self.call.has_scales:
+        if self.config.has_scales:
             self._order_scales(sequence, end)
 
     def head_block(self, sequence: int, head: Any) -> HeadBlock:
-        """Return one KV head of a prepared sequence, in the dtype of the products."""
-        columns = self.call.columns
-        if columns.units == 2:
-            keys, values = self._unit(sequence, 2 * head), self._unit(sequence, 2 * head + 1)
+        """Return one KV head of a prepared sequence, in the dtype of matmul operands."""
+        columns = self.config.columns
+        if columns.num_matrices == 2:
+            keys, values = self._matrix(sequence, 2 * head), self._matrix(sequence, 2 * head + 1)
         else:
-            kv, (first, end) = self._unit(sequence, head), columns.values
+            kv, (first, end) = self._matrix(sequence, head), columns.values
             keys, values = kv[:, : columns.keys], kv[:, first:end]
-        if not self.call.has_scales:
-            return HeadBlock(self.call, keys, values, None, None)
+        if not self.config.has_scales:
+            return HeadBlock(self.config, keys, values, None, None)
         tokens = slice(0, self.num_tokens)
         key = head * columns.num_vectors
         scales = [
             self.pages.scales_by_token[sequence, pl.ds(vector, 1), tokens]
             for vector in (key, key + columns.num_vectors - 1)
         ]
-        return HeadBlock(self.call, keys, values, *scales)
+        return HeadBlock(self.config, keys, values, *scales)
 
-    def _unit(self, sequence: int, unit: Any) -> Any:
-        """Return one of the matrices of a sequence's pages, `[tokens, columns]`, in the dtype of the products."""
+    def _matrix(self, sequence: int, unit: Any) -> Any:
+        """Return one matrix of a sequence's pages, `[tokens, columns]`, in the dtype of matmul operands."""
         own = self.pages.values[sequence * self.num_pages : (sequence + 1) * self.num_pages, unit]
-        return own.reshape(self.num_tokens, own.shape[-1]).astype(self.call.product_dtype)
+        return own.reshape(self.num_tokens, own.shape[-1]).astype(self.config.matmul_dtype)
 
     def _clear_tail(self, sequence: int, end: Any) -> None:
-        slab = self.call.slab
-        slabs_per_page, num_slabs = self.call.page_size // slab, self.num_tokens // slab
+        slab = self.config.slab
+        slabs_per_page, num_slabs = self.config.page_size // slab, self.num_tokens // slab
 
         @pl.when((end > 0) & (end < self.num_tokens))
         def clear() -> None:
@@ -129,18 +129,18 @@ class WorkItem:
             def clear_slab(index: Any) -> None:
                 page, offset = index // slabs_per_page, lax.rem(index, slabs_per_page) * slab
                 rows = pl.ds(pl.multiple_of(offset, slab), slab)
-                place = self.pages.values.at[sequence * self.num_pages + page, :, rows]
-                token = lax.broadcasted_iota(jnp.int32, place.shape, 1) + index * slab
-                place[...] = jnp.where(token < end, place[...].astype(jnp.float32), 0).astype(place.dtype)
+                slabs = self.pages.values.at[sequence * self.num_pages + page, :, rows]
+                token = lax.broadcasted_iota(jnp.int32, slabs.shape, 1) + index * slab
+                slabs[...] = jnp.where(token < end, slabs[...].astype(jnp.float32), 0).astype(slabs.dtype)
 
     def _order_scales(self, sequence: int, end: Any) -> None:
-        """Put the scales of each head side by side, token after token; zeros from token `end` of the block on.
+        """Rearrange scales by head and token, with zeros from token `end` of the block on.
 
         Rows of a tile of scales hold several heads for the tokens of a slab; afterwards a row holds one head for
         several slabs.
         """
         pages, num_rows = self.pages, self.pages.scales.shape[-2]
-        slabs_per_page, num_slabs = self.call.page_size // SCALE_TOKENS, self.num_tokens // SCALE_TOKENS
+        slabs_per_page, num_slabs = self.config.page_size // SCALE_TOKENS, self.num_tokens // SCALE_TOKENS
         together = min(SCALE_HEADS, num_slabs)
 
         @pl.loop(0, num_slabs // together)

@@ -1,4 +1,4 @@
-"""Online softmax of decode slots and tiles. See the package."""
+"""Online softmax of both phases. See the package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Softmax(NamedTuple):
     values: Any  # f32[..., sums], weighted sum
 
     def absorb(self, at: Any, scores: Any, visible: Any, add_up: Callable[[Any], Any], is_live: Any) -> None:
-        """Add one more block of keys to the rows `at`.
+        """Update the rows `at` with one more block of keys.
 
         Args:
           at: rows of the state.

@@ -1,4 +1,4 @@
-"""Attention of rows of one token, several side by side. See the package."""
+"""Attention of decode rows, several of them side by side. See the package."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import BlockSizes, KernelConfig
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import LANES
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import WorkItem
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.phase import PageSpan, Phase
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_plan import (
     FIRST_BLOCK,
     KV_LEN,
     NUM_DECODE_COLUMNS,
     ROW,
-    Blocks,
-    Call,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import LANES
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_items import Phase, Span
 
 
 class _DecodeScratch(NamedTuple):
@@ -31,22 +30,22 @@ class _DecodeScratch(NamedTuple):
     out_sems: Any
 
 
-class DecodeSlots(Phase):
-    """Phase for rows of one token: an entry is a group of decode slots side by side, each with its own pages."""
+class DecodePhase(Phase):
+    """Phase of decode rows: an entry is a group of decode slots, each with the pages of one row."""
 
-    def __init__(self, call: Call, blocks: Blocks, refs: Refs) -> None:
+    def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs) -> None:
         self.sequences, self.pages = blocks.decode_slots, blocks.decode_pages
-        super().__init__(call, blocks, refs, refs.counts[1])
-        self.rows = call.num_kv_heads * call.padded_group  # matrix rows per decode slot
+        super().__init__(config, blocks, refs, refs.counts[1])
+        self.rows = config.num_kv_heads * config.padded_group  # matrix rows per decode slot
 
     def _scratch(self) -> _DecodeScratch:
-        call, slots, decode_slots = self.call, self.blocks.slots, self.sequences
-        heads = (decode_slots, call.num_kv_heads, call.padded_group)
+        config, slots, decode_slots = self.config, self.blocks.slots, self.sequences
+        heads = (decode_slots, config.num_kv_heads, config.padded_group)
         columns = pltpu.VMEM((decode_slots, self.rows, LANES), jnp.float32)
         return _DecodeScratch(
-            queries=pltpu.VMEM((slots, *heads, call.columns.keys), jnp.float32),
-            out=pltpu.VMEM((2, *heads, call.columns.sums), jnp.float32),
-            state=Softmax(columns, columns, pltpu.VMEM((decode_slots, self.rows, call.columns.sums), jnp.float32)),
+            queries=pltpu.VMEM((slots, *heads, config.columns.keys), jnp.float32),
+            out=pltpu.VMEM((2, *heads, config.columns.sums), jnp.float32),
+            state=Softmax(columns, columns, pltpu.VMEM((decode_slots, self.rows, config.columns.sums), jnp.float32)),
             query_sems=pltpu.SemaphoreType.DMA((slots,)),
             out_sems=pltpu.SemaphoreType.DMA((2,)),
         )
@@ -62,13 +61,13 @@ class DecodeSlots(Phase):
     def _first_token(self, entry: Any, decode_slot: int, block: Any) -> Any:
         return (self._column(entry, decode_slot, FIRST_BLOCK) + block) * self.block_tokens
 
-    def _spans(self, entry: Any, block: Any) -> list[Span]:
+    def _spans(self, entry: Any, block: Any) -> list[PageSpan]:
         spans = []
         for decode_slot in range(self.sequences):
             first_page = (self._column(entry, decode_slot, FIRST_BLOCK) + block) * self.pages
-            row_pages = pl.cdiv(self._column(entry, decode_slot, KV_LEN), self.call.page_size)
+            row_pages = pl.cdiv(self._column(entry, decode_slot, KV_LEN), self.config.page_size)
             num_pages = jnp.clip(row_pages - first_page, 0, self.pages)
-            spans.append(Span(self._column(entry, decode_slot, ROW), first_page, num_pages))
+            spans.append(PageSpan(self._column(entry, decode_slot, ROW), first_page, num_pages))
         return spans
 
     def _query_copies(self, entry: Any, slot: Any, scratch: _DecodeScratch) -> list[Any]:
@@ -110,9 +109,9 @@ class DecodeSlots(Phase):
         sinks = self.refs.inputs.decode_sinks
         for decode_slot in range(self.sequences):
             state.max_score[decode_slot] = (
-                sinks[...] if self.call.has_sinks else jnp.full(sinks.shape, MASKED, jnp.float32)
+                sinks[...] if self.config.has_sinks else jnp.full(sinks.shape, MASKED, jnp.float32)
             )
-            state.denominator[decode_slot] = jnp.full(sinks.shape, 1.0 if self.call.has_sinks else 0.0, jnp.float32)
+            state.denominator[decode_slot] = jnp.full(sinks.shape, 1.0 if self.config.has_sinks else 0.0, jnp.float32)
         state.values[...] = jnp.zeros(state.values.shape, jnp.float32)
 
     def _compute_slot(
@@ -120,15 +119,15 @@ class DecodeSlots(Phase):
     ) -> None:
         first, kv_len = self._first_token(entry, decode_slot, block), self._column(entry, decode_slot, KV_LEN)
         work_item.prepare(decode_slot, kv_len - first)
-        heads = [work_item.head_block(decode_slot, head) for head in range(self.call.num_kv_heads)]
+        heads = [work_item.head_block(decode_slot, head) for head in range(self.config.num_kv_heads)]
         scores = [own.scores(queries[head].astype(own.keys.dtype)) for head, own in enumerate(heads)]
         key = lax.broadcasted_iota(jnp.int32, (self.rows, self.block_tokens), 1) + first
         visible = key < kv_len
-        if self.call.options.window is not None:
-            visible &= key >= kv_len - self.call.options.window
+        if self.config.options.window is not None:
+            visible &= key >= kv_len - self.config.options.window
 
         def add_up(weights: Any) -> Any:
-            size = self.call.padded_group
+            size = self.config.padded_group
             parts = [weights[head * size : (head + 1) * size] for head in range(len(heads))]
             return jnp.concatenate([own.weighted_sum(part) for own, part in zip(heads, parts, strict=True)])
 
@@ -142,6 +141,6 @@ class DecodeSlots(Phase):
             self._out_copy(entry, scratch).wait()
 
     def _count_entries(self) -> Any:
-        """Return the number of groups that have any block; they come first."""
+        """Return the number of groups with any blocks, which come before the others."""
         groups = self.refs.groups
         return lax.fori_loop(0, groups.shape[0], lambda i, n: n + (groups[i] > 0).astype(jnp.int32), jnp.int32(0))

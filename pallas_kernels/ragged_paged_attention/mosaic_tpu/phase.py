@@ -1,4 +1,4 @@
-"""Iteration over work items of keys, while the pages of later ones are in flight. See the package."""
+"""Iteration over work items while the pages of later ones are in flight. See the package."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import PAGE_IDS, BlockSizes, KernelConfig
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import LANES, SCALE_HEADS
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import PageBuffers, WorkItem, page_at
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import PAGE_IDS, Blocks, Call
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import LANES, SCALE_HEADS
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import PageBuffers, WorkItem, page_ref
 
 
-class Span(NamedTuple):
-    """Pages of one sequence in a work item."""
+class PageSpan(NamedTuple):
+    """Consecutive pages of one sequence in a work item."""
 
     row: Any
     first_page: Any  # index among the pages of the row
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """Memory of a phase."""
+    """Buffers and semaphores of a phase."""
 
     pages: PageBuffers
     ids: Any  # i32[2, sequences, 1, 128], page ids of a work item and of the next
@@ -34,34 +34,34 @@ class _Memory(NamedTuple):
 
 
 class Phase(ABC):
-    """List of entries with blocks of keys; the blocks of one entry after the other are the work items of the phase.
+    """List of entries, each with blocks of keys. The blocks of all entries, in order, are the work items of the phase.
 
-    While one work item is computed, the pages of the next ones are in flight, and the page ids of the one after those.
+    While one work item is computed, the pages of the next ones are in flight, and the page ids of the one after them.
     """
 
     sequences: int  # sequences per work item
     pages: int  # pages per sequence in a work item
 
-    def __init__(self, call: Call, blocks: Blocks, refs: Refs, num_work_items: Any) -> None:
-        self.call, self.blocks, self.refs, self.num_work_items = call, blocks, refs, num_work_items
-        self.block_tokens = self.pages * call.page_size
-        self.id_chunks = -(-call.table_width // PAGE_IDS)
+    def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs, num_work_items: Any) -> None:
+        self.config, self.blocks, self.refs, self.num_work_items = config, blocks, refs, num_work_items
+        self.block_tokens = self.pages * config.page_size
+        self.id_chunks = -(-config.table_width // PAGE_IDS)
 
     @abstractmethod
     def _num_blocks(self, entry: Any) -> Any:
-        """Return the number of blocks of an entry."""
+        """Return the number of key blocks of an entry."""
 
     @abstractmethod
-    def _spans(self, entry: Any, block: Any) -> list[Span]:
-        """Return the pages of each sequence in the block-th block of an entry, counted from its first."""
+    def _spans(self, entry: Any, block: Any) -> list[PageSpan]:
+        """Return the pages of each sequence in one block of an entry."""
 
     @abstractmethod
     def _query_copies(self, entry: Any, slot: Any, scratch: Any) -> list[Any]:
-        """Return the copies that bring the queries of an entry."""
+        """Return the copies that fetch the queries of an entry."""
 
     @abstractmethod
     def _compute(self, entry: Any, block: Any, work_item: WorkItem, scratch: Any) -> None:
-        """Attend over a work item, which is the block-th block of an entry."""
+        """Attend to a work item, which is one block of an entry."""
 
     @abstractmethod
     def _finish(self, scratch: Any) -> None:
@@ -85,9 +85,9 @@ class Phase(ABC):
 
     def _page_memory(self) -> PageBuffers:
         slots, num_pages = self.blocks.slots, self.sequences * self.pages
-        page = (self.call.num_units, self.call.page_size, self.call.columns.unit_columns)
-        values = pltpu.VMEM((slots, num_pages, *page), self.call.kv_dtype)
-        if not self.call.has_scales:
+        page = (self.config.num_matrices, self.config.page_size, self.config.columns.matrix_columns)
+        values = pltpu.VMEM((slots, num_pages, *page), self.config.kv_dtype)
+        if not self.config.has_scales:
             return PageBuffers(values, None, None)
         tiles = self.refs.scales.shape[2:]
         by_token = (self.sequences, SCALE_HEADS * tiles[1], -(-self.block_tokens // LANES) * LANES)
@@ -98,7 +98,7 @@ class Phase(ABC):
         ahead = self.blocks.slots - 1
 
         def fetch(number: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
-            """Start copies of a work item's pages and of the next one's page ids; return the place of the next one."""
+            """Start copies of a work item's pages and of the next one's page ids; return the next entry and block."""
             following = self._after(*at)
 
             @pl.when(number + 1 < self.num_work_items)
@@ -124,18 +124,18 @@ class Phase(ABC):
             slot = lax.rem(number, self.blocks.slots)
             pages = memory.pages.at(slot)
             self._wait_for_pages(here, pages, memory.page_sems.at[slot])
-            self._compute(*here, WorkItem(self.call, pages, self.pages), memory.scratch)
+            self._compute(*here, WorkItem(self.config, pages, self.pages), memory.scratch)
             return self._after(*here), fetched
 
         lax.fori_loop(0, self.num_work_items, step, (start, fetched))
         self._finish(memory.scratch)
 
     def _after(self, entry: Any, block: Any) -> tuple[Any, Any]:
-        """Return the entry and block that follow."""
+        """Return the next entry and block."""
         is_last = block + 1 >= self._num_blocks(entry)
         return jnp.where(is_last, entry + 1, entry), jnp.where(is_last, 0, block + 1)
 
-    def _id_copies(self, at: tuple[Any, Any], half: Any, memory: _Memory) -> list[tuple[Span, Any]]:
+    def _id_copies(self, at: tuple[Any, Any], half: Any, memory: _Memory) -> list[tuple[PageSpan, Any]]:
         copies = []
         for sequence, span in enumerate(self._spans(*at)):
             chunk = span.row * self.id_chunks + span.first_page // PAGE_IDS
@@ -166,16 +166,16 @@ class Phase(ABC):
             @pl.loop(0, span.num_pages)
             def start(page: Any, sequence: int = sequence, first_id: Any = first_id) -> None:
                 page_id = memory.ids[half, sequence, 0, first_id + page]
-                place = sequence * self.pages + page
-                for copy in self._page_copies(self.refs.layer[0], page_id, pages, place, sems):
+                index = sequence * self.pages + page
+                for copy in self._page_copies(self.refs.layer[0], page_id, pages, index, sems):
                     copy.start()
 
-    def _page_copies(self, layer: Any, page_id: Any, pages: PageBuffers, place: Any, sems: Any) -> list[Any]:
-        page = page_at(self.call, self.refs, layer, page_id)
-        copies = [pltpu.make_async_copy(page, pages.values.at[place], sems.at[0])]
-        if self.call.has_scales:
+    def _page_copies(self, layer: Any, page_id: Any, pages: PageBuffers, index: Any, sems: Any) -> list[Any]:
+        page = page_ref(self.config, self.refs, layer, page_id)
+        copies = [pltpu.make_async_copy(page, pages.values.at[index], sems.at[0])]
+        if self.config.has_scales:
             scales = self.refs.scales.at[layer, page_id]
-            copies.append(pltpu.make_async_copy(scales, pages.scales.at[place], sems.at[1]))
+            copies.append(pltpu.make_async_copy(scales, pages.scales.at[index], sems.at[1]))
         return copies
 
     def _wait_for_pages(self, at: tuple[Any, Any], pages: PageBuffers, sems: Any) -> None:

@@ -1,4 +1,4 @@
-"""Writes of a step's keys and values into the pages. See the package."""
+"""Writes of new keys and values to their pages. See the package."""
 
 from __future__ import annotations
 
@@ -9,41 +9,42 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import BlockSizes, KernelConfig
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import SCALE_TOKENS, SUBLANES
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import page_at
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import page_ref
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_plan import (
     BEGIN,
     END,
     FIRST_TOKEN,
     NUM_WRITE_COLUMNS,
     OFFSET,
     PAGE,
-    Blocks,
-    Call,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.storage import SCALE_TOKENS, SUBLANES
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 
 
-class Writer:
-    """Writer of new keys and values, a slab of a page at a time: the slab is read, changed and written back.
+class PageWriter:
+    """Writer of new keys and values: each slab of a page is read, changed and written back.
 
     All slabs are written before any row attends, so rows see them in shared pages.
     """
 
-    def __init__(self, call: Call, blocks: Blocks, refs: Refs) -> None:
-        self.call, self.refs = call, refs
+    def __init__(self, config: KernelConfig, blocks: BlockSizes, refs: Refs) -> None:
+        self.config, self.refs = config, refs
         self.ahead, self.slots = blocks.writes, 2 * blocks.writes
         self.count = refs.counts[0]
 
     def run(self) -> None:
         """Write all slabs."""
-        call = self.call
+        config = self.config
         pl.run_scoped(
             self._write_all,
-            pltpu.VMEM((self.slots, call.num_units, call.slab, call.columns.unit_columns), call.kv_dtype),
-            pltpu.VMEM((self.slots, call.num_units, call.slab + SUBLANES, call.columns.unit_columns), jnp.float32),
-            [pltpu.VMEM((self.slots, *self.refs.scales.shape[3:]), SCALE_DTYPE)] * 2 if call.has_scales else [],
+            pltpu.VMEM((self.slots, config.num_matrices, config.slab, config.columns.matrix_columns), config.kv_dtype),
+            pltpu.VMEM(
+                (self.slots, config.num_matrices, config.slab + SUBLANES, config.columns.matrix_columns), jnp.float32
+            ),
+            [pltpu.VMEM((self.slots, *self.refs.scales.shape[3:]), SCALE_DTYPE)] * 2 if config.has_scales else [],
             pltpu.SemaphoreType.DMA((self.slots, 4)),
             pltpu.SemaphoreType.DMA((self.slots, 2)),
         )
@@ -52,11 +53,11 @@ class Writer:
         def reads(index: Any) -> Sequence[Any]:
             slot = lax.rem(index, self.slots)
             first = pl.multiple_of(self._first_new(index) // SUBLANES * SUBLANES, SUBLANES)
-            new = self.refs.inputs.new.at[:, pl.ds(first, self.call.slab + SUBLANES)]
-            sources = [self._place(index), new]
+            new = self.refs.inputs.new.at[:, pl.ds(first, self.config.slab + SUBLANES)]
+            sources = [self._slab_ref(index), new]
             new_scales = self.refs.inputs.new_scales
             if new_scales is not None:
-                sources += [self._scale_place(index), new_scales.at[index]]
+                sources += [self._scale_ref(index), new_scales.at[index]]
             targets = [x.at[slot] for x in (slabs, news, *scales)]
             return [
                 pltpu.make_async_copy(source, target, read_sems.at[slot, number])
@@ -65,9 +66,9 @@ class Writer:
 
         def writes(index: Any) -> Sequence[Any]:
             slot = lax.rem(index, self.slots)
-            copies = [pltpu.make_async_copy(slabs.at[slot], self._place(index), write_sems.at[slot, 0])]
+            copies = [pltpu.make_async_copy(slabs.at[slot], self._slab_ref(index), write_sems.at[slot, 0])]
             for kept in scales[:1]:
-                copies.append(pltpu.make_async_copy(kept.at[slot], self._scale_place(index), write_sems.at[slot, 1]))
+                copies.append(pltpu.make_async_copy(kept.at[slot], self._scale_ref(index), write_sems.at[slot, 1]))
             return copies
 
         @pl.loop(0, jnp.minimum(self.ahead, self.count))
@@ -104,26 +105,26 @@ class Writer:
     def _column(self, index: Any, column: int) -> Any:
         return self.refs.writes[index * NUM_WRITE_COLUMNS + column]
 
-    def _place(self, index: Any) -> Any:
-        offset = pl.multiple_of(self._column(index, OFFSET), self.call.slab)
-        page = page_at(self.call, self.refs, self.refs.layer[0], self._column(index, PAGE))
-        return page.at[:, pl.ds(offset, self.call.slab)]
+    def _slab_ref(self, index: Any) -> Any:
+        offset = pl.multiple_of(self._column(index, OFFSET), self.config.slab)
+        page = page_ref(self.config, self.refs, self.refs.layer[0], self._column(index, PAGE))
+        return page.at[:, pl.ds(offset, self.config.slab)]
 
-    def _scale_place(self, index: Any) -> Any:
+    def _scale_ref(self, index: Any) -> Any:
         page = self.refs.scales.at[self.refs.layer[0], self._column(index, PAGE)]
-        return page.at[self._column(index, OFFSET) // self.call.slab]
+        return page.at[self._column(index, OFFSET) // self.config.slab]
 
     def _first_new(self, index: Any) -> Any:
-        """Return the index of the token for the slab's first row among the new ones; it may be out of range."""
-        return self._column(index, FIRST_TOKEN) + self.call.slab
+        """Return the index among new tokens of the slab's first row, which may belong to another row or to padding."""
+        return self._column(index, FIRST_TOKEN) + self.config.slab
 
     def _merge(self, index: Any, slab: Any, new: Any) -> None:
-        """Replace rows of the slab by rows of `new`, which begins up to seven rows earlier."""
-        size = self.call.slab + SUBLANES
+        """Replace new rows of the slab by rows of `new`, which begins up to seven rows earlier."""
+        size = self.config.slab + SUBLANES
         shift = lax.rem(size - lax.rem(self._first_new(index), SUBLANES), size)
         begin, end = self._column(index, BEGIN), self._column(index, END)
-        for unit in range(self.call.num_units):
-            rows = pltpu.roll(new[unit], shift, 0)[: self.call.slab]
+        for unit in range(self.config.num_matrices):
+            rows = pltpu.roll(new[unit], shift, 0)[: self.config.slab]
             row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
             kept = slab[unit].astype(jnp.float32)
             slab[unit] = jnp.where((row >= begin) & (row < end), rows, kept).astype(slab.dtype)

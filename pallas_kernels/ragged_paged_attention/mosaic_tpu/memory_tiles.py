@@ -1,0 +1,127 @@
+"""Columns that pages have for a KV head, and the memory tiles that hold them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.ragged_paged_attention.kinds import KVKind, Latents
+
+LANES = 128  # elements per row of a memory tile
+SUBLANES = 8  # 32-bit rows per memory tile
+ALIGNED_TOKENS = 16  # alignment of query tiles: rows of a memory tile with 16-bit elements
+SCALE_TOKENS = 32  # tokens per tile of scales: rows of a memory tile with 8-bit elements
+SCALE_HEADS = LANES // SCALE_TOKENS  # vectors whose scales are side by side in a row of such a tile
+COPY_BYTES = 128 * 2**10  # 64 ns at 2 TB/s, the assumed, unmeasured cost of issuing a copy
+SEPARATE_HEAD_DIM = 512  # minimum size of heads with separate matrices of keys and values
+COPY_TOKENS = 128  # maximum default page size
+
+
+@dataclass(frozen=True)
+class HeadColumns:
+    """Columns of the key and value of one KV head in the matrices of a page, and the columns that matmuls read.
+
+    A matmul reads columns in multiples of LANES. So queries may be padded with zeros that meet columns of values, and
+    weighted sums may contain columns of keys, which are dropped.
+
+    Attributes:
+        key_dim: elements of a key, which begins at column 0.
+        value_dim: elements of a value.
+        first_value: first column of a value: 0 if the value is the beginning of the key.
+        stored: columns in all matrices.
+        num_matrices: matrices per KV head: two if keys and values are separate.
+    """
+
+    key_dim: int
+    value_dim: int
+    first_value: int
+    stored: int
+    num_matrices: int = 1
+
+    @property
+    def matrix_columns(self) -> int:
+        """Columns per matrix."""
+        return self.stored // self.num_matrices
+
+    @property
+    def keys(self) -> int:
+        """Number of leading columns that are multiplied with queries."""
+        return min(round_up(self.key_dim, LANES), self.stored)
+
+    @property
+    def values(self) -> tuple[int, int]:
+        """Bounds of the columns whose weighted sums are computed."""
+        end = self.first_value + self.value_dim
+        return self.first_value // LANES * LANES, min(round_up(end, LANES), self.stored)
+
+    @property
+    def sums(self) -> int:
+        """Number of columns of a weighted sum."""
+        first, end = self.values
+        return end - first
+
+    @property
+    def results(self) -> slice:
+        """Columns of a weighted sum that belong to the value."""
+        first = self.first_value - self.values[0]
+        return slice(first, first + self.value_dim)
+
+    @property
+    def num_vectors(self) -> int:
+        """Number of vectors with a scale of their own: key and value, or one latent."""
+        return 2 if self.first_value else 1
+
+
+def columns_for(kind: KVKind) -> HeadColumns:
+    """Return the columns that are stored for a KV head, or for a latent."""
+    return latent_columns(kind.key_dim, kind.rank) if isinstance(kind, Latents) else pair_columns(kind.head_dim)
+
+
+def pair_columns(head_dim: int) -> HeadColumns:
+    """Return the columns of a key followed by its value.
+
+    Wide heads have them in separate matrices, so that pages of heads of 512 and of 256 have the same number of columns.
+    """
+    is_apart = head_dim >= SEPARATE_HEAD_DIM and head_dim % LANES == 0
+    return HeadColumns(head_dim, head_dim, head_dim, 2 * head_dim, 2 if is_apart else 1)
+
+
+def latent_columns(width: int, rank: int) -> HeadColumns:
+    """Return the columns of a latent of `width` elements, padded to memory tiles; its value has `rank` elements."""
+    return HeadColumns(width, rank, 0, round_up(width, LANES))
+
+
+def token_bytes(num_kv_heads: int, stored: int, kv_dtype: jnp.dtype) -> int:
+    """Return the bytes of a token in memory, with `stored` columns per KV head."""
+    return num_kv_heads * round_up(stored, LANES) * kv_dtype.itemsize
+
+
+def slab_tokens(kv_dtype: jnp.dtype) -> int:
+    """Return the tokens per slab, which are written together: the rows of a memory tile."""
+    return SUBLANES * 4 // kv_dtype.itemsize
+
+
+def default_page_size(num_kv_heads: int, stored: int, kv_dtype: jnp.dtype) -> int:
+    """Return the page size in tokens that suits copies, at most `COPY_TOKENS`."""
+    tokens = power_of_two(COPY_BYTES // token_bytes(num_kv_heads, stored, kv_dtype))
+    return max(ALIGNED_TOKENS, slab_tokens(kv_dtype), min(tokens, COPY_TOKENS))
+
+
+def scale_rows(num_vectors: int) -> int:
+    """Return the rows of a tile of scales, which holds the scales of all vectors in whole memory tiles.
+
+    Two rows of 16-bit elements share the words of a memory tile.
+    """
+    rows = max(2, -(-num_vectors // SCALE_HEADS))
+    return 1 << (rows - 1).bit_length() if rows < SUBLANES else round_up(rows, SUBLANES)
+
+
+def power_of_two(x: int) -> int:
+    """Return the largest power of two up to x."""
+    return 1 << int(math.log2(max(x, 1)))
+
+
+def round_up(x: int, multiple: int) -> int:
+    """Return x rounded up to a multiple."""
+    return x + -x % multiple

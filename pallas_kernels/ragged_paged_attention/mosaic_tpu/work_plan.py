@@ -1,0 +1,138 @@
+"""Lists of the slabs, decode slots and tiles of a step, which the device computes from the lengths of rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.block_sizes import BlockSizes, KernelConfig
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.memory_tiles import ALIGNED_TOKENS
+from jaxserve.pallas_kernels.ragged_paged_attention.rows import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
+from jaxtyping import Array, Int32
+
+# Columns of the tables in `WorkPlan`.
+PAGE, OFFSET, FIRST_TOKEN, BEGIN, END, NUM_WRITE_COLUMNS = range(6)
+ROW, KV_LEN, FIRST_BLOCK, NUM_DECODE_COLUMNS = range(4)
+TILE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, TILE_FIRST_BLOCK, NUM_BLOCKS, TREE_START, NUM_TILE_COLUMNS = range(9)
+
+
+class WorkPlan(NamedTuple):
+    """Work of a step. Tables are flat, row by row."""
+
+    counts: Int32[Array, "n"]
+    """Number of slabs to write, then of work items: for decode slots, short tiles and tall tiles."""
+    writes: Int32[Array, "slab_columns"]
+    """Slabs to write, with columns PAGE ... END: rows BEGIN to END of the slab are new, and its first row is that for
+    token FIRST_TOKEN of the step."""
+    decode_slots: Int32[Array, "decode_columns"]
+    """Decode rows, with columns ROW ... FIRST_BLOCK, longest first; KV_LEN is zero for unused slots."""
+    groups: Int32[Array, "groups"]
+    """Number of blocks of each group of decode slots, which its longest row needs."""
+    tiles: tuple[Int32[Array, "tile_columns"], ...]
+    """Short tiles and tall tiles, with columns TILE_ROW ... TREE_START. A tile begins at BASE_TOKEN of the step: LEAD
+    tokens of other rows precede its own NUM_TOKENS. The first of these is at POSITION of its sequence. The nodes of its
+    row's draft tree begin at TREE_START."""
+    slot_of_token: Int32[Array, "T"]
+    """Decode slot of each decode token; -1 for other tokens."""
+    token_of_slot: Int32[Array, "decode_slots"]
+    """Token of each decode slot; T for unused slots."""
+
+
+def make_plan(config: KernelConfig, blocks: BlockSizes, rows: RaggedRows) -> WorkPlan:
+    T, q_lens = config.num_tokens, rows.live_q_lens()
+    writes, num_writes = _plan_writes(config, rows, q_lens)
+    is_decode = q_lens == 1
+    decode_slots, groups, token_of_slot = _plan_decode_slots(config, blocks, rows, is_decode)
+    decode_slot = jnp.arange(token_of_slot.shape[0], dtype=jnp.int32)
+    counts, tiles = [num_writes, jnp.sum(groups)], []
+    if T > 1:
+        for tokens, chosen in zip(blocks.tile_tokens, _tile_rows(blocks, rows, q_lens), strict=True):
+            table, num_work_items = _plan_tiles(config, blocks, tokens, rows, jnp.where(chosen, q_lens, 0))
+            tiles.append(table)
+            counts.append(num_work_items)
+    return WorkPlan(
+        counts=jnp.stack(counts).astype(jnp.int32),
+        writes=writes,
+        decode_slots=decode_slots,
+        groups=groups,
+        tiles=tuple(tiles),
+        slot_of_token=jnp.full((T,), -1, jnp.int32).at[token_of_slot].set(decode_slot, mode="drop"),
+        token_of_slot=token_of_slot,
+    )
+
+
+def _tile_rows(blocks: BlockSizes, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> list[Array]:
+    """Return masks of the rows for short and tall tiles: short tiles take the rows that fit into one of them."""
+    several = q_lens > 1
+    if len(blocks.tile_tokens) == 1:
+        return [several]
+    fits = rows.cu_q_lens[:-1] % ALIGNED_TOKENS + q_lens <= blocks.tile_tokens[0]
+    return [several & fits, several & ~fits]
+
+
+def _plan_writes(config: KernelConfig, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> tuple[Int32[Array, "n"], Array]:
+    T, R, slab = config.num_tokens, config.num_rows, config.slab
+    past_lens = rows.kv_lens - q_lens
+    first_slab = past_lens // slab
+    num_slabs = jnp.where(q_lens > 0, _ceil_div(rows.kv_lens, slab) - first_slab, 0)
+    ends = jnp.cumsum(num_slabs, dtype=jnp.int32)
+    index = jnp.arange(min(T, T // slab + 2 * R), dtype=jnp.int32)
+    row = jnp.minimum(_count_up_to(ends, index), R - 1)
+    position = (first_slab[row] + index - (ends - num_slabs)[row]) * slab
+    page = rows.page_table.at[row, position // config.page_size].get(mode="clip")
+    first_token = rows.cu_q_lens[row] + position - past_lens[row]
+    begin = jnp.maximum(rows.cu_q_lens[row] - first_token, 0)
+    end = jnp.minimum(rows.cu_q_lens[row + 1] - first_token, slab)
+    columns = (page, position % config.page_size, first_token, begin, end)
+    return jnp.stack(columns, axis=1).reshape(-1), ends[-1]
+
+
+def _plan_decode_slots(
+    config: KernelConfig, blocks: BlockSizes, rows: RaggedRows, is_decode: Array
+) -> tuple[Int32[Array, "n"], Int32[Array, "groups"], Int32[Array, "decode_slots"]]:
+    block_tokens = blocks.decode_pages * config.page_size
+    first_block = jnp.zeros_like(rows.kv_lens)
+    if config.options.window is not None:
+        first_block = jnp.maximum(rows.kv_lens - config.options.window, 0) // block_tokens
+    num_blocks = jnp.where(is_decode, _ceil_div(rows.kv_lens, block_tokens) - first_block, 0)
+    row = jnp.argsort(num_blocks, descending=True).astype(jnp.int32)
+    row = jnp.pad(row, (0, -config.num_rows % blocks.decode_slots))  # padding has no blocks
+    is_own = (jnp.arange(row.shape[0]) < config.num_rows) & is_decode[row]
+    columns = (row, jnp.where(is_own, rows.kv_lens[row], 0), first_block[row])
+    groups = jnp.where(is_own, num_blocks[row], 0)[:: blocks.decode_slots]
+    return jnp.stack(columns, axis=1).reshape(-1), groups, jnp.where(is_own, rows.cu_q_lens[row], config.num_tokens)
+
+
+def _plan_tiles(
+    config: KernelConfig, blocks: BlockSizes, tile_tokens: int, rows: RaggedRows, q_lens: Int32[Array, "R"]
+) -> tuple[Int32[Array, "n"], Array]:
+    T, R = config.num_tokens, config.num_rows
+    block_tokens = blocks.tile_pages * config.page_size
+    leads = rows.cu_q_lens[:-1] % ALIGNED_TOKENS
+    row_tiles = jnp.where(q_lens > 0, _ceil_div(leads + q_lens, tile_tokens), 0)
+    tile_ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
+    tile = jnp.arange(min(T, T // tile_tokens + 2 * R), dtype=jnp.int32)
+    row = jnp.minimum(_count_up_to(tile_ends, tile), R - 1)
+    start = (tile - (tile_ends - row_tiles)[row]) * tile_tokens - leads[row]  # index among the new tokens of the row
+    lead = jnp.maximum(-start, 0)
+    num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tile_tokens) - lead, 0)
+    past_len = (rows.kv_lens - q_lens)[row]
+    position = past_len + start + lead
+    tree_start = tree_starts(rows)[row] if config.has_tree else past_len
+    first_block = jnp.zeros_like(tile)
+    if config.options.window is not None:
+        first = jnp.minimum(position, tree_start) if config.has_tree else position
+        first_block = jnp.maximum(first - config.options.window + 1, 0) // block_tokens
+    num_blocks = jnp.where(num_tokens > 0, _ceil_div(position + num_tokens, block_tokens) - first_block, 0)
+    columns = (row, rows.cu_q_lens[row] + start, lead, num_tokens, position, first_block, num_blocks, tree_start)
+    return jnp.stack(columns, axis=1).reshape(-1), jnp.sum(num_blocks)
+
+
+def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
+    return (x + (divisor - 1)) // divisor
+
+
+def _count_up_to(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "m"]:
+    """Return the number of ascending `ends` that are at most x."""
+    return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)
