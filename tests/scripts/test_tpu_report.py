@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.pallas_kernel import read_entries
 
 import tpu_report
 import tuned_sizes
@@ -106,7 +106,7 @@ def test_tables_of_sizes_are_written(dry_run: tuple[Document, Path, str], tmp_pa
     written = subprocess.run([*script, "--to", str(tmp_path)], check=True, capture_output=True, text=True, timeout=100)
     expected = tuned_sizes.faster(document).get("none", [])
     assert [json.loads(line)["sizes"] for line in written.stdout.splitlines()] == [entry.sizes for entry in expected]
-    assert list(tuning.read_entries(tmp_path, "none")) == expected
+    assert list(read_entries(tmp_path / "none.json")) == expected
 
 
 def test_what_is_measured_next_has_the_memory_for_itself() -> None:
