@@ -6,12 +6,7 @@ from argparse import ArgumentParser, Namespace
 from jaxserve.api.config import EngineConfig
 from jaxserve.cli.command import Command
 from jaxserve.cli.config_flags import NOT_FLAGS, add_config_flags, engine_options
-from jaxserve.tools.planner.flags import (
-    PLANNED,
-    add_plan,
-    find_compilers,
-    use_compilers,
-)
+from jaxserve.tools.planner.flags import PLANNED, add_plan, find_compilers, use_compilers
 
 
 def _add_flags(parser: ArgumentParser) -> None:

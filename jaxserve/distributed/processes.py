@@ -11,19 +11,8 @@ from multiprocessing import AuthenticationError
 import jax
 from jax._src.distributed import global_state  # jax has no public interface to them
 
-from jaxserve.distributed.peers import (
-    CONNECT_S,
-    Follower,
-    Leader,
-    listen,
-)
-from jaxserve.distributed.run_key import (
-    check_reachable,
-    given_key,
-    is_loopback,
-    key_file,
-    read_key,
-)
+from jaxserve.distributed.peers import CONNECT_S, Follower, Leader, listen
+from jaxserve.distributed.run_key import check_reachable, given_key, is_loopback, key_file, read_key
 from jaxserve.errors import ConfigError
 
 SHUTDOWN_S = 30  # timeout of a process that waits for the others before it ends

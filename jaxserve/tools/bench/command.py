@@ -17,21 +17,10 @@ from jaxserve.system.environment import openai_api_key
 from jaxserve.system.whole_file import check_writable, write_whole
 from jaxserve.tools.bench import plots
 from jaxserve.tools.bench.flags import DEFAULT_VOCAB_SIZE
-from jaxserve.tools.bench.load import (
-    LoadTrace,
-    MeasuredEngine,
-    TimedRequest,
-    run_load,
-)
+from jaxserve.tools.bench.load import LoadTrace, MeasuredEngine, TimedRequest, run_load
 from jaxserve.tools.bench.remote import Server, run_remote
 from jaxserve.tools.bench.report import DescribedEngine, build_remote_report, build_report
-from jaxserve.tools.bench.summary import (
-    EngineSizes,
-    Json,
-    Setting,
-    Slo,
-    summarize,
-)
+from jaxserve.tools.bench.summary import EngineSizes, Json, Setting, Slo, summarize
 from jaxserve.tools.bench.tables import render
 from jaxserve.tools.bench.workloads import (
     LOWEST_ID,

@@ -11,12 +11,7 @@ from jaxserve.api.config import EngineConfig
 from jaxserve.api.outputs import RequestOutput
 from jaxserve.assembly.driven import DrivenEngine
 from jaxserve.errors import ConfigError
-from jaxserve.tools.invariance.axes import (
-    AXES,
-    Axis,
-    alone,
-    baseline_options,
-)
+from jaxserve.tools.invariance.axes import AXES, Axis, alone, baseline_options
 from jaxserve.tools.invariance.comparison import Agreement, compare
 from jaxserve.tools.invariance.workload import Job, Sizes, make_jobs
 

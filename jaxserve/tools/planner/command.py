@@ -15,19 +15,9 @@ from jaxserve.tools.planner.flags import find_compilers
 from jaxserve.tools.planner.models import read_model
 from jaxserve.tools.planner.plan import Plan, make_plan
 from jaxserve.tools.planner.plots import check_plot, draw_capacity
-from jaxserve.tools.planner.report import (
-    build_report,
-    build_sweep_report,
-    render,
-    render_sweep,
-)
+from jaxserve.tools.planner.report import build_report, build_sweep_report, render, render_sweep
 from jaxserve.tools.planner.sweep import read_prices, sweep
-from jaxserve.tools.planner.targets import (
-    SWEPT,
-    Target,
-    missing_compiler,
-    parse_target,
-)
+from jaxserve.tools.planner.targets import SWEPT, Target, missing_compiler, parse_target
 
 
 def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:

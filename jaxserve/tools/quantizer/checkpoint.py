@@ -28,37 +28,11 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import POSITION_EMBED, Params, ParamSpec
 from jaxserve.tools.quantizer.calibration import calibration_sequences
 from jaxserve.tools.quantizer.grid import Grid
-from jaxserve.tools.quantizer.layer import (
-    Stats,
-    empty_stats,
-    layer_outputs,
-    layer_stats,
-)
-from jaxserve.tools.quantizer.layout import (
-    encode_tensors,
-    quantization_config,
-    scale_dtype,
-    stored_tensors,
-)
-from jaxserve.tools.quantizer.rounding import (
-    gptq,
-    output_error,
-    round_to_nearest,
-    search_scales,
-)
-from jaxserve.tools.quantizer.scheme import (
-    BLOCK_SIZE,
-    GROUP_SIZES,
-    QuantizeOptions,
-    Scheme,
-)
-from jaxserve.tools.quantizer.smoothing import (
-    Channels,
-    InputStats,
-    balance_factors,
-    fold_factors,
-    search_factors,
-)
+from jaxserve.tools.quantizer.layer import Stats, empty_stats, layer_outputs, layer_stats
+from jaxserve.tools.quantizer.layout import encode_tensors, quantization_config, scale_dtype, stored_tensors
+from jaxserve.tools.quantizer.rounding import gptq, output_error, round_to_nearest, search_scales
+from jaxserve.tools.quantizer.scheme import BLOCK_SIZE, GROUP_SIZES, QuantizeOptions, Scheme
+from jaxserve.tools.quantizer.smoothing import Channels, InputStats, balance_factors, fold_factors, search_factors
 from jaxserve.weights.rows import hf_row_counts, hf_shapes, leaf_at
 
 logger = logging.getLogger(__name__)
