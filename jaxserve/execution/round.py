@@ -29,9 +29,9 @@ from jaxserve.execution.sampling import (
 )
 from jaxserve.execution.shard_rows import ShardRows
 from jaxserve.execution.state import CLIPPED, ServeState, set_pages
-from jaxserve.layers.own_tokens import all_tokens
 from jaxserve.layers.state_forms import StateRows
 from jaxserve.layers.token_context import TokenContext
+from jaxserve.layers.token_exchange import all_tokens
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params

@@ -1,7 +1,7 @@
 """Gated delta net (Yang et al. 2024, arXiv 2412.06464): linear attention whose state decays, and is corrected.
 
 A short convolution over the last tokens makes queries q, keys k and values v, which change and read the memory of each
-value head by the delta rule: see `layers/decaying_memory.py`.
+value head by the delta rule: see `layers/linear_attention.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.decaying_memory import Heads, MemoryPool, advance
+from jaxserve.layers.linear_attention import Heads, MemoryPool, advance
 from jaxserve.layers.short_convolution import convolve
 from jaxserve.layers.state_forms import StateRows
 

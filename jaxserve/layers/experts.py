@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import LinearContext, Weight, as_matrix, linear
 from jaxserve.layers.mlp import swiglu
-from jaxserve.layers.own_tokens import all_tokens, sum_of_own_tokens
 from jaxserve.layers.token_context import TokenContext
+from jaxserve.layers.token_exchange import all_tokens, sum_local_tokens
 
 
 class Experts(NamedTuple):
@@ -221,7 +221,7 @@ def apply_experts(
     outputs = as_matrix(matrices.down).linear_groups(inner, pairs.group_sizes, context)
     by_token = outputs[pairs.place].reshape(*ids.shape, -1).astype(jnp.float32)
     y = jnp.sum(by_token * weights[:, :, None], axis=1).astype(x.dtype)
-    y = sum_of_own_tokens(y, token_axis)
+    y = sum_local_tokens(y, token_axis)
     if matrices.shared_gate_up is not None and matrices.shared_down is not None:
         inner = linear(local, matrices.shared_gate_up, tokens, activation=swiglu)
         context = LinearContext(tokens, dtype=x.dtype, axis=axis)

@@ -1,7 +1,7 @@
 """Mamba-2 (Dao & Gu 2024, arXiv 2405.21060): a state space model whose state decays by one factor per head and token.
 
 A short convolution over the last tokens makes inputs x of the heads, and B and C of groups of heads. With the time step
-dt and the rate A < 0 of a head, a token changes and reads its state S, which `layers/decaying_memory.py` computes:
+dt and the rate A < 0 of a head, a token changes and reads its state S, which `layers/linear_attention.py` computes:
 
     S <- exp(dt A) S + dt x B^T;  out = S C + D x
 """
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.decaying_memory import Heads, MemoryPool, advance
+from jaxserve.layers.linear_attention import Heads, MemoryPool, advance
 from jaxserve.layers.short_convolution import convolve
 from jaxserve.layers.state_forms import StateRows
 

@@ -152,7 +152,7 @@ def block(
     recurrent: Sublayer | None = None,
     feed_forward: Sublayer = feed_forward,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Apply one decoder layer: x + attention or a recurrent mixer, then + MLP or experts.
+    """Apply one decoder layer: x + attention or a recurrent mixer, then + MLP or experts if the layer has them.
 
     There may be norms before these, after them or both. With `arch.parallel` both read x, by one norm or by two.
     """
@@ -172,6 +172,8 @@ def block(
         mixer = attention if layer.state is None else recurrent
         assert mixer is not None, "families with recurrent layers have a mixer of theirs"
         attended, tokens = added(mixer, "attention", "input_norm", x, x, tokens)
+    if layer.options.spec.mlp is None and layer.options.spec.experts is None:
+        return attended, tokens
     with jax.named_scope("mlp"):
         before = "input_norm" if arch.parallel and "mlp_norm" not in p else "mlp_norm"
         return added(feed_forward, "mlp", before, x if arch.parallel else attended, attended, tokens)

@@ -16,9 +16,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import Matrix, StackedMatrix, embed, linear
-from jaxserve.layers.own_tokens import all_tokens, own_tokens
 from jaxserve.layers.rope import rotation
 from jaxserve.layers.token_context import LayerContext, TokenContext
+from jaxserve.layers.token_exchange import all_tokens, local_tokens
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block
@@ -153,7 +153,7 @@ def embed_tokens(
     """Return the inputs of the first layer."""
     # The dtype is that of the norms, which are never quantised.
     dtype, ids = jax.tree.leaves(params["final_norm"])[0].dtype, all_tokens(token_ids, arch.token_axis)
-    x = own_tokens(embed(ids, params["embed"], dtype=dtype, axis=arch.vocab_axis), arch.token_axis)
+    x = local_tokens(embed(ids, params["embed"], dtype=dtype, axis=arch.vocab_axis), arch.token_axis)
     if arch.embed_scale != 1.0:
         x *= jnp.asarray(arch.embed_scale, x.dtype)
     if POSITION_EMBED in params:

@@ -9,7 +9,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.kv_forms import Latents
 from jaxserve.layers.norm import rms_norm
-from jaxserve.models import latent, llama, moe
+from jaxserve.models import llama, mla, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block
 from jaxserve.models.family import ModelFamily
@@ -188,10 +188,10 @@ def _experts(config: Mapping[str, Any], values: Mapping[str, Any], routing: Mapp
     return experts
 
 
-_block = partial(block, attention=latent.attention)
+_block = partial(block, attention=mla.attention)
 _v3_specs = partial(
-    decoder_specs, moe=MoeNames(router_bias="mlp.gate.e_score_correction_bias"), mixer_specs=latent.attention_specs
+    decoder_specs, moe=MoeNames(router_bias="mlp.gate.e_score_correction_bias"), mixer_specs=mla.attention_specs
 )
-DEEPSEEK_V2 = ModelFamily(v2_arch, partial(decoder_specs, mixer_specs=latent.attention_specs), _block, rms_norm)
+DEEPSEEK_V2 = ModelFamily(v2_arch, partial(decoder_specs, mixer_specs=mla.attention_specs), _block, rms_norm)
 DEEPSEEK_V3 = ModelFamily(v3_arch, _v3_specs, _block, rms_norm)
 GLM4_MOE_LITE = ModelFamily(glm_arch, _v3_specs, _block, rms_norm)

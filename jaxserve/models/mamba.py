@@ -91,7 +91,7 @@ def read_mamba(config: Mapping[str, Any]) -> Mamba:
 def mamba_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig) -> list[ParamSpec]:
     """Return one row per tensor of a layer's Mamba-2, without the norm before it."""
     sizes, D = layer.state, arch.hidden_size
-    assert isinstance(sizes, Mamba), "layers with a state are Mamba's here"
+    assert isinstance(sizes, Mamba), "recurrent layers are Mamba-2 here"
     H, G, inner, shared = sizes.num_heads, sizes.num_groups, sizes.inner_size, sizes.group_size
 
     def spec(
@@ -131,7 +131,7 @@ def mamba(
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply Mamba-2: a sublayer of `models.block`."""
     sizes = layer.state
-    assert isinstance(sizes, Mamba), "layers with a state are Mamba's here"
+    assert isinstance(sizes, Mamba), "recurrent layers are Mamba-2 here"
     projected = linear(norm(x), p["in_proj"], tokens, bias=p.get("in_bias"))
     z, mixed, step = jnp.split(projected, [sizes.inner_size, projected.shape[1] - sizes.num_heads], axis=1)
     step = jax.nn.softplus(step.astype(jnp.float32) + p["time_bias"][None, :])

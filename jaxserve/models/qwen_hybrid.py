@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: gated delta nets, with gated attention in every fourth layer."""
+"""Qwen3-Next and Qwen3.5: Gated DeltaNets, with gated attention in every fourth layer."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -15,7 +15,7 @@ from jaxserve.layers.linear import linear
 from jaxserve.layers.norm import Norm, offset_norm
 from jaxserve.layers.rope import pair_halves
 from jaxserve.layers.token_context import LayerContext, TokenContext
-from jaxserve.models import delta, llama, moe
+from jaxserve.models import gated_delta_net, llama, moe
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.block import block, project_out
 from jaxserve.models.family import ModelFamily
@@ -139,7 +139,7 @@ def _gated_attention(
 
 
 _next_block, _block = (
-    partial(block, attention=_gated_attention, recurrent=partial(delta.delta, is_grouped=is_grouped))
+    partial(block, attention=_gated_attention, recurrent=partial(gated_delta_net.delta, is_grouped=is_grouped))
     for is_grouped in (True, False)
 )
 _next_specs, _specs = (
@@ -147,7 +147,7 @@ _next_specs, _specs = (
         decoder_specs,
         names=Names(norm_init="zeros"),
         moe=GATED_SHARED,
-        mixer_specs=partial(delta.delta_specs, is_grouped=is_grouped),
+        mixer_specs=partial(gated_delta_net.delta_specs, is_grouped=is_grouped),
     )
     for is_grouped in (True, False)
 )

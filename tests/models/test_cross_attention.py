@@ -1,44 +1,41 @@
 """A toy family with cross attention, GPT-2's decoder over an encoder's states: two layer specs per layer of GPT-2."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.layers.linear import linear
-from jaxserve.layers.mlp import ACTIVATIONS
-from jaxserve.layers.norm import layer_norm
-from jaxserve.models import decoder, gpt, llama, registry
+from jaxserve.models import decoder, gpt, registry
+from jaxserve.models.block import attention, block, project_out
 from jaxserve.models.kv_layout import NO_GROUP
 from jaxserve.models.layer_spec import EXTERNAL
 from tests.checkpoints import build_model, hf_dict
 from tests.models.test_parity import assert_close, whole_sequence
 from tests.oracles import torch
 
-SELF = {"norm": "ln_1", "qkv": "attn.c_attn", "o": "attn.c_proj"}
-CROSS = {"norm": "ln_cross_attn", "q": "crossattention.q_attn", "kv": "crossattention.c_attn"}
+SELF = {"input_norm": "ln_1", "qkv": "attn.c_attn", "o": "attn.c_proj"}
+CROSS = {"input_norm": "ln_cross_attn", "q": "crossattention.q_attn", "kv": "crossattention.c_attn"}
 CROSS |= {"o": "crossattention.c_proj", "mlp_norm": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj"}
 
 
-def block(p, x, tokens, layer, *, arch):
-    normed = layer_norm(x, p["norm"], arch.norm_eps)
+def attend(p, x, tokens, layer, arch, norm, residual):
     if layer.attention.kv_source != EXTERNAL:
-        out, tokens = tokens.attend(*llama.project_qkv(p, normed, tokens, layer, arch, None), layer)
-        return llama.project_out(p, out, tokens, arch, x), tokens
-    q, kv = linear(normed, p["q_proj"], bias=p["q_bias"]), linear(layer.inputs, p["kv_proj"], bias=p["kv_bias"])
+        return attention(p, x, tokens, layer, arch, norm, residual)
+    q, kv = linear(x, p["q_proj"], norm=norm, bias=p["q_bias"]), linear(layer.inputs, p["kv_proj"], bias=p["kv_bias"])
     q, k, v = (y.reshape(len(y), -1, layer.attention.head_dim) for y in (q, *jnp.split(kv, 2, axis=1)))
     scores = jnp.einsum("tqh,sqh->qts", q, k) * layer.attention.options.scale
-    x = llama.project_out(p, jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores), v), tokens, arch, x)
-    inner = linear(layer_norm(x, p["mlp_norm"], arch.norm_eps), p["up_proj"], bias=p["up_bias"])
-    return linear(ACTIVATIONS[layer.mlp.activation](inner), p["down_proj"], bias=p["down_bias"], residual=x), tokens
+    out = jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores), v)
+    return project_out(p, out, tokens, arch, residual), tokens
 
 
 def test_cross_attention_reads_an_encoder_and_keeps_no_tokens(monkeypatch):
     arch = registry.from_hf_config(hf_dict("gpt2"))
     specs = [(replace(layer, mlp=None), layer.attending(kv_source=EXTERNAL)) for layer in arch.layers]
     arch = replace(arch, architecture="Toy", layers=sum(specs, ()))
-    toy = replace(gpt.GPT2, block=block, layer_inputs=lambda params, *_: params["encoder"])
+    toy = replace(gpt.GPT2, block=partial(block, attention=attend), layer_inputs=lambda params, *_: params["encoder"])
     monkeypatch.setitem(registry.FAMILIES, "Toy", toy)
     states, token_ids = np.random.default_rng(0).standard_normal((9, arch.hidden_size), np.float32), np.arange(20)
     model = build_model("gpt2", add_cross_attention=True)

@@ -14,9 +14,9 @@ import pytest
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba_oracle
 from transformers.models.qwen3_next import modeling_qwen3_next as delta_oracle
 
-from jaxserve.layers import decaying_memory
-from jaxserve.layers.decaying_memory import CHUNK, MemoryPool
+from jaxserve.layers import linear_attention
 from jaxserve.layers.delta_net import DeltaInputs, GatedDelta
+from jaxserve.layers.linear_attention import CHUNK, MemoryPool
 from jaxserve.layers.mamba import Mamba, MambaInputs
 from jaxserve.layers.state_forms import StateRows
 from tests.oracles import torch
@@ -137,7 +137,7 @@ ALIKE_OTHERS = ("delta-without-convolution", "mamba-together")
 def test_any_division_into_rows_is_the_recurrence(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     form, alike = FORMS[name], name.endswith("alike")
     if name.endswith("together"):  # forms of their own, as jit does not know what it is traced with
-        monkeypatch.setattr(decaying_memory, "CPU_ROWS", decaying_memory.ROWS)
+        monkeypatch.setattr(linear_attention, "CPU_ROWS", linear_attention.ROWS)
     inputs = [random_inputs(form, sum(counts), alike=alike) for counts in zip(*STEPS, strict=True)]
     # Entries are not empty: sequences start from zeros all the same.
     pool = MemoryPool(*(np.full_like(x, 3.0) for x in empty_pool(form)))

@@ -1,4 +1,4 @@
-"""Gated delta net (arXiv 2412.06464) of a block: its tensors, and its computation around `layers/delta_net.py`."""
+"""Gated DeltaNet (arXiv 2412.06464) of a block: its tensors, and its computation around `layers/delta_net.py`."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from jaxserve.models.params import Params, ParamSpec
 
 
 def delta_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig, *, is_grouped: bool) -> list[ParamSpec]:
-    """Return one row per tensor of a layer's delta net, without the norm before it.
+    """Return one row per tensor of a layer's Gated DeltaNet, without the norm before it.
 
     Args:
         rows: constructor of the layer's rows.
@@ -26,7 +26,7 @@ def delta_specs(rows: Rows, layer: LayerSpec, arch: ArchConfig, *, is_grouped: b
         is_grouped: True if the rows of both projections are sorted by key heads, each with what belongs to it.
     """
     sizes, D = layer.state, arch.hidden_size
-    assert isinstance(sizes, GatedDelta), "layers with a state are delta nets here"
+    assert isinstance(sizes, GatedDelta), "recurrent layers are Gated DeltaNets here"
     K, V, keys, values = sizes.num_key_heads, sizes.num_value_heads, sizes.key_size, sizes.value_size
 
     def spec(
@@ -72,7 +72,7 @@ def delta(
 ) -> tuple[Float[Array, "T D"], TokenContext]:
     """Apply Gated DeltaNet: a sublayer of `models.block`; for `is_grouped` see `delta_specs`."""
     sizes, T, normed = layer.state, x.shape[0], norm(x)
-    assert isinstance(sizes, GatedDelta), "layers with a state are delta nets here"
+    assert isinstance(sizes, GatedDelta), "recurrent layers are Gated DeltaNets here"
     K, keys, values = sizes.num_key_heads, sizes.key_size, sizes.value_size
     projected = linear(normed, p["in_proj"], tokens)
     rates = linear(normed, p["rate_proj"], tokens, dtype=jnp.float32)
