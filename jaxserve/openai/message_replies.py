@@ -158,15 +158,9 @@ class _Blocks:
                 if text:
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
             case Content(text):
-                if self._kind != "text":
-                    yield from self.close()
-                    yield self._open("text", {"text": ""})
-                yield self._delta({"type": "text_delta", "text": text})
+                yield from self._text("text", text)
             case Reasoning(text):
-                if self._kind != "thinking":
-                    yield from self.close()
-                    yield self._open("thinking", {"thinking": "", "signature": ""})
-                yield self._delta({"type": "thinking_delta", "thinking": text})
+                yield from self._text("thinking", text, signature="")
         self._texts.append(text)
 
     def close(self) -> Iterator[Json]:
@@ -181,6 +175,12 @@ class _Blocks:
             block[self._kind] = text  # the field has the type's name
         yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
         self._kind, self._texts = "", []
+
+    def _text(self, kind: str, text: str, **fields: str) -> Iterator[Json]:
+        if self._kind != kind:
+            yield from self.close()
+            yield self._open(kind, {kind: "", **fields})
+        yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _open(self, kind: str, fields: Json) -> Json:
         self.blocks.append({"type": kind} | fields)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 from jaxserve.errors import RequestError
 from jaxserve.openai.errors import Json, as_bad_request
 from jaxserve.openai.fields import SWITCH, TEXT, ObjectFields, needed, only
-from jaxserve.openai.format import CHAT_FIELDS
+from jaxserve.openai.format import CHAT_FIELDS, SAMPLING
 
+_NOT_SHARED = {"n", "stop", "prompt_logprobs", "truncate_prompt_tokens", "truncation_side"}
 _SHARED = (  # chat fields that the other interfaces also have, most of them vLLM's
-    *("model", "stream", "temperature", "top_p", "top_k", "cache_salt", "priority", "chat_template_kwargs", "timeout"),
-    *("seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty", "min_tokens"),
-    *("ignore_eos", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids"),
-    *("bad_words", "structured_outputs", "request_id", "session_id", "spaces_between_special_tokens", "watermarking"),
+    *("model", "stream", "cache_salt", "priority", "chat_template_kwargs", "timeout"),
+    *(name for name in SAMPLING if name not in _NOT_SHARED),
+    *("structured_outputs", "request_id", "session_id", "spaces_between_special_tokens", "watermarking"),
     *("vllm_xargs", "media_io_kwargs", "mm_processor_kwargs", "kv_transfer_params"),
 )
 SHARED_FIELDS: ObjectFields = {name: CHAT_FIELDS[name] for name in _SHARED}
