@@ -83,8 +83,8 @@ def test_facts_and_names_tell_programs_apart(tmp_path, compiler):
 def test_a_model_is_described_alike_in_every_process(family):
     described = programs.described(registry.from_hf_config(hf_dict(family)))
     assert " at 0x" not in described
-    functions = re.findall("<function (.*?)>", described)
-    assert {*functions} <= {f"{each.__module__}.{each.__name__}" for each in (swiglu, geglu)}
+    functions = {*re.findall("<function (.*?)>", described)}
+    assert functions <= {f"{each.__module__}.{each.__name__}" for each in (swiglu, geglu)}
     assert len(functions) == (family in MIXTURES and family != "gpt_oss"), "whose activation has fields"
 
 
