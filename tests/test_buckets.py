@@ -96,14 +96,14 @@ def test_programs_of_a_cpu_run_several_steps_and_single_ones() -> None:
 
 
 @given(budget=st.integers(256, 1 << 20))
-def test_a_doubled_step_takes_two_more_programs_where_they_are_few(budget: int) -> None:
+def test_doubling_the_step_adds_two_programs_on_accelerators(budget: int) -> None:
     once, twice = (len(schedule(1, size, few=True).buckets()) for size in (budget, 2 * budget))
     assert twice == once + 2
 
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 @given(seqs=st.none() | st.integers(1, 5000), budget=st.none() | st.integers(1, 5000))
-def test_by_default_prompts_have_their_share_beside_all_rows(
+def test_the_default_budget_reserves_prompt_tokens_alongside_all_rows(
     on_cpu: bool, seqs: int | None, budget: int | None
 ) -> None:
     given_both = seqs is not None and budget is not None
@@ -146,7 +146,7 @@ def test_the_cheapest_program_of_every_step_holds_it(data: st.DataObject, few: b
 
 
 @given(max_model_len=st.integers(1, 1 << 20), num_pages=st.integers(1, 1 << 20))
-def test_buckets_follow_from_the_step_alone(max_model_len: int, num_pages: int) -> None:
+def test_buckets_depend_only_on_the_step_budget(max_model_len: int, num_pages: int) -> None:
     """Neither what the pool holds nor how long a request is makes another program."""
     sizes = schedule(8, 2048, few=True)
     other = dataclasses.replace(sizes, max_model_len=max_model_len, num_pages=num_pages)

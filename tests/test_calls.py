@@ -74,7 +74,7 @@ def test_rows_of_integers_are_prompts(rows: Any) -> None:
 
 @pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("given", [5, None, b"a", {"a", "b"}, np.array(3), SimpleNamespace(columns=["a"])])
-def test_what_has_no_order_is_refused(given: Any) -> None:
+def test_unordered_collections_are_rejected(given: Any) -> None:
     with pytest.raises(RequestError, match="prompts must be text, token ids, a dict, or such prompts in order"):
         as_list(given)
 

@@ -90,7 +90,7 @@ with interrupts.unwinding():
 """
 
 
-def test_where_something_must_be_put_in_order_an_interrupt_is_not_swallowed() -> None:
+def test_an_interrupt_during_cleanup_is_not_swallowed() -> None:
     assert assert_interrupted(start(INSTALLED + SWALLOWED)) == "\nin order\n"
 
 

@@ -49,7 +49,7 @@ def test_no_time_has_no_efficiency() -> None:
 
 
 @given(wall_ms=st.floats(0, 1e6), flops=st.integers(0, 10**15), num_bytes=st.integers(0, 10**12))
-def test_shares_stay_shares(wall_ms: float, flops: int, num_bytes: int) -> None:
+def test_fractions_stay_in_range(wall_ms: float, flops: int, num_bytes: int) -> None:
     split = split_time(wall_ms, flops, num_bytes, PEAK_RATES)
     assert min(split.compute_ms, split.memory_ms, split.stall_ms) >= 0
     assert 0 <= split.efficiency <= split.roofline_share + 1e-9

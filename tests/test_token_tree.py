@@ -20,7 +20,7 @@ def trees(draw):
 
 
 @given(paths=trees())
-def test_numbers_are_those_of_the_paths(paths):
+def test_tree_properties_follow_from_the_paths(paths):
     tree = TokenTree.from_paths(str(paths))
     assert tree == TokenTree.from_paths([list(path) for path in paths])
     assert sorted(tree.paths) == sorted(paths)

@@ -91,7 +91,7 @@ class Words:
     y: str
 
 
-def test_what_a_dataclass_is_made_of() -> None:
+def test_dataclass_fields_are_type_checked() -> None:
     pair = Pair(np.ones(2), np.ones(2))
     assert Pair(np.ones(3), np.ones(3), ["a"], pair).parent is pair
     assert Words("a", "b").y == "b"

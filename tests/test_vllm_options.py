@@ -54,12 +54,12 @@ REFUSED = {
 }
 
 
-def test_what_jaxserve_does_anyway_is_accepted() -> None:
+def test_options_that_match_jaxserves_behaviour_are_accepted() -> None:
     assert engine_options({**ACCEPTED, "max_num_seqs": 8}) == {"max_num_seqs": 8}
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_it_does_not_do_is_refused_by_name(name: str) -> None:
+def test_unsupported_options_are_rejected_by_name(name: str) -> None:
     value, message = REFUSED[name]
     with pytest.raises(ConfigError, match=f"^{name} .*{message}"):
         engine_options({name: value})
@@ -98,7 +98,7 @@ def test_expert_parallelism_over_all_devices() -> None:
         EngineConfig(tensor_parallel_size=4, expert_parallel_size=3)
 
 
-def test_what_no_one_knows_is_left_to_the_configuration() -> None:
+def test_unknown_options_are_left_to_the_configuration() -> None:
     with pytest.raises(
         ConfigError, match=r"unsupported engine options \['max_num_seq'\] \(did you mean max_num_seqs\?\)"
     ):

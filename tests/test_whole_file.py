@@ -37,7 +37,7 @@ def test_a_write_that_breaks_off_leaves_the_old_file_alone(tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_a_kill_has_left_vanishes_and_what_is_being_written_stays(tmp_path: Path) -> None:
+def test_files_left_by_a_kill_vanish_and_files_being_written_stay(tmp_path: Path) -> None:
     for name, age_s in (("stale", 2 * STALE_S), ("fresh", 0.0)):
         left = tmp_path / f".jaxserve-{name}"
         left.mkdir()
@@ -54,7 +54,7 @@ def test_the_file_has_the_mode_of_any_new_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["no/such/directory", "x" * 300])
-def test_a_check_fails_where_a_write_would(tmp_path: Path, name: str) -> None:
+def test_a_check_fails_if_a_write_would(tmp_path: Path, name: str) -> None:
     for attempt in (check_writable, lambda path: write_whole(path, b"")):
         with pytest.raises(OSError, match=r"No such file|name too long"):
             attempt(tmp_path / name)

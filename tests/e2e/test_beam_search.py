@@ -62,7 +62,7 @@ def expected(model: transformers.PreTrainedModel, prompt: list[int], **options: 
 
 
 @pytest.mark.parametrize("length_penalty", PENALTIES)
-def test_beams_are_those_of_transformers(pair: Pair, length_penalty: float) -> None:
+def test_beams_equal_those_of_transformers(pair: Pair, length_penalty: float) -> None:
     llm, model = pair
     params = BeamSearchParams(beam_width=4, max_tokens=MAX_TOKENS, length_penalty=length_penalty)
     num_ended = 0

@@ -154,7 +154,7 @@ def test_there_is_work_until_all_has_come() -> None:
     theirs.close()
 
 
-def test_records_of_the_log_are_those_wanted_here(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_records_follow_the_client_log_level(caplog: pytest.LogCaptureFixture) -> None:
     own = link.Link()
     caplog.set_level(logging.WARNING, "other")
     for level in (logging.INFO, logging.ERROR):
@@ -164,7 +164,7 @@ def test_records_of_the_log_are_those_wanted_here(caplog: pytest.LogCaptureFixtu
     assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(logging.ERROR, "100%")]
 
 
-def test_an_error_that_cannot_be_sent_is_told_by_its_text() -> None:
+def test_an_unpicklable_error_is_reported_by_its_text() -> None:
     class LocalError(Exception):
         pass
 

@@ -87,7 +87,7 @@ def test_a_failed_step_ends_its_requests_and_spoils_no_later_one(
     assert token_ids(engine) == expected
 
 
-def test_the_failure_of_a_step_that_nobody_waits_for_is_not_told_the_next_request(
+def test_an_unawaited_failed_step_does_not_fail_the_next_request(
     engine: DrivenEngine, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last step runs ahead of the stop that ends its only request."""
@@ -104,7 +104,7 @@ def test_the_failure_of_a_step_that_nobody_waits_for_is_not_told_the_next_reques
     engine.check_integrity()
 
 
-def test_the_failure_of_an_aborted_request_is_not_told_the_next_one(
+def test_an_aborted_requests_failure_does_not_fail_the_next_one(
     engine: DrivenEngine, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.reset_prefix_cache()

@@ -67,7 +67,7 @@ def test_a_tree_of_a_draft_that_is_right_saves_target_passes(
 
 
 @pytest.mark.full
-def test_a_tree_accepts_what_a_chain_misses(start: Start, speculate: Callable[..., SpeculationConfig]) -> None:
+def test_a_tree_accepts_tokens_that_a_chain_misses(start: Start, speculate: Callable[..., SpeculationConfig]) -> None:
     rates = []
     for tree in ([(0,), (0, 0)], [(0,), (0, 0), (1,), (2,), (0, 1), (1, 0)]):
         engine = start(speculative_config=speculate("tree", 2, speculative_token_tree=tree))
@@ -88,7 +88,7 @@ def test_a_random_draft_is_hardly_ever_accepted(start: Start, speculate: Callabl
 
 
 @pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_heads_read_the_hidden_state_behind_the_last_token(
+def test_heads_read_the_hidden_state_after_the_last_token(
     start: Start, llama: Path, tmp_path: Path, num_tokens: int
 ) -> None:
     """Heads of zeros propose what the model itself sampled last; so they are right where tokens repeat."""

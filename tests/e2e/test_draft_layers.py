@@ -74,7 +74,7 @@ HEADS = {
 
 @pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("kind", some_by_default(HEADS, "eagle3"))
-def test_what_is_accepted_is_what_torch_drafts(
+def test_accepted_tokens_equal_torchs_drafts(
     start: Start, model: transformers.LlamaForCausalLM, target: Path, tmp_path: Path, kind: str, num_tokens: int
 ) -> None:
     method = kind.split(maxsplit=1)[0]
@@ -85,7 +85,7 @@ def test_what_is_accepted_is_what_torch_drafts(
 
 
 @pytest.mark.parametrize("family", some_by_default(checkpoints.LATENT))
-def test_a_layer_behind_those_of_the_model_drafts(start: Start, tmp_path: Path, family: str) -> None:
+def test_an_mtp_layer_after_the_models_layers_drafts(start: Start, tmp_path: Path, family: str) -> None:
     """MTP layers of models that attend over latents: in the same checkpoint, with latents and experts of their own."""
     model = checkpoints.build_model(family, vocab_size=VOCAB_SIZE, tie_word_embeddings=False, eos_token_id=EOS)
     make_others_unlikely(model)

@@ -115,7 +115,7 @@ def values_of(output: RequestOutput) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_outputs_are_those_of_a_core_in_this_process(llm: LLM, served: Served, kind: str) -> None:
+def test_outputs_equal_those_of_a_core_in_this_process(llm: LLM, served: Served, kind: str) -> None:
     llm.reset_prefix_cache()
     assert served().reset_prefix_cache()
     prompts, params = ["Once upon a time", [5, 6, 7] * 9, "x"], KINDS[kind]
@@ -128,7 +128,7 @@ def test_outputs_are_those_of_a_core_in_this_process(llm: LLM, served: Served, k
         engine.check_integrity()
 
 
-def test_beams_are_those_of_a_core_in_this_process(llm: LLM, served: Served) -> None:
+def test_beams_equal_those_of_a_core_in_this_process(llm: LLM, served: Served) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=4)
     expected, found = (each.beam_search(["Once upon"], params)[0].sequences for each in (llm, served()))
     assert [beam.tokens for beam in found] == [beam.tokens for beam in expected]
@@ -251,7 +251,7 @@ def test_the_status_is_small(served: Served) -> None:
     assert driver._news.qsize() <= 1
 
 
-def test_what_keeps_the_core_from_starting_is_raised_here(llama: Path) -> None:
+def test_start_errors_of_the_core_are_raised_here(llama: Path) -> None:
     errors = []
     for engine_process in (False, True):
         with pytest.raises(ConfigError) as error:
@@ -278,7 +278,7 @@ def test_parts_of_this_process_are_refused(llama: Path, options: dict[str, Any])
     ],
     ids=str,
 )
-def test_options_do_what_they_do(
+def test_options_have_the_same_effect_in_a_process(
     llm: LLM, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")  # of the core's process
@@ -303,7 +303,7 @@ def test_options_do_what_they_do(
 
 
 @pytest.mark.full
-def test_vectors_are_those_of_a_core_in_this_process(llama: Path) -> None:
+def test_vectors_equal_those_of_a_core_in_this_process(llama: Path) -> None:
     prompts, vectors = ["Once upon a time", [5, 6, 7], "x"], []
     for engine_process in (False, True):
         with LLM(str(llama), convert="embed", engine_process=engine_process, **SIZES) as engine:
@@ -363,7 +363,7 @@ def test_values_of_the_users_own_classes_are_sent(served: Served, monkeypatch: p
     assert served().generate([[3, 5, 7]], plain, use_tqdm=False)[0].outputs[0].token_ids == outputs[1].token_ids
 
 
-def test_a_process_that_is_stopped_keeps_nobody(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_blocks_no_caller(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in ((client, "CLOSE_S"), (client, "ESTIMATE_S"), (link, "END_S")):
         monkeypatch.setattr(module, name, 0.1)
     llm = served()

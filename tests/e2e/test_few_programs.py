@@ -14,7 +14,7 @@ from tests.soon_compiled import few_programs
 STEPS = 5
 
 
-def test_tokens_are_those_of_many_programs(start: Callable[..., DrivenEngine]) -> None:
+def test_few_programs_give_the_same_tokens_as_many(start: Callable[..., DrivenEngine]) -> None:
     with few_programs():
         engine = start(max_num_batched_tokens=40, multi_step=STEPS, compile_ahead="all")
     runner = engine.replicas[0].executor

@@ -32,7 +32,7 @@ class TestAnyWorkload:
 
     @given(jobs=jobs())
     @few_but_rich
-    def test_tokens_are_those_of_each_request_alone(
+    def test_batched_tokens_equal_those_of_each_request_alone(
         self, start: Start, alone: Callable[[Job], RequestOutput], jobs: list[Job]
     ) -> None:
         expected = [alone(job) for job in jobs]
@@ -72,7 +72,7 @@ BOTH = pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "samp
 
 
 @BOTH
-def test_batched_is_alone(start: Start, params: SamplingParams) -> None:
+def test_batched_requests_give_the_same_tokens_as_alone(start: Start, params: SamplingParams) -> None:
     engine, prompts = start(), [tokens(n, n) for n in (1, 3, 5, 2)]
     single = [generate(engine, [prompt], params)[0] for prompt in prompts]
     engine.reset_prefix_cache()

@@ -42,7 +42,7 @@ def counted(
 class TestAnyWorkload:
     @given(jobs=jobs(aborts=True))
     @few_but_rich
-    def test_tokens_are_those_of_single_steps(self, start: Start, jobs: list[Job]) -> None:
+    def test_multi_step_tokens_equal_single_step_tokens(self, start: Start, jobs: list[Job]) -> None:
         whole = [replace(job, abort=None) for job in jobs]
         expected = run(start(), whole)
         for output, wanted, job in zip(run(start(multi_step=STEPS), whole), expected, jobs, strict=True):
@@ -83,7 +83,7 @@ def test_dispatches(start: Start) -> None:
         assert counts == (12, 12, 0)
 
 
-def test_accounts_are_those_of_single_steps(start: Start) -> None:
+def test_multi_step_statistics_equal_single_step_statistics(start: Start) -> None:
     names = ("num_steps", "num_tokens", "num_decode_tokens", "kv_bytes")
     totals = []
     for multi_step in (1, STEPS):
@@ -94,7 +94,7 @@ def test_accounts_are_those_of_single_steps(start: Start) -> None:
     assert totals[0] == totals[1]
 
 
-def test_a_row_stops_on_the_device_and_the_others_go_on(start: Start) -> None:
+def test_a_row_stops_on_the_device_and_the_others_continue(start: Start) -> None:
     prompts = [tokens(6, "stop"), tokens(4, "other")]
     free = generate(start(), prompts, GREEDY)
     ids = free[0].outputs[0].token_ids
@@ -124,7 +124,7 @@ def test_more_stop_ids_than_an_admission_carries(start: Start) -> None:
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_a_newcomer_waits_for_what_was_planned(start: Start) -> None:
+def test_a_newcomer_waits_for_planned_steps(start: Start) -> None:
     engine = start(multi_step=STEPS)
     first = engine.add_request("first", tokens(3, 0), replace(GREEDY, max_tokens=40))
     while len(first.outputs[0].token_ids) < 2:
@@ -196,7 +196,7 @@ def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {kind for kind, samples in times.kinds.items() if samples.num} == {SINGLE, SEVERAL}
 
 
-def test_log_probabilities_of_a_whole_vocabulary_have_room_for_one_step(start: Start) -> None:
+def test_whole_vocabulary_logprobs_limit_dispatches_to_one_step(start: Start) -> None:
     """Every program has room; a dispatch has several steps unless a request asks for such log probabilities."""
     few, whole = start(multi_step=5), start(multi_step=5, max_logprobs=-1)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -38,7 +38,7 @@ class TestAnyWorkload:
 
     @given(jobs=jobs())
     @settings(few_but_rich, max_examples=examples(4))
-    def test_tokens_are_those_of_each_request_alone(self, start: Start, model: str, jobs: list[Job]) -> None:
+    def test_batched_tokens_equal_those_of_each_request_alone(self, start: Start, model: str, jobs: list[Job]) -> None:
         alone = start(model=model, max_num_batched_tokens=64, step_ahead=False)
         expected = [run_alone(alone, job) for job in jobs]
         for output, wanted, job in zip(run(start(model=model), jobs), expected, jobs, strict=True):
@@ -46,7 +46,7 @@ class TestAnyWorkload:
 
     @given(jobs=jobs())
     @settings(few_but_rich, max_examples=examples(4))
-    def test_greedy_tokens_are_those_of_plain_decoding(self, start: Start, model: str, jobs: list[Job]) -> None:
+    def test_greedy_tokens_equal_plain_decoding(self, start: Start, model: str, jobs: list[Job]) -> None:
         jobs = [replace(job, params=replace(job.params, temperature=0)) for job in jobs]
         expected = run(start(model=model), jobs)
         own = SpeculationConfig(model=model, num_speculative_tokens=3, adaptive=False)

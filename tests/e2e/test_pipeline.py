@@ -69,7 +69,7 @@ def test_a_step_is_one_upload_one_dispatch_and_one_small_download(
     finish(engine)
 
 
-def test_what_was_asked_for_beside_tokens_is_downloaded_too(start: Start, tmp_path: Path) -> None:
+def test_requested_logprobs_are_downloaded_with_the_tokens(start: Start, tmp_path: Path) -> None:
     """The counts above would include one more download."""
     engine = start()
     add(engine, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1))

@@ -124,7 +124,7 @@ class TestRefusals:
         with pytest.raises(RequestError, match=r"has 64 input tokens, .* at most 63 .* or raise max_model_len"):
             start().add_request("a", tokens(64, 0), GREEDY)
 
-    def test_an_output_that_ends_at_the_models_length_is_told_of_once(
+    def test_outputs_cut_at_the_model_length_are_warned_of_once(
         self, start: Start, caplog: pytest.LogCaptureFixture
     ) -> None:
         engine = start()
@@ -243,7 +243,7 @@ class TestAborts:
         assert not engine.has_unfinished()
         drain(engine)
 
-    def test_what_was_computed_stays_in_the_cache(self, start: Start) -> None:
+    def test_computed_pages_stay_in_the_cache(self, start: Start) -> None:
         engine = start()
         (cold,) = generate(engine, [tokens(30, "a")], GREEDY)
         engine.reset_prefix_cache()
@@ -255,7 +255,7 @@ class TestAborts:
         assert_same(warm, cold)
 
 
-def test_prompt_logprobs_are_not_those_of_an_aborted_request_of_the_same_id(start: Start) -> None:
+def test_prompt_logprobs_ignore_an_aborted_request_with_the_same_id(start: Start) -> None:
     engine, params = start(), SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
     old, new = tokens(12, "old"), tokens(12, "new")
     (expected,) = generate(engine, [new], params)

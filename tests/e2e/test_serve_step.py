@@ -180,7 +180,7 @@ def test_rows_that_have_stopped_compute_nothing(start: Start, monkeypatch: pytes
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, runner.state), before)
 
 
-def test_a_row_that_stops_leaves_the_others_to_go_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_row_does_not_stop_the_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(step_ahead=False, multi_step=5)
     launch, num_tokens = engine.replicas[0].executor.launch, []
 

@@ -38,7 +38,7 @@ class TestAnyWorkload:
 
     @given(jobs=jobs(aborts=True))
     @settings(few_but_rich, max_examples=examples(4))
-    def test_greedy_tokens_are_those_of_plain_decoding(
+    def test_greedy_tokens_equal_plain_decoding(
         self, start: Start, speculation: SpeculationConfig, jobs: list[Job]
     ) -> None:
         jobs = [replace(job, params=replace(job.params, temperature=0)) for job in jobs]
@@ -135,7 +135,7 @@ def test_tokens_that_were_not_drawn_leave_samples_as_they_are(
     assert engine.stats.num_accepted_tokens > before
 
 
-def test_steps_without_drafts_are_those_of_an_engine_without_a_proposer(
+def test_plain_steps_equal_those_of_an_engine_without_a_proposer(
     start: Start, speculate: Callable[..., SpeculationConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dispatches, their tokens and rounds, and the arrays that are uploaded, where no prefix is in the cache."""
@@ -167,7 +167,7 @@ def test_steps_without_drafts_are_those_of_an_engine_without_a_proposer(
 
 
 @pytest.mark.parametrize("tree", [None, pytest.param(TREE, marks=pytest.mark.full)], ids=["chain", "tree"])
-def test_rows_longer_than_the_draft_model_s_positions_go_on_without_drafts(
+def test_rows_beyond_the_draft_models_positions_continue_without_drafts(
     start: Start, speculate: Callable[..., SpeculationConfig], llama: Path, tmp_path: Path, tree: Any
 ) -> None:
     """The draft model is the model itself, with 20 positions."""
@@ -200,7 +200,7 @@ def test_a_draft_of_another_family_with_another_tokenizer(start: Start, tmp_path
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))
-def test_a_tree_larger_than_what_is_left_ends_where_plain_decoding_does(
+def test_a_tree_larger_than_the_rest_ends_like_plain_decoding(
     start: Start, speculate: Callable[..., SpeculationConfig], max_tokens: int
 ) -> None:
     params = replace(GREEDY, max_tokens=max_tokens)
@@ -211,7 +211,7 @@ def test_a_tree_larger_than_what_is_left_ends_where_plain_decoding_does(
     engine.check_integrity()
 
 
-def test_the_last_token_of_a_prompt_left_alone_by_chunks_is_read(start: Start, speculation: SpeculationConfig) -> None:
+def test_a_last_chunk_of_one_prompt_token_is_read(start: Start, speculation: SpeculationConfig) -> None:
     """It is computed in the first round with drafts, and was never sampled."""
     prompts = [tokens(n, f"chunks {n}") for n in (17, 33)]  # a step computes 16
     engine = start(speculative_config=speculation, multi_step=8, **tokenizers_of(speculation))

@@ -234,7 +234,7 @@ def test_background_compiles_end_and_serve(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])
-def test_missing_native_kernels_are_told_once(
+def test_missing_native_kernels_are_warned_of_once(
     on_cpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build.native, "unavailable", lambda: "there are no native kernels: no compiler")

@@ -42,7 +42,7 @@ class TestAnyWorkload:
     )
     @given(jobs=jobs())
     @settings(few_but_rich, max_examples=examples(4))
-    def test_tokens_are_those_of_each_request_alone(
+    def test_batched_tokens_equal_those_of_each_request_alone(
         self, start: Start, hybrid: str, options: dict[str, Any], jobs: list[Job]
     ) -> None:
         alone = start(model=hybrid, max_num_batched_tokens=64, step_ahead=False)
@@ -64,7 +64,7 @@ def test_chunked_preempted_and_cached_is_whole(start: Start, hybrid: str) -> Non
     engine.check_integrity()
 
 
-def test_prefixes_are_found_where_prompts_end_and_from_the_third_on_where_they_part(start: Start, hybrid: str) -> None:
+def test_state_snapshots_are_taken_at_prompt_ends_and_common_prefixes(start: Start, hybrid: str) -> None:
     engine, prompt = start(model=hybrid), tokens(41, "cached")
     params = replace(GREEDY, max_tokens=5)
 

@@ -149,7 +149,7 @@ class TestStream:
         wait_until_idle(llm)
         llm.engine.check_integrity()
 
-    def test_closing_one_leaves_another_alone(self, llm: LLM) -> None:
+    def test_closing_an_engine_does_not_affect_another(self, llm: LLM) -> None:
         other = replace(SAMPLED, seed=8)
         whole = generate(llm, [PROMPT], other)[0].outputs[0].text
         closed, going = llm.stream("A" * 30, replace(SAMPLED, n=2)), llm.stream(PROMPT, other)

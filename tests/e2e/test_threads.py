@@ -83,7 +83,7 @@ def test_a_short_call_does_not_wait_for_a_long_one(llm: LLM) -> None:
         long.result(PATIENCE_S)
 
 
-def test_a_failure_in_one_thread_is_told_the_others(llm: LLM, alone: dict[str, list[int]]) -> None:
+def test_a_failed_step_is_raised_in_all_threads(llm: LLM, alone: dict[str, list[int]]) -> None:
     both = threading.Barrier(2)
     result = RunningStep.result
 
@@ -138,7 +138,7 @@ def leave(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("end", [close, leave, lambda _: None], ids=["close", "with", "del"])
-def test_what_ends_frees_its_arrays_at_once_though_programs_compile(
+def test_a_closed_engine_frees_its_arrays_while_programs_compile(
     llama: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[LLM], None]
 ) -> None:
     compiling, go_on, made = threading.Event(), threading.Event(), []

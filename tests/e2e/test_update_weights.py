@@ -84,7 +84,7 @@ def swapped(start: Start, llama: Path) -> Any:
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("form", FORMS)
-def test_tokens_are_those_of_an_engine_that_began_with_them(
+def test_updated_weights_give_the_tokens_of_a_new_engine(
     start: Start, swapped: Start, other: Path, form: Given, quantization: str | None
 ) -> None:
     options = {} if quantization is None else {"quantization": quantization}
@@ -112,7 +112,7 @@ def test_programs_may_be_compiled_meanwhile(start: Start, llama: Path, other: Pa
         assert_same(output, wanted)
 
 
-def test_arrays_that_lie_where_they_have_to_are_not_copied(swapped: Start, other: Path) -> None:
+def test_arrays_with_the_right_sharding_are_not_copied(swapped: Start, other: Path) -> None:
     engine = swapped()
     given = served_tree(other, engine)
     engine.update_weights(given)
@@ -168,7 +168,7 @@ def test_requests_can_begin_again(start: Start, swapped: Start, other: Path, num
             assert output.metrics.num_restarts == 1
 
 
-def test_prompt_logprobs_in_flight_are_those_of_the_old_weights(start: Start, swapped: Start, other: Path) -> None:
+def test_prompt_logprobs_in_flight_come_from_the_old_weights(start: Start, swapped: Start, other: Path) -> None:
     params = replace(GREEDY, prompt_logprobs=1)
     (expected,) = generate(start(model=str(other)), PROMPTS[:1], params)
     engine = swapped()
@@ -216,7 +216,7 @@ def test_without_a_head_the_embeddings_make_the_logits(start: Start, llama: Path
     engine.update_weights(llama)
 
 
-def test_what_is_not_of_this_model_changes_nothing(start: Start, other: Path, tmp_path: Path) -> None:
+def test_weights_of_another_model_change_nothing(start: Start, other: Path, tmp_path: Path) -> None:
     engine = start()
     expected = generate(engine, PROMPTS, GREEDY)
     output = engine.add_request("0", PROMPTS[0], GREEDY)

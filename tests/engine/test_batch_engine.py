@@ -11,7 +11,7 @@ from synthetic.null_device import null_engine
 from tests.waiting import until
 
 
-def test_what_ends_beside_failed_requests_is_returned_and_each_failure_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_served_requests_are_returned_before_failures_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     append = RequestGroup.append
 
     def failing(group: RequestGroup, *args: Any) -> Any:

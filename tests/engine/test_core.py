@@ -166,7 +166,7 @@ class BreakOff:
         ),
     ],
 )
-def test_wherever_a_step_breaks_off_everybody_is_told_and_the_core_serves_on(
+def test_a_step_broken_off_anywhere_ends_its_requests_and_the_core_continues(
     num_replicas: int, stride: int, devices_fail: bool, error: type[BaseException]
 ) -> None:
     """Requests end as they would alone, or are aborted; pages, slots and queues are as if nothing had happened.
@@ -213,7 +213,7 @@ def test_wherever_a_step_breaks_off_everybody_is_told_and_the_core_serves_on(
     assert num_aborted > 2 if devices_fail else num_aborted == 2, "the cancelled ones alone"
 
 
-def test_where_pages_for_drafts_run_out_a_program_runs_what_is_planned() -> None:
+def test_a_plan_without_pages_for_drafts_still_has_a_program() -> None:
     """Few programs have several steps, but all numbers of rows have drafts."""
     sizes = replace(FEW_PROGRAMS, max_num_seqs=32, max_num_batched_tokens=512, num_pages=131, max_drafts=8)
     driven = Driven(sizes=sizes, max_steps=32)
@@ -227,7 +227,7 @@ def test_where_pages_for_drafts_run_out_a_program_runs_what_is_planned() -> None
     assert {reason for _, reason in driven.ended.values()} == {FinishReason.LENGTH}
 
 
-def test_a_replica_whose_device_cannot_be_asked_ends_its_own_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_with_a_broken_device_ends_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     driven = Driven(2)
     requests = [driven.submit(prompt=[n], max_tokens=5) for n in range(4)]
     driven.step()
@@ -289,7 +289,7 @@ def test_rows_that_cannot_be_split_leave_others_their_several_steps(is_queued: b
     assert most_steps > 1
 
 
-def test_time_comes_from_the_executor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_comes_only_from_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 
     def no_clock() -> float:

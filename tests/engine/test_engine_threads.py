@@ -199,7 +199,7 @@ def test_many_threads_are_served(llm: LLM) -> None:
         assert list(pool.map(read, range(50), timeout=PATIENCE_S)) == [5] * 50
 
 
-def test_a_listener_that_fails_ends_its_own_request_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_listener_ends_only_its_own_request(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     def fail(_: RequestGroup) -> None:
         raise ValueError("the client has gone")
 
@@ -249,7 +249,7 @@ def test_a_listener_may_submit_to_an_engine_that_is_stepped_in_a_pause(llm: LLM)
     assert [ended.get(timeout=1) for _ in range(2)] == ["a", "b"]
 
 
-def test_requests_end_where_no_thread_can_be_started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_end_if_no_thread_can_be_started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
     for role in ("core", "frontend"):
 
@@ -265,7 +265,7 @@ def test_requests_end_where_no_thread_can_be_started(llm: LLM, monkeypatch: pyte
         check(llm)
 
 
-def test_a_listener_may_submit_where_no_thread_can_be_started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_may_submit_if_no_thread_can_be_started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     start, fails, ended = threading.Thread.start, [True, True], SimpleQueue()
 
     def fail(thread: threading.Thread) -> None:
@@ -398,7 +398,7 @@ def test_a_core_that_cannot_recover_is_closed(monkeypatch: pytest.MonkeyPatch, c
     assert names == {"jaxserve frontend"}
 
 
-def test_those_that_end_beside_a_row_that_fails_are_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_end_alongside_a_failing_row_are_reported(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     append, told = RequestGroup.append, SimpleQueue()
 
     def failing(group: RequestGroup, *args: Any) -> Any:
@@ -414,7 +414,7 @@ def test_those_that_end_beside_a_row_that_fails_are_told(llm: LLM, monkeypatch: 
     assert isinstance(groups[1].error, ValueError)
 
 
-def test_what_comes_during_a_pause_waits_for_its_end(llm: LLM) -> None:
+def test_requests_during_a_pause_wait_for_its_end(llm: LLM) -> None:
     with ThreadPoolExecutor(1) as pool:
         with llm._threads.paused() as engine:
             future = pool.submit(llm.generate, [[1]], PARAMS, False)

@@ -31,7 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
         ({"max_num_batched_tokens": 2_000_000_000_000, "max_num_seqs": 4}, "max_num_batched_tokens"),
     ],
 )
-def test_what_does_not_fit_is_one_line(model: str, options: dict[str, Any], named: str, start: Any) -> None:
+def test_sizes_that_do_not_fit_are_a_one_line_error(
+    model: str, options: dict[str, Any], named: str, start: Any
+) -> None:
     with pytest.raises(ConfigError) as found:
         start(EngineConfig(model, skip_tokenizer_init=True, **options))
     text = str(found.value)
@@ -54,7 +56,7 @@ def test_a_byte_too_few_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) 
         Engine(config)
 
 
-def test_an_exhausted_device_is_one_line() -> None:
+def test_an_exhausted_device_is_a_one_line_error() -> None:
     with (
         pytest.raises(ConfigError, match=r"^a device has run out of memory .* free: RESOURCE_EXHAUSTED: 5 GiB; lower"),
         naming_exhaustion(EngineConfig()),

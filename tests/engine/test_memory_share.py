@@ -42,7 +42,7 @@ def at_start(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.9])
-def test_xla_is_told_the_share_before_it_starts(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+def test_xla_gets_the_memory_fraction_before_it_starts(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     seen = at_start(monkeypatch)
     memory.claim_memory(EngineConfig(gpu_memory_utilization=share))
     assert seen == [share]
@@ -51,7 +51,7 @@ def test_xla_is_told_the_share_before_it_starts(monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
-def test_what_the_user_tells_xla_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_users_xla_memory_fraction_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "0.5")
     seen = at_start(monkeypatch)
     memory.claim_memory(EngineConfig(gpu_memory_utilization=0.4))
@@ -60,7 +60,7 @@ def test_what_the_user_tells_xla_stays(monkeypatch: pytest.MonkeyPatch, name: st
     assert pool_bytes(monkeypatch, 0.4, 0.5) == pytest.approx(0.4 * TOTAL)
 
 
-def test_a_backend_that_runs_already_is_told_with_its_numbers(
+def test_a_backend_already_running_is_warned_of_with_figures(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)

@@ -82,7 +82,9 @@ def entry(
 @pytest.mark.parametrize(
     ("top", "whole"), [*((top, whole) for top in (0, 1, 5, 20) for whole in (False, True)), (320, True), (-1, True)]
 )
-def test_entries_are_those_of_the_device(tokenizer: Tokenizer, top: int, whole: bool, with_text: bool) -> None:
+def test_logprob_entries_equal_the_devices_results(
+    tokenizer: Tokenizer, top: int, whole: bool, with_text: bool
+) -> None:
     group = new_group(tokenizer if with_text else None, logprobs=top)
     expected = []
     for step in range(4):

@@ -78,7 +78,7 @@ def test_nested_configurations_are_overridden_in_part() -> None:
     }
 
 
-def test_what_the_engine_reads_is_what_transformers_reads_of_such_a_file(model: Path, tmp_path: Path) -> None:
+def test_overridden_configs_equal_transformers_reading(model: Path, tmp_path: Path) -> None:
     overrides: dict[str, Any] = {"rope_scaling": YARN, "rms_norm_eps": 0.5, "max_position_embeddings": 256}
     arch = build_arch(EngineConfig(str(model), hf_overrides=overrides))
     (tmp_path / "config.json").write_text(json.dumps({**config_of(model), "rope_parameters": None, **overrides}))
@@ -91,7 +91,7 @@ def test_what_the_engine_reads_is_what_transformers_reads_of_such_a_file(model: 
 
 
 @pytest.mark.parametrize("override", [{"num_hidden_layers": 1}, {"intermediate_size": 48}, {"vocab_size": 65}])
-def test_what_contradicts_the_tensors_is_refused(model: Path, override: dict[str, Any]) -> None:
+def test_overrides_that_contradict_the_tensors_are_rejected(model: Path, override: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"model\.safetensors|unexpected|instead of"):
         Engine(EngineConfig(str(model), skip_tokenizer_init=True, hf_overrides=override))
 
@@ -166,7 +166,7 @@ def test_sampling_parameters_that_requests_do_not_give(
     assert build_arch(config).eos_ids == ({1} if is_other else {1, 3}), "ids that end an output are no parameters"
 
 
-def test_what_a_generation_configuration_cannot_say(model: Path) -> None:
+def test_invalid_generation_configurations_are_rejected(model: Path) -> None:
     for value, message in (
         ({"temprature": 1}, r"got \['temprature'\] \(did you mean temperature\?\)"),
         ({"eos_token_id": 3}, "hf_overrides replaces eos_token_id"),

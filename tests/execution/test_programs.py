@@ -40,7 +40,7 @@ def xla_cache(no_xla_cache, tmp_path):
 
 
 @pytest.mark.usefixtures("xla_cache")
-def test_what_xla_has_cached_is_not_kept_again(tmp_path, compiler):
+def test_programs_from_xlas_cache_are_not_stored_again(tmp_path, compiler):
     """Such a program is serialised by jax 0.10.2 to something that does not run."""
     for facts in (["a"], ["b"], ["b"]):
         program = ProgramStore(tmp_path / "programs", facts).get("x", compiler)
@@ -50,7 +50,7 @@ def test_what_xla_has_cached_is_not_kept_again(tmp_path, compiler):
 
 
 @pytest.mark.usefixtures("xla_cache")
-def test_what_another_program_has_loaded_from_there_is_not_kept_either(tmp_path):
+def test_programs_that_jax_already_loaded_are_not_stored_either(tmp_path):
     """jax hands out what it has in memory without asking XLA."""
     double = jax.jit(lambda x: 2 * x)
     programs = []
@@ -64,7 +64,7 @@ def test_what_another_program_has_loaded_from_there_is_not_kept_either(tmp_path)
     assert len(list((tmp_path / "programs").iterdir())) == 1
 
 
-def test_a_kept_program_is_not_compiled_again(tmp_path, compiler):
+def test_a_stored_program_is_not_compiled_again(tmp_path, compiler):
     for _ in range(3):
         x = jnp.arange(3.0)
         program = ProgramStore(tmp_path, ["model"]).get("double", compiler)
@@ -73,7 +73,7 @@ def test_a_kept_program_is_not_compiled_again(tmp_path, compiler):
     assert compiler.num_calls == 1
 
 
-def test_facts_and_names_tell_programs_apart(tmp_path, compiler):
+def test_key_parts_and_names_distinguish_programs(tmp_path, compiler):
     for facts, name in [(["a"], "x"), (["b"], "x"), (["a"], "y"), (["a", "b"], "x")]:
         ProgramStore(tmp_path, facts).get(name, compiler)
     assert compiler.num_calls == 4
@@ -101,20 +101,20 @@ def function_of(module):
 
 
 @pytest.mark.parametrize("put", [lambda f: f, lambda f: (1, {"act": [f]}), lambda f: Fact(Fact(f))])
-def test_functions_are_told_apart_by_their_modules(put):
+def test_functions_are_distinguished_by_their_modules(put):
     one, again, other = (programs.described(put(function_of(module))) for module in ("one", "one", "other"))
     assert one == again != other
     assert "<function one.f>" in one
 
 
-def test_settings_of_jax_tell_programs_apart(tmp_path, compiler):
+def test_jax_settings_distinguish_programs(tmp_path, compiler):
     for precision in ("highest", "default"):
         with jax.default_matmul_precision(precision):
             ProgramStore(tmp_path, []).get("x", compiler)
     assert compiler.num_calls == 2
 
 
-def test_without_a_directory_nothing_is_kept(compiler):
+def test_without_a_directory_nothing_is_stored(compiler):
     for _ in range(2):
         ProgramStore(None, []).get("x", compiler)
     assert compiler.num_calls == 2
@@ -148,7 +148,7 @@ def test_the_longest_unused_go_first(tmp_path):
 
 
 @pytest.mark.parametrize("loosen", ["directory", "file"])
-def test_what_others_could_have_written_is_not_read(tmp_path, compiler, caplog, loosen):
+def test_files_writable_by_others_are_not_read(tmp_path, compiler, caplog, loosen):
     """A program is code: reading it runs it."""
     directory = tmp_path / "programs"
     ProgramStore(directory, []).get("x", compiler)

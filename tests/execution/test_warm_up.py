@@ -141,7 +141,7 @@ def test_a_short_run_compiles_nothing_in_the_background(names: list[str]) -> Non
         names.clear()
 
 
-def test_a_short_run_loads_what_is_stored(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_run_loads_stored_programs(names: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ProgramStore, "has", lambda _, name: name == "step 8")
     programs = begun("background", 4, 40)
     while StepShape(8) not in programs.table:

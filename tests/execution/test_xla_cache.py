@@ -26,7 +26,7 @@ def compile_something(factor: float) -> None:
 
 
 @pytest.mark.usefixtures("no_xla_cache")
-def test_only_what_is_compiled_in_the_scope_is_cached(tmp_path: Path) -> None:
+def test_only_programs_compiled_in_the_scope_are_cached(tmp_path: Path) -> None:
     before = settings()
     scope = cache_scope(EngineConfig(compilation_cache_dir=str(tmp_path)))
     with scope():

@@ -36,7 +36,7 @@ def test_pages_grow_with_tokens_and_no_more_than_without_windows(
 
 
 @given(page_size=PAGE_SIZES, windows=WINDOWS.filter(any), num_tokens=st.integers(1, 300))
-def test_a_window_reaches_what_is_held(page_size: int, windows: list[int | None], num_tokens: int) -> None:
+def test_a_window_reaches_only_held_blocks(page_size: int, windows: list[int | None], num_tokens: int) -> None:
     """No token of a window, in whatever block it begins, is in a block that was released."""
     groups = KVGroups(page_size, tuple(windows))
     first, window = groups.first_block(num_tokens), max(w for w in groups.windows if w is not None)
@@ -75,7 +75,7 @@ def test_layers_of_one_window_share_groups(
         ((None,) * 32, 2048, 1),
     ],
 )
-def test_windows_save_this_share_of_a_long_sequence(
+def test_windows_save_this_fraction_of_a_long_sequence(
     windows: tuple[int | None, ...], num_pages: int, share: float
 ) -> None:
     arch, num_tokens, page_size = arch_of(*windows), 32768, 16

@@ -80,7 +80,7 @@ def test_requests_with_one_prompt_hash_it_once(monkeypatch):
 
 
 @given(st.lists(st.integers(0, 1), max_size=12), st.lists(st.integers(0, 1), max_size=12), st.booleans())
-def test_hashes_are_equal_exactly_where_prefixes_and_salts_are(a, b, same_salt):
+def test_hashes_are_equal_exactly_if_prefixes_and_salts_are(a, b, same_salt):
     store = make_store()
     hashes_a, hashes_b = store.hashes(make_request(a)), store.hashes(make_request(b, b"" if same_salt else b"s"))
     for i, (hash_a, hash_b) in enumerate(zip(hashes_a, hashes_b, strict=False)):

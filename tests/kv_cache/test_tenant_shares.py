@@ -45,7 +45,7 @@ class Model:
 
 @settings(max_examples=examples(100))
 @given(num_pages=st.integers(4, 16), operations=OPERATIONS)
-def test_the_tenant_with_most_pages_gives_up_its_oldest(num_pages, operations):
+def test_the_tenant_with_the_most_pages_loses_its_oldest(num_pages, operations):
     store, model = PageStore(num_pages, KVGroups(4), Transfers((), iter(()))), Model(num_pages)
     held, released, number = [], [], 0
     for tenant, count, kind in operations:
@@ -96,7 +96,7 @@ def release(store, model, pages):
     flood=st.lists(st.integers(1, 40), min_size=1, max_size=40),
     num_tenants=st.integers(1, 3),
 )
-def test_a_flood_leaves_others_their_share(victim, flood, num_tenants):
+def test_a_flood_leaves_other_tenants_their_part_of_the_cache(victim, flood, num_tenants):
     num_pages, page_size = 32, 4
     loop = new_loop(max_num_seqs=1, num_pages=num_pages, page_size=page_size)
     for index in range(num_tenants):

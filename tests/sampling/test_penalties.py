@@ -62,7 +62,7 @@ def test_counts_of_an_admitted_request(capacity):
         assert np.array_equal(part, expected[25:45])
 
 
-def test_sampled_tokens_are_counted_where_penalties_look_at_them():
+def test_sampled_tokens_are_counted_for_rows_with_penalties():
     asks, live = [True, True, False, True, True], [True, True, True, False, True]
     rows = make_rows(5, frequency_penalty=np.where(asks, 0.5, 0), slot=[4, 3, 2, 1, 0], live=live)
     counts = counts_of([[9], [9], [9], [9], [9]], [[9], [], [], [], []], 12)

@@ -29,7 +29,7 @@ def request_of(rng: np.random.Generator) -> Request:
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 64])
-def test_the_device_reads_what_the_request_asks_for(num_rows: int) -> None:
+def test_device_rows_hold_the_requests_parameters(num_rows: int) -> None:
     rng = np.random.default_rng(0)
     requests = [request_of(rng) for _ in range(num_rows)]
     nowhere = np.zeros(num_rows, np.int32)

@@ -176,7 +176,7 @@ def test_any_vocabulary_size(vocab_size):
     assert len(set(token_ids.tolist())) > min(vocab_size, 100) // 2
 
 
-def test_what_requests_ask_traces_nothing_new():
+def test_sampling_parameters_trace_nothing_new():
     """A call of the same shapes has the jaxpr of the first."""
     jaxprs = []
     for seed in range(4):

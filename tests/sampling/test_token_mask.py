@@ -65,7 +65,7 @@ def padded(words: list[list[int]], num_words: int, num_ids: int) -> np.ndarray:
     return out
 
 
-def test_rows_forbid_what_vllm_forbids() -> None:
+def test_rows_forbid_the_same_tokens_as_vllm() -> None:
     """The vocabulary is small: beginnings of bad words occur in prompts, in outputs and across their border."""
     rng, num_rows, num_words, num_ids = np.random.default_rng(1), 64, 6, 4
     small = 4

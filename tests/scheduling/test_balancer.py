@@ -18,7 +18,7 @@ def random_request(rng, index, prefixes=2):
 
 
 @pytest.mark.parametrize("seed", seeds(25))
-def test_what_has_room_is_started_by_the_next_plan(seed):
+def test_requests_that_fit_are_started_by_the_next_plan(seed):
     """Unless rows that run need more pages by then."""
     rng = random.Random(seed)
     loop = Loop(make_scheduler(max_num_seqs=5, max_num_batched_tokens=32, num_pages=40), depth=rng.randint(0, 1))
@@ -36,13 +36,13 @@ def test_what_has_room_is_started_by_the_next_plan(seed):
     loop.drain()
 
 
-def test_an_idle_scheduler_has_room_for_whatever_fits():
+def test_an_idle_scheduler_can_start_any_request_that_fits():
     for num_prompt in range(1, 256):
         scheduler = make_scheduler(max_num_batched_tokens=8, num_pages=64)
         assert scheduler.admission.could_start(make_request("0", range(num_prompt), 256 - num_prompt)) is Start.NOW
 
 
-def test_a_shared_prefix_is_room_for_many():
+def test_a_shared_prefix_lets_many_requests_fit():
     loop = Loop(make_scheduler(num_pages=64, max_num_batched_tokens=256))
     prefix = list(range(1000, 1160))  # 40 of 64 pages
     loop.add(make_request("first", prefix, 30)).step()
@@ -56,7 +56,7 @@ def test_a_shared_prefix_is_room_for_many():
     assert loop.scheduler.admission.could_start(make_request("idle pages count too", [*prefix, 9], 8)) is Start.NOW
 
 
-def test_load_is_what_there_is_to_compute_and_a_charge_for_each_request():
+def test_load_counts_uncomputed_tokens_and_a_charge_per_request():
     loop = Loop(make_scheduler(max_num_batched_tokens=64))
     assert loop.scheduler.admission.load == 0
     loop.add(make_request("0", range(100), 5), make_request("1", range(50), 5))
@@ -72,7 +72,7 @@ def test_load_is_what_there_is_to_compute_and_a_charge_for_each_request():
 
 @pytest.mark.parametrize("seed", seeds(5))
 @pytest.mark.parametrize("depth", [0, 1])
-def test_requests_go_on_elsewhere_as_if_they_had_been_there(seed, depth):
+def test_withdrawn_requests_continue_on_another_replica(seed, depth):
     """Preempted ones among them. None is lost, and none is taken while tokens of it are on the device."""
     rng = random.Random(seed)
     loops = [Loop(make_scheduler(max_num_seqs=4, num_pages=20), depth, max_steps=rng.choice([1, 4])) for _ in range(2)]
@@ -199,7 +199,7 @@ def test_no_replica_idles_while_a_request_waits_that_it_could_start(seed, depth)
         assert (request.output_token_ids, request.finish_reason) == generate_alone(request)
 
 
-def test_an_idle_replica_takes_what_waits_for_the_prefix_of_another():
+def test_an_idle_replica_takes_requests_that_wait_for_another_replicas_prefix():
     cluster = Cluster(2, num_pages=512, max_num_batched_tokens=16)
     cluster.add(samples(0, 3, 100))
     cluster.step()
@@ -293,7 +293,7 @@ def test_tenants_of_one_class_have_equal_service_in_all_replicas_together(num_pa
     assert all(request.output_token_ids == generate_alone(request)[0] for request in many + few)
 
 
-def test_what_is_taken_back_has_cost_nothing():
+def test_requests_taken_back_cost_nothing():
     balancer = Balancer([SimulatedReplica(make_scheduler(max_num_seqs=1)) for _ in range(2)], {})
     requests = [make_request(str(index), [index] * 8, 4, arrival=index) for index in range(2)]
     balancer.add(requests)

@@ -98,7 +98,7 @@ def samples_for(plan, request):
     return any(other is request and most for other, most in rows)
 
 
-def test_the_last_admitted_of_the_lowest_class_gives_way_and_goes_on_first():
+def test_the_last_admitted_of_the_lowest_class_is_preempted_and_resumes_first():
     scheduler = make_scheduler(max_num_seqs=3, max_num_batched_tokens=16)
     loop = Loop(scheduler)
     requests = {name: make_request(name, [i, 1], 6, priority=p) for i, (name, p) in enumerate([("b", 2), ("c", 3)])}
@@ -115,7 +115,7 @@ def test_the_last_admitted_of_the_lowest_class_gives_way_and_goes_on_first():
     assert all((r.output_token_ids, r.finish_reason) == generate_alone(r) for r in requests.values())
 
 
-def test_nobody_gives_way_to_a_request_that_could_not_start_for_all_that():
+def test_no_row_is_preempted_in_vain():
     scheduler = make_scheduler(max_num_seqs=8, max_num_batched_tokens=64, page_size=4, num_pages=16)
     loop = Loop(scheduler)
     loop.add(make_request("same", [1] * 40, 8, priority=0), make_request("lower", [2] * 4, 4, priority=1)).step()
@@ -133,7 +133,7 @@ def test_an_urgent_prompt_goes_before_unfinished_ones_of_a_lower_class():
     assert not plan.preempted, "what is left of the step goes to the other one"
 
 
-def test_a_row_that_gives_way_again_before_its_next_token_is_read_keeps_the_page_that_it_shares():
+def test_a_row_preempted_twice_before_a_token_is_read_keeps_its_shared_page():
     loop = Loop(make_scheduler(max_num_seqs=1, max_num_batched_tokens=3, page_size=2, num_pages=15), depth=2)
     requests = [
         make_request(str(index), [0] * num_prompt, num_output, priority=priority, shares_last_page=shares)
@@ -152,7 +152,7 @@ def test_a_row_that_gives_way_again_before_its_next_token_is_read_keeps_the_page
         assert (request.output_token_ids, request.finish_reason) == generate_alone(request)
 
 
-def test_many_that_start_at_once_count_the_rows_of_lower_classes_once(monkeypatch):
+def test_simultaneous_starts_count_lower_class_rows_once(monkeypatch):
     scheduler = make_scheduler(max_num_seqs=30, max_num_batched_tokens=600, num_pages=300)
     for n in range(30):
         scheduler.add(make_request(f"low {n}", [n], 50, priority=1))

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("no_type_checks")
 
 
 @pytest.mark.parametrize("policy", ["deadlines", "deadlines+vtc"])
-def test_tokens_are_in_time_beside_prompts_where_steps_take_what_was_measured(policy):
+def test_tokens_meet_deadlines_alongside_prompts_if_steps_take_as_measured(policy):
     run = Run(SUITES["overload"], policy, 20.0).run()
     plain = Run(SUITES["overload"], "fcfs", 20.0).run()
     # Slack that a row has saved makes a step longer, so that single intervals may exceed the target.

@@ -183,7 +183,7 @@ def run_accepted(
 
 
 @pytest.mark.parametrize("max_steps", [1, 16])
-def test_drafts_are_tried_where_plain_dispatches_have_one_step(max_steps: int) -> None:
+def test_drafts_are_tried_if_plain_dispatches_have_one_step(max_steps: int) -> None:
     """Programs of several plain steps have fewer rows than those with drafts on accelerators."""
     pacer = Pacer(StepTime(), K, 64)
     assert run_accepted(pacer, max_steps).count(K) > 400
@@ -198,7 +198,7 @@ def test_a_probe_that_could_not_be_planned_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("seed", mainly([0], 1, 2))
-def test_probes_go_on_though_other_steps_come_between(seed: int) -> None:
+def test_probes_continue_after_interleaved_steps(seed: int) -> None:
     """A probe may be the first dispatch after a prompt, whose time is not known."""
     simulation = Simulation(seed)
     simulation.run(Phase(64, 0.05, 30))

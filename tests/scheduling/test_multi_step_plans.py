@@ -13,7 +13,7 @@ def lengths(loop):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_rows_in_decode_go_on_until_the_last_ends(depth):
+def test_decoding_rows_continue_until_the_last_ends(depth):
     loop = Loop(make_scheduler(), depth, max_steps=4)
     loop.add(make_request("a", range(5), 7), make_request("b", range(3), 14)).drain()
     assert lengths(loop) == [1, 4, 4, 4, 1]
@@ -31,7 +31,7 @@ def test_one_step_at_a_time_while_someone_may_join():
     assert loop.step().num_steps == 2
 
 
-def test_several_steps_go_on_while_the_queue_finds_no_slot_and_end_with_the_first_row():
+def test_several_steps_run_while_no_slot_is_free_and_end_with_the_first_row():
     loop = Loop(make_scheduler(max_num_seqs=2), max_steps=4)
     loop.add(make_request("a", [0], 4), *(make_request(str(i), [i], 6) for i in range(1, 4))).drain()
     assert lengths(loop)[:3] == [1, 3, 1]  # "a" ends, and "2" takes its slot
@@ -95,7 +95,7 @@ def test_a_stop_that_the_device_missed_is_found_by_the_host():
     scheduler.check_integrity()
 
 
-def test_a_row_that_got_fewer_tokens_than_planned_goes_on_from_there():
+def test_a_row_with_fewer_tokens_than_planned_continues_from_there():
     """Some tokens are rejected, as those of a draft: plans behind them stay upper bounds."""
     scheduler, request = make_scheduler(page_size=2), make_request("a", [1], 20)
     scheduler.add(request)
@@ -141,7 +141,7 @@ def test_any_plan_may_be_made_beside_one_of_several_steps():
     scheduler.check_integrity()
 
 
-def test_an_abort_leaves_what_is_in_flight_to_be_dropped():
+def test_tokens_in_flight_of_an_aborted_request_are_dropped():
     loop = Loop(make_scheduler(), depth=1, max_steps=4).add(make_request("a", range(4), 9), make_request("b", [1], 9))
     loop.step()
     assert loop.step().num_steps == 4

@@ -44,7 +44,7 @@ class Clock:
         return lengths
 
 
-def test_several_steps_stay_where_they_are_faster():
+def test_several_steps_stay_if_they_are_faster():
     clock = Clock(Pacer(StepTime()), single_s=0.0019, multi_step_s=0.0015)
     trial = clock.run(TRIAL + TRIAL_OF_SEVERAL)
     several = [5] * (1 + STRETCH[SEVERAL])  # predicted by the time of single steps
@@ -53,7 +53,7 @@ def test_several_steps_stay_where_they_are_faster():
     assert clock.run(50).count(6) >= 50 - PROBE_OF_SINGLE
 
 
-def test_several_steps_go_where_they_are_slower():
+def test_several_steps_are_given_up_if_they_are_slower():
     clock = Clock(Pacer(StepTime()), single_s=0.002, multi_step_s=0.0025)
     assert clock.run(TRIAL + TRIAL_OF_SEVERAL).count(1) == TRIAL
     clock.run(FIRST_PROBES)
@@ -143,7 +143,7 @@ def test_an_end_seen_late_makes_no_dispatch_longer():
         assert num_steps * 0.001 <= 2 * DISPATCH_S
 
 
-def test_long_steps_go_one_by_one():
+def test_long_steps_are_dispatched_one_by_one():
     assert set(Clock(Pacer(StepTime()), 0.03, 0.01).run(60)) == {1}
 
 

@@ -39,7 +39,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_at_the_end():
     assert [bool(plan.admitted) for plan in plans] == [True, False, False]
 
 
-def test_decodes_go_on_while_a_long_prompt_is_computed():
+def test_decoding_continues_while_a_long_prompt_is_computed():
     loop = Loop(make_scheduler(max_num_batched_tokens=16), depth=1).add(make_request("a", range(4), 20))
     loop.step()
     loop.add(make_request("b", range(50, 90), 4), make_request("c", range(9), 40))
@@ -59,7 +59,7 @@ def in_decode(scheduler, num_rows, max_tokens=200):
     return loop
 
 
-def test_a_prompt_has_its_share_where_rows_in_decode_could_take_the_whole_budget():
+def test_prompts_keep_their_reserve_when_decoding_rows_could_take_the_budget():
     loop = in_decode(make_scheduler(64, 64, 16, 256), num_rows=63)
     long = make_request("long", [5] * 200, 4)
     loop.add(long)
@@ -73,7 +73,7 @@ def test_a_prompt_has_its_share_where_rows_in_decode_could_take_the_whole_budget
     assert max(num_new) - min(num_new) <= 1, "rows in decode take turns"
 
 
-def test_what_prompts_leave_of_their_share_goes_to_rows_in_decode():
+def test_unused_prompt_reserve_goes_to_decoding_rows():
     loop = in_decode(make_scheduler(64, 64, 16, 256), num_rows=63)
     loop.add(make_request("short", [5] * 3, 4))
     plan = loop.step()
@@ -117,7 +117,7 @@ def test_the_last_admitted_gives_way_and_finds_its_pages_again():
     assert num_computed(loop.plans) > num_before
 
 
-def test_a_preempted_request_waits_in_its_place_until_its_tokens_are_known():
+def test_a_preempted_request_keeps_its_position_until_its_tokens_are_known():
     loop = Loop(make_scheduler(page_size=1, num_pages=8), depth=1)
     old, young = make_request("old", [1, 1], 4), make_request("young", [2, 2], 6)
     loop.add(old, young)

@@ -68,14 +68,14 @@ def test_a_step_that_rows_in_decode_wait_for_has_no_more_of_a_long_prompt_than_a
     assert starts(steps.step())["long"][1] == 2048, "nobody waits for this step"
 
 
-def test_a_prompt_is_long_in_a_step_with_what_it_has_of_that_step():
+def test_a_prompt_is_long_by_its_remaining_tokens_in_that_step():
     steps = Steps(max_num_batched_tokens=64, max_num_seqs=8, long_threshold=100, long_chunk=16)
     steps.add(make_request("row", [1], 6)).step()
     steps.add(make_request("long", prompt(0, 110), 1))
     assert starts(steps.step())["long"] == (0, 16)
 
 
-def test_a_long_prompt_gets_what_others_leave():
+def test_a_long_prompt_gets_the_budget_that_others_leave():
     steps = Steps().add(make_request("long", prompt(0, 20_000), 1), make_request("short", prompt(1, 100), 1))
     assert starts(steps.step()) == {"long": (0, 1948), "short": (0, 100)}
 
@@ -99,7 +99,7 @@ def test_a_second_long_prompt_starts_as_soon_as_the_first_is_long_no_more():
     raise AssertionError("the second long prompt starves")
 
 
-def test_siblings_of_a_long_prompt_compute_it_once_and_hold_up_nobody():
+def test_siblings_of_a_long_prompt_compute_it_once_and_delay_nobody():
     steps = Steps(max_num_batched_tokens=256)
     steps.add(*(make_request(f"a-{i}", prompt(0, 2001), 2) for i in range(64)), make_request("b", prompt(1, 50), 2))
     assert steps.until("b") == 1
@@ -123,7 +123,7 @@ def test_after_a_reset_nobody_waits_for_a_prompt_that_will_not_be_found():
     assert starts(steps.step())["short"] == (0, 48)
 
 
-def test_beside_as_many_unfinished_prompts_as_may_be_only_what_fits_the_step_starts():
+def test_at_the_limit_of_unfinished_prompts_only_requests_that_fit_the_step_start():
     steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, max_unfinished=1)
     steps.add(make_request("long", prompt(0, 400), 1), make_request("too long", prompt(1, 50), 1))
     steps.add(make_request("short", prompt(2, 20), 1))
@@ -149,7 +149,7 @@ def test_a_prompt_that_is_mostly_cached_is_not_long():
     [({}, 8000), ({}, 6000), ({"max_num_batched_tokens": 256, "long_threshold": 3000}, 2500)],
     ids=["all of it", "long", "short"],
 )
-def test_behind_any_number_of_requests_that_begin_as_a_long_prompt_a_short_one_starts(num_siblings, sizes, num_tokens):
+def test_a_short_request_overtakes_any_number_that_share_a_long_prompts_prefix(num_siblings, sizes, num_tokens):
     steps = Steps(**sizes)
     common = prompt(0, 8000)
     steps.add(make_request("first", common, 2)).step()
@@ -165,7 +165,7 @@ def test_behind_any_number_of_requests_that_begin_as_a_long_prompt_a_short_one_s
 
 
 @pytest.mark.parametrize("how", ["end", "preemption", "reset"])
-def test_who_waits_for_a_prompt_goes_on_without_it(how):
+def test_a_request_waiting_for_a_prompt_continues_without_it(how):
     steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, max_long=2, long_threshold=100, long_chunk=16)
     steps.add(make_request("first", prompt(0, 300), 1), make_request("second", prompt(0, 300), 1)).step()
     assert "second" not in starts(steps.step())
@@ -193,7 +193,7 @@ def test_who_waits_for_a_long_prompt_waits_for_no_other_one():
     assert [r.request_id for plan in steps.plans for r in plan.admitted][-1] == "last"
 
 
-def test_who_is_asked_again_keeps_its_place():
+def test_a_skipped_request_keeps_its_position():
     steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, max_long=2, long_threshold=100, long_chunk=16)
     steps.add(make_request("first", prompt(0, 300), 1), make_request("early", prompt(0, 300), 1)).step()
     steps.add(*(make_request(f"late {i}", prompt(1 + i, 64), 1) for i in range(40)))
@@ -205,20 +205,20 @@ def test_who_is_asked_again_keeps_its_place():
     assert admitted[1 : 1 + num_late] == [f"late {i}" for i in range(num_late)]
 
 
-def test_behind_any_number_of_long_prompts_a_short_one_starts():
+def test_a_short_request_overtakes_any_number_of_long_prompts():
     steps = Steps().add(*(make_request(f"long {i}", prompt(i, 9000), 1) for i in range(1000)))
     steps.add(make_request("short", prompt(1000, 10), 1))
     assert steps.until("short") <= 2
 
 
-def test_behind_any_number_of_prompts_that_the_rest_of_a_step_does_not_hold_a_shorter_one_starts():
+def test_a_shorter_request_overtakes_any_number_that_do_not_fit_the_step():
     steps = Steps(max_unfinished=1, num_pages=100_000).add(make_request("long", prompt(0, 100_000), 1))
     steps.add(*(make_request(f"middle {i}", prompt(i, 1100), 1) for i in range(1, 200)))
     steps.add(make_request("short", prompt(1000, 10), 1))
     assert steps.until("short") <= 50
 
 
-def test_those_that_are_asked_for_every_plan_leave_looks_for_others():
+def test_requests_looked_up_in_every_plan_leave_lookups_for_others():
     steps = Steps(max_unfinished=1, max_lookups=4).add(make_request("long", prompt(0, 100_000), 1))
     steps.add(*(make_request(f"middle {i}", prompt(i, 1100), 1) for i in range(1, 11)))
     steps.add(make_request("short", prompt(1000, 10), 1))
@@ -252,7 +252,7 @@ def test_one_long_prompt_is_hashed_in_vain_per_step():
 # Pages
 
 
-def test_a_prefill_that_lacks_pages_takes_what_there_is_and_waits_for_rows_in_decode():
+def test_a_prefill_short_of_pages_takes_the_free_ones_and_waits_for_decoding_rows():
     loop = Loop(make_scheduler(max_num_seqs=4, max_num_batched_tokens=16, page_size=4, num_pages=16))
     row, long = make_request("row", [1] * 18, 11), make_request("long", [2] * 50, 4)
     loop.add(row).step()
@@ -312,7 +312,7 @@ def test_nobody_starts_while_a_running_prompt_lacks_pages():
 # What replicas say of a request
 
 
-def test_beside_a_long_prompt_there_is_room_for_short_ones():
+def test_short_prompts_start_alongside_a_long_one():
     steps = Steps().add(make_request("long", prompt(0, 20_000), 1))
     steps.step()
     short, long = make_request("short", prompt(1, 100), 1), make_request("another", prompt(2, 20_000), 1)

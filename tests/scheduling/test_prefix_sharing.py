@@ -59,7 +59,7 @@ def test_siblings_of_a_prompt_in_chunks_compute_it_once(depth):
 
 
 @pytest.mark.parametrize("num_prompt", [3, 6])
-def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them(num_prompt):
+def test_reset_forgets_cached_prefixes_and_their_extensions(num_prompt):
     loop = Loop(make_scheduler(), depth=1)
     running = make_request("a", range(num_prompt), 20)
     loop.add(running)
@@ -131,7 +131,7 @@ def test_pages_that_appended_tokens_fill_are_found():
 
 
 @pytest.mark.parametrize("prompt_len", [15, 16, 17, 18, 20, 21, 32, 33, 34])
-def test_prompts_in_chunks_leave_a_snapshot_behind_their_last_page(prompt_len):
+def test_chunked_prompts_leave_a_snapshot_after_their_last_page(prompt_len):
     """The last chunk may begin behind that page."""
     loop = Loop(make_scheduler(max_num_batched_tokens=16, page_size=4, num_snapshots=2))
     again = make_request("again", range(prompt_len), 2)

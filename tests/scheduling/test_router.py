@@ -136,7 +136,7 @@ def test_a_queue_is_assigned_in_its_order(data: st.DataObject, num_replicas: int
     assert len(seen) == num_jobs or router.choose(NO_PREFIX, only_open=True) is None
 
 
-def test_siblings_go_together_until_the_load_exceeds_what_they_save() -> None:
+def test_siblings_stay_together_until_load_exceeds_the_saved_tokens() -> None:
     router = new_router(0, 0)
     prefix, counts, loads = prefix_of(*range(32)), [0, 0], [0, 0]
     for _ in range(200):
@@ -152,7 +152,7 @@ def test_siblings_go_together_until_the_load_exceeds_what_they_save() -> None:
     assert abs(counts[0] - counts[1]) <= first
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_prefixes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_PREFIXES", 100)
     router = new_router(*[0] * 20)
     for index in range(50):

@@ -30,7 +30,7 @@ def logprobs_of_steps():
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_logprobs_of_several_steps_are_those_of_each(num_tokens):
+def test_multi_step_logprobs_equal_those_of_each_step(num_tokens):
     params, steps = SamplingParams(logprobs=2), logprobs_of_steps()
     together = group_of(params)
     together.append(0, TOKENS[:num_tokens], None, 0.0, steps, ROW * NUM_STEPS)

@@ -60,7 +60,7 @@ def loop_of(scheduler: Scheduler, *args: int, **kwargs: bool) -> Loop:
     may_split=st.booleans(),
 )
 @settings(max_examples=examples(30), deadline=None)
-def test_outputs_are_those_of_each_request_alone(
+def test_sharded_outputs_equal_those_of_each_request_alone(
     requests, arrivals, aborted, num_shards, seqs, budget, num_pages, depth, max_steps, may_split
 ):
     scheduler = make(num_shards, seqs, budget, num_pages)
@@ -87,7 +87,7 @@ def test_outputs_are_those_of_each_request_alone(
         assert plan.num_even_tokens == num_shards * max(num_tokens), "each shard has as much of the token axis"
 
 
-def test_requests_go_where_the_least_is_to_do_and_to_their_prefixes():
+def test_requests_go_to_the_least_loaded_shard_or_their_prefix():
     scheduler = make(num_shards=4, seqs=4, budget=64, num_pages=20)
     loop = loop_of(scheduler)
     loop.add(*(make_request(str(index), [index % 5] * 8, 12) for index in range(8)))
@@ -102,7 +102,7 @@ def test_requests_go_where_the_least_is_to_do_and_to_their_prefixes():
     assert loop.plans[-1].num_cached_tokens == 20
 
 
-def test_each_of_several_prefixes_that_come_at_once_is_computed_once():
+def test_simultaneous_prefixes_are_each_computed_once():
     scheduler = make(num_shards=2, seqs=4, budget=64, num_pages=40)
     loop = loop_of(scheduler)
     prefixes = [[4, 3, 2, 1] * 5, [0, 1, 0, 2] * 5]
@@ -158,7 +158,7 @@ def running_of(scheduler: Scheduler) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("has_prefix", [False, True])
-def test_higher_classes_come_first_on_whichever_shard_there_is_room(has_prefix):
+def test_higher_classes_come_first_on_any_shard_with_capacity(has_prefix):
     scheduler = make(num_shards=2, seqs=1, budget=64, num_pages=20)
     loop = loop_of(scheduler)
     prefix = [0] * 20
@@ -192,7 +192,7 @@ def test_lower_classes_give_way_on_whichever_shard_they_run(comes_first):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_row_at_its_end_shortens_plans_only_where_something_waits_for_its_shard(depth):
+def test_a_row_near_its_end_shortens_plans_only_if_its_shard_has_waiting_requests(depth):
     def num_steps(*late: Request) -> list[int]:
         scheduler = make(num_shards=2, seqs=1, budget=16, num_pages=40)
         loop = loop_of(scheduler, depth, max_steps=8)

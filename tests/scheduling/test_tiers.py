@@ -253,7 +253,7 @@ def flood(tiers):
         tiers.run(f"flood {index}", [90 + index] * 40)
 
 
-def test_what_was_evicted_is_loaded_again():
+def test_evicted_pages_are_loaded_again():
     tiers = new_tiers()
     tiers.run("first", range(30))
     flood(tiers)
@@ -270,7 +270,7 @@ def test_what_was_evicted_is_loaded_again():
     tiers.replay()
 
 
-def test_others_go_on_while_a_request_loads():
+def test_other_requests_continue_while_one_loads():
     tiers = new_tiers(num_pages=24)
     tiers.run("first", range(30))
     for index in range(6):
@@ -284,7 +284,7 @@ def test_others_go_on_while_a_request_loads():
     tiers.drain()
 
 
-def test_what_fails_to_load_is_computed():
+def test_pages_that_fail_to_load_are_computed():
     tiers = new_tiers()
     tiers.run("first", range(30))
     flood(tiers)
@@ -324,7 +324,7 @@ def test_two_requests_wait_for_one_load():
     assert twins[1].num_cached_tokens == 28
 
 
-def test_what_a_request_loaded_that_has_ended_is_cached():
+def test_pages_loaded_for_an_ended_request_are_cached():
     tiers = new_tiers()
     tiers.run("first", range(30))
     flood(tiers)
@@ -372,7 +372,7 @@ def test_swapped_requests_compute_again_no_more_than_was_in_flight(depth, page_s
     tiers.replay()
 
 
-def test_without_a_tier_preempted_requests_compute_again_what_was_evicted():
+def test_without_a_tier_preempted_requests_recompute_evicted_pages():
     loop = Loop(make_scheduler(4, 64, 4, 16, 64))
     requests = [make_request(str(i), [10 + i] * 6, 30) for i in range(8)]
     loop.add(*requests).drain()

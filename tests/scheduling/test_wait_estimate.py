@@ -114,7 +114,7 @@ def test_half_of_all_estimates_are_right_within_30_percent(slots: int, pages: in
     assert statistics.median(errors) < 0.3
 
 
-def test_a_free_engine_starts_at_once() -> None:
+def test_an_idle_engine_starts_requests_immediately() -> None:
     wait = estimate_wait(RATES, SIZES, [], [], Work(40.0, 1.0))
     assert wait == (0.0, pytest.approx(RATES.step_s(40, 0)))
     long = estimate_wait(RATES, SIZES, [], [], Work(640.0, 1.0))
@@ -163,7 +163,7 @@ def test_short_prompts_pass_long_ones_that_wait() -> None:
     assert estimate_wait(RATES, SIZES, running, waiting, Work(500.0, 1.0)).start_s > 0.5
 
 
-def test_what_is_ahead_only_adds_to_a_wait() -> None:
+def test_requests_ahead_only_lengthen_a_wait() -> None:
     rng = random.Random(1)
     running = [Work(1.0, rng.uniform(1, 99), rng.uniform(1, 99)) for _ in range(4)]
     waiting = [Work(rng.uniform(1, 60), rng.uniform(1, 99)) for _ in range(400)]

@@ -70,7 +70,7 @@ class Scripted:
         (["no/such", "--workloads", "mixed"], "workload must be one of ["),
     ],
 )
-def test_what_cannot_be_measured_is_said_in_a_line(
+def test_failed_measurements_are_reported_in_one_line(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench_baselines.signal, "signal", lambda *_: None)
@@ -100,7 +100,7 @@ def test_engines_take_turns_on_the_same_prompts(start: Start, tmp_path: Path) ->
     ]
 
 
-def test_draws_share_nothing_but_the_prefix_within_one() -> None:
+def test_only_prompts_of_one_draw_share_a_prefix() -> None:
     workload = load_workload("shared-prefix-64")
     one, other = (rounds.draw_prompts(workload, 8192, draw) for draw in ("round 0", "round 1"))
     assert len({tuple(prompt[:512]) for prompt in one}) == 1
@@ -131,7 +131,7 @@ def test_ids_are_compared_with_transformers_wherever_its_turn_is() -> None:
     assert shares == {"jaxserve": (1.0, 1.5), "odd": (0.0, 1.5), "transformers": (1.0, 1.5)}
 
 
-def test_what_an_engine_wants_preloaded_is_if_it_is_there(tmp_path: Path) -> None:
+def test_existing_preload_libraries_are_preloaded(tmp_path: Path) -> None:
     spec, python = ENGINES["vllm"], str(tmp_path / "bin/python")
     assert "libiomp5" not in worker_environment(spec, python).get("LD_PRELOAD", "")
     (tmp_path / "lib").mkdir()
@@ -162,7 +162,7 @@ def test_a_rate_that_time_denies_is_no_figure() -> None:
         ("cuts", "must have the length", True),
     ],
 )
-def test_a_bad_engine_is_reported_and_the_others_go_on(start: Start, mood: str, reason: str, lives: bool) -> None:
+def test_a_bad_engine_is_reported_and_the_others_continue(start: Start, mood: str, reason: str, lives: bool) -> None:
     race = contest({"jaxserve": start("jaxserve"), "bad": start("bad", mood), "good": start("good")})
     for workload in (SHORT, FOUR):
         race.run(workload, num_rounds=2)
@@ -224,7 +224,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_what_others_use_is_noise_and_what_we_use_is_not() -> None:
+def test_only_other_processes_time_counts_as_noise() -> None:
     before, after = CpuTimes(1000, 400, 300), CpuTimes(1200, 550, 400)
     assert after.noise_share(since=before) == 0.25
     assert after.cores_used(since=before) == 0.5 * (os.cpu_count() or 1)

@@ -28,7 +28,7 @@ def test_a_shorter_training_does_not_replace_the_embedded_model(
     assert "--out" in capsys.readouterr().err
 
 
-def test_a_limit_without_room_for_a_line_is_refused(
+def test_a_limit_below_one_line_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import eval_bpb

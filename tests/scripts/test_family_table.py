@@ -42,7 +42,7 @@ def run(tmp_path):
     return run
 
 
-def test_cells_are_those_of_the_results(run):
+def test_table_cells_equal_the_results(run):
     none = family_table.NOT_TESTED
     lines = run(CASES)
     assert lines.keys() == FAMILIES.keys()
@@ -56,7 +56,7 @@ def test_cells_are_those_of_the_results(run):
     assert lines == {name: expected.get(name, [none] * 4) for name in FAMILIES}
 
 
-def test_new_results_replace_those_of_the_same_architecture(run):
+def test_new_results_replace_old_ones_of_the_same_architecture(run):
     run(CASES)
     again = '<testcase classname="tests.models.test_parity" name="test_random_configs_match_transformers[{}-0]"/>'
     lines = run(again.format("gpt_neox"))

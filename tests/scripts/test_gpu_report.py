@@ -112,7 +112,7 @@ else:
 """
 
 
-def test_goes_on_after_failures_until_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continues_after_failures_until_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = FAKE_WORKER.replace("MACHINE", repr(MACHINE))
     monkeypatch.setattr(driver, "WORKER", (sys.executable, "-c", worker))
     monkeypatch.setattr(driver, "GRACE_S", 0.5)
@@ -130,7 +130,7 @@ def test_goes_on_after_failures_until_the_time_is_up(tmp_path: Path, monkeypatch
     assert document.measured("peak_rates", "peak_rates") == ["good"]
 
 
-def test_what_another_machine_has_measured_is_dropped(tmp_path: Path) -> None:
+def test_measurements_of_another_machine_are_dropped(tmp_path: Path) -> None:
     document = Document(tmp_path / "report.json", "gpu", dry_run=False)
     for machine, left in ((MACHINE, {"a", "b"}), (MACHINE, {"a", "b"}), (MACHINE | {"driver": "2"}, {"b"})):
         document.begin("peak_rates", "peak_rates", machine)
@@ -170,7 +170,7 @@ def test_prefills_have_contexts_no_shorter_than_their_chunks() -> None:
     assert all(context >= chunk for chunk, context in prefills)
 
 
-def test_share_of_time_that_spans_cover() -> None:
+def test_fraction_of_time_that_spans_cover() -> None:
     assert _covered([Span(0, 4), Span(1, 2), Span(3, 5), Span(7, 10)]) == pytest.approx(0.8)
     assert _covered([Span(0, 4)]) == 1
 

@@ -109,7 +109,7 @@ def test_tables_of_sizes_are_written(dry_run: tuple[Document, Path, str], tmp_pa
     assert list(read_entries(tmp_path / "none.json")) == expected
 
 
-def test_what_is_measured_next_has_the_memory_for_itself() -> None:
+def test_each_measurement_has_the_memory_for_itself() -> None:
     class Itself:
         def __init__(self) -> None:
             self.itself = self

@@ -59,7 +59,7 @@ def target(cycles: Sequence[NDArray[np.int32]], tmp_path_factory: pytest.TempPat
 
 @pytest.mark.full  # tests/e2e/test_embedded_heads.py has trained heads by default
 @pytest.mark.parametrize("kind", KINDS)
-def test_trained_heads_draft_what_the_model_goes_on_with(
+def test_trained_heads_draft_the_models_continuation(
     cycles: Sequence[NDArray[np.int32]], target: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from train_medusa import shipped_heads
@@ -89,7 +89,7 @@ def test_trained_heads_draft_what_the_model_goes_on_with(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_hold_the_tensors_and_what_the_layer_is(target: Path, kind: str, tmp_path: Path) -> None:
+def test_files_hold_the_tensors_and_the_layer_config(target: Path, kind: str, tmp_path: Path) -> None:
     from train_medusa import shipped_heads
     from training import heads as files
     from training.dense_model import load_model
@@ -113,7 +113,7 @@ def test_files_hold_the_tensors_and_what_the_layer_is(target: Path, kind: str, t
     jax.tree.map(np.testing.assert_array_equal, params, heads.params(tensors))
 
 
-def test_steps_of_a_layer_are_those_of_drafting(tmp_path: Path) -> None:
+def test_training_steps_of_a_layer_equal_drafting(tmp_path: Path) -> None:
     """The layer as torch defines it drafts what training has it predict where the text is what it drafted."""
     from training.dense_model import load_model
     from training.heads import Eagle3Layer

@@ -335,7 +335,7 @@ def test_samples_count_as_open_requests_one_by_one(engine: Engine) -> None:
         assert not server.app.service.admission.num_open
 
 
-def test_a_timeout_beyond_all_numbers_is_none(engine: Engine) -> None:
+def test_a_timeout_beyond_floats_means_no_timeout(engine: Engine) -> None:
     with running(engine) as server:
         content = b'{"prompt": "a", "max_tokens": 2, "timeout": 1' + 400 * b"0" + b"}"
         assert server.client.post("/v1/completions", content=content).status_code == 200

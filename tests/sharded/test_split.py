@@ -63,7 +63,7 @@ class Device:
         return {"bytes_in_use": self.bytes_in_use, "bytes_limit": self.bytes_limit}
 
 
-def test_pages_are_as_many_as_fit_on_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_count_fits_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     arch = registry.from_hf_config(hf_dict("llama", num_attention_heads=8, num_key_value_heads=4))
 

@@ -142,7 +142,7 @@ def test_each_device_has_its_part_in_the_form_of_the_whole(
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if "int8" in form])
-def test_blocks_that_would_be_cut_are_those_of_the_parts(tmp_path: Path, form: str) -> None:
+def test_shards_keep_scale_blocks_whole(tmp_path: Path, form: str) -> None:
     """Blocks have 64 of 1152 columns, but 72 of the 288 columns that each of four devices has."""
     arch, specs = build(tmp_path, intermediate_size=1152)
     whole, split = weights.dummy(specs, SEED, jnp.float32), load(tmp_path, specs, 4, **FORMS[form])
