@@ -135,7 +135,7 @@ class HeadVectors(KVForm):
 
 @dataclass(frozen=True)
 class MixedHeads(HeadVectors):
-    """Larger heads of a model whose layers have heads of two sizes, for which its pool is made.
+    """Larger heads of a model whose layers have heads of two sizes; its pool is made for them.
 
     Attributes:
         smaller: heads of the other layers.
@@ -182,7 +182,7 @@ class PartOfPages(HeadVectors):
         return pool.reshape(kv_pages.shape)
 
     def step_rows(self, backend: str, rows: RaggedRows) -> RaggedRows:
-        """Return the rows with a gathered page table, which each layer changes to that of its parts."""
+        """Return the rows with a gathered page table, from which each layer computes its page ids."""
         return rows.with_gathered_table()
 
     def attend(

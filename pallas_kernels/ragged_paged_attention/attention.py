@@ -34,8 +34,8 @@ def ragged_paged_attention(
 ) -> tuple[Float[Array, "T Q V"], Pages]:
     """Write the new vectors to the pages of their rows, then attend; return the output and the updated pool.
 
-    All new vectors are written before any row attends, so a row sees what another row of the same call writes to a page
-    that both have. Scores and softmax are float32 whatever the dtypes.
+    All new vectors are written before any row attends: a row sees new vectors of another row in a shared page. Scores
+    and softmax are float32 whatever the dtypes.
 
     Args:
       inputs: tokens of the step and their rows.
@@ -43,8 +43,8 @@ def ragged_paged_attention(
       layer: layer of the pool to use; an int or a traced scalar.
       options: static options.
       num_parts: number of pages of these heads in each page of a pool of floats that was made for larger heads. The
-        page table then has numbers of the smaller pages: page n of the pool is those from `n * num_parts` on. None for
-        a pool made for these heads.
+        page table then counts the smaller pages: page n of the pool has the pages from `n * num_parts` on. None for a
+        pool made for these heads.
       backend: "auto" or a name in `BACKENDS`.
 
     Raises:

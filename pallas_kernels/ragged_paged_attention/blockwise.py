@@ -56,7 +56,7 @@ class LayerPages:
         return self._gather(ids), self._gather(ids + 1)
 
     def _gather(self, ids: Int32[Array, "B K b"]) -> Float32[Array, "B K S H"]:
-        """Return matrices by their index among all layers, pages and heads, those of a row in one."""
+        """Return matrices by their index among all layers, pages and heads, joined along the tokens."""
         token_axis = values_of(self.kv_pages).ndim - 2
 
         def gather(pages: Shaped[Array, "L N *rest"]) -> Shaped[Array, "B K S *H"]:
@@ -125,7 +125,7 @@ class Softmax(NamedTuple):
         return Softmax(*(lax.dynamic_slice_in_dim(x, start, num_queries, 3) for x in self))
 
     def with_queries(self, start: Int32[Array, ""], state: Softmax) -> Softmax:
-        """Return the state with that of the queries from `start` on replaced."""
+        """Return this state with the queries from `start` on replaced by `state`."""
         pairs = zip(self, state, strict=True)
         return Softmax(*(lax.dynamic_update_slice_in_dim(x, new, start, 3) for x, new in pairs))
 

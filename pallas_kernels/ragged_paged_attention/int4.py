@@ -1,12 +1,12 @@
-"""Vectors of int4 pools: rotated by a Hadamard matrix, then rounded to 16 steps between two bounds per group.
+"""Vectors in int4 pools: rotated by a Hadamard matrix, then rounded to 16 levels between two bounds per group.
 
-A stored vector is a run of bytes, group after group. A group of G elements has G / 2 bytes, of which byte i holds
-element i in its low and element i + G / 2 in its high half, and 4 bytes of two bfloat16: the size of a step and the
-least element. It stands for `least + step * element`. With groups of 64 that is 36 bytes for 64 elements. As in other
-quantised pools, stored vectors never change, and they are the same however a prompt is cut into chunks.
+A stored vector is a run of bytes, group after group. A group of G elements has G / 2 bytes: byte i holds element i in
+its low half and element i + G / 2 in its high half. 4 further bytes hold the step and the minimum, both in bfloat16.
+An element stands for `minimum + step * element`. So a group of 64 elements takes 36 bytes. As in other quantised pools,
+stored vectors never change, and they are the same however a prompt is cut into chunks.
 
-The rotation spreads what stands out in a few channels, as it often does in keys, over all of them (QuaRot, Ashkboos et
-al., 2024). Scores are the same if queries are rotated too, and outputs are rotated back. All of it is sums and powers
+The rotation spreads outliers in a few channels, which keys often have, over all channels (QuaRot, Ashkboos et al.,
+2024). Scores are the same if queries are rotated too, and outputs are rotated back. Rotations take only sums and powers
 of two, so that every backend computes the same bits.
 """
 
@@ -17,19 +17,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float32, UInt8, UInt32
 
-GROUP = 64  # elements of a group; heads of any other size than a multiple of it are one group
-MAX_HEAD_DIM = 2 * GROUP  # largest head of any other size, so that the bytes of a vector tell its size
-STEPS = 15  # steps from the least to the largest element
-NUMBERS = 4  # bytes of a group's step and least element
+GROUP = 64  # elements per group; a head is one group if its size is not a multiple
+MAX_HEAD_DIM = 2 * GROUP  # maximum size of a head that is one group, so that the number of bytes determines it
+STEPS = 15  # steps from the minimum to the maximum
+NUMBERS = 4  # bytes for the step and minimum of a group
 
 
 def group_size(head_dim: int) -> int:
-    """Return the elements of a group."""
     return head_dim if head_dim % GROUP else GROUP
 
 
 def stored_bytes(head_dim: int) -> int:
-    """Return the bytes of a stored vector."""
     return head_dim // 2 + head_dim // group_size(head_dim) * NUMBERS
 
 
@@ -40,21 +38,21 @@ def vector_size(num_bytes: int) -> int:
 
 
 def failure(head_dim: int) -> str | None:
-    """Return the reason why vectors of this size cannot be stored, or None if they can."""
+    """Return the reason why heads of this size are not supported, or None if they are."""
     if head_dim % 2 == 0 and (head_dim % GROUP == 0 or head_dim <= MAX_HEAD_DIM):
         return None
     return f"head_dim must be even, and above {MAX_HEAD_DIM} a multiple of {GROUP}, in a pool of int4, not {head_dim}"
 
 
 def block_size(head_dim: int) -> int:
-    """Return the elements that are rotated together: the largest power of two that divides a head."""
+    """Return the number of elements rotated together: the largest power of two that divides the head size."""
     return head_dim & -head_dim
 
 
 def rotate(x: Float[Array, "*vectors H"]) -> Float32[Array, "*vectors H"]:
-    """Multiply each block of a vector by the Hadamard matrix of ones and minus ones, of Sylvester's order.
+    """Multiply each block of a vector by the Hadamard matrix of ones and minus ones, in Sylvester's order.
 
-    Twice, it multiplies by the size of a block.
+    Two rotations multiply a vector by the block size.
     """
     shape, x = x.shape, x.astype(jnp.float32)
     half = 1
@@ -67,39 +65,39 @@ def rotate(x: Float[Array, "*vectors H"]) -> Float32[Array, "*vectors H"]:
 
 
 def pack(x: Float32[Array, "*vectors H"]) -> UInt8[Array, "*vectors bytes"]:
-    """Return rotated vectors as they are stored; those that are not finite stand for NaN."""
+    """Return the stored bytes of rotated vectors; a group with an infinity or NaN decodes to NaN."""
     size = group_size(x.shape[-1])
     groups = x.reshape(*x.shape[:-1], -1, size)
     # A conversion to bfloat16 and back would be left out by XLA.
-    least = lax.reduce_precision(jnp.min(groups, axis=-1), 8, 7)
-    step = (jnp.max(groups, axis=-1) - least) * np.float32(1 / STEPS)
+    minimum = lax.reduce_precision(jnp.min(groups, axis=-1), 8, 7)
+    step = (jnp.max(groups, axis=-1) - minimum) * np.float32(1 / STEPS)
     step = lax.reduce_precision(jnp.maximum(step, np.finfo(np.float32).tiny), 8, 7)
     # The maximum of many vectors ignores NaN on XLA:CPU.
     step = jnp.where(jnp.all(jnp.isfinite(groups), axis=-1), step, jnp.nan)
-    elements = jnp.clip(jnp.round((groups - least[..., None]) * (1 / step)[..., None]), 0, STEPS).astype(jnp.uint8)
+    elements = jnp.clip(jnp.round((groups - minimum[..., None]) * (1 / step)[..., None]), 0, STEPS).astype(jnp.uint8)
     low, high = jnp.split(elements, 2, axis=-1)
-    packed = jnp.concatenate([low | high << 4, _to_bytes(step), _to_bytes(least)], axis=-1)
+    packed = jnp.concatenate([low | high << 4, _to_bytes(step), _to_bytes(minimum)], axis=-1)
     return packed.reshape(*x.shape[:-1], -1)
 
 
 def unpack(packed: UInt8[Array, "*vectors bytes"]) -> Float32[Array, "*vectors H"]:
-    """Return the rotated vectors that are stored."""
+    """Return rotated vectors from their stored bytes."""
     head_dim = vector_size(packed.shape[-1])
     half = group_size(head_dim) // 2
     groups = packed.reshape(*packed.shape[:-1], -1, half + NUMBERS)
-    step, least = (_to_float(groups[..., half + at : half + at + 2]) for at in (0, 2))
+    step, minimum = (_to_float(groups[..., half + at : half + at + 2]) for at in (0, 2))
     bytes_ = groups[..., :half]
     elements = jnp.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1).astype(jnp.float32)
-    return (elements * step + least).reshape(*packed.shape[:-1], head_dim)
+    return (elements * step + minimum).reshape(*packed.shape[:-1], head_dim)
 
 
 def _to_bytes(x: Float32[Array, "*groups"]) -> UInt8[Array, "*groups 2"]:
-    """Return the two bytes of bfloat16 numbers, the lower first."""
+    """Return the two bytes of each bfloat16 number, the lower byte first."""
     words: UInt32[Array, "*groups"] = lax.bitcast_convert_type(x, jnp.uint32)
     return jnp.stack([words >> 16 & 0xFF, words >> 24], axis=-1).astype(jnp.uint8)
 
 
 def _to_float(pair: UInt8[Array, "*groups 2"]) -> Float32[Array, "*groups 1"]:
-    """Invert `_to_bytes`, with an axis of the elements of a group."""
+    """Invert `_to_bytes`; the last axis has size one."""
     low, high = jnp.split(pair.astype(jnp.uint32), 2, axis=-1)
     return lax.bitcast_convert_type(low << 16 | high << 24, jnp.float32)

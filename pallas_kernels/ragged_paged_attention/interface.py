@@ -24,7 +24,7 @@ class AttentionOptions:
         scale: factor on the scores, usually `H ** -0.5`.
         window: number of tokens that a query sees: at position p the keys in `(p - window, p]`; None for all up to p.
         soft_cap: bound of the scores, which become `soft_cap * tanh(scores / soft_cap)`; None for none.
-        rank: for latents, the size of the value with which each begins; None for keys and values of heads.
+        rank: size of the value with which a latent begins; None for keys and values of heads.
         max_queries: maximum number of new tokens of a row that attends: longer rows are only written, and their outputs
             are undefined. None for no maximum. Only for latents, and backends that expand them.
 

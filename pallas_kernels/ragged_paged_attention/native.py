@@ -1,7 +1,7 @@
 """Ragged paged attention in C++, a custom call of XLA: serves CPUs if its library could be built.
 
-The pool is that of `xla`, with transposed pages of keys (`layout.TransposedKeys`). Of latents, the kernel transposes a
-block of tokens once for all query heads of a tile, which then read them as keys. See `pallas_kernels/native`.
+The pool is head-major with transposed pages of keys (`layout.TransposedKeys`). Latents are transposed by the kernel, a
+block of tokens once for all query heads of a tile. See `pallas_kernels/native`.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def to_canonical(backend: str, kv_pages: Pages, kind: KVKind) -> Pages:
 
 
 def from_canonical(backend: str, kv_pages: Pages) -> Pages:
-    """Convert the pool, or any pages of it `[L, N, ...]`, from the canonical layout to that of a named backend."""
+    """Convert the pool, or any pages of it `[L, N, ...]`, from the canonical layout to a named backend's."""
     return backend_named(backend).layout(values_of(kv_pages).shape[3:]).from_canonical(kv_pages)
 
 

@@ -1,4 +1,4 @@
-"""Quantised pools: int8 and fp8 (e4m3), with one scale per token and head; int4, whose vectors hold their scales."""
+"""Quantised pools: int8 and fp8 (e4m3) with one scale per vector, and int4 with scales inside each vector."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from jaxtyping import Array, BFloat16, Float, Float32, Shaped
 
 INT4 = jnp.dtype("int4")
 SCALE_DTYPE = jnp.dtype("bfloat16")
-_PACKED = jnp.dtype("uint8")  # dtype of the arrays that hold the bytes of an int4 pool
+_PACKED = jnp.dtype("uint8")  # array dtype of int4 pools
 
 QUANTIZED_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""Quantised value of the largest element of a vector, by the dtype of a pool that has an array of scales."""
+"""Quantised value of a vector's largest element, for each dtype whose pools have an array of scales."""
 QUANTIZED = (*QUANTIZED_MAX, INT4.name)
 """Dtypes of quantised pools."""
 
 
 class QuantizedPages(NamedTuple):
-    """Quantised pool, which stands for `values * scales`.
+    """Quantised pool: `values * scales`.
 
-    A scale belongs to one token and one head of a page, so stored keys and values never change: they are the same
-    however a prompt is cut into chunks. With one scale per page they would not be, since growing pages are rescaled.
+    Each key and value has a scale, so stored vectors never change: they are the same however a prompt is cut into
+    chunks. With one scale per page they would not be, since growing pages are rescaled.
     """
 
     values: Shaped[Array, "..."]
     """Elements in int8 or float8_e4m3fn, in the backend's layout."""
     scales: BFloat16[Array, "..."]
-    """Scales in a layout of the backend's own; `[L, N, P, 2K]` in the canonical one."""
+    """Scales in the backend's layout; canonically `[L, N, P, 2K]`, or `[L, N, P]` for latents."""
 
 
 Pages = Shaped[Array, "..."] | QuantizedPages
@@ -42,17 +42,16 @@ def has_scales(dtype: jnp.dtype) -> bool:
 
 
 def array_dtype(kv_dtype: jnp.dtype) -> jnp.dtype:
-    """Return the dtype of the array of a pool."""
     return _PACKED if kv_dtype == INT4 else kv_dtype
 
 
 def pool_dtype(kv_pages: Pages) -> jnp.dtype:
-    """Return the dtype of a pool, which is int4 if its array holds bytes."""
+    """Return the dtype of a pool: int4 if its array has the dtype of bytes."""
     return INT4 if (dtype := values_of(kv_pages).dtype) == _PACKED else dtype
 
 
 def stored_size(head_dim: int, kv_dtype: jnp.dtype) -> int:
-    """Return the elements that the array of a pool has for a vector."""
+    """Return the number of array elements per stored vector."""
     return int4.stored_bytes(head_dim) if kv_dtype == INT4 else head_dim
 
 
@@ -62,14 +61,14 @@ def values_of(kv_pages: Pages) -> Shaped[Array, "..."]:
 
 
 def encode(x: Float[Array, "*vectors H"], kv_dtype: jnp.dtype) -> Pages:
-    """Return vectors as a pool stores them: cast to its dtype, packed, or quantised with scales `[*vectors]`."""
+    """Return vectors as a pool stores them: cast, packed, or quantised with scales `[*vectors]`."""
     if has_scales(kv_dtype):
         return QuantizedPages(*quantize(x, kv_dtype))
     return int4.pack(int4.rotate(x)) if kv_dtype == INT4 else x.astype(kv_dtype)
 
 
 def decode(stored: Pages) -> Float32[Array, "*vectors H"]:
-    """Return the vectors that some elements of a pool stand for; those of int4 pools stay rotated."""
+    """Return vectors from stored elements; vectors from int4 pools stay rotated."""
     if isinstance(stored, QuantizedPages):
         return dequantize(*stored)
     return int4.unpack(stored) if stored.dtype == _PACKED else stored.astype(jnp.float32)
@@ -83,7 +82,7 @@ def quantize(
     Scales are rounded up to bfloat16, so that the largest element stays within the range of `dtype`.
     """
     x = x.astype(jnp.float32)
-    # Multiply instead of dividing: XLA turns some divisions into products, which round differently.
+    # Multiply instead of dividing: XLA turns some divisions into multiplications, which round differently.
     step = 1 / QUANTIZED_MAX[dtype.name]
     scales = _rounded_up(jnp.maximum(jnp.max(jnp.abs(x), axis=-1) * step, np.finfo(np.float32).tiny))
     # The maximum of many vectors ignores NaN on XLA:CPU.
@@ -95,7 +94,7 @@ def quantize(
 
 
 def _rounded_up(x: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
-    """Return the least numbers of bfloat16 that are not below positive ones."""
+    """Round positive numbers up to bfloat16."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     return lax.bitcast_convert_type((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000), jnp.float32)
 

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int32
 
 # Registers of a loading thread, by the number of warpgroups; two warpgroups always have enough.
 LOADING_REGISTERS = {3: 72, 4: 64}
-WIDE_LOADING_REGISTERS = {3: 40}  # if sums of many columns fill most registers
+WIDE_LOADING_REGISTERS = {3: 40}  # registers if sums of many columns fill most of them
 
 
 def attend(

@@ -35,7 +35,7 @@ _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.va
 
 
 class WorkItem(NamedTuple):
-    """A tile with one KV head, of whose key blocks one worker computes a split."""
+    """A tile with one KV head, and the split of its key blocks that one worker computes."""
 
     tile: Any
     table_row: Any  # row of the page table

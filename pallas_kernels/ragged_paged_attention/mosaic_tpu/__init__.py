@@ -13,8 +13,8 @@ lengths of rows (`work_plan.py`), with block sizes that fit the memory (`block_s
 
 Decode slots and tiles are divided into work items of a few pages (`phase.py`) with an online softmax (`softmax.py`;
 FlashAttention-2, Dao 2023). Pages of the next work items are copied ahead, across slots and tiles; so are queries and,
-before them, page ids, since the page table stays in main memory, whatever its width. The scheme is that of ragged paged
-attention v3, arXiv 2604.15464.
+before them, page ids, since the page table stays in main memory, whatever its width. Ragged paged attention v3 (arXiv
+2604.15464) has the same scheme.
 
 Quantised pools are fetched as they are and converted one head's block at a time (`pages.py`). Scales of keys multiply
 the columns of scores, those of values the columns of weights.

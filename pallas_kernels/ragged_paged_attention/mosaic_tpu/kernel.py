@@ -50,7 +50,7 @@ def write_and_attend(
 
 
 def _cost(config: KernelConfig) -> pl.CostEstimate:
-    """Return the cost for rows of full length, by which ahead-of-time compiled programs are compared."""
+    """Return the cost for rows of full length; ahead-of-time compiled programs are compared by it."""
     keys = config.num_rows * config.table_width * config.page_size
     dots = keys * config.num_query_heads * -(-config.num_tokens // config.num_rows)
     columns = config.columns

@@ -64,7 +64,7 @@ class PageMatrices(Layout):
     def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
         """Return the shape of one memory tile for each slab of a page, so that it is written with the slab.
 
-        A row of the tile holds 32 tokens of each of four vectors; the first row holds those of the first heads.
+        A row of the tile holds 32 tokens of each of four vectors; the first row belongs to the first heads.
         """
         return (*dims[:2], dims.page_size // SCALE_TOKENS, scale_rows(self.num_vectors), LANES)
 
