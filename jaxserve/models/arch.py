@@ -1,4 +1,4 @@
-"""ArchConfig: the engine's description of a model of any family, a list of `LayerSpec`s and what is around them."""
+"""ArchConfig: the engine's model description, the same for all families: `LayerSpec`s, embeddings and logits."""
 
 import dataclasses
 import math
@@ -24,11 +24,11 @@ from jaxserve.weights import Schemes
 
 
 class PerLayerEmbeddings(NamedTuple):
-    """Table of a token's inputs to each layer besides the residual stream; see `models/per_layer_embeddings.py`.
+    """Table with per-layer inputs in addition to the residual stream; see `models/per_layer_embeddings.py`.
 
     Attributes:
         vocab_size: rows of the table.
-        size: elements of a token's input to a layer.
+        size: elements per token and layer.
     """
 
     vocab_size: int
@@ -39,8 +39,7 @@ class PerLayerEmbeddings(NamedTuple):
 class ArchConfig:
     """Layers, sizes and switches of a decoder.
 
-    For a model split over devices, `over` says over how many, by which layers share pages, and `local` gives the sizes
-    of one device.
+    `divided` sets the number of devices, on which KV groups depend; `local` returns the sizes on one device.
     """
 
     architecture: str  # Hugging Face class name
@@ -55,8 +54,8 @@ class ArchConfig:
     logit_soft_cap: float | None = None  # bound of logits: cap * tanh(logits / cap)
     logit_scale: float = 1.0  # factor on logits
     embed_scale: float = 1.0  # factor on embeddings
-    residual_scale: float = 1.0  # factor on what attention and MLP add to the residual stream
-    parallel: bool = False  # True if the MLP reads what attention reads, not what it adds to
+    residual_scale: float = 1.0  # factor on the outputs added to the residual stream
+    parallel: bool = False  # True if the MLP reads the same input as attention
     num_devices: int = 1  # devices that share heads, if these are the sizes of the whole model
     tensor_axis: tuple[str, ...] | None = None  # mesh axes of the split, if these are the sizes of one device
     num_data_shards: int = 1  # sets of devices among which rows and their pages are divided
@@ -88,7 +87,7 @@ class ArchConfig:
 
     @cached_property
     def attention_layers(self) -> tuple[AttentionSpec, ...]:
-        """Attention of each layer that is not recurrent."""
+        """Attention in all layers that are not recurrent."""
         return tuple(layer.attention for layer in self.layers if layer.state is None)
 
     @property
@@ -103,29 +102,29 @@ class ArchConfig:
 
     @property
     def experts(self) -> Experts | None:
-        """Experts of the layers that have some; None if no layer has."""
+        """Experts in MoE layers; None without."""
         return next((layer.experts for layer in self.layers if layer.experts), None)
 
     @property
     def state(self) -> StateForm | None:
-        """State of the recurrent layers; None if there are none."""
+        """State in recurrent layers; None without."""
         return next((layer.state for layer in self.layers if layer.state), None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer; None for full attention and in recurrent layers."""
+        """Sliding window by layer; None for full attention and in recurrent layers."""
         return tuple(None if layer.state else layer.attention.window for layer in self.layers)
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """Rotation of each layer; None in NoPE and recurrent layers."""
+        """Rotation by layer; None in NoPE and recurrent layers."""
         return tuple(None if layer.state else layer.attention.rope for layer in self.layers)
 
     def with_attention(self, **columns: Sequence[Any]) -> "ArchConfig":
-        """Return the config with other fields of attention.
+        """Return the config with other attention fields.
 
         Args:
-            columns: one value for each layer, by field; those of recurrent layers are not read.
+            columns: one value per layer, by field; ignored in recurrent layers.
         """
         layers = (
             layer.attending(**{name: column[index] for name, column in columns.items()})
@@ -174,12 +173,12 @@ class ArchConfig:
         )
 
     def divided(self, num_devices: int, num_expert_shards: int = 1, num_data_shards: int = 1) -> "ArchConfig":
-        """Return the config of a model that is divided among devices.
+        """Return the config divided among devices.
 
         Args:
-            num_devices: number of devices.
-            num_expert_shards: number of shards of whole experts.
-            num_data_shards: number of sets of devices with rows of their own; each set divides the heads.
+            num_devices: all devices.
+            num_expert_shards: shards with whole experts.
+            num_data_shards: device sets with different rows; each set divides the heads.
 
         Raises:
             ConfigError: the experts or the rows cannot be divided.
@@ -233,7 +232,7 @@ class ArchConfig:
         return dataclasses.replace(self, layers=tuple(layers))
 
     def layer_options(self, layer: int) -> LayerOptions:
-        """Return the static parameters of a layer's attention."""
+        """Return a layer's static parameters."""
         spec, layout = self.layers[layer], self.kv_layout
         source = None if spec.state else spec.attention.kv_source
         if source is None and any(each.kv_source == layer for each in self.attention_layers):
@@ -242,15 +241,15 @@ class ArchConfig:
 
     @property
     def mean_score_size(self) -> Fraction:
-        """Mean over the layers with attention of the elements that a query-key pair multiplies."""
+        """Mean elements that a query-key pair multiplies, over layers with attention."""
         sizes = [attention.kv.score_size for attention in self.attention_layers]
         return Fraction(sum(sizes), len(sizes))
 
     @cached_property
     def num_first_layers(self) -> int:
-        """Number of layers before those whose specs repeat: layers without experts, if only the first ones are.
+        """Number of layers before the first period: dense layers, if these come first and all others have experts.
 
-        They have to be like the others in all else, as pages are laid out by the period of the others.
+        All layers must have equal windows and states, as pages are laid out by the period.
         """
         is_dense = [layer.experts is None for layer in self.layers]
         num_first = is_dense.index(False) if False in is_dense else 0
@@ -261,7 +260,7 @@ class ArchConfig:
     def period(self) -> int:
         """Number of layers after which their specs repeat, from layer `num_first_layers` on.
 
-        If kinds of layers take different space in pages, a multiple of it that fills pages, if that repeats too.
+        A multiple that fills pages if layers take different space in pages and the multiple repeats too.
         """
         layers = self.layers[self.num_first_layers :]
         period = next((p for p in range(1, len(layers)) if layers[p:] == layers[:-p]), len(layers))
@@ -269,6 +268,6 @@ class ArchConfig:
 
     @cached_property
     def kv_layout(self) -> KVLayout:
-        """Layout of the layers' keys and values in the KV pool."""
+        """Layout in the KV pool."""
         period = self.period if 2 * self.period <= self.num_layers else None
         return lay_out(self.layers, num_devices=self.num_devices, period=period, has_one_group=self.one_kv_group)

@@ -1,4 +1,4 @@
-"""KVLayout: the KV groups of layers, whose pages they share, and the position of each layer in its group."""
+"""KVLayout: KV groups, whose layers share pages, and each layer's position in its group."""
 
 import math
 from collections import Counter
@@ -13,8 +13,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents, MixedHeads, PartOfPages
 from jaxserve.models.layer_spec import LayerSpec, local_kv
 
-MAX_KV_GROUPS = 8  # maximum number of groups if the layers do not repeat
-NO_GROUP = -1  # group of layers that keep no keys and values: recurrent ones, and cross attention
+MAX_KV_GROUPS = 8  # maximum if the layers do not repeat
+NO_GROUP = -1  # recurrent layers and cross attention, which keep no keys and values
 
 
 class _Kind(NamedTuple):
@@ -22,8 +22,8 @@ class _Kind(NamedTuple):
 
     Attributes:
         window: sliding window in tokens, None for full attention.
-        kv: what a token keeps in such a layer.
-        num_parts: number of such layers that fill one layer of the pool.
+        kv: vectors that a token keeps in such a layer.
+        num_parts: such layers that fill one pool layer.
     """
 
     window: int | None
@@ -32,12 +32,12 @@ class _Kind(NamedTuple):
 
 
 class LayerKV(NamedTuple):
-    """Keys and values of a layer in the pool.
+    """A layer's keys and values in the pool.
 
     Attributes:
-        group: KV group of the layer, or NO_GROUP.
-        position: position of the layer in the group, or among the recurrent layers.
-        kind: what all layers of the group share; None without a group.
+        group: KV group, or NO_GROUP.
+        position: the layer's position in the group, or among the recurrent layers.
+        kind: properties that all layers in the group share; None without a group.
     """
 
     group: int
@@ -50,15 +50,15 @@ class KVLayout:
     """Layout of the KV pool.
 
     Attributes:
-        layers: keys and values of each layer; those of an earlier layer if it reads these.
-        pool: layout of a token in the pool, of the larger heads if layers differ.
+        layers: each layer's keys and values; an earlier layer's if it reads these.
+        pool: token layout in the pool, for the larger heads if layers differ.
     """
 
     layers: tuple[LayerKV, ...]
     pool: KVForm
 
     def form(self, layer: int) -> KVForm:
-        """Return the layout of a layer's tokens in the pool."""
+        """Return a layer's token layout in the pool."""
         kind = self.layers[layer].kind
         return self.pool if kind is None else self._form(kind)
 
@@ -74,22 +74,22 @@ class KVLayout:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each group; None for full attention."""
+        """Each group's sliding window; None for full attention."""
         return tuple(kind.window for kind in self._groups)
 
     @property
     def forms(self) -> tuple[KVForm, ...]:
-        """Layout of the tokens of each group."""
+        """Each group's token layout."""
         return tuple(map(self._form, self._groups))
 
     @property
     def num_pool_layers(self) -> int:
-        """Layers that each page of the pool has, enough for the largest group."""
+        """Layers per page, enough for the largest group."""
         return 1 + max(layer.position // layer.kind.num_parts for layer in self.layers if layer.kind is not None)
 
     @property
     def num_layers_read(self) -> Fraction:
-        """Layers whose keys and values a token reads, counted in layers of the pool."""
+        """Layers whose keys and values a token reads, counted in pool layers."""
         kinds = (layer.kind for layer in self.layers if layer.kind is not None)
         return sum((Fraction(1, kind.num_parts) for kind in kinds), Fraction(0))
 
@@ -97,12 +97,12 @@ class KVLayout:
 def lay_out(
     layers: Sequence[LayerSpec], *, num_devices: int, period: int | None, has_one_group: bool = False
 ) -> KVLayout:
-    """Return the layout of the pool of each device.
+    """Return each device's pool layout.
 
     Args:
-        layers: specs of the layers.
-        num_devices: devices that divide the heads of these layers.
-        period: number of layers after which they repeat; None if they do not.
+        layers: layer specs.
+        num_devices: devices that divide the heads.
+        period: period in layers; None if the layers do not repeat.
         has_one_group: True if all layers share one group, whatever their windows.
     """
     kinds = _kinds(layers, num_devices)
@@ -130,10 +130,10 @@ def _group(kinds: Sequence[_Kind | None], period: int | None, num_recurrent: Seq
     """Assign each layer a KV group and a position in it; groups take equal space per page in every period.
 
     If the layers do not repeat, a group has as many layers as the rarest kind, or more if there would be more than
-    MAX_KV_GROUPS groups; the last group of a kind may have fewer.
+    MAX_KV_GROUPS groups; a kind's last group may have fewer.
 
     Args:
-        kinds: kind of each layer.
+        kinds: each layer's kind.
         period: see `lay_out`.
         num_recurrent: recurrent layers before each layer.
     """
@@ -163,7 +163,7 @@ def _source(layers: Sequence[LayerSpec], layer: int) -> int:
 
 
 def _kinds(layers: Iterable[LayerSpec], num_devices: int) -> list[_Kind | None]:
-    """Return the kind of each layer; None for layers without a group."""
+    """Return each layer's kind; None without a group."""
     mixers = [layer.attention if layer.keeps_tokens else None for layer in layers]
     sizes = {mixer.kv: _token_size(mixer.kv, num_devices) for mixer in mixers if mixer is not None}
     largest = max(sizes.values())
@@ -171,7 +171,7 @@ def _kinds(layers: Iterable[LayerSpec], num_devices: int) -> list[_Kind | None]:
 
 
 def _token_size(kv: HeadVectors | Latents, num_devices: int) -> int:
-    """Return the elements of a token in a layer on a device; 1 for MLA, whose layers are alike."""
+    """Return the elements per token in a layer on a device; 1 for MLA, whose layers are alike."""
     local = local_kv(kv, num_devices)
     return local.token_size if isinstance(local, HeadVectors) else 1
 
@@ -188,7 +188,7 @@ def check_sizes(layers: Iterable[LayerSpec], num_devices: int) -> None:
 
 
 def filled_period(layers: Sequence[LayerSpec], period: int, num_devices: int) -> int:
-    """Return the smallest multiple of a period whose layers fill whole pages; the period if it would not repeat."""
+    """Return the first multiple of the period that fills whole pages; the period if the multiple would not repeat."""
     counts = Counter(kind.num_parts for kind in _kinds(layers, num_devices)[:period] if kind is not None)
     factor = math.lcm(*(num_parts // math.gcd(num_parts, count) for num_parts, count in counts.items()))
     return factor * period if 2 * factor * period <= len(layers) else period

@@ -1,23 +1,22 @@
-"""LayerSpec: one decoder layer. An architecture is a list of layer specs, from which all else follows.
+"""LayerSpec: one decoder layer. An architecture is a list of layer specs; all else follows from it.
 
 A layer has one mixer and a feed-forward part: an MLP, experts, both or none.
 
-| what | where |
+| property | field |
 |---|---|
-| attention, its heads, norms of queries and keys, biases, gate, sinks, scale | fields of `AttentionSpec` |
+| attention heads, query and key norms, biases, gate, scale | `AttentionSpec` |
 | positions: RoPE, NoPE | `AttentionSpec.rope`, None for NoPE |
 | sliding window | `AttentionSpec.window` |
-| what a token keeps in the KV pool: keys and values of heads, or MLA latents | `AttentionSpec.kv` |
-| keys and values of an earlier layer, or of another input (cross attention) | `AttentionSpec.kv_source`: no writing |
+| vectors that a token keeps in the KV pool: keys and values, or MLA latents | `AttentionSpec.kv` |
+| shared KV, cross attention: attention that writes nothing | `AttentionSpec.kv_source` |
 | recurrent layers: Gated DeltaNet, Mamba-2 | a `StateForm` as the mixer |
 | MoE with dense layers first or between | `mlp` in some layers, `experts` in the others |
 | an MLP alongside experts | both |
 | self-attention, cross attention and an MLP, as in encoder-decoder models | two specs, the first without an MLP |
 
-Layers are alike if their specs are equal. The period that is stacked and scanned (`ArchConfig.period`) is the period of
-the list; KV groups, their pages and the indices of layers in them (`models/kv_layout.py`) follow from the mixers. One
-table holds the inputs of all layers besides the residual stream, so that it belongs to the model
-(`models/per_layer_embeddings.py`).
+Layers are alike if their specs are equal. `ArchConfig.period`, which is stacked and scanned, is the
+list's period; KV groups and positions in them (`models/kv_layout.py`) follow from the mixers. The table with per-layer
+inputs (`models/per_layer_embeddings.py`) has rows for all layers, so that it belongs to the model.
 """
 
 import dataclasses
@@ -39,11 +38,11 @@ EXTERNAL = -1  # `kv_source` of cross attention
 
 
 class MlaSizes(NamedTuple):
-    """Sizes of multi-head latent attention besides those in `AttentionSpec.kv`.
+    """MLA sizes that `AttentionSpec.kv` lacks.
 
     Attributes:
-        nope_dim: elements of a head's queries and keys that are not rotated.
-        value_dim: elements of a head's values.
+        nope_dim: elements per query head and key that are not rotated.
+        value_dim: elements per value.
         q_rank: size between the two matrices of queries; None if they have one.
         interleaved: True if neighbouring elements are rotated together; False for interleaved halves.
     """
@@ -56,22 +55,22 @@ class MlaSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Attention of a layer.
+    """A layer's attention.
 
     Attributes:
         num_heads: query heads, Q.
-        kv: what a token keeps in the KV pool.
+        kv: vectors that a token keeps in the KV pool.
         scale: factor on scores; None for head_dim ** -0.5.
-        rope: rotation of queries and keys; None for NoPE.
+        rope: rotation; None for NoPE.
         window: sliding window in tokens; None for full attention.
-        soft_cap: bound of scores, soft_cap * tanh(scores / soft_cap); None without a bound.
+        soft_cap: bound on scores, soft_cap * tanh(scores / soft_cap); None without a bound.
         qkv_bias: True if projections to queries, keys and values have biases.
         o_bias: True if the output projection has a bias.
-        qk_norm: norm of queries and keys: of each head by weights that heads share or by its own ("by_head"), or of all
-            heads together ("whole"); None without.
+        qk_norm: query and key norm, by head with "shared" weights or different ones ("by_head"), or over all heads
+            together ("whole"); None without.
         has_gate: True if each query head has a gate, projected alongside it.
         k_eq_v: True if one projection makes keys and values.
-        mla: sizes of multi-head latent attention; None for keys and values of heads.
+        mla: MLA sizes; None without MLA.
         kv_source: earlier layer whose keys and values this layer reads; EXTERNAL for cross attention, which neither
             reads nor writes the pool; None for its own.
     """
@@ -92,12 +91,12 @@ class AttentionSpec:
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head that RoPE reads."""
+        """Elements per head that RoPE reads."""
         return self.kv.rope_dim if isinstance(self.kv, Latents) else self.kv.head_dim
 
     @property
     def mla_sizes(self) -> tuple[MlaSizes, int, int]:
-        """Sizes of MLA: those in `mla`, the rank of its latents and the rotated elements of a head."""
+        """`mla`, the latent rank and the rotated elements per head."""
         assert self.mla is not None, "the layer has MLA"
         assert isinstance(self.kv, Latents), "MLA keeps latents"
         return self.mla, self.kv.rank, self.kv.rope_dim
@@ -109,12 +108,12 @@ class AttentionSpec:
 
     @property
     def options(self) -> AttentionOptions:
-        """Options of the attention kernels."""
+        """Kernel options."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
         return AttentionOptions(scale, self.window, self.soft_cap)
 
     def local(self, num_devices: int) -> "AttentionSpec":
-        """Return the heads of one of `num_devices`."""
+        """Return the heads on a device, if `num_devices` divide them."""
         return dataclasses.replace(self, num_heads=self.num_heads // num_devices, kv=local_kv(self.kv, num_devices))
 
     def times(self, factor: int) -> "AttentionSpec":
@@ -126,14 +125,14 @@ class AttentionSpec:
 
 
 def local_kv(kv: HeadVectors | Latents, num_devices: int) -> HeadVectors | Latents:
-    """Return what a token keeps on one of `num_devices`; fewer KV heads than devices are copied."""
+    """Return the vectors on a device, if `num_devices` divide the heads; fewer KV heads than devices are copied."""
     if isinstance(kv, Latents):
         return kv
     return HeadVectors(len(held_heads(kv.num_kv_heads, 0, num_devices)), kv.head_dim)
 
 
 class MlpSpec(NamedTuple):
-    """MLP of a layer.
+    """A layer's MLP.
 
     Attributes:
         ffn_size: feed-forward size, F.
@@ -151,7 +150,7 @@ class LayerSpec:
     """One decoder layer; see the module.
 
     Attributes:
-        mixer: attention, or the state of a recurrent layer.
+        mixer: attention, or a recurrent layer's state.
         mlp: MLP; None in a layer without.
         experts: experts; None in a layer without.
     """
@@ -162,13 +161,13 @@ class LayerSpec:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The mixer of a layer that is not recurrent."""
+        """The mixer, if the layer is not recurrent."""
         assert isinstance(self.mixer, AttentionSpec), "the layer is not recurrent"
         return self.mixer
 
     @property
     def state(self) -> StateForm | None:
-        """The mixer of a recurrent layer; None in a layer with attention."""
+        """The mixer, if the layer is recurrent."""
         return None if isinstance(self.mixer, AttentionSpec) else self.mixer
 
     @property
@@ -177,13 +176,13 @@ class LayerSpec:
         return isinstance(self.mixer, AttentionSpec) and self.mixer.kv_source != EXTERNAL
 
     def attending(self, **fields: Any) -> "LayerSpec":
-        """Return the layer with other fields of its attention; a recurrent layer as it is."""
+        """Return the layer with other attention fields; a recurrent layer unchanged."""
         if not isinstance(self.mixer, AttentionSpec):
             return self
         return dataclasses.replace(self, mixer=dataclasses.replace(self.mixer, **fields))
 
     def local(self, num_devices: int, num_data_shards: int) -> "LayerSpec":
-        """Return the layer on one of `num_devices`, of which each data shard divides the heads."""
+        """Return the layer on a device; the devices in a data shard divide the heads."""
         num_heads_over = num_devices // num_data_shards
         return dataclasses.replace(
             self,
@@ -194,12 +193,12 @@ class LayerSpec:
 
 
 class LayerOptions(NamedTuple):
-    """Static parameters of a layer.
+    """A layer's static parameters.
 
     Attributes:
         spec: the layer.
-        kv_group: KV group of its keys and values.
-        kv: layout of its tokens in the pool.
+        kv_group: KV group.
+        kv: token layout in the pool.
         kv_source: layer whose keys and values it and later layers read; None if no other layer reads its own.
     """
 

@@ -1,4 +1,4 @@
-"""Tensors of decoders: one ParamSpec each, by the specs of the layers and the names of a family's checkpoints."""
+"""Decoder tensors: one ParamSpec each, from layer specs and a family's names in checkpoints."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -13,30 +13,30 @@ from jaxserve.models.params import POSITION_EMBED, ParamSpec
 
 @dataclass(frozen=True)
 class Names:
-    """Names of a family's tensors in checkpoints, and how these keep them.
+    """A family's tensors in checkpoints: names and layouts.
 
-    A name in a layer has no prefix; None if the family lacks the tensor. A fused tensor is named for each of its parts.
+    A name in a layer has no prefix; None if the family lacks the tensor. A fused tensor is named once per part.
 
     Attributes:
         embed: embedding.
-        positions: table of learned positions.
+        positions: learned position embeddings.
         final_norm: norm after the layers.
         head: output projection.
-        layers: prefix of the layers.
+        layers: prefix.
         input_norm: norm before attention.
         qkv: projections to queries, keys and values; one name if each head has its three next to each other.
-        out: output projection of attention.
-        q_norm: norm of queries.
-        k_norm: norm of keys.
+        out: attention output projection.
+        q_norm: query norm.
+        k_norm: key norm.
         sinks: attention sinks.
-        attention_post_norm: norm after attention.
+        attention_post_norm: attention post-norm.
         mlp_norm: norm before the MLP.
-        gate_up: gate and up projection of the MLP; one name without a gate.
-        down: down projection of the MLP.
-        mlp_post_norm: norm after the MLP.
-        norm_parts: tensors of the norms before and between layers: one array, or a tree of weight and perhaps bias.
-        norm_init: initial weights of norms.
-        transposed: True if checkpoints have the matrices of layers as [in, out].
+        gate_up: MLP gate and up projections; one name without a gate.
+        down: MLP down projection.
+        mlp_post_norm: MLP post-norm.
+        norm_parts: "weight" and perhaps "bias", if norms other than post-norms are trees; empty for arrays.
+        norm_init: initial norm weights.
+        transposed: True if matrices in layers are [in, out].
         head_bias: True if the output projection has a bias.
     """
 
@@ -64,16 +64,16 @@ class Names:
 
 @dataclass(frozen=True)
 class MoeNames:
-    """Names of an MoE layer's tensors in checkpoints, without the layer's prefix; None if the family lacks the tensor.
+    """An MoE layer's tensors in checkpoints, without the layer's prefix; None if the family lacks the tensor.
 
     Attributes:
-        router: projection to the logits of experts.
-        experts: module of the experts.
-        parts: gate, up and down projection of an expert; empty if checkpoints only have stacked tensors.
-        stacked: tensors [E, out, in] of gate and up projections and of down projections. With `parts` these are the
+        router: router projection.
+        experts: module with the experts.
+        parts: an expert's gate, up and down projections; empty if checkpoints only have stacked tensors.
+        stacked: tensors [E, out, in] with gate and up projections and with down projections. With `parts` these are the
             names in checkpoints that are not quantised.
-        shared: gate, up and down projection of the shared experts.
-        shared_gate: projection to the weight of the shared experts.
+        shared: shared experts' gate, up and down projections.
+        shared_gate: projection to the shared experts' weight.
         router_bias: terms that are added to scores when experts are chosen.
     """
 
@@ -91,12 +91,12 @@ class MoeNames:
 
 
 class Rows(NamedTuple):
-    """Constructor of the rows of a layer, or of those outside the layers.
+    """Constructor for the rows in a layer, or outside the layers.
 
     Attributes:
-        path: keys of the layer in the parameter tree.
-        prefix: prefix of its tensors in checkpoints.
-        norm_init: initial weights of norms.
+        path: the layer's keys in the parameter tree.
+        prefix: prefix in checkpoints.
+        norm_init: initial norm weights.
         transposed: True if checkpoints have matrices as [in, out].
     """
 
@@ -114,7 +114,7 @@ class Rows(NamedTuple):
         inner: int,
         **fields: Any,
     ) -> ParamSpec:
-        """Return the row of a matrix [sum of sizes, inner], which checkpoints have in one part per size."""
+        """Return a matrix row [sum(sizes), inner], in checkpoints one part per size."""
         names, shape = tuple(f"{self.prefix}{name}.weight" for name in hf_names), (sum(sizes), inner)
         fields = {"transposed": self.transposed, **fields}
         return ParamSpec((*self.path, name), shape, axes, names, tuple(sizes), **fields)
@@ -122,12 +122,12 @@ class Rows(NamedTuple):
     def vector(
         self, name: str, axis: str | None, hf_names: Sequence[str], sizes: Sequence[int], init: str, **fields: Any
     ) -> ParamSpec:
-        """Return the row of a vector of several parts; names are whole, without the prefix."""
+        """Return a vector row; names are whole except for the prefix."""
         names = tuple(f"{self.prefix}{name}" for name in hf_names)
         return ParamSpec((*self.path, name), (sum(sizes),), (axis,), names, tuple(sizes), init, **fields)
 
     def norm(self, name: str, hf_name: str | None, size: int, parts: Collection[str] = ()) -> list[ParamSpec]:
-        """Return the rows of a norm: of an array, or of each of the parts weight and bias; none without a name."""
+        """Return a norm's rows: an array, or a row per part; none without a name."""
         if hf_name is None:
             return []
         if not parts:
@@ -136,7 +136,7 @@ class Rows(NamedTuple):
         return [rows.vector(part, None, [f"{hf_name}.{part}"], [size], inits[part]) for part in parts]
 
     def head_norm(self, name: str, hf_name: str, num_heads: int, head_dim: int, kind: QkNorm) -> ParamSpec:
-        """Return the row of a norm of queries or keys."""
+        """Return the row for a query or key norm."""
         if kind == "shared":
             return self.vector(name, None, [f"{hf_name}.weight"], [head_dim], self.norm_init)
         if kind == "whole":
@@ -161,14 +161,14 @@ def decoder_specs(
     mixer_specs: LayerTensors | None = None,
     more: LayerTensors | None = None,
 ) -> list[ParamSpec]:
-    """Return one row per tensor of a model.
+    """Return one row per tensor.
 
     Args:
-        arch: specs of the layers.
+        arch: the model.
         names: names in checkpoints.
-        moe: names in checkpoints of MoE layers, or a function that returns the rows of their experts.
-        mixer_specs: function of a layer that returns the rows of its mixer, if that is recurrent or MLA.
-        more: function of a layer that returns rows that only this family has.
+        moe: names in MoE layers, or a function that returns their rows.
+        mixer_specs: function that returns a layer's mixer rows, for recurrent layers and MLA.
+        more: function that returns a layer's rows that only this family has.
     """
     D, V = arch.hidden_size, arch.vocab_size
     top = Rows((), "", names.norm_init)
