@@ -10,7 +10,7 @@ from jaxserve.pallas_kernels import native
 
 from jaxserve import weights
 from jaxserve.layers.weight_formats import weight_format
-from jaxserve.layers.weight_formats.int8 import QuantizedMatrix
+from jaxserve.layers.weight_formats.int8 import BlockMatrix
 from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, step_bytes
@@ -29,7 +29,7 @@ def round_trip(specs):
 
     def transform(spec, tensor):
         matrix = int8(specs)(spec, tensor)
-        return all_rows(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
+        return all_rows(matrix) if isinstance(matrix, BlockMatrix) else matrix
 
     return transform
 
@@ -40,7 +40,7 @@ def with_noise(specs):
 
     def transform(spec, tensor):
         matrix = int8(specs)(spec, tensor)
-        if not isinstance(matrix, QuantizedMatrix):
+        if not isinstance(matrix, BlockMatrix):
             return matrix
         blocks = np.asarray(tensor.place(), np.float32).reshape(spec.shape[0], matrix.scale.shape[0], -1)
         steps = np.abs(blocks).max(axis=-1, keepdims=True) / 127
@@ -87,8 +87,8 @@ def test_matrices_alone_are_quantised(tmp_path, tied):
     for spec in specs:
         leaf = weights.rows.leaf_at(narrow, spec.path)
         assert leaf.shape == spec.shape
-        assert isinstance(leaf, QuantizedMatrix) == spec.path[-1].endswith(("proj", "embed", "lm_head"))
-        assert leaf.dtype == ("int8" if isinstance(leaf, QuantizedMatrix) else "float32")
+        assert isinstance(leaf, BlockMatrix) == spec.path[-1].endswith(("proj", "embed", "lm_head"))
+        assert leaf.dtype == ("int8" if isinstance(leaf, BlockMatrix) else "float32")
     held, wide = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (narrow, params))
     assert held <= 0.28 * wide
     assert step_bytes(params) == wide - (0 if tied else 4 * arch.vocab_size * arch.hidden_size)
@@ -122,6 +122,6 @@ def test_native_kernels_compute_the_same(tmp_path, tied):
     specs = registry.param_specs(arch)
     packed = weights.load(tmp_path, specs, jnp.float32, transform=int8(specs, native=True))
     assert isinstance(packed["layers"][0]["o_proj"], NativeMatrix)
-    assert isinstance(packed["embed"], NativeMatrix if tied else QuantizedMatrix)
+    assert isinstance(packed["embed"], NativeMatrix if tied else BlockMatrix)
     again, _ = run(packed, arch, jnp.asarray(token_ids))
     np.testing.assert_allclose(again, logits, rtol=0, atol=1e-5)

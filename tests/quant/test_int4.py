@@ -13,8 +13,8 @@ from jaxserve import EngineConfig, weights
 from jaxserve.layers.linear import embed, linear
 from jaxserve.layers.stored_rows import multiply_by_slabs, multiply_whole
 from jaxserve.layers.weight_formats import weight_format
-from jaxserve.layers.weight_formats.int4 import Int4Matrix, paired
-from jaxserve.layers.weight_formats.int8 import block_size, quantize
+from jaxserve.layers.weight_formats.int4 import paired
+from jaxserve.layers.weight_formats.int8 import BlockMatrix, block_size, quantize
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes, matrix_transform
 from jaxserve.tools.planner.plan import make_plan
@@ -31,10 +31,10 @@ def random_matrix(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def quantized(matrix) -> Int4Matrix:
+def quantized(matrix) -> BlockMatrix:
     q, scale = quantize(matrix, largest=7)
     is_paired = block_size(matrix.shape[1]) % 2 == 0
-    return Int4Matrix(jnp.asarray(paired(q) if is_paired else q), jnp.asarray(scale.T))
+    return BlockMatrix(jnp.asarray(paired(q) if is_paired else q), jnp.asarray(scale.T))
 
 
 def dequantized(matrix):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve.layers.linear import embed, linear
 from jaxserve.layers.stored_rows import multiply_by_slabs, multiply_whole
-from jaxserve.layers.weight_formats.int8 import QuantizedMatrix, block_size, quantize
+from jaxserve.layers.weight_formats.int8 import BlockMatrix, block_size, quantize
 from tests.parameters import mainly
 from tests.quant.loaded import UNOPTIMIZED
 
@@ -20,9 +20,9 @@ def random_matrix(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def quantized(matrix) -> QuantizedMatrix:
+def quantized(matrix) -> BlockMatrix:
     q, scale = quantize(matrix)
-    return QuantizedMatrix(jnp.asarray(q), jnp.asarray(scale.T))
+    return BlockMatrix(jnp.asarray(q), jnp.asarray(scale.T))
 
 
 def by_block(matrix, in_size):
@@ -30,7 +30,7 @@ def by_block(matrix, in_size):
     return np.asarray(matrix, np.float64).reshape(len(matrix), -1, block_size(in_size))
 
 
-def dequantized(weight: QuantizedMatrix):
+def dequantized(weight: BlockMatrix):
     q, scale = by_block(weight.q, weight.shape[1]), np.asarray(weight.scale.T, np.float64)
     return (q * scale[..., None]).reshape(weight.shape)
 

@@ -9,7 +9,7 @@ from jaxserve.pallas_kernels.grouped_matmul.launch import SETTINGS
 from jaxserve.weights.rows import leaf_at
 
 from jaxserve.layers.linear import StackedMatrix, linear
-from jaxserve.layers.weight_formats import products, weight_format
+from jaxserve.layers.weight_formats import scaled_matrix, weight_format
 from jaxserve.models.params import ParamSpec
 from tests.quant.loaded import ONE_LAYER, loaded
 from tests.quant.quantized_checkpoints import CASES, write_quantized
@@ -32,7 +32,7 @@ def test_layers_of_a_stack_reach_the_kernel(name, monkeypatch):
     expected = np.asarray(x, np.float32) @ np.asarray(matrix, np.float32).T
     stack = form.weight(*map(jnp.asarray, buffers))
     monkeypatch.delitem(QUANTIZED_MATMUL.backends, "mosaic_gpu")  # TPU kernels alone run in this interpreter
-    monkeypatch.setattr(products, "multiply", lambda *_: pytest.fail("XLA multiplies"))
+    monkeypatch.setattr(scaled_matrix, "multiply", lambda *_: pytest.fail("XLA multiplies"))
     with SETTINGS.interpreted(pltpu.InterpretParams()):
         found = linear(x, StackedMatrix(stack, jnp.int32(1)), dtype=jnp.float32)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
@@ -54,7 +54,7 @@ def test_matrices_of_checkpoints_reach_the_kernel(name, monkeypatch, tmp_path):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 256)), jnp.bfloat16)
     expected = np.asarray(x, np.float32) @ np.asarray(matrix.rows(jnp.arange(128))).T
     monkeypatch.delitem(QUANTIZED_MATMUL.backends, "mosaic_gpu")  # TPU kernels alone run in this interpreter
-    monkeypatch.setattr(products, "multiply", lambda *_: pytest.fail("XLA multiplies"))
+    monkeypatch.setattr(scaled_matrix, "multiply", lambda *_: pytest.fail("XLA multiplies"))
     with SETTINGS.interpreted(pltpu.InterpretParams()):
         found = linear(x, matrix, dtype=jnp.float32)
     np.testing.assert_allclose(found, expected, rtol=0, atol=0.01 * np.abs(expected).max())

@@ -17,7 +17,7 @@ from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.weight_formats import packed, weight_format
-from jaxserve.layers.weight_formats.int8 import QuantizedMatrix
+from jaxserve.layers.weight_formats.int8 import BlockMatrix
 from jaxserve.layers.weight_formats.packed import NativeMatrix
 from jaxserve.layers.weight_formats.stored import SchemeFormat, StoredMatrix
 from jaxserve.models import registry
@@ -250,8 +250,9 @@ def test_another_quantisation_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     arch = registry.from_hf_config(weights.read_config(tmp_path))
     specs, form = registry.param_specs(arch), weight_format("int8", arch.schemes)
     params = weights.load(tmp_path, specs, transform=matrix_transform(specs, form), schemes=arch.schemes)
-    spec, matrix = specs[3], params["layers"][0]["o_proj"]
-    assert isinstance(matrix, QuantizedMatrix)
+    [spec] = [spec for spec in specs if spec.path == ("layers", 0, "o_proj")]
+    matrix = params["layers"][0]["o_proj"]
+    assert isinstance(matrix, BlockMatrix)
     wanted = torch_rows(model, spec)
     np.testing.assert_allclose(all_rows(matrix), wanted, rtol=0, atol=np.abs(wanted).max() / 253)
     transform = matrix_transform(specs, form, matrix_dtype=jnp.bfloat16)

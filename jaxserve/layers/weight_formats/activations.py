@@ -1,4 +1,4 @@
-"""Quantised activations: each product of a scheme that quantises them begins here.
+"""Quantised activations, the inputs of matmuls whose scheme quantises them.
 
 Scales and rounding are those of compressed-tensors: half to even, and int8 with 127.5 steps to the maximum.
 """
@@ -36,7 +36,7 @@ class Scales(NamedTuple):
 def quantize(
     x: Float[Array, "T in"], activation: Activation, stored: Scales, axis: MeshAxes | None
 ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
-    """Return quantised values in the dtype of x, and a factor for their products, or None if they have it already.
+    """Return quantised values in the dtype of x and a factor for the outputs of their matmul, None if they include it.
 
     Zero points are subtracted from integers, which then have up to 9 bits.
 
@@ -68,11 +68,11 @@ def _scales_of_tokens(
     if activation.symmetric:
         largest = _over_devices(lax.pmax, jnp.max(jnp.abs(x), axis=-1, keepdims=True), axis)
         return _not_zero(divide(largest, jnp.float32(_STEPS[activation.elements])), activation.elements), None
-    least = _over_devices(lax.pmin, jnp.minimum(jnp.min(x, axis=-1, keepdims=True), 0), axis)
-    most = _over_devices(lax.pmax, jnp.maximum(jnp.max(x, axis=-1, keepdims=True), 0), axis)
-    scale = divide(most - least, jnp.float32(_INT8_MAX - _INT8_MIN))
+    low = _over_devices(lax.pmin, jnp.minimum(jnp.min(x, axis=-1, keepdims=True), 0), axis)
+    high = _over_devices(lax.pmax, jnp.maximum(jnp.max(x, axis=-1, keepdims=True), 0), axis)
+    scale = divide(high - low, jnp.float32(_INT8_MAX - _INT8_MIN))
     scale = _not_zero(scale, activation.elements)
-    return scale, jnp.round(jnp.clip(_INT8_MIN - divide(least, scale), _INT8_MIN, _INT8_MAX))
+    return scale, jnp.round(jnp.clip(_INT8_MIN - divide(low, scale), _INT8_MIN, _INT8_MAX))
 
 
 def _scales_of_groups(

@@ -10,39 +10,49 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int8
+from jaxtyping import Array, Float, Float32, Int8, Shaped
 from numpy.typing import NDArray
 
 from jaxserve.layers.stored_rows import StoredRows
-from jaxserve.layers.weight_formats.products import ScaledMatrix
+from jaxserve.layers.weight_formats.scaled_matrix import ScaledMatrix
 from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
 from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack
+from jaxserve.pallas_kernels.grouped_matmul.elements import INT4_ZERO, unpacked
 
 _INT8_MAX = 127  # symmetric: -128 is not used
 _BLOCK_SIZE = 64
+PAIRS = np.dtype(np.uint8)  # dtype of pairs of int4 elements
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
-class QuantizedMatrix(ScaledMatrix):
-    """A matrix [out, in] in int8, or a stack of them: w[o, i] is q[o, i] * scale[i // B, o], in = blocks * B."""
+class BlockMatrix(ScaledMatrix):
+    """A matrix [out, in] in blocks, or a stack of them: w[o, i] is q[o, i] * scale[i // B, o], in = blocks * B.
 
-    q: Int8[Array, "*stack out in"]
+    Elements q are int8. Or two elements q + 8 of int4 are a byte, uint8 [out, in / 2], as in `quantized_matmul`.
+    """
+
+    q: Shaped[Array, "*stack out columns"]
     scale: Float32[Array, "*stack blocks out"]
+
+    @property
+    def _is_paired(self) -> bool:
+        return self.q.dtype == PAIRS
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the matrix."""
-        return self.q.shape
+        *rows, columns = self.q.shape
+        return (*rows, columns * (2 if self._is_paired else 1))
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of the stored elements, int8."""
+        """Dtype of the stored elements."""
         return self.q.dtype
 
     def quantized(self) -> QuantizedStack:
-        """Return what kernels multiply, if this holds the matrices of all layers."""
-        return QuantizedStack(self.q, self.scale, None, "int8")
+        """Return the operand of kernels, if this is a stack."""
+        return QuantizedStack(self.q, self.scale, None, "int4" if self._is_paired else "int8")
 
     def rows_arrays(self) -> tuple[StoredRows, ...]:
         """Return elements and scales."""
@@ -51,11 +61,13 @@ class QuantizedMatrix(ScaledMatrix):
     def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
         """Return rows of the matrix."""
         q, scale = arrays
+        if q.dtype == PAIRS:
+            q = unpacked(q).astype(jnp.int8) - INT4_ZERO
         return q.astype(jnp.float32) * jnp.repeat(scale, q.shape[-1] // scale.shape[-1], axis=-1)
 
 
 class Int8Blocks(WeightFormat):
-    """`QuantizedMatrix` for every matrix."""
+    """`BlockMatrix` for every matrix."""
 
     name = "int8"
 
@@ -74,9 +86,9 @@ class Int8Blocks(WeightFormat):
         q, scale = leaves
         return quantize(rows, q.shape[1] // scale.shape[0])
 
-    def weight(self, *leaves: Any) -> QuantizedMatrix:
+    def weight(self, *leaves: Any) -> BlockMatrix:
         """Return the pytree of q and scale."""
-        return QuantizedMatrix(*leaves)
+        return BlockMatrix(*leaves)
 
 
 FORMAT = Int8Blocks()

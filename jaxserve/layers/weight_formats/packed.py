@@ -90,12 +90,12 @@ def _plain_rows(packed: PackedMatrix, y: Float[Array, "T columns"]) -> Float[Arr
 
 
 def unsupported(form: FormatChoice, dtype: DTypeLike, platform: str | None = None) -> str | None:
-    """Return the reason why matrices of a format cannot be packed, or None if they can.
+    """Return the reason why a format cannot be packed, or None if it can.
 
     Args:
-        form: format of the matrices.
+        form: the format.
         dtype: dtype of activations.
-        platform: platform that they are for; by default that of this process.
+        platform: target platform, by default the one of this process.
     """
     if (stored := form.native_dtype(dtype)) is None:
         return f"the native kernels have no {form.name}"
@@ -103,7 +103,7 @@ def unsupported(form: FormatChoice, dtype: DTypeLike, platform: str | None = Non
 
 
 def abstract(form: WeightFormat, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> NativeMatrix:
-    """Return the shapes of what `pack` makes of a device's part of a matrix, [N, K]."""
+    """Return the shapes that `pack` makes of a device's shard, [N, K]."""
     leaves, native = form.leaves(row, shape, dtype), form.native_dtype(dtype)
     assert native is not None, "see `unsupported`"
     (N, K), num_groups, has_zeros = shape, leaves[1].shape[0] if len(leaves) > 1 else 0, len(leaves) > 2
@@ -114,7 +114,7 @@ def abstract(form: WeightFormat, row: Row, shape: tuple[int, ...], dtype: np.dty
 
 
 def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:
-    """Read a device's part of a matrix into panels of what native kernels take; see `WeightFormat.each_slab`."""
+    """Read a device's shard into panels for native kernels; see `WeightFormat.each_slab`."""
     dtype = form.native_dtype(tensor.dtype)
     assert dtype is not None, "see `unsupported`"
     packer = Packer(abstract(form, row, tensor.shape, tensor.dtype).packed, dtype)

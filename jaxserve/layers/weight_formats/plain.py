@@ -22,7 +22,7 @@ class Plain(WeightFormat):
         return dtype
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
-        """Return the tensor alone."""
+        """Return only the tensor."""
         return (Leaf(shape, dtype, row.axes),)
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
@@ -35,7 +35,7 @@ class Plain(WeightFormat):
         return array
 
     def convert(self, row: Row, tensor: StoredTensor) -> Array:
-        """Place the tensor without a copy."""
+        """Put the tensor on its devices without a copy."""
         return tensor.place()
 
 

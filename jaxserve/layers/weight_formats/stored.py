@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from jaxserve.layers.linear import LinearContext
 from jaxserve.layers.stored_rows import StoredRows
 from jaxserve.layers.weight_formats import activations
-from jaxserve.layers.weight_formats.products import ScaledMatrix
+from jaxserve.layers.weight_formats.scaled_matrix import ScaledMatrix
 from jaxserve.layers.weight_formats.weight_format import Leaf, Row, WeightFormat
 from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack
 from jaxserve.pallas_kernels.grouped_matmul.elements import (
@@ -77,11 +77,11 @@ class StoredMatrix(ScaledMatrix):
         return (*outer, in_bytes * (2 if self.scheme.is_packed else 1))
 
     def quantized(self) -> QuantizedStack:
-        """Return what kernels multiply, if this holds the matrices of all layers."""
+        """Return the operand of kernels, if this is a stack."""
         return QuantizedStack(self.elements, self.scale, self.zero, self.scheme.elements, self.minimum)
 
     def row_factor(self) -> Float32[Array, " out"] | None:
-        """Return the further scales of rows."""
+        """Return the further scale by row."""
         if self.row_scale is None:
             return None
         return (1 / self.row_scale if self.scheme.divides else self.row_scale)[:, 0]
@@ -89,7 +89,7 @@ class StoredMatrix(ScaledMatrix):
     def multiply_groups(
         self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
     ) -> Float32[Array, "M out"]:
-        """Multiply with the dequantised matrix of each group, with x quantised if the scheme says so."""
+        """Multiply by each group's dequantised matrix, with x quantised if the scheme quantises activations."""
         x, factor = self.quantize_inputs(x, context)
         y = super().multiply_groups(x, group_sizes, context)
         return y if factor is None else y * factor
@@ -97,7 +97,7 @@ class StoredMatrix(ScaledMatrix):
     def quantize_inputs(
         self, x: Float[Array, "T in"], context: LinearContext
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
-        """Return x as columns take it, and no factor; or that quantised as the scheme says."""
+        """Return x in the order of the columns and no factor, or x quantised and its factor."""
         if self.order is not None:
             x = x if context.axis is None else lax.all_gather(x, context.axis, axis=1, tiled=True)
             x = x.at[:, self.order].get(mode="promise_in_bounds", unique_indices=True)
@@ -109,13 +109,13 @@ class StoredMatrix(ScaledMatrix):
         return activations.quantize(x, self.scheme.activation, stored, context.axis)
 
     def rows_arrays(self) -> tuple[StoredRows, ...]:
-        """Return elements, scales, and what else there is of each row."""
+        """Return elements, scales and the other arrays by row."""
         row_scale = () if self.row_scale is None else (StoredRows(self.row_scale),)
         grids = (StoredRows(grid, axis=1) for grid in (self.zero, self.minimum) if grid is not None)
         return StoredRows(self.elements), StoredRows(self.scale, axis=1), *row_scale, *grids
 
     def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
-        """Return rows of the matrix that multiplies what `quantize_inputs` returns."""
+        """Return rows of the matrix for the inputs that `quantize_inputs` returns."""
         return _dequantize(self.scheme, *arrays)
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
@@ -224,12 +224,12 @@ class SchemeFormat(WeightFormat):
             leaves.append(Leaf((in_size,), np.dtype(np.int32), (in_axis,)))
         if scheme.has("input_factor"):
             leaves.append(Leaf((in_size,), np.dtype(np.float32), (in_axis,)))
-        of_tokens: tuple[Role, ...] = ("input_scale", "input_zero")
-        leaves += [Leaf((), np.dtype(np.float32), ()) for role in of_tokens if scheme.has(role)]
+        token_roles: tuple[Role, ...] = ("input_scale", "input_zero")
+        leaves += [Leaf((), np.dtype(np.float32), ()) for role in token_roles if scheme.has(role)]
         return tuple(leaves)
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
-        """Refuse floats: these matrices are read as a tool has quantised them."""
+        """Raise: this format is only read from checkpoints, never produced from floats."""
         raise CheckpointError(f"weights must be quantised as the checkpoint's are ({self.scheme}), got floats")
 
     def weight(self, *leaves: Any) -> StoredMatrix:
@@ -379,7 +379,7 @@ def _common(row: Row, arrays: Sequence[NDArray[Any]], what: str) -> NDArray[Any]
     """Return the array that all parts of a tensor have, of a value for each column."""
     if any(not np.array_equal(array, arrays[0]) for array in arrays):
         raise CheckpointError(
-            f"{', '.join(dict.fromkeys(row.hf_names))} must have the same {what}, as they are one product, got "
+            f"{', '.join(dict.fromkeys(row.hf_names))} must have the same {what}, as they are one matmul, got "
             f"different ones; quantise the model without it"
         )
     return arrays[0]

@@ -1,4 +1,4 @@
-"""WeightFormat: the storage of matrices as a value."""
+"""WeightFormat: how devices store matrices."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ _SLAB_SIZE = 64 << 10  # elements that each thread converts at once: they fit in
 
 @runtime_checkable
 class Row(TensorRow, Protocol):
-    """Facts of a model's tensor that a format needs."""
+    """Properties of a tensor that a format reads."""
 
     @property
     def axes(self) -> tuple[str | None, ...]:
-        """Logical axis of each dimension, which determines its sharding."""
+        """Logical axis by dimension, which determines its sharding."""
 
     @property
     def gated(self) -> bool:
-        """True if SwiGLU follows the product."""
+        """True if SwiGLU follows the matmul."""
 
     @property
     def exact(self) -> bool:
@@ -34,22 +34,22 @@ class Row(TensorRow, Protocol):
 
     @property
     def is_array(self) -> bool:
-        """True if what computes with the tensor needs an array of floats."""
+        """True if a layer computes with an array of floats instead of a `Matrix`."""
 
     @property
     def num_matrices(self) -> int:
-        """Number of matrices of equal shape that follow each other along axis 0."""
+        """Number of equal matrices along axis 0."""
 
 
 class Leaf(NamedTuple):
-    """An array that a device holds of a tensor.
+    """An array into which a tensor is converted.
 
     Attributes:
         shape: shape on one device.
         dtype: dtype of the elements.
-        axes: logical axis of each dimension, which determines its sharding.
-        is_grid: True if the rows of the tensor are the last dimension, as those of scales: kernels of accelerators
-            multiply all rows with one scale of each at once.
+        axes: logical axis by dimension, which determines its sharding.
+        is_grid: True if the tensor's rows are the last dimension, as in scales: kernels on accelerators read one scale
+            for many rows together.
     """
 
     shape: tuple[int, ...]
@@ -59,22 +59,22 @@ class Leaf(NamedTuple):
 
     @classmethod
     def grid(cls, num_rows: int, num_groups: int, dtype: np.dtype, axes: tuple[str | None, ...]) -> "Leaf":
-        """Return the leaf of a value for each row and group of columns; `axes` are those of rows and groups."""
+        """Return the leaf with a value for each row and column group; `axes` names rows, then groups."""
         return cls((num_groups, num_rows), dtype, axes[::-1], is_grid=True)
 
     @property
     def axes_by_rows(self) -> tuple[str | None, ...]:
-        """Logical axes with that of the rows first."""
+        """Logical axes with the rows first."""
         return self.axes[::-1] if self.is_grid else self.axes
 
     def write(self, buffer: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
-        """Write some rows, [rows, ...], into a buffer of this leaf."""
+        """Write some rows, [rows, ...], into a buffer for this leaf."""
         (np.swapaxes(buffer, 0, 1) if self.is_grid else buffer)[start : start + len(rows)] = rows
 
 
 @runtime_checkable
 class FormatChoice(Protocol):
-    """Choice of a format for each tensor; a WeightFormat chooses itself."""
+    """Format by tensor; a WeightFormat chooses itself."""
 
     name: str
 
@@ -82,13 +82,13 @@ class FormatChoice(Protocol):
         """Return the format of a tensor; None if it is plain."""
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
-        """Return the dtype of elements that native CPU kernels multiply; see `WeightFormat.native_dtype`."""
+        """Return the element dtype for native CPU kernels; see `WeightFormat.native_dtype`."""
 
 
 class WeightFormat(ABC):
-    """Storage of matrices: the arrays that a tensor becomes, their computation, and the pytree that multiplies.
+    """Format that devices store matrices in: the arrays, their computation, and the pytree that multiplies.
 
-    Checkpoints are read by the names and shapes of the row, and random weights are converted as loaded ones are.
+    Checkpoints are read by the row's names and shapes. Random weights are converted as loaded ones are.
 
     Attributes:
         name: name in messages and in `quantization`.
@@ -104,56 +104,56 @@ class WeightFormat(ABC):
         return self if row.is_matrix and not row.exact else None
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
-        """Return the dtype of the elements if native CPU kernels multiply them, else None.
+        """Return the element dtype if native CPU kernels multiply this format, else None.
 
-        They take floats alone, int8 with scales, and int4 or uint4 with scales and perhaps zero points: the leaves of
-        a matrix, in this order.
+        Kernels read the leaves in this order: only floats; int8 and scales; int4 or uint4, scales and perhaps zero
+        points.
 
         Args:
-            dtype: dtype of activations, and of plain weights.
+            dtype: dtype of activations and plain weights.
         """
         return None
 
     @abstractmethod
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
-        """Return the arrays of a device.
+        """Return a device's arrays.
 
         Args:
             row: the whole tensor.
-            shape: shape of the device's part of it.
-            dtype: dtype of plain weights.
+            shape: shape of the device's shard.
+            dtype: dtype for plain weights.
         """
 
     @abstractmethod
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
-        """Return some rows of each leaf from the same rows of the tensor."""
+        """Return some rows for each leaf from the same rows in the tensor."""
 
     def each_slab(self, row: Row, tensor: StoredTensor, leaves: Sequence[Leaf], use: Callable[..., None]) -> None:
-        """Call `use(start, *elements)` for some rows after others of a matrix, from several threads at once.
+        """Call `use(start, *elements)` slab by slab, from several threads simultaneously.
 
         Args:
             row: the whole tensor.
-            tensor: a device's part of it, unread.
-            leaves: leaves of this part.
-            use: function of the first row, and of what native kernels take, see `native_dtype`.
+            tensor: a device's shard, unread.
+            leaves: leaves for this shard.
+            use: function called with the first row and the leaves that native kernels read, see `native_dtype`.
         """
         tensor.each_slab(slab_rows(tensor.shape[1]), lambda start, rows: use(start, *self.elements(rows, leaves)))
 
     def elements(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
-        """Return some rows of what native kernels take, see `native_dtype`; by default what `encode` returns.
+        """Return some rows for native kernels, see `native_dtype`; by default the results of `encode`.
 
         Args:
-            rows: the same rows of the tensor.
-            leaves: leaves of the whole matrix.
+            rows: the same rows in the tensor.
+            leaves: leaves for the whole matrix.
         """
         return self.encode(rows, leaves)
 
     @abstractmethod
     def weight(self, *leaves: Any) -> Any:
-        """Return the leaf of the parameter tree, a `Matrix` or an array, around arrays or their shapes."""
+        """Return the parameter, a `Matrix` or an array, around arrays or their shapes."""
 
     def convert(self, row: Row, tensor: StoredTensor) -> Any:
-        """Read a device's part of a tensor; slab by slab, so that the host never holds it in both forms."""
+        """Read a device's shard, slab by slab, so that the host never holds it in both formats."""
         leaves = self.leaves(row, tensor.shape, tensor.dtype)
         buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves]
 
@@ -166,5 +166,5 @@ class WeightFormat(ABC):
 
 
 def slab_rows(in_size: int) -> int:
-    """Return the rows of a slab, a multiple of the panel size of packed matrices."""
+    """Return the slab size in rows, a multiple of the panel size."""
     return PANEL_ROWS * max(1, _SLAB_SIZE // (PANEL_ROWS * in_size))

@@ -1,4 +1,4 @@
-"""Products of quantised matrices, by a kernel where one can run; XLA's: by slabs on CPUs, of the whole elsewhere."""
+"""Matmul by quantised matrices: by a kernel if one can run, otherwise by XLA, on CPUs in slabs."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -15,28 +15,28 @@ from jaxserve.pallas_kernels.grouped_matmul import QuantizedStack, grouped_matmu
 
 
 class ScaledMatrix(Matrix):
-    """A matrix of quantised elements and grids of scales, a pytree of arrays."""
+    """A matrix with quantised elements and grids of scales: a pytree of arrays."""
 
     @abstractmethod
     def quantized(self) -> QuantizedStack:
-        """Return what kernels multiply, if this holds the matrices of all layers."""
+        """Return the operand of kernels, if this is a stack."""
 
     @abstractmethod
     def rows_arrays(self) -> tuple[StoredRows, ...]:
-        """Return arrays of which some rows make the same rows of the matrix."""
+        """Return the arrays from whose rows `dequantize` makes the same rows of the matrix."""
 
     @abstractmethod
     def dequantize(self, *arrays: Array) -> Float32[Array, "rows in"]:
-        """Return the rows that some rows of each of `rows_arrays` make."""
+        """Return rows of the matrix from the same rows of `rows_arrays`."""
 
     def row_factor(self) -> Float32[Array, " out"] | None:
-        """Return a factor of each row that `quantized` lacks; None where there is none, as by default."""
+        """Return a factor for each row that `quantized` lacks; None, the default, for no factor."""
         return None
 
     def quantize_inputs(
         self, x: Float[Array, "T in"], context: LinearContext
     ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
-        """Return what the matrix is multiplied with, and a factor of the product or None; x as it is by default."""
+        """Return the inputs of the matmul and a factor for its outputs or None; by default x as it is."""
         return x, None
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
@@ -70,11 +70,11 @@ class ScaledMatrix(Matrix):
 
 
 def multiply(dequantize: Dequantize, arrays: Sequence[StoredRows], x: Float[Array, "T in"]) -> Float32[Array, "T out"]:
-    """Multiply x with a matrix; in float32 on a CPU, elsewhere in the dtype of x with float32 sums.
+    """Return x @ W.T, on a CPU in float32, elsewhere in the dtype of x with float32 sums.
 
     Args:
-        dequantize: function of some rows of each array.
-        arrays: arrays of the matrix.
+        dequantize: function that makes rows from the same rows of each array.
+        arrays: arrays that hold the matrix.
         x: activations.
     """
     cpu, default = (partial(form, dequantize) for form in (multiply_by_slabs, multiply_whole))
