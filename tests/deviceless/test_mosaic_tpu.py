@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import pytest
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.ragged_paged_attention import (
+    BACKENDS,
+    Heads,
     Problem,
     RaggedRows,
     default_page_size,
