@@ -8,7 +8,7 @@ A layer has one mixer and a feed-forward part: an MLP, experts, both or none.
 | positions: RoPE, NoPE | `AttentionSpec.rope`, None for NoPE |
 | sliding window | `AttentionSpec.window` |
 | vectors that a token keeps in the KV pool: keys and values, or MLA latents | `AttentionSpec.kv` |
-| shared KV, cross attention: attention that writes nothing | `AttentionSpec.kv_source` |
+| shared KV, cross attention: keys and values that the layer does not make | `AttentionSpec.kv_source` |
 | recurrent layers: Gated DeltaNet, Mamba-2 | a `StateForm` as the mixer |
 | MoE with dense layers first or between | `mlp` in some layers, `experts` in the others |
 | an MLP alongside experts | both |
