@@ -1,7 +1,7 @@
-"""Mixture of experts: a router that chooses a few feed-forward layers for each token, and their products.
+"""MoE: a router that chooses a few experts for each token, and their matmuls.
 
-The rows of a product are the T * k pairs of a token and one of its experts, sorted by expert. No pair is dropped, and
-no shape depends on what the router chooses.
+A matmul has T * k rows, the pairs (token, expert), sorted by expert. No pair is dropped, and no shape depends on the
+router's choice.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class Experts(NamedTuple):
 
     Attributes:
         num_experts: number of experts, E.
-        per_token: number of experts of each token, k.
-        ffn_size: feed-forward size of an expert, F.
-        normalized: True if the weights of a token's experts are scaled to sum to one.
+        per_token: number of experts per token, k.
+        ffn_size: feed-forward size per expert, F.
+        normalized: True if a token's weights are scaled to sum to one.
         sigmoid: True if scores are sigmoids of the logits; False for their softmax.
-        num_groups: number of groups of equally many experts.
+        num_groups: number of equal expert groups.
         top_groups: number of groups from which a token's experts are chosen.
-        group_scores: number of a group's best scores whose sum ranks it.
+        group_scores: number of best scores whose sum ranks a group.
         scale: factor on the weights.
-        shared_ffn_size: feed-forward size of the experts of every token, which are one; 0 if there are none.
-        softmax_of_chosen: True if weights are the softmax of the chosen experts' logits alone.
-        activation: function between the two products of an expert.
-        num_shards: number of equal shares of whole experts that different devices have; each device has a part of
-            every expert of its share.
-        shard_axis: mesh axes of the shares, where these are the sizes of one device.
+        shared_ffn_size: feed-forward size of the shared experts together; 0 if there are none.
+        softmax_of_chosen: True if weights are the softmax over only the chosen experts' logits.
+        activation: function between an expert's two matmuls.
+        num_shards: number of equal shards of whole experts on different devices; a device has a part of every expert in
+            its shard.
+        shard_axis: mesh axes of the shards, if these are one device's sizes.
     """
 
     num_experts: int
@@ -61,8 +61,8 @@ class Experts(NamedTuple):
 
         Args:
             num_devices: number of devices that have all routed experts together.
-            shard_axis: mesh axes of the shares.
-            num_data_shards: number of equal sets of these devices, each of which has the shared experts whole.
+            shard_axis: mesh axes of the shards.
+            num_data_shards: number of equal device sets, each with whole shared experts.
         """
         return self._replace(
             ffn_size=self.ffn_size * self.num_shards // num_devices,
@@ -72,7 +72,7 @@ class Experts(NamedTuple):
 
     @property
     def num_held(self) -> int:
-        """Number of experts whose matrices, or parts of them, are here: on one device, those of its share."""
+        """Number of local experts: on one device, the experts in its shard."""
         return self.num_experts if self.shard_axis is None else self.num_experts // self.num_shards
 
     def most_read(self, num_tokens: int) -> int:
@@ -83,12 +83,12 @@ class Experts(NamedTuple):
 def route(
     logits: Float[Array, "T E"], experts: Experts, bias: Float[Array, " E"] | None = None
 ) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-    """Return weights and numbers of each token's experts, in float32: those of the largest scores.
+    """Return weights, in float32, and indices of each token's experts with the largest scores.
 
     Args:
-        logits: products with the router.
-        experts: number of experts, and how scores and weights are made.
-        bias: terms that are added to scores where experts are chosen, and not to weights.
+        logits: outputs of the router.
+        experts: sizes, and rules for scores and weights.
+        bias: terms added to scores for the choice, but not to weights.
     """
     if experts.softmax_of_chosen:
         chosen, ids = lax.top_k(logits.astype(jnp.float32), experts.per_token)
@@ -107,7 +107,7 @@ def route(
 
 
 def _in_best_groups(ranked: Float[Array, "T E"], experts: Experts) -> Float[Array, "T E"]:
-    """Return the scores of each token's best groups, and minus infinity for all others."""
+    """Return the scores in each token's best groups, and minus infinity for all others."""
     grouped = ranked.reshape(ranked.shape[0], experts.num_groups, -1)
     group_scores = lax.top_k(grouped, experts.group_scores)[0].sum(axis=-1)
     best = lax.top_k(group_scores, experts.top_groups)[1]
@@ -116,12 +116,12 @@ def _in_best_groups(ranked: Float[Array, "T E"], experts: Experts) -> Float[Arra
 
 
 class SortedPairs(NamedTuple):
-    """Pairs of a token and one of its experts, sorted by expert.
+    """Pairs (token, expert), sorted by expert.
 
     Attributes:
-        order: number t * k + i of each pair, the i-th of token t.
-        place: place of pair t * k + i in that order.
-        group_sizes: number of pairs of each expert that the device has, the first group's first in the order.
+        order: index t * k + i by sorted position: the i-th expert of token t.
+        place: sorted position of pair t * k + i.
+        group_sizes: number of pairs for each local expert, in sorted order.
     """
 
     order: Int[Array, " M"]
@@ -130,7 +130,7 @@ class SortedPairs(NamedTuple):
 
     @classmethod
     def of(cls, ids: Int[Array, "T k"], num_experts: int) -> SortedPairs:
-        """Sort the pairs of tokens whose experts are `ids`; those that are not in [0, num_experts) come last."""
+        """Sort the pairs by `ids`; ids outside of [0, num_experts) come last."""
         expert_ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
         numbers = jnp.arange(expert_ids.size, dtype=jnp.int32)
         order = jnp.argsort(expert_ids, stable=True).astype(jnp.int32)
@@ -139,20 +139,20 @@ class SortedPairs(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """Matrices of a mixture.
+    """Parameters of an MoE layer.
 
     Attributes:
         router: matrix `[E, D]`.
-        gate_up: matrices `[2F, D]` of all experts, one after the other.
-        down: matrices `[D, F]` of all experts.
-        router_bias: terms of the scores by which experts are chosen, or None.
-        shared_gate_up: matrix `[2F, D]` of the experts of every token, or None.
+        gate_up: all experts' matrices `[2F, D]`, one after the other.
+        down: all experts' matrices `[D, F]`.
+        router_bias: terms added to scores for the choice, or None.
+        shared_gate_up: matrix `[2F, D]` of the shared experts, or None.
         shared_down: their matrix `[D, F]`.
-        shared_gate: matrix `[1, D]` whose product's sigmoid is the weight of these experts; None for a weight of one.
-        logit_bias: terms of the products with the router, or None.
-        gate_up_bias: biases of the first products of all experts, or None.
-        down_bias: biases of their second ones, whole on each device.
-        weight_factors: factor of each expert on its weights, or None.
+        shared_gate: matrix `[1, D]`, whose sigmoid output weights the shared experts; None for a weight of one.
+        logit_bias: bias of the router, or None.
+        gate_up_bias: all experts' first biases, or None.
+        down_bias: all experts' second biases, whole on each device.
+        weight_factors: factor on each expert's weights, or None.
     """
 
     router: Weight
@@ -177,21 +177,21 @@ def apply_experts(
     routing: Float[Array, "T D"] | None = None,
     token_axis: str | None = None,
 ) -> tuple[Float[Array, "T D"], TokenContext]:
-    """Return the weighted sum of each token's experts and of those of every token, which are SwiGLU.
+    """Return the weighted sum over each token's experts, plus the shared experts, which are SwiGLU.
 
-    Every device has all tokens and routes them alike. It computes those of its own experts, and the sum over the
-    devices, which tensor parallelism needs too, is that of all experts. Along an axis where devices have tokens of
-    their own, each gathers those of all first, and gets the sums of its own: exchanging only what experts were chosen
-    for would take as much room for the worst case, in which no pair may be dropped.
+    Every device has all tokens and routes them alike. It computes its local experts, and the sum over the devices,
+    which tensor parallelism needs too, completes the result. Along `token_axis` each device first gathers all tokens,
+    and gets the sums for its own: an exchange by chosen experts would need the same capacity for the worst case, in
+    which no pair may be dropped.
 
     Args:
         x: normed inputs.
-        tokens: the tokens; those of experts are counted.
+        tokens: the tokens, which are counted by expert.
         matrices: router and experts.
-        experts: number of experts, and of those of a token.
-        axis: mesh axes over whose devices experts and F are split, besides `token_axis`.
-        routing: inputs of the router; None if they are those of the experts.
-        token_axis: mesh axis along which devices have tokens, and experts, of their own; None if all have the same.
+        experts: sizes of the layer.
+        axis: mesh axes that split experts and F, in addition to `token_axis`.
+        routing: inputs of the router; None if it reads x.
+        token_axis: mesh axis along which devices have different tokens and experts; None if all have the same tokens.
     """
     local, x = x, all_tokens(x, token_axis)
     routing = x if routing is None else all_tokens(routing, token_axis)
@@ -240,6 +240,6 @@ def _local_biases(bias: Float[Array, "E N"] | None, first: Any, experts: Experts
 
 
 def _expert_axes(axis: str | tuple[str, ...], experts: Experts) -> tuple[str, ...]:
-    """Return the mesh axes over whose devices each expert is split; devices along the others have other experts."""
+    """Return the mesh axes that split each expert; along the others devices have other experts."""
     axes = (axis,) if isinstance(axis, str) else axis
     return tuple(name for name in axes if name not in (experts.shard_axis or ()))

@@ -26,8 +26,8 @@ class LayerContext:
     """Layer that computes the tokens.
 
     Attributes:
-        options: static options of its attention or of its state.
-        norm: function of its norms.
+        options: static options of its attention or state.
+        norm: function for all its norms.
         index: index of the layer in its KV group, or among the recurrent layers.
         rotation: rotation of queries and keys; None in NoPE layers.
         inputs: inputs of the layer besides the residual stream, if it has any; see `ModelFamily.layer_inputs`.
@@ -62,7 +62,7 @@ class LayerContext:
 
 
 class Attention(ABC):
-    """Attention and recurrent states of a forward pass: a pytree, of which each layer returns its successor."""
+    """Attention and recurrent states in a forward pass: a pytree, which each layer returns updated."""
 
     @abstractmethod
     def attend(
@@ -91,17 +91,17 @@ class Attention(ABC):
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
 class TokenContext:
-    """Tokens of a forward pass, in which rows they are, and the state that layers leave to later ones.
+    """Tokens in a forward pass, their rows, and the state that layers leave to later ones.
 
     The index of each token's adapter would be one more array by token, which `select` takes too.
 
     Attributes:
-        position: position of each token.
+        position: positions.
         attention: attention and recurrent states.
-        row: row of each token in the step; any for padding, None outside of a step.
-        slot: slot of its sequence, likewise.
-        live: mask of the tokens, of all devices, that are not padding; None if no token is padding.
-        expert_tokens: number of tokens of each expert, by MoE layer; None if they are not counted.
+        row: rows in the step; any for padding, None outside of a step.
+        slot: slots of the rows, likewise.
+        live: mask over all devices' tokens, False for padding; None if no token is padding.
+        expert_tokens: number of tokens by MoE layer and expert; None if they are not counted.
         moe_index: index of the next MoE layer.
     """
 
@@ -121,24 +121,24 @@ class TokenContext:
         layer: LayerContext,
         sinks: Float[Array, " Q"] | None = None,
     ) -> tuple[Float[Array, "T Q V"], TokenContext]:
-        """Return the outputs of attention, and the context of the layers after it; see `Attention.attend`."""
+        """Return the outputs of attention and the context for the next layers; see `Attention.attend`."""
         if layer.rotation is not None and layer.rotation.query_factor is not None:
             q *= layer.rotation.query_factor[:, None, None].astype(q.dtype)
         out, attention = self.attention.attend(q, k, v, layer, sinks)
         return out, dataclasses.replace(self, attention=attention)
 
     def advance(self, inputs: Any, layer: LayerContext) -> tuple[Float[Array, "T heads size"], TokenContext]:
-        """Return the outputs of a recurrent layer, and the context of the layers after it."""
+        """Return the outputs of a recurrent layer and the context for the next layers."""
         out, attention = self.attention.advance(inputs, layer)
         return out, dataclasses.replace(self, attention=attention)
 
     def select(self, take: Callable[[Array], Array]) -> TokenContext:
-        """Return the context of other rows of activations, whose tokens `take` selects; they only pass matrices."""
+        """Return the context for other activation rows, whose tokens `take` selects; they only pass through matrices."""
         row, slot = (None if each is None else take(each) for each in (self.row, self.slot))
         return dataclasses.replace(self, position=take(self.position), row=row, slot=slot)
 
     def count_experts(self, ids: Int[Array, "all k"]) -> TokenContext:
-        """Return the context after an MoE layer with these experts of the tokens; ids of no expert are not counted."""
+        """Return the context after an MoE layer that chose these experts; ids outside the experts are not counted."""
         if self.expert_tokens is None:
             return self
         counts = self.expert_tokens.at[self.moe_index, ids.reshape(-1)].add(1, mode="drop")
