@@ -141,7 +141,7 @@ def compile_step(config, target, num_tokens, pool_tokens, max_model_len, kv_dtyp
     sizes = {"kind": Heads(local.attention.num_kv_heads, local.attention.head_dim), "kv_dtype": kv_dtype}
     backend = select_backend(num_query_heads=local.attention.num_heads, page_size=None, **sizes, platform="tpu")
     assert backend == "mosaic_tpu"
-    page_size = default_page_size(backend, **sizes)
+    page_size = default_page_size(backend, sizes["kind"], kv_dtype)
     schedule = ScheduleConfig(256, 2048, max_model_len, page_size, num_pages=pool_tokens // page_size)
     (program,) = StepCompiler(target, schedule, BFLOAT16, kv_dtype, backend).compile(arch, [num_tokens])
     return abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend).kv_pages, program
