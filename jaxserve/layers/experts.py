@@ -24,13 +24,13 @@ class Experts(NamedTuple):
     """Experts of a layer.
 
     Attributes:
-        num_experts: number of experts, E.
-        per_token: number of experts per token, k.
+        num_experts: experts, E.
+        per_token: experts per token, k.
         ffn_size: feed-forward size per expert, F.
         normalized: True if a token's weights are scaled to sum to one.
         sigmoid: True if scores are sigmoids of the logits; False for their softmax.
-        num_groups: number of equal expert groups.
-        top_groups: number of groups from which a token's experts are chosen.
+        num_groups: equal expert groups.
+        top_groups: groups from which a token's experts are chosen.
         group_scores: number of best scores whose sum ranks a group.
         scale: factor on the weights.
         shared_ffn_size: feed-forward size of the shared experts together; 0 if there are none.

@@ -101,7 +101,7 @@ class TokenContext:
         row: rows in the step; any for padding, None outside of a step.
         slot: slots of the rows, likewise.
         live: mask over all devices' tokens, False for padding; None if no token is padding.
-        expert_tokens: number of tokens by MoE layer and expert; None if they are not counted.
+        expert_tokens: token counts by MoE layer and expert; None if not counted.
         moe_index: index of the next MoE layer.
     """
 
@@ -133,7 +133,7 @@ class TokenContext:
         return out, dataclasses.replace(self, attention=attention)
 
     def select(self, take: Callable[[Array], Array]) -> TokenContext:
-        """Return the context for other activation rows, whose tokens `take` selects; they only pass through matrices."""
+        """Return the context for other activation rows, whose tokens `take` selects; they only pass matrices."""
         row, slot = (None if each is None else take(each) for each in (self.row, self.slot))
         return dataclasses.replace(self, position=take(self.position), row=row, slot=slot)
 
